@@ -1,0 +1,45 @@
+# Everything a clone needs: `make train` and `make test` set up their own environment on the first run.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help train test check format bench clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("smolcluster needs Python 3.11 or newer, this is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.core
+
+train: $(VENV)/.core ## Train the embedded default on 2 local workers (about a minute)
+	$(BIN)/smolcluster train
+
+test: $(VENV)/.dev ## Run the tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev ## Format, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tools.no_pickle
+
+format: $(VENV)/.dev ## Format the code and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev ## List the benchmarks
+	$(BIN)/python -m benchmarks
+
+clean: ## Remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

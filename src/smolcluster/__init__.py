@@ -1,0 +1,28 @@
+"""Train one model on every computer you own, and serve it from the same machines.
+
+    import smolcluster
+    summary = smolcluster.train("gpt", strategy="allreduce", workers=2, overrides={"training.steps": 50})
+
+Importing the package imports neither torch nor anything else; names load when they are used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Task", "__version__", "train"]
+
+if TYPE_CHECKING:
+    from smolcluster.launch.api import train
+    from smolcluster.tasks.base import Task
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":
+        from smolcluster.launch.api import train
+
+        return train
+    if name == "Task":
+        from smolcluster.tasks.base import Task
+
+        return Task
+    raise AttributeError(f"module 'smolcluster' has no attribute '{name}'")

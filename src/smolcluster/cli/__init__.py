@@ -1,0 +1,71 @@
+"""The `smolcluster` command: one file per subcommand. Each parses, calls and prints; none imports torch to show its help."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+import click
+import typer
+
+from smolcluster.cli import config, strategies, train
+from smolcluster.errors import SmolclusterError
+
+app = typer.Typer(
+    name="smolcluster",
+    help="Train one model on every computer you own, and serve it from the same machines.",
+    epilog="Example: smolcluster train gpt --strategy allreduce --workers 2 --steps 100",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
+app.add_typer(config.app, name="config")
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        from smolcluster import __version__
+
+        typer.echo(f"smolcluster {__version__}")
+        raise typer.Exit
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command and exit: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
+    arguments = spread_overrides(sys.argv[1:] if argv is None else argv)
+    try:
+        status = app(arguments, prog_name="smolcluster", standalone_mode=False)
+    except SmolclusterError as error:
+        print(f"smolcluster: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except click.ClickException as error:
+        print(f"smolcluster: {error.format_message()}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of our output went away: that is its right
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def spread_overrides(arguments: Sequence[str]) -> list[str]:
+    """`--override a=1 b=2` becomes `--override a=1 --override b=2`; options of the parser take one value each."""
+    result: list[str] = []
+    spreading = False
+    for argument in arguments:
+        if spreading and re.match(r"[A-Za-z_][\w.]*=", argument) and result[-1] != "--override":
+            result.append("--override")
+        elif argument.startswith("-"):
+            spreading = argument == "--override"
+        elif result and result[-1] != "--override":
+            spreading = False
+        result.append(argument)
+    return result

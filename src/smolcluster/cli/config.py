@@ -1,0 +1,47 @@
+"""`smolcluster config`: check, show and describe configurations."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Check, show and describe configurations.",
+    no_args_is_help=True,
+    epilog="Example: smolcluster config check cluster.yaml gpt.yaml",
+)
+
+
+@app.command("check", epilog="Example: smolcluster config check cluster_config_edp.yaml gpt_config.yaml")
+def check(
+    files: Annotated[list[str], typer.Argument(help="YAML files or built-in names; they merge left to right.")],
+    override: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more keys.")] = None,
+) -> None:
+    """Validate configuration files: exit 0 when they are right, 2 with every problem named when not."""
+    from smolcluster.config import load_config, resolve
+
+    resolve(load_config(files, overrides=override or []))
+    typer.echo(f"{', '.join(files)}: ok")
+
+
+@app.command("show", epilog="Example: smolcluster config show gpt --override training.steps=50")
+def show(
+    files: Annotated[
+        list[str] | None, typer.Argument(help="YAML files or built-in names. Default: the built-in default.")
+    ] = None,
+    override: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more keys.")] = None,
+) -> None:
+    """Print the resolved configuration as YAML."""
+    from smolcluster.config import dump, load_config, resolve
+
+    typer.echo(dump(resolve(load_config(files or ["default"], overrides=override or []))), nl=False)
+
+
+@app.command("schema", epilog="Example: smolcluster config schema > smolcluster.schema.json")
+def schema() -> None:
+    """Print the JSON schema of a configuration, for editors."""
+    from smolcluster.config import Config
+
+    typer.echo(json.dumps(Config.model_json_schema(), indent=2))

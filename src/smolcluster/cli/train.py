@@ -1,0 +1,150 @@
+"""`smolcluster train`: train a model, here or as one rank of a larger job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXAMPLES = (
+    "Examples: smolcluster train    (the embedded text on 2 workers)   |   "
+    "smolcluster train gpt --strategy allreduce --workers 4 --override training.batch_size=16 model.num_layers=4   |   "
+    "smolcluster train mnist --override data.root=path/to/mnist   |   "
+    "smolcluster train my_task.py:MyTask --workers 2   |   "
+    "smolcluster train --resume latest"
+)
+_GUIDE = "Model and training (the same as --override)"
+_RANK = "One rank of a job that others start"
+
+
+def train(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG]...",
+            help="YAML files, built-in names (gpt, mnist, ...), or a task as file.py:Class. Merged left to right.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="How machines work together; see `smolcluster strategies`.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes on this machine.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is written. Default: runs/<name>.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Continue: a run directory, a checkpoint, or `latest`.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="gloo, nccl or mpi. Default: nccl between GPUs, gloo otherwise.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and print the plan; train nothing, write nothing.")
+    ] = False,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks in the job. Without --rank: as --workers.", rich_help_panel=_RANK)
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="This process's rank.", rich_help_panel=_RANK)] = None,
+    master_addr: Annotated[
+        str | None, typer.Option(help="Address of rank 0. Default: MASTER_ADDR, or 127.0.0.1.", rich_help_panel=_RANK)
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option(help="Port of rank 0. Default: MASTER_PORT, or 29500.", rich_help_panel=_RANK)
+    ] = None,
+    no_nccl: Annotated[
+        bool, typer.Option("--no-nccl", help="The same as --backend gloo.", rich_help_panel=_RANK)
+    ] = False,
+    vocab_size: Annotated[int | None, typer.Option(help="model.vocab_size", rich_help_panel=_GUIDE)] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="model.model_dim", rich_help_panel=_GUIDE)] = None,
+    attention_heads: Annotated[int | None, typer.Option(help="model.num_heads", rich_help_panel=_GUIDE)] = None,
+    layers: Annotated[int | None, typer.Option(help="model.num_layers", rich_help_panel=_GUIDE)] = None,
+    max_seq_length: Annotated[int | None, typer.Option(help="model.max_seq_len", rich_help_panel=_GUIDE)] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="training.learning_rate", rich_help_panel=_GUIDE)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="training.batch_size, per worker", rich_help_panel=_GUIDE)
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="training.epochs", rich_help_panel=_GUIDE)] = None,
+    gradient_clip_norm: Annotated[
+        float | None, typer.Option(help="training.grad_clip_norm", rich_help_panel=_GUIDE)
+    ] = None,
+    save_interval: Annotated[int | None, typer.Option(help="training.checkpoint_steps", rich_help_panel=_GUIDE)] = None,
+    mixed_precision: Annotated[
+        bool, typer.Option("--mixed-precision", help="training.precision=bf16", rich_help_panel=_GUIDE)
+    ] = False,
+    use_gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--use-gradient-checkpointing", help="training.gradient_checkpointing=true", rich_help_panel=_GUIDE
+        ),
+    ] = False,
+) -> int:
+    """Train a model on this machine's workers, or as one rank of a job on several machines."""
+    from smolcluster.config import flag_sets
+    from smolcluster.errors import UserError
+    from smolcluster.launch.environment import assigned_place
+    from smolcluster.launch.prepare import prepare
+
+    if no_nccl:
+        if backend == "nccl":
+            raise UserError("--backend nccl and --no-nccl contradict each other")
+        backend = backend or "gloo"
+    place = assigned_place(world_size=world_size, rank=rank, master_addr=master_addr, master_port=master_port)
+    if place is None and world_size is not None:
+        if workers is not None and workers != world_size:
+            raise UserError(f"--workers {workers} and --world-size {world_size} contradict each other")
+        workers = world_size
+    sets: dict[str, Any] = flag_sets(
+        {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "attention_heads": attention_heads,
+            "layers": layers,
+            "max_seq_length": max_seq_length,
+            "learning_rate": learning_rate,
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "gradient_clip_norm": gradient_clip_norm,
+            "save_interval": save_interval,
+            "mixed_precision": mixed_precision,
+            "use_gradient_checkpointing": use_gradient_checkpointing,
+        }
+    )
+    sets |= {
+        "strategy.name": strategy,
+        "cluster.num_workers": place.world_size if place is not None else workers,
+        "training.steps": steps,
+        "training.seed": seed,
+    }
+    prepared = prepare(sources or [], overrides=override or [], sets=sets, run_dir=run_dir, resume=resume)
+    if dry_run:
+        from smolcluster.engine.dry_run import describe_run
+
+        typer.echo(describe_run(prepared.config, workers=prepared.workers, run_dir=prepared.run_dir, backend=backend))
+        return 0
+
+    from smolcluster.observe.console import ConsoleSink
+
+    if place is not None:
+        from smolcluster.launch.environment import run_assigned
+
+        return run_assigned(
+            prepared.config,
+            place,
+            run_dir=prepared.run_dir,
+            resume=prepared.resume,
+            backend=backend,
+            sinks=[ConsoleSink()],
+        )
+    from smolcluster.launch.local import run_local
+
+    run_local(
+        prepared.config,
+        workers=prepared.workers,
+        run_dir=prepared.run_dir,
+        resume=prepared.resume,
+        backend=backend,
+        sinks=[ConsoleSink()],
+    )
+    return 0

@@ -1,0 +1,156 @@
+"""Gradients in flat buckets, summed over a group while backward is still running.
+
+Backward produces gradients from the last layer to the first. Each one is scaled and copied into a flat bucket; a full
+bucket leaves for the network at once, so most of the exchange hides behind the rest of backward. Buckets always leave in
+the same order on every rank, whatever order their gradients become ready in.
+
+One `slot` holds the gradients of one step. With `num_slots` = K + 1, up to K steps are in flight while the next is computed.
+
+The last bucket carries one number more than its gradients: how many ranks asked to stop. It costs four bytes and lets
+all ranks leave after the same step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from smolcluster.comm.group import Group, Work
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The gradients of one step: `flats[i]` is bucket i, `views[j]` the part of it that belongs to parameter j."""
+
+    flats: list[Tensor]
+    views: list[Tensor]
+    stop_count: Tensor
+    works: list[Work] = field(default_factory=list)
+    scale: float = 1.0
+
+
+class GradientBuckets:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        bucket_bytes: int,
+        first_bucket_bytes: int = 2**20,
+        num_slots: int = 1,
+    ) -> None:
+        self._group = group
+        self._parameters = list(parameters)
+        self._bucket_of, self._num_buckets = assign_buckets(
+            [(p.dtype, p.nbytes) for p in self._parameters],
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=min(first_bucket_bytes, bucket_bytes),
+        )
+        self._members = [[j for j, b in enumerate(self._bucket_of) if b == i] for i in range(self._num_buckets)]
+        self._slots = [self._make_slot() for _ in range(num_slots)]
+        self._current: _Slot | None = None
+        self._missing: list[int] = []
+        self._ready: list[bool] = []
+        self._next_to_send = 0
+        for j, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, j))  # type: ignore[no-untyped-call]
+
+    def arm(self, slot: int, *, weight: float, stop: bool, scale: float = 1.0) -> None:
+        """The next backward is the last of its step: send each gradient, times `weight`, as it appears."""
+        current = self._slots[slot]
+        assert not current.works, "the slot is still in flight"
+        current.scale = scale
+        current.stop_count.fill_(float(stop))
+        self._current, self._weight = current, weight
+        self._missing = [len(members) for members in self._members]
+        self._ready = [False] * len(self._parameters)
+        self._next_to_send = 0
+
+    def disarm(self) -> None:
+        """Backward is over: parameters that got no gradient count as zero, and what has not left leaves now."""
+        slot = self._current
+        assert slot is not None
+        for j, ready in enumerate(self._ready):
+            if not ready:
+                slot.views[j].zero_()
+                self._mark(j)
+        self._current = None
+
+    def wait(self, slot: int) -> None:
+        """Return when the sums of this slot are there."""
+        current = self._slots[slot]
+        for work in current.works:
+            work.wait()
+        current.works.clear()
+
+    def give(self, slot: int) -> None:
+        """Hand the sums to the parameters as their gradients."""
+        for parameter, view in zip(self._parameters, self._slots[slot].views, strict=True):
+            parameter.grad = view
+
+    def scale_of(self, slot: int) -> float:
+        """The loss scale the gradients of this slot were computed with."""
+        return self._slots[slot].scale
+
+    def stop_count(self, slot: int) -> Tensor:
+        """How many ranks asked to stop, after `wait`."""
+        return self._slots[slot].stop_count
+
+    def _on_gradient(self, j: int, parameter: Tensor) -> None:
+        slot = self._current
+        if slot is None:
+            return
+        gradient = parameter.grad
+        assert gradient is not None
+        torch.mul(gradient, self._weight, out=slot.views[j])
+        parameter.grad = None
+        self._mark(j)
+
+    def _mark(self, j: int) -> None:
+        """Gradient j is in its bucket; send every full bucket whose predecessors have left."""
+        slot = self._current
+        assert slot is not None
+        self._ready[j] = True
+        self._missing[self._bucket_of[j]] -= 1
+        while self._next_to_send < self._num_buckets and self._missing[self._next_to_send] == 0:
+            slot.works.append(self._group.all_reduce(slot.flats[self._next_to_send]))
+            self._next_to_send += 1
+
+    def _make_slot(self) -> _Slot:
+        flats: list[Tensor] = []
+        views: list[Tensor | None] = [None] * len(self._parameters)
+        for i, members in enumerate(self._members):
+            first = self._parameters[members[0]]
+            last = i == self._num_buckets - 1
+            length = sum(self._parameters[j].numel() for j in members)
+            flat = torch.zeros(length + last, dtype=first.dtype, device=first.device)
+            offset = 0
+            for j in members:
+                parameter = self._parameters[j]
+                views[j] = flat[offset : offset + parameter.numel()].view(parameter.shape)
+                offset += parameter.numel()
+            flats.append(flat)
+        return _Slot(flats=flats, views=[v for v in views if v is not None], stop_count=flats[-1][-1:])
+
+
+def assign_buckets(
+    parameters: Sequence[tuple[torch.dtype, int]], *, bucket_bytes: int, first_bucket_bytes: int
+) -> tuple[list[int], int]:
+    """Which bucket each parameter's gradient goes into: from the last parameter to the first, one type per bucket.
+
+    The first bucket is small, so that the network starts early. Returns the bucket of each parameter and how many there are.
+    """
+    bucket_of = [0] * len(parameters)
+    index, filled, limit = 0, 0, first_bucket_bytes
+    for j in range(len(parameters) - 1, -1, -1):
+        dtype, size = parameters[j]
+        previous = parameters[j + 1][0] if j + 1 < len(parameters) else dtype
+        if filled and (filled + size > limit or dtype != previous):
+            index, filled, limit = index + 1, 0, bucket_bytes
+        bucket_of[j] = index
+        filled += size
+    return bucket_of, index + 1

@@ -1,0 +1,126 @@
+"""A group of ranks that exchange tensors.
+
+Strategies talk through this interface and never see a transport. Every operation starts at once and returns a `Work`; the
+tensor must not be touched until `wait()` returns. All ranks of a group call the same operations in the same order.
+
+Implementations: `torch_group.TorchGroup` (gloo, nccl, mpi), `memory_group.MemoryGroup` (threads of one process).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from smolcluster.errors import SmolclusterError
+
+
+class PeerLost(SmolclusterError):
+    """Another rank stopped answering: it died, or the network between us did."""
+
+
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when the result is in place. On a GPU: when the current stream will see it."""
+
+
+class Done:
+    """Work with nothing left to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Payload bytes this rank moved over its links, by the algorithm's formula. Tests hold it against the kernel's counters."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def add(self, sent: float, received: float) -> None:
+        self.bytes_sent += round(sent)
+        self.bytes_received += round(received)
+
+
+class Group(ABC):
+    """Ranks `0 .. size-1` and the ways they exchange tensors."""
+
+    rank: int
+    size: int
+    traffic: Traffic
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Sum in place. The result is bit-identical on every rank."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        """`output` on rank r is the sum of everybody's r-th slice of `tensor` (size x output elements)."""
+
+    @abstractmethod
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """`output` (size x tensor elements) is everybody's `tensor` in rank order."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        """`tensor` becomes what it is on rank `source`."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work: ...
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Work: ...
+
+    @abstractmethod
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        """The group of some of these ranks; None on a rank that is not among them. Called by every rank."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.all_reduce(torch.zeros(1, device=self.device)).wait()
+
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors for this group must live."""
+        return torch.device("cpu")
+
+
+def gather_json(group: Group, value: Any) -> list[Any]:
+    """Everybody's `value`, in rank order, on every rank. For small things said rarely: it crosses as UTF-8 JSON."""
+    text = json.dumps(value).encode()
+    sizes = torch.zeros(group.size, dtype=torch.int64, device=group.device)
+    group.all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=group.device)).wait()
+    width = int(sizes.max().item())
+    mine = torch.zeros(width, dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    everyone = torch.zeros(group.size * width, dtype=torch.uint8, device=group.device)
+    group.all_gather(everyone, mine.to(group.device)).wait()
+    rows = everyone.cpu().view(group.size, width)
+    return [json.loads(bytes(rows[r, : int(sizes[r])].tolist())) for r in range(group.size)]
+
+
+def broadcast_tensors(group: Group, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """Rank 0's named tensors on every rank, on the CPU. The others pass None."""
+    layout = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()] if tensors else []
+    result: dict[str, Tensor] = {}
+    for name, dtype, shape in gather_json(group, layout)[0]:
+        if tensors is not None:
+            tensor = tensors[name].to(group.device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+        if tensor.numel():
+            # Raw bytes: a backend need not know the type.
+            group.broadcast(tensor.reshape(-1).view(torch.uint8), source=0).wait()
+        result[name] = tensor.cpu()
+    return result

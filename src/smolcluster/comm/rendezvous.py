@@ -1,0 +1,174 @@
+"""How the ranks of a fixed world find each other.
+
+Rank 0 holds a small key-value store on a TCP port; the others connect to it, and the backend then opens its own
+connections between all ranks. On one machine everything stays on loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from smolcluster.comm.group import Group, PeerLost
+from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.comm.torch_group import TorchGroup
+from smolcluster.errors import UserError
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 120.0
+EXCHANGE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process stands in a fixed world. `master_port` 0: rank 0 takes any free port and tells it by `announce`."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+
+def choose_backend(requested: str | None, device: torch.device) -> str:
+    """NCCL between GPUs, gloo otherwise; what the user asks for if it can work here."""
+    if requested is None:
+        return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    if requested not in ("gloo", "nccl", "mpi"):
+        raise UserError(f"unknown backend '{requested}'; known: gloo, mpi, nccl")
+    if requested == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise UserError(
+            "--backend nccl needs NVIDIA GPUs and this machine has none that torch can use; try --backend gloo"
+        )
+    if requested == "mpi" and not dist.is_mpi_available():
+        raise UserError(
+            "--backend mpi needs a torch built from source with MPI, and this one is not; try --backend gloo"
+        )
+    return requested
+
+
+def connect(
+    place: Place,
+    *,
+    device: torch.device,
+    backend: str | None = None,
+    announce: Callable[[int], None] | None = None,
+) -> Group:
+    """Join the world; returns when every rank is there."""
+    if place.world_size == 1:
+        return MemoryGroup.world(1)[0]
+    backend = choose_backend(backend, device)
+    if backend == "nccl" and place.local_world_size > torch.cuda.device_count():
+        raise UserError(
+            f"{place.local_world_size} workers here but {torch.cuda.device_count()} GPU: NCCL needs a GPU for each; "
+            f"use --workers {torch.cuda.device_count()} or --backend gloo"
+        )
+    if is_loopback(place.master_addr):
+        _stay_on_loopback()
+    else:
+        log.warning("torch.distributed is neither authenticated nor encrypted: use %s on a network you trust", backend)
+
+    store = _open_store(place)
+    if place.rank == 0 and announce is not None:
+        announce(store.port)
+    _wait_for_all(store, place)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:  # DistError and its kin are RuntimeErrors
+        raise PeerLost(f"the ranks did not find each other: {str(error).splitlines()[0]}") from error
+    world = dist.group.WORLD
+    assert world is not None
+    return TorchGroup(world, device=device)
+
+
+def _open_store(place: Place) -> TCPStore:
+    """Rank 0 listens, the others connect and retry until it does."""
+    if place.rank == 0 and place.master_port and not _torchrun_holds_the_store():
+        _check_port(place.master_addr, place.master_port)
+    try:
+        return TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=place.rank == 0 and not _torchrun_holds_the_store(),
+            timeout=datetime.timedelta(seconds=JOIN_TIMEOUT_S),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        where = f"{place.master_addr}:{place.master_port}"
+        if place.rank == 0:
+            raise UserError(f"cannot start the rendezvous on {where}: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"rank {place.rank} found nobody at {where} in {JOIN_TIMEOUT_S:g} s; "
+            "is rank 0 started, with this address and port, and does a firewall let it through?"
+        ) from error
+
+
+def _wait_for_all(store: TCPStore, place: Place) -> None:
+    """Everybody signs in, so that whoever does not come can be named."""
+    keys = [f"joined/{rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], socket.gethostname())
+    try:
+        store.wait(keys, datetime.timedelta(seconds=JOIN_TIMEOUT_S))
+    except RuntimeError as error:
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:
+            raise PeerLost("rank 0 went away before all ranks had met") from error
+        raise UserError(
+            f"ranks {', '.join(map(str, missing))} of {place.world_size} did not come to {place.master_addr}:{store.port} "
+            f"within {JOIN_TIMEOUT_S:g} s; start them with the same --master-addr and --master-port"
+        ) from error
+
+
+def _torchrun_holds_the_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _check_port(host: str, port: int) -> None:
+    """A busy port gets a sentence instead of a C++ stack trace."""
+    with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"--master-port {port} on {host} cannot be used: {error.strerror}; "
+                "is another run using it? Choose another with --master-port"
+            ) from error
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def _stay_on_loopback() -> None:
+    """gloo would listen on the address of the host name; a run on one machine has no business on the network."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or not hasattr(socket, "if_nameindex"):
+        return
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]

@@ -1,0 +1,101 @@
+"""A group over `torch.distributed`: gloo for CPUs, nccl for GPUs, mpi where torch was built with it.
+
+Bytes are counted by the formula of the ring algorithms these backends use:
+
+    all_reduce         2 (N-1)/N S     reduce-scatter, then all-gather
+    reduce_scatter       (N-1)/N S
+    all_gather           (N-1) s       s: one rank's part
+    broadcast          S received once by every rank but the source
+
+torch.distributed neither authenticates nor encrypts. `rendezvous.connect` says so when it listens beyond loopback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smolcluster.comm.group import Done, Group, PeerLost, Traffic, Work
+
+
+class _TorchWork:
+    """Turns a backend's error into `PeerLost`: after one, the group is of no further use."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerLost(_first_line(error)) from error
+
+
+class TorchGroup(Group):
+    def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+        self.traffic = Traffic()
+        self.backend = dist.get_backend(process_group)
+        self._group = process_group
+        self._device = device if self.backend == "nccl" else torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        if self.size == 1:
+            return Done()
+        moved = 2 * (self.size - 1) / self.size * tensor.nbytes
+        self.traffic.add(moved, moved)
+        return self._start(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        moved = (self.size - 1) / self.size * tensor.nbytes
+        self.traffic.add(moved, moved)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._start(lambda: reduce_scatter(output, tensor, group=self._group, async_op=True))
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        moved = (self.size - 1) * tensor.nbytes
+        self.traffic.add(moved, moved)
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._start(lambda: all_gather(output, tensor, group=self._group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        if self.size == 1:
+            return Done()
+        self.traffic.add(*((tensor.nbytes, 0) if self.rank == source else (0, tensor.nbytes)))
+        return self._start(lambda: dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
+
+    def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work:
+        self.traffic.add(tensor.nbytes, 0)
+        return self._start(lambda: dist.isend(tensor, group_dst=to, group=self._group, tag=tag))
+
+    def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Work:
+        self.traffic.add(0, tensor.nbytes)
+        return self._start(lambda: dist.irecv(tensor, group_src=source, group=self._group, tag=tag))
+
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        group = dist.new_group(list(ranks))
+        return TorchGroup(group, device=self._device) if self.rank in ranks else None
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _start(self, operation: Callable[[], dist.Work | None]) -> Work:
+        try:
+            work = operation()
+        except RuntimeError as error:
+            raise PeerLost(_first_line(error)) from error
+        return Done() if work is None else _TorchWork(work)
+
+
+def _first_line(error: BaseException) -> str:
+    """Backends append stack traces to their messages; the first line says it."""
+    return str(error).strip().split("\n")[0]

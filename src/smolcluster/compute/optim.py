@@ -1,0 +1,69 @@
+"""Optimizers, the learning-rate schedule, and optimizer state by parameter name.
+
+State is named after parameters ("exp_avg/blocks.0.mlp.up.weight"), never numbered, so that any strategy can take up
+what another has written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smolcluster.config.schema import TrainingConfig
+
+
+def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD over two groups: matrices decay, vectors (biases, norms) do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in trained)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+
+
+def warmup_cosine(*, peak: float, floor: float, warmup: int, steps: int) -> Callable[[int], float]:
+    """The learning rate of update number n, counted from 0: a line up to `peak`, then half a cosine down to `floor`.
+
+    The last update before `steps` has `floor`; anything later too.
+    """
+
+    def rate(n: int) -> float:
+        if n < warmup:
+            return peak * (n + 1) / warmup
+        progress = min(1.0, (n - warmup) / max(1, steps - 1 - warmup))
+        return floor + 0.5 * (peak - floor) * (1 + math.cos(math.pi * progress))
+
+    return rate
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Optimizer state as "<state>/<parameter name>" -> tensor."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if value is not None:
+                tensors[f"{key}/{names[parameter]}"] = torch.as_tensor(value)
+    return tensors
+
+
+def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Put back what `named_state` gave. torch's own loader moves each tensor to where the optimizer wants it."""
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        state, name = key.split("/", 1)
+        by_parameter.setdefault(name, {})[state] = tensor
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    packed: dict[str, Any] = optimizer.state_dict()
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    packed["state"] = {i: by_parameter[names[p]] for i, p in enumerate(order) if names[p] in by_parameter}
+    optimizer.load_state_dict(packed)

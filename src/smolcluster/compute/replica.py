@@ -1,0 +1,161 @@
+"""One whole model on one device: forward, backward, apply.
+
+    compute(batch)   forward and backward over the micro-batches of a step; gradients are left on the parameters
+    apply()          unscale, clip, optimizer step at the learning rate of this update
+
+Strategies put their exchange between the two. A replica knows nothing of other replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from smolcluster.compute.optim import load_named_state, named_state
+from smolcluster.compute.precision import LossScale, autocast
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one worker reads in one step: one part per micro-batch, each as `Task.loss` wants it."""
+
+    parts: Sequence[Any]
+    samples: int
+    tokens: int
+    step: int
+
+
+class Replica:
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        learning_rate: Callable[[int], float],
+        device: torch.device,
+        precision: str = "fp32",
+        grad_clip_norm: float | None = None,
+        compile: bool = False,
+        track_gradients: bool = False,
+    ) -> None:
+        self.model = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = optimizer
+        self.device = device
+        self.updates = 0  # how many gradients have been applied: the version of the weights
+        self.scale = LossScale() if precision == "fp16" else None
+        self.gradient_norms: dict[str, Tensor] = {}
+        self._loss: Loss = torch.compile(loss) if compile else loss
+        self._learning_rate = learning_rate
+        self._precision = precision
+        self._clip = grad_clip_norm or None
+        self._track = track_gradients
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scale.value if self.scale else 1.0
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return self._learning_rate(self.updates)
+
+    def compute(self, batch: Batch, *, before_last: Callable[[], None] | None = None) -> Tensor:
+        """Gradients of the mean loss over the batch's parts. `before_last` runs ahead of the last backward."""
+        if not self.model.training:
+            self.model.train()
+        total: Tensor | None = None
+        for number, part in enumerate(batch.parts, start=1):
+            part = to_device(part, self.device)
+            with autocast(self._precision, self.device):
+                loss = self._loss(self.model, part)
+            if before_last is not None and number == len(batch.parts):
+                before_last()
+            factor = self.loss_scale / len(batch.parts)
+            (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total / len(batch.parts) if len(batch.parts) > 1 else total
+
+    def apply(self, *, scale: float | None = None) -> Tensor:
+        """One update from the gradients on the parameters. Returns their norm before clipping.
+
+        A step whose gradients overflowed in fp16 counts as an update but changes no weight.
+        """
+        parameters = [p for p in self.parameters if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        scale = self.loss_scale if scale is None else scale
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / scale)
+        norm = get_total_norm(gradients)
+        if self._track:
+            self.gradient_norms = {n: p.grad.norm() for n, p in self.model.named_parameters() if p.grad is not None}
+        overflow = self.scale is not None and not bool(torch.isfinite(norm))
+        if not overflow:
+            if self._clip is not None:
+                clip_grads_with_norm_(parameters, self._clip, norm)
+            rate = self.learning_rate
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group.get("lr_scale", 1.0)
+            self.optimizer.step()
+        if self.scale is not None:
+            self.scale.update(overflow=overflow)
+        self.updates += 1
+        for parameter in self.parameters:
+            parameter.grad = None
+        return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by name, not copied."""
+        return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Optimizer tensors, and the few numbers beside them."""
+        numbers: dict[str, Any] = {"updates": self.updates}
+        if self.scale is not None:
+            numbers["loss_scale"] = self.scale.state_dict()
+        return named_state(self.model, self.optimizer), numbers
+
+    def load_state_dict(
+        self, weights: dict[str, Tensor], optimizer: dict[str, Tensor], numbers: dict[str, Any]
+    ) -> None:
+        self.model.load_state_dict(weights)
+        load_named_state(self.model, self.optimizer, optimizer)
+        self.updates = int(numbers["updates"])
+        if self.scale is not None and "loss_scale" in numbers:
+            self.scale.load_state_dict(numbers["loss_scale"])
+
+
+def to_device(part: Any, device: torch.device) -> Any:
+    """Move every tensor in a batch; on a GPU without waiting for the copy."""
+    if isinstance(part, Tensor):
+        if part.device == device:
+            return part
+        if device.type == "cuda" and part.device.type == "cpu":
+            part = part.pin_memory()
+        return part.to(device, non_blocking=True)
+    if isinstance(part, dict):
+        return {key: to_device(value, device) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return type(part)(to_device(value, device) for value in part)
+    return part
+
+
+def leaves(part: Any) -> Iterator[Tensor]:
+    """Every tensor in a batch."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, dict):
+        for value in part.values():
+            yield from leaves(value)
+    elif isinstance(part, list | tuple):
+        for value in part:
+            yield from leaves(value)

@@ -1,0 +1,36 @@
+"""What a user may say: one schema, YAML in, errors with a remedy. Nothing here imports torch."""
+
+from smolcluster.config.flags import FLAGS, flag_sets
+from smolcluster.config.load import builtin_configs, load_config
+from smolcluster.config.names import ALIASES, canonical_strategy
+from smolcluster.config.resolve import dump, public_dict, resolve
+from smolcluster.config.schema import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    ScheduleConfig,
+    StrategyConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "ALIASES",
+    "FLAGS",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "ScheduleConfig",
+    "StrategyConfig",
+    "TrainingConfig",
+    "builtin_configs",
+    "canonical_strategy",
+    "dump",
+    "flag_sets",
+    "load_config",
+    "public_dict",
+    "resolve",
+]

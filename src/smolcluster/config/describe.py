@@ -1,0 +1,82 @@
+"""What a key may hold, and what it held, in words: for errors and for the reference page."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from smolcluster.config.names import SECTIONS
+from smolcluster.config.schema import Config
+from smolcluster.config.tree import KeyPath
+
+_WORDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+
+
+@functools.cache
+def json_schema() -> dict[str, Any]:
+    return Config.model_json_schema()
+
+
+def allowed(path: KeyPath) -> str:
+    """What may stand at `path`: `a whole number, at least 1, or null`."""
+    if path[0] in SECTIONS and len(path) == 1:
+        return f"a mapping, with keys such as {', '.join(list(SECTIONS[str(path[0])].model_fields)[:3])}"
+    return _in_words(_schema_at(path))
+
+
+def _schema_at(path: KeyPath) -> dict[str, Any]:
+    """The JSON schema of one key, or of an entry inside it."""
+    name, *inside = path
+    schema: dict[str, Any] = json_schema()["properties"][name]
+    if name in SECTIONS:
+        definition = schema["$ref"].rpartition("/")[2]
+        schema = json_schema()["$defs"][definition]["properties"][inside.pop(0)]
+    for step in inside:
+        for option in schema.get("anyOf", [schema]):
+            if isinstance(option.get("additionalProperties"), dict):
+                schema = option["additionalProperties"]
+            elif "prefixItems" in option:
+                schema = option["prefixItems"][min(int(step), len(option["prefixItems"]) - 1)]
+            elif "items" in option:
+                schema = option["items"]
+    return schema
+
+
+def _in_words(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return ", or ".join(_in_words(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        *most, last = schema["enum"]
+        return f"{', '.join(most)} or {last}"
+    match schema.get("type"):
+        case "null":
+            return "null"
+        case "array" if "prefixItems" in schema:
+            return f"a list of {len(schema['prefixItems'])}, each {_in_words(schema['prefixItems'][0])}"
+        case "array":
+            return f"a list, each {_in_words(schema['items'])}"
+        case "object":
+            inner = schema.get("additionalProperties")
+            return f"a mapping of names, each to {_in_words(inner)}" if isinstance(inner, dict) else "a mapping"
+        case str(kind):
+            return _WORDS[kind] + _bounds(schema)
+    return "any value"
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    if "minimum" in schema and "maximum" in schema:
+        return f" from {schema['minimum']:g} to {schema['maximum']:g}"
+    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    limits = [f"{word} {_number(schema[key])}" for key, word in words.items() if key in schema]
+    return ", " + " and ".join(limits) if limits else ""
+
+
+def _number(limit: float) -> str:
+    return "2^63" if limit == 2**63 else f"{limit:g}"
+
+
+def show(value: Any) -> str:
+    """A value as it would stand in YAML, shortened."""
+    text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:76] + " ..."

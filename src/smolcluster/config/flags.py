@@ -1,0 +1,51 @@
+"""The model and training flags of the multi-node guide, and the keys they set.
+
+Names are those of the command's parameters: `hidden_size` is `--hidden-size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FLAGS: dict[str, str] = {
+    "vocab_size": "model.vocab_size",
+    "hidden_size": "model.model_dim",
+    "attention_heads": "model.num_heads",
+    "layers": "model.num_layers",
+    "max_seq_length": "model.max_seq_len",
+    "learning_rate": "training.learning_rate",
+    "batch_size": "training.batch_size",
+    "epochs": "training.epochs",
+    "gradient_clip_norm": "training.grad_clip_norm",
+    "save_interval": "training.checkpoint_steps",
+    "mixed_precision": "training.precision",
+    "use_gradient_checkpointing": "training.gradient_checkpointing",
+}
+
+# Other flags of `train` that set a key: with these, an error can name the flag.
+COMMAND_FLAGS: dict[str, str] = {
+    "strategy": "strategy.name",
+    "workers": "cluster.num_workers",
+    "steps": "training.steps",
+    "seed": "training.seed",
+}
+
+
+def flag_sets(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"hidden_size": 64}` -> `{"model.model_dim": 64}`, for `load_config(sets=...)`.
+
+    Flags that were not given (None, or False for a switch) leave the configuration alone.
+    """
+    sets = {FLAGS[flag]: value for flag, value in given.items() if value is not None and value is not False}
+    if given.get("mixed_precision"):
+        sets[FLAGS["mixed_precision"]] = "bf16"
+    return sets
+
+
+def flag_of(key: str) -> str | None:
+    """`model.model_dim` -> `--hidden-size`."""
+    for flag, name in (FLAGS | COMMAND_FLAGS).items():
+        if name == key:
+            return "--" + flag.replace("_", "-")
+    return None

@@ -1,0 +1,205 @@
+"""YAML files and overrides in, one `Config` out; or one error that lists every mistake, each with its place.
+
+    load_config(["gpt", "my.yaml"], overrides=["training.steps=50"])
+
+Sources merge left to right, then overrides, then `sets`. Mappings merge, lists and scalars replace.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from smolcluster.config.checks import conflicts
+from smolcluster.config.describe import allowed, show
+from smolcluster.config.flags import flag_of
+from smolcluster.config.flat import into_sections
+from smolcluster.config.names import SECTIONS, nearest, nullable
+from smolcluster.config.schema import Config
+from smolcluster.config.tree import KeyPath, Node, Place, Problem, from_python, merge, parse
+from smolcluster.errors import UserError, suggest
+
+_NOWHERE = Place(0, 0, "")
+
+
+def load_config(
+    sources: Sequence[str | os.PathLike[str]],
+    *,
+    overrides: Sequence[str] = (),
+    sets: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration that these sources, overrides and values give together.
+
+    A source is a YAML file or a built-in name. An override is `dotted.key=value`, the value in YAML. `sets` are dotted
+    names with Python values; None leaves the key alone.
+    """
+    if isinstance(sources, str | os.PathLike):
+        sources = [sources]
+    problems: list[Problem] = []
+
+    # Read everything, in order of precedence.
+    base = Node({}, _NOWHERE)
+    layers: list[Node] = []
+    for source in sources:
+        path, layer = _read_source(os.fspath(source), order=len(layers), problems=problems)
+        layers.append(layer)
+        base = merge(base, _implied_strategy(path, layer.place))
+    for override in overrides:
+        layers.append(_read_override(override, order=len(layers), problems=problems))
+    for key, value in (sets or {}).items():
+        if value is not None:
+            place = Place(len(layers), 0, flag_of(key) or "argument")
+            layers.append(Node({key: from_python(value, place=place, name=key)}, place))
+
+    # Merge, then check: names, values, and how the values go together.
+    merged = base
+    for layer in layers:
+        tree, found = into_sections(layer, below=merged)
+        problems += found
+        merged = merge(merged, tree)
+    known, found = _known(merged)
+    problems += found
+    config, found = _validate(known)
+    problems += found
+    if config is not None and not problems:
+        problems += _conflicts(config, known)
+    if config is None or problems:
+        raise UserError("\n".join(str(problem) for problem in sorted(problems, key=lambda p: p.place[:2])))
+    return config
+
+
+@functools.cache
+def builtin_configs() -> dict[str, Path]:
+    """The configurations that come with the package, by name."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "configs", package.parents[1] / "configs"):  # installed; a source checkout
+        if (folder / "default.yaml").is_file():
+            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {}
+
+
+def _locate(source: str) -> tuple[Path, str] | None:
+    """The file of a source, and what to call it in errors. A bare name is a built-in one before it is a file."""
+    name = source.removesuffix(".yaml")
+    path = Path(source).expanduser()
+    if name in builtin_configs() and (name == source or not path.exists()):
+        return builtin_configs()[name], f"{name}.yaml"
+    return (path, source) if path.exists() else None
+
+
+def _read_source(source: str, *, order: int, problems: list[Problem]) -> tuple[Path, Node]:
+    place = Place(order, 0, source)
+    empty = Node({}, place)
+    found = _locate(source)
+    if found is None:
+        text = f"no such file, nor a built-in configuration; {suggest(source, builtin_configs())}"
+        problems.append(Problem(place, text))
+        return Path(source), empty
+    path, label = found
+    place = Place(order, 1, label)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        problems.append(Problem(place, f"not UTF-8 text: {error.reason} at byte {error.start}"))
+        return path, empty
+    except OSError as error:
+        problems.append(Problem(place._replace(line=0), f"cannot be read: {error.strerror or error}"))
+        return path, empty
+
+    node, wrong = parse(text, place=place)
+    problems += wrong
+    if node.value is not None and not isinstance(node.value, dict):
+        problems.append(
+            Problem(place, f"a configuration is a mapping of keys, but this file holds {show(node.plain())}")
+        )
+    return path, node if isinstance(node.value, dict) else empty
+
+
+def _read_override(override: str, *, order: int, problems: list[Problem]) -> Node:
+    place = Place(order, 0, "--override")
+    key, equals, value = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        problems.append(Problem(place, f"{show(override)} is not KEY=VALUE, such as training.batch_size=16"))
+        return Node({}, place)
+    node, wrong = parse(value, place=place, name=key)
+    problems += [problem._replace(text=f"{key}: {problem.text}; put quotes around text") for problem in wrong]
+    return Node({} if wrong else {key: node}, place)
+
+
+def _implied_strategy(path: Path, place: Place) -> Node:
+    """`cluster_config_edp.yaml` means the strategy edp, unless one is named anywhere."""
+    match = re.fullmatch(r"cluster_config_(.+)", path.stem)
+    name = {"name": Node(match[1], place, "strategy.name")} if match else {}
+    return Node({"strategy": Node(name, place, "strategy")}, place)
+
+
+def _known(merged: Node) -> tuple[Node, list[Problem]]:
+    """The tree without keys that do not exist, and a problem for each of those.
+
+    A null where null is no value of the key's own means the default, so it is left out.
+    """
+    problems: list[Problem] = []
+    known: dict[str, Node] = {}
+    for name, node in merged.children():
+        if name not in SECTIONS:
+            if name in Config.model_fields:
+                known[name] = node
+            else:
+                problems += [_unknown(child, f"{name}.{key}") for key, child in node.children()] or [
+                    _unknown(node, name)
+                ]
+            continue
+        if not isinstance(node.value, dict):
+            problems.append(_bad_value(node, (name,)))
+            continue
+        section: dict[str, Node] = {}
+        for key, child in node.children():
+            if key not in SECTIONS[name].model_fields:
+                problems.append(_unknown(child, f"{name}.{key}"))
+            elif child.value is not None or nullable(name, key):
+                section[key] = child
+        known[name] = Node(section, node.place, name)
+    return Node(known, merged.place), problems
+
+
+def _unknown(node: Node, name: str) -> Problem:
+    near, likeness = nearest(name)
+    value = "(hidden)" if near == "cluster.token" else show(node.plain())
+    hint = f"did you mean '{near}'?" if likeness >= 0.6 else f"the nearest known key is '{near}'"
+    return Problem(node.place, f"{name} = {value}: unknown key; {hint}")
+
+
+def _validate(known: Node) -> tuple[Config | None, list[Problem]]:
+    try:
+        return Config.model_validate(known.plain()), []
+    except ValidationError as error:
+        # Several errors may lie inside one value, such as a list that is too short; one message per value is enough.
+        bad = dict(known.reach(part["loc"]) for part in error.errors())
+        return None, [_bad_value(node, path) for path, node in bad.items()]
+
+
+def _bad_value(node: Node, path: KeyPath) -> Problem:
+    key = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+    written = key if node.name in ("", key) else f"{node.name} ({key})"
+    value = "(hidden)" if key == "cluster.token" else show(node.plain())
+    remedy = allowed(path)
+    if remedy.startswith("text") and isinstance(node.value, int | float):
+        remedy += "; put quotes around it"
+    return Problem(node.place, f"{written} = {value}: must be {remedy}")
+
+
+def _conflicts(config: Config, known: Node) -> list[Problem]:
+    problems = []
+    for conflict in conflicts(config):
+        # Point at the key that was said last: the others stood before it came.
+        written = [node.place for path in conflict.paths if (node := known.find(path)) is not None]
+        place = max(written, key=lambda place: place.order, default=_NOWHERE)
+        problems.append(Problem(place, conflict.text))
+    return problems

@@ -1,0 +1,87 @@
+"""Automatic values made explicit, and a `Config` written back as YAML.
+
+`resolve` fills in what needs no data; the size of the vocabulary, for one, waits for the tokenizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smolcluster.config.names import canonical_strategy
+from smolcluster.config.schema import Config
+from smolcluster.config.tree import to_yaml
+
+DEFAULT_SEED = 42
+_EPOCHS = {"wikitext": 30, "snli": 20, "mnist": 2}
+_WIKITEXT2 = {"wikitext", "wikitext-2", "wikitext2"}
+_TOKENIZERS = {"embedded": "bytes", "text": "bytes", "mnist": None}
+_GPT2 = {"openai-community/gpt2", "gpt2"}
+
+
+def resolve(config: Config) -> Config:
+    """A copy with the automatic values made explicit. Resolving twice changes nothing more."""
+    config = config.model_copy(deep=True)
+    _resolve_model(config)
+    _resolve_training(config)
+    _resolve_data(config)
+
+    config.cluster.num_workers = config.cluster.num_workers or len(config.cluster.workers) or 1
+    config.strategy.name = canonical_strategy(config.strategy.name)
+    return config
+
+
+def _resolve_model(config: Config) -> None:
+    model = config.model
+    if model.ff_dim is None:
+        # SwiGLU has three matrices where GELU has two: 8/3 keeps the number of parameters.
+        swiglu = -(-8 * model.model_dim // (3 * 64)) * 64
+        model.ff_dim = swiglu if model.activation == "swiglu" else 4 * model.model_dim
+    if model.num_kv_heads is None:
+        model.num_kv_heads = model.num_heads
+    if model.bias is None:
+        model.bias = model.norm == "layernorm"
+
+
+def _resolve_training(config: Config) -> None:
+    training, cluster = config.training, config.cluster
+    if training.batch_size is None:
+        tokens_fit = max(1, min(32, 4096 // config.model.max_seq_len))
+        training.batch_size = 32 if config.model.type == "simplenn" else tokens_fit
+    if training.epochs is None and training.steps is None:
+        training.epochs = next((n for name, n in _EPOCHS.items() if config.data.name.startswith(name)), 1)
+
+    # 0 is a seed like any other, so `or` will not do.
+    seeds = [seed for seed in (training.seed, cluster.seed) if seed is not None]
+    training.seed = cluster.seed = seeds[0] if seeds else DEFAULT_SEED
+
+    # "Off" has two spellings here; from now on it has one.
+    training.grad_clip_norm = training.grad_clip_norm or None
+    training.eval_steps = training.eval_steps or None
+    if training.checkpoint_steps is None:
+        training.checkpoint_steps = training.eval_steps
+    if config.lr_schedule.min_lr is None:
+        config.lr_schedule.min_lr = training.learning_rate / 10
+
+
+def _resolve_data(config: Config) -> None:
+    data = config.data
+    if data.tokenizer is None:
+        data.tokenizer = _TOKENIZERS.get(data.name, "gpt2")
+    elif data.tokenizer in _GPT2:
+        data.tokenizer = "gpt2"
+    if config.logging.project_name is None:
+        on_wikitext2 = config.model.type == "gpt" and data.name in _WIKITEXT2
+        config.logging.project_name = "smolcluster-gpt-wikitext2" if on_wikitext2 else "smolcluster"
+
+
+def public_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain values, fit for files and trackers: without the token."""
+    plain = config.model_dump()
+    plain["cluster"]["token"] = None
+    return plain
+
+
+def dump(config: Config) -> str:
+    """YAML that loads back to the same `Config`, but for the token, which is never written."""
+    note = "# cluster.token is not written to files: give it in SMOLCLUSTER_TOKEN\n" if config.cluster.token else ""
+    return note + to_yaml(public_dict(config))

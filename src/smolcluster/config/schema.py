@@ -1,0 +1,250 @@
+"""Everything a user may say, in one schema.
+
+A `Config` is what a run starts from: YAML files and command-line overrides merge into it (`load.py`). `None` means
+automatic; `resolve.py` turns what it can into numbers before anything starts, so that `config.yaml` in the run
+directory says what really ran. The field descriptions are the reference documentation (`reference.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _not_a_flag(value: Any) -> Any:
+    """Python takes `true` for 1. A batch size of `true` is a mistake, not a 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+def _dataset_name(value: Any) -> Any:
+    """`MNIST` is mnist; the names of other people's datasets keep their case."""
+    return value if isinstance(value, str) and value.startswith("hf:") else _lower(value)
+
+
+Number = BeforeValidator(_not_a_flag)
+Lower = BeforeValidator(_lower)
+Upper = BeforeValidator(_upper)
+
+Count = Annotated[int, Field(ge=1), Number]
+Natural = Annotated[int, Field(ge=0), Number]
+Seed = Annotated[int, Field(ge=0, lt=2**63), Number]
+Positive = Annotated[float, Field(gt=0.0), Number]
+NonNegative = Annotated[float, Field(ge=0.0), Number]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0), Number]
+Codec = Literal["fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd"]
+
+
+class Section(BaseModel):
+    """A part of the configuration. Unknown keys are errors: a misspelt option must not be ignored."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Which network, and its shape."""
+
+    type: Annotated[Literal["gpt", "simplenn"], Lower] = Field(
+        "gpt", description="gpt: a decoder-only transformer; SimpleNN: a two-layer classifier"
+    )
+
+    model_dim: Count = Field(256, description="width of the residual stream")
+    num_layers: Count = Field(6, description="number of transformer blocks")
+    num_heads: Count = Field(4, description="number of attention heads")
+    num_kv_heads: Count | None = Field(None, description="heads for keys and values; null: as many as num_heads")
+    ff_dim: Count | None = Field(
+        None,
+        description="width of the feed-forward layer; null: 4 x model_dim, "
+        "or 8/3 x model_dim for swiglu, rounded up to a multiple of 64",
+    )
+    dropout: BelowOne = Field(0.0, description="dropout probability")
+    max_seq_len: Count = Field(128, description="context length in tokens")
+    vocab_size: Count | None = Field(None, description="null: what the tokenizer has")
+    position: Annotated[Literal["learned", "rotary"], Lower] = Field(
+        "learned", description="learned: GPT-2; rotary: Llama"
+    )
+    norm: Annotated[Literal["layernorm", "rmsnorm"], Lower] = Field(
+        "layernorm", description="layernorm: GPT-2; rmsnorm: Llama"
+    )
+    activation: Annotated[Literal["gelu", "swiglu"], Lower] = Field("gelu", description="gelu: GPT-2; swiglu: Llama")
+    bias: bool | None = Field(
+        None, description="biases in linear layers and norms; null: yes for layernorm, no for rmsnorm"
+    )
+    tie_head: bool = Field(True, description="share the token embedding with the output head")
+    rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
+    norm_eps: Positive = Field(1e-5, description="epsilon inside the norms")
+
+    input_dim: Count = Field(784, description="SimpleNN: input features")
+    hidden: Count = Field(128, description="SimpleNN: hidden units")
+    out: Count = Field(10, description="SimpleNN: classes")
+
+
+class TrainingConfig(Section):
+    """How long and how fast to learn."""
+
+    batch_size: Count | None = Field(
+        None,
+        description="samples per worker and micro-step; null: 4096 tokens' worth, at most 32 "
+        "(32 at length 128, 16 at 256); 32 for SimpleNN",
+    )
+    epochs: Count | None = Field(
+        None,
+        description="passes over the data; null: 30 for WikiText, 20 for SNLI, 2 for MNIST, else 1. "
+        "Ignored when steps is set",
+    )
+    steps: Count | None = Field(None, description="optimizer steps; wins over epochs")
+    optimizer: Annotated[Literal["adamw", "sgd"], Lower] = Field("adamw", description="adamw, or sgd with momentum")
+    learning_rate: Positive = Field(6e-4, description="peak learning rate")
+    weight_decay: NonNegative = Field(0.01, description="decoupled decay of matrices; vectors are never decayed")
+    betas: tuple[BelowOne, BelowOne] = Field((0.9, 0.95), description="AdamW's averaging coefficients")
+    momentum: Fraction = Field(0.9, description="SGD's momentum")
+    grad_clip_norm: NonNegative | None = Field(1.0, description="clip the global gradient norm; null or 0: off")
+    grad_accumulation: Count = Field(1, description="micro-batches per optimizer step")
+    eval_steps: Natural | None = Field(
+        200, description="evaluate every so many steps and at the end; null or 0: only at the end"
+    )
+    eval_batches: Count | None = Field(
+        None, description="evaluate on at most so many batches; null: the whole validation set"
+    )
+    checkpoint_steps: Natural | None = Field(
+        None, description="save every so many steps and at the end; null: every eval_steps; 0: never, nor at the end"
+    )
+    max_checkpoints_to_keep: Count = Field(3, description="keep the last so many, and the best")
+    track_gradients: bool = Field(False, description="log the gradient norm of every parameter")
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], Lower] = Field(
+        "fp32", description="compute type of forward and backward; weights stay fp32"
+    )
+    gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, more time")
+    compile: bool = Field(False, description="torch.compile the model")
+    device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; null: the best one here")
+    seed: Seed | None = Field(None, description="null: cluster.seed, or 42")
+
+
+class ScheduleConfig(Section):
+    """Linear warm-up, then cosine down to min_lr at the last step."""
+
+    warmup_iters: Natural = Field(100, description="steps of linear warm-up")
+    min_lr: NonNegative | None = Field(None, description="learning rate at the end; null: a tenth of learning_rate")
+
+
+class DataConfig(Section):
+    """What is learned from."""
+
+    name: Annotated[str, BeforeValidator(_dataset_name)] = Field(
+        "embedded", description="embedded, mnist, wikitext, wikitext-103, snli, text, or hf:OWNER/NAME"
+    )
+    root: str | None = Field(
+        None, description="folder (or file, for text) that holds the data; null: the cache folder, with a download"
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="bytes, chars, gpt2, or a path to tokenizer.json; null: bytes for embedded and text, gpt2 else",
+    )
+    tokenizer_root: str | None = Field(
+        None,
+        description="folder with encoder.json and vocab.bpe, or tokenizer.json; null: data.root, then the cache folder",
+    )
+    cache_dir: str | None = Field(
+        None, description="where downloads and token files live; null: the user's cache folder"
+    )
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0), Number] = Field(
+        0.1, description="share held out for validation where the data has no split of its own"
+    )
+    download: bool = Field(True, description="fetch missing files; false: fail instead")
+
+
+class LoggingConfig(Section):
+    """Where numbers and logs go, besides the run directory."""
+
+    project_name: str | None = Field(
+        None, description="W&B project; null: smolcluster-gpt-wikitext2 for gpt on WikiText-2, else smolcluster"
+    )
+    log_interval: Count = Field(10, description="steps between logged rows")
+    wandb: bool = Field(False, description="log to Weights & Biases (offline when no key is set)")
+    tensorboard: bool = Field(False, description="write TensorBoard event files into the run directory")
+    loki_url: str | None = Field(None, description="push logs to this Loki server")
+    level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Upper] = Field(
+        "INFO", description="least level that is written"
+    )
+
+
+class ClusterConfig(Section):
+    """Which machines, and how they reach each other."""
+
+    host_ip: dict[str, str] = Field(default_factory=dict, description="host name -> address")
+    port: Annotated[int, Field(ge=0, le=65535), Number] = Field(
+        65432, description="TCP port of the server or coordinator"
+    )
+    bind: str = Field("127.0.0.1", description="address to listen on; beyond loopback a token is needed")
+    server: str | None = Field(None, description="host name of the server")
+    workers: list[str] = Field(default_factory=list, description="host names of the workers, in rank order")
+    num_workers: Count | None = Field(None, description="null: as many as workers lists, or 1")
+    batch_size: dict[str, Count] = Field(
+        default_factory=dict, description="per host, where it differs from training.batch_size"
+    )
+    buffer_size: dict[str, Count] = Field(default_factory=dict, description="socket buffer in bytes, per host")
+    token: str | None = Field(None, repr=False, description="shared secret; better given in SMOLCLUSTER_TOKEN")
+    seed: Seed | None = Field(None, description="as in the cluster files; training.seed wins")
+
+
+class StrategyConfig(Section):
+    """Which algorithm, and its options.
+
+    Each strategy reads its own; one it does not know has no effect and is warned of.
+    """
+
+    name: str = Field("allreduce", description="see `smolcluster strategies`")
+    staleness_bound: Natural | None = Field(
+        None, description="allreduce, fsdp: gradients may be so many steps old; 0: synchronous"
+    )
+    on_stale: Annotated[Literal["drop", "stop"], Lower] | None = Field(
+        None, description="what to do with a gradient beyond the bound"
+    )
+    worker_update_interval: Count | None = Field(None, description="edp, syncps: steps between weight pulls")
+    polyak_alpha: Fraction | None = Field(None, description="syncps: share of the server's weights in a pull")
+    timeout: Positive | None = Field(
+        None, description="syncps: seconds to wait for stragglers after the first gradient"
+    )
+    use_quantization: bool | None = Field(None, description="edp: 8-bit gradients; the same as codec: int8")
+    codec: Annotated[Codec, Lower] | None = Field(None, description="how gradients are encoded on the wire")
+    bucket_mb: Positive | None = Field(None, description="allreduce: gradients travel in buckets of this size")
+    fsdp_stage: Annotated[int, Field(ge=0, le=3), Number] | None = Field(None, description="fsdp: ZeRO stage")
+    schedule: str | None = Field(None, description="pipeline: gpipe, 1f1b, ...")
+    num_microbatches: Count | None = Field(None, description="pipeline: micro-batches per step")
+    layer_distribution: list[Count] | None = Field(None, description="pipeline: layers per stage")
+    dp: Count | None = Field(None, description="mesh: data-parallel size")
+    tp: Count | None = Field(None, description="mesh, tensor: tensor-parallel size")
+    pp: Count | None = Field(None, description="mesh: pipeline stages")
+    inner_steps: Count | None = Field(None, description="diloco: local steps between exchanges")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of strategies from other packages")
+
+
+def _section(kind: type[Section]) -> Any:
+    """A section that may be left out; its docstring's first line is its description."""
+    return Field(default_factory=kind, description=(kind.__doc__ or "").splitlines()[0])
+
+
+class Config(Section):
+    """One run."""
+
+    model: ModelConfig = _section(ModelConfig)
+    training: TrainingConfig = _section(TrainingConfig)
+    lr_schedule: ScheduleConfig = _section(ScheduleConfig)
+    data: DataConfig = _section(DataConfig)
+    logging: LoggingConfig = _section(LoggingConfig)
+    cluster: ClusterConfig = _section(ClusterConfig)
+    strategy: StrategyConfig = _section(StrategyConfig)
+    task: str | None = Field(
+        None, description="a Task of your own, as path/to/file.py:ClassName; null: chosen from the model and data"
+    )

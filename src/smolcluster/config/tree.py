@@ -1,0 +1,197 @@
+"""YAML in, as a tree that remembers where each value was written; YAML out.
+
+Errors can then say `gpt.yaml:7`, however many files and overrides were merged. Scalars follow YAML 1.2 rather than
+PyYAML's 1.1: `6e-4` is a number, and a machine called `on` or `no` is not a truth value. Keys are always text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import yaml
+
+KeyPath = tuple[str | int, ...]
+
+
+class Place(NamedTuple):
+    """Where something was said. `order` is the position of its source among all, so that problems can be sorted."""
+
+    order: int
+    line: int  # 0: not known, or not a file
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.label}:{self.line}" if self.line else self.label
+
+
+class Problem(NamedTuple):
+    """One mistake of the user's: where, and what."""
+
+    place: Place
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}" if self.place.label else self.text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A value, its place, and its dotted name as the user wrote it. Mappings and lists hold nodes."""
+
+    value: Any
+    place: Place
+    name: str = ""
+
+    def children(self) -> Iterator[tuple[str, Node]]:
+        """The entries of a mapping; nothing for any other value."""
+        yield from self.value.items() if isinstance(self.value, dict) else ()
+
+    def plain(self) -> Any:
+        """The value without places."""
+        if isinstance(self.value, dict):
+            return {key: child.plain() for key, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+    def reach(self, path: KeyPath) -> tuple[KeyPath, Node]:
+        """As far along `path` as the tree goes: that part of it, and the node there."""
+        node = self
+        for depth, key in enumerate(path):
+            inside = (isinstance(node.value, dict) and key in node.value) or (
+                isinstance(node.value, list) and isinstance(key, int) and key < len(node.value)
+            )
+            if not inside:
+                return path[:depth], node
+            node = node.value[key]
+        return path, node
+
+    def find(self, path: KeyPath) -> Node | None:
+        """The node at `path`, if it is there."""
+        reached, node = self.reach(path)
+        return node if reached == path else None
+
+
+def merge(below: Node, above: Node) -> Node:
+    """Mappings merge, key by key; anything else replaces what was below."""
+    if not isinstance(below.value, dict) or not isinstance(above.value, dict):
+        return above
+    merged = dict(below.value)
+    for key, child in above.children():
+        merged[key] = merge(merged[key], child) if key in merged else child
+    return dataclasses.replace(above, value=merged)
+
+
+def from_python(value: Any, *, place: Place, name: str) -> Node:
+    """A tree of plain Python values, all at one place."""
+    if isinstance(value, Mapping):
+        return Node({str(k): from_python(v, place=place, name=f"{name}.{k}") for k, v in value.items()}, place, name)
+    if isinstance(value, list | tuple):
+        return Node([from_python(v, place=place, name=f"{name}[{i}]") for i, v in enumerate(value)], place, name)
+    return Node(os.fspath(value) if isinstance(value, os.PathLike) else value, place, name)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # what is read as a number is quoted when it is text
+
+
+_TAG = "tag:yaml.org,2002:"
+for _kind, _pattern, _first in (
+    ("null", r"(?:~|null|Null|NULL|)\Z", ["~", "n", "N", ""]),
+    ("bool", r"(?:true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
+    ("int", r"[-+]?[0-9]+(?:_[0-9]+)*\Z", list("-+0123456789")),
+    ("float", r"[-+]?(?:[0-9]+(?:_[0-9]+)*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\Z", list("-+.0123456789")),
+    ("float", r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z", list("-+.")),
+):
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(_pattern), _first)
+_Dumper.add_representer(tuple, _Dumper.represent_list)
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    _TAG + "null": lambda _: None,
+    _TAG + "bool": lambda text: text.lower() == "true",
+    _TAG + "int": int,
+    _TAG + "float": lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
+    _TAG + "str": str,
+}
+
+
+def to_yaml(value: Any) -> str:
+    """YAML that `parse` reads back to the same value. Keys keep their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def parse(text: str, *, place: Place, name: str = "") -> tuple[Node, list[Problem]]:
+    """The tree of one YAML document, and what is wrong with it. An empty document is null."""
+    try:
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        return Node(None, place, name), [_syntax_problem(error, text, place)]
+    problems: list[Problem] = []
+    if root is None:
+        return Node(None, place, name), problems
+    return _build(root, place=place, name=name, problems=problems, above=frozenset()), problems
+
+
+def _syntax_problem(error: yaml.YAMLError, text: str, place: Place) -> Problem:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        line, reason = error.problem_mark.line + 1, error.problem
+    elif isinstance(error, yaml.reader.ReaderError):
+        line, reason = text.count("\n", 0, error.position) + 1, f"the character U+{error.character:04X} is not allowed"
+    else:
+        line, reason = 1, str(error)
+    return Problem(place._replace(line=line) if place.line else place, f"this is not YAML: {reason}")
+
+
+def _build(node: yaml.Node, *, place: Place, name: str, problems: list[Problem], above: frozenset[int]) -> Node:
+    """`above` holds the nodes we are inside of: an alias to one of them would never end."""
+    if id(node) in above:
+        problems.append(Problem(place, f"{name}: an alias may not contain itself"))
+        return Node(None, place, name)
+    above = above | {id(node)}
+
+    if isinstance(node, yaml.MappingNode):
+        entries: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            here = _at(place, key_node)
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is None or key == "<<":
+                problems.append(Problem(here, "keys must be plain text: YAML merge keys and complex keys are not read"))
+                continue
+            child_name = f"{name}.{key}" if name else key
+            if key in entries:
+                problems.append(Problem(here, f"{child_name}: given twice, here and at {entries[key].place}"))
+            entries[key] = _build(value_node, place=here, name=child_name, problems=problems, above=above)
+        return Node(entries, place, name)
+
+    if isinstance(node, yaml.SequenceNode):
+        items = [
+            _build(item, place=_at(place, item), name=f"{name}[{i}]", problems=problems, above=above)
+            for i, item in enumerate(node.value)
+        ]
+        return Node(items, place, name)
+
+    convert = _SCALARS.get(node.tag)
+    try:
+        if convert is None:
+            raise ValueError(f"the tag {node.tag.replace(_TAG, '!!')} is not supported")
+        return Node(convert(node.value), place, name)
+    except ValueError as error:
+        problems.append(Problem(place, f"{name}: {error}"))
+        return Node(None, place, name)
+
+
+def _at(place: Place, node: yaml.Node) -> Place:
+    """The line of a node, in a file; overrides have no lines."""
+    return place._replace(line=node.start_mark.line + 1) if place.line else place

@@ -1,0 +1,20 @@
+"""Datasets, tokenizers and the sampler: which sample goes to which worker.
+
+    sampler.py     the stream of samples and each worker's share of it
+    dataset.py     from sample numbers to a batch of tensors
+    text.py        text -> tokens -> a training and a validation dataset
+    sources.py     where text comes from
+    chunks.py      long text in pieces
+    tokenizers.py  bytes, characters, GPT-2's and Hugging Face's tokens
+    mnist.py       handwritten digits
+    cache.py       token files on disk, built once
+    once.py        one process works while the others wait
+    download.py    checksummed downloads
+    names.py       the names users may write in `data.name`
+
+Importing this package imports no torch.
+"""
+
+from smolcluster.data.names import DATASETS, default_tokenizer
+
+__all__ = ["DATASETS", "default_tokenizer"]

@@ -1,0 +1,154 @@
+"""Token files on disk: built once, then memory-mapped by every process that reads them.
+
+    <cache>/tokens/<key>.bin    the tokens, raw little-endian integers
+    <cache>/tokens/<key>.json   the sidecar: format, dtype, count, vocabulary, tokenizer, source, hash of the head
+
+The key is a hash of the source's content, the tokenizer and the format version, so a changed text or tokenizer never
+meets an old file. Both files are written beside their place and renamed, the sidecar last: a sidecar that agrees with
+its file means the file is whole. A file that does not (cut short by a full disk, say) is built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from smolcluster.data.once import once
+from smolcluster.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from smolcluster.data.tokenizers import Tokenizer
+
+FORMAT_VERSION = 1
+HEAD_BYTES = 65536
+ABANDONED_S = 24 * 3600.0
+Tokens = npt.NDArray[Any]
+Progress = Callable[[str, int, int | None], None]
+"""Called with (name, done, total); total is None when unknown, and done == total at the end."""
+
+
+def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """`data.cache_dir`, else $SMOLCLUSTER_CACHE, else the platform's cache folder."""
+    chosen = cache_dir or os.environ.get("SMOLCLUSTER_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return (Path(local) if local else Path.home() / "AppData" / "Local") / "smolcluster" / "cache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "smolcluster"
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "smolcluster"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file that is never seen half-written: a temporary file beside it, flushed to disk, then renamed."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Temporary files that nobody has written to for a day are left over from a killed process."""
+    for path in folder.glob("*.tmp"):
+        try:
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
+                path.unlink()
+        except OSError:
+            pass  # another process was quicker, or still has it open
+
+
+def cached_tokens(
+    root: Path,
+    *,
+    source_hash: str,
+    tokenizer: Tokenizer,
+    chunks: Callable[[], Iterable[str]],
+) -> Tokens:
+    """The tokens of a text, from the cache or built now. One process builds while others that want the same wait."""
+    key = hashlib.sha256(json.dumps([FORMAT_VERSION, source_hash, tokenizer.fingerprint]).encode()).hexdigest()[:32]
+    path = root / "tokens" / f"{key}.bin"
+
+    def build(beat: Callable[[], None]) -> Tokens:
+        remove_abandoned(path.parent)
+        facts = {"source": source_hash, "tokenizer": tokenizer.fingerprint, "tokenizer_name": tokenizer.name}
+        _write(path, tokenizer=tokenizer, chunks=chunks(), facts=facts, beat=beat)
+        tokens = _read(path)
+        if tokens is None:
+            raise UserError(
+                f"the token file {path} does not read back as written; check the disk, or set data.cache_dir"
+            )
+        return tokens
+
+    try:
+        return once(path.with_suffix(".lock"), ready=lambda: _read(path), produce=build)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the token cache in {path.parent}: {error}; "
+            "set data.cache_dir or SMOLCLUSTER_CACHE to a writable folder"
+        ) from error
+
+
+def _write(
+    path: Path, *, tokenizer: Tokenizer, chunks: Iterable[str], facts: dict[str, Any], beat: Callable[[], None]
+) -> None:
+    dtype = np.dtype(tokenizer.dtype).newbyteorder("<")
+    count, head = 0, b""
+    try:
+        with replacing(path) as file:
+            for text in chunks:
+                raw = tokenizer.encode(text).astype(dtype, copy=False).tobytes()
+                head += raw[: HEAD_BYTES - len(head)]
+                file.write(raw)
+                count += len(raw) // dtype.itemsize
+                beat()
+        sidecar = {
+            "format": FORMAT_VERSION,
+            "dtype": dtype.str,
+            "count": count,
+            "vocab_size": tokenizer.vocab_size,
+            "head_sha256": hashlib.sha256(head).hexdigest(),
+            **facts,
+        }
+        with replacing(path.with_suffix(".json")) as file:
+            file.write(json.dumps(sidecar, indent=1).encode())
+    except PermissionError:
+        # Windows will not replace a file that another process has mapped. Then it must be as good as ours.
+        if _read(path) is None:
+            raise
+
+
+def _read(path: Path) -> Tokens | None:
+    """The tokens, or None when the file is missing, cut short or not what its sidecar says."""
+    try:
+        sidecar = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        dtype, count = np.dtype(sidecar["dtype"]), int(sidecar["count"])
+        if sidecar["format"] != FORMAT_VERSION or path.stat().st_size != count * dtype.itemsize:
+            return None
+        with path.open("rb") as file:
+            if hashlib.sha256(file.read(HEAD_BYTES)).hexdigest() != sidecar["head_sha256"]:
+                return None
+        # An empty file cannot be mapped.
+        return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,70 @@
+"""Long text in pieces that a tokenizer may encode one after the other.
+
+A piece ends where an ASCII letter or digit is followed by a space or a line break. No token of GPT-2's kind (nor of
+its successors') reaches across such a place, so the pieces give the very tokens that the whole text would. Ending at
+a line break would not do: a run of blanks is one token at the end of a text and two before a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from smolcluster.errors import UserError
+
+CHUNK_BYTES = 1024 * 1024
+WORDLESS_BYTES = 4 * CHUNK_BYTES
+_WORD_END = re.compile(rb"[0-9A-Za-z](?=[ \n])")
+
+
+def text_chunks(blocks: Iterable[bytes], *, place: str, wordless_bytes: int = WORDLESS_BYTES) -> Iterator[str]:
+    """UTF-8 in blocks of any size, as text in pieces of about the same size.
+
+    Only where `wordless_bytes` have no place to end a piece (Chinese, say) does one end before a line break: then at
+    worst one run of blanks is tokenized another way. A short rest must wait for more, or for the end.
+    """
+    rest, offset = b"", 0
+    for block in blocks:
+        rest += block
+        cut = _last_word_end(rest)
+        if not cut and len(rest) >= wordless_bytes:
+            cut = max(rest.rfind(b"\n"), 0)
+        if cut:
+            yield _decode(rest[:cut], offset=offset, place=place)
+            offset += cut
+            rest = rest[cut:]
+    if rest:
+        yield _decode(rest, offset=offset, place=place)
+
+
+def file_chunks(path: Path) -> Iterator[str]:
+    yield from text_chunks(file_blocks(path), place=str(path))
+
+
+def file_blocks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while block := file.read(CHUNK_BYTES):
+                yield block
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _last_word_end(data: bytes) -> int:
+    """Where the last word ends that a blank follows; 0 when there is none. It is nearly always close to the end."""
+    for size in (4096, len(data)):
+        ends = [match.end() for match in _WORD_END.finditer(data, max(len(data) - size, 0))]
+        if ends:
+            return ends[-1]
+    return 0
+
+
+def _decode(data: bytes, *, offset: int, place: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{place} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {offset + error.start}; "
+            "convert it to UTF-8, or leave it out"
+        ) from error

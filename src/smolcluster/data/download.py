@@ -1,0 +1,177 @@
+"""Checksummed downloads with nothing but the standard library.
+
+A file is read from the first mirror that has the right bytes: hashed while it is read, written beside its place,
+renamed when the checksum fits. Nothing else ever appears under its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import shutil
+import ssl
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from smolcluster.data.cache import Progress, remove_abandoned, replacing
+from smolcluster.data.once import once
+from smolcluster.errors import UserError
+
+BLOCK_BYTES = 256 * 1024
+MAX_BYTES = 2 * 1024**3
+
+
+class _BadMirror(Exception):
+    """Why one mirror's answer cannot be used."""
+
+
+# What a mirror can do to us. Other OSErrors are ours: a full disk is not mended by the next mirror.
+NETWORK_ERRORS = (
+    _BadMirror,
+    urllib.error.URLError,
+    http.client.HTTPException,
+    TimeoutError,
+    ConnectionError,
+    ssl.SSLError,
+)
+
+
+def fetch(
+    urls: Sequence[str],
+    target: Path,
+    *,
+    sha256: str,
+    progress: Progress | None = None,
+    timeout_s: float = 30,
+    max_bytes: int = MAX_BYTES,
+) -> Path:
+    """Make sure that `target` is the file with this checksum; download it if it is not."""
+
+    def ready() -> Path | None:
+        return target if target.is_file() and hash_file(target) == sha256 else None
+
+    def download(beat: Callable[[], None]) -> Path:
+        remove_abandoned(target.parent)
+        reasons = []
+        for url in urls:
+            try:
+                _fetch_one(
+                    url, target, sha256=sha256, progress=progress, timeout_s=timeout_s, max_bytes=max_bytes, beat=beat
+                )
+                return target
+            except NETWORK_ERRORS as error:
+                reasons.append(f"  {url}: {error or type(error).__name__}")
+        listed = "\n".join(reasons)
+        raise UserError(
+            f"could not download {target.name}:\n{listed}\n"
+            f"Put the file (sha256 {sha256}) at {target} yourself, then start again."
+        )
+
+    try:
+        return once(target.with_name(target.name + ".lock"), ready=ready, produce=download)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {target}: {error}; set data.root or data.cache_dir to a writable folder"
+        ) from error
+
+
+def _fetch_one(
+    url: str,
+    target: Path,
+    *,
+    sha256: str,
+    progress: Progress | None,
+    timeout_s: float,
+    max_bytes: int,
+    beat: Callable[[], None],
+) -> None:
+    request = urllib.request.Request(url, headers={"User-Agent": "smolcluster"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as response, replacing(target) as file:
+        length = response.headers.get("Content-Length", "")
+        total = int(length) if length.isdigit() else None
+        digest, done = hashlib.sha256(), 0
+        while block := response.read(BLOCK_BYTES):
+            done += len(block)
+            if done > max_bytes:
+                raise _BadMirror(f"sends more than {max_bytes} bytes")
+            digest.update(block)
+            file.write(block)
+            beat()
+            if progress is not None and done != total:
+                progress(target.name, done, total)
+        # The two ways to be wrong; leaving the block by an exception throws the temporary file away.
+        if total is not None and done != total:
+            raise _BadMirror(f"ended after {done} of {total} bytes")
+        if digest.hexdigest() != sha256:
+            raise _BadMirror(f"has the checksum {digest.hexdigest()}, not {sha256}")
+    if progress is not None:
+        progress(target.name, done, done)
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A zip file with a known checksum, and those of its members that we want."""
+
+    urls: tuple[str, ...]
+    sha256: str
+    members: tuple[str, ...]
+
+    @property
+    def filename(self) -> str:
+        return self.urls[0].rsplit("/", 1)[-1]
+
+
+def fetch_members(archive: Archive, folder: Path, *, progress: Progress | None = None) -> list[Path]:
+    """Make sure that the members lie in `folder`, without the archive's own folders; download the archive if not."""
+    files = [folder / member.rsplit("/", 1)[-1] for member in archive.members]
+
+    def ready() -> list[Path] | None:
+        return files if all(f.is_file() for f in files) else None
+
+    def unpack(beat: Callable[[], None]) -> list[Path]:
+        put_by_user = (folder / archive.filename).is_file()
+        downloaded = fetch(
+            archive.urls, folder / archive.filename, sha256=archive.sha256, progress=_with_beat(progress, beat)
+        )
+        with zipfile.ZipFile(downloaded) as opened:
+            for member, file in zip(archive.members, files, strict=True):
+                with opened.open(member) as packed, replacing(file) as unpacked:
+                    shutil.copyfileobj(packed, unpacked, BLOCK_BYTES)
+                beat()
+        if not put_by_user:
+            downloaded.unlink()
+        return files
+
+    try:
+        return once(folder / (archive.filename + ".unpack.lock"), ready=ready, produce=unpack)
+    except OSError as error:
+        raise UserError(
+            f"cannot unpack {archive.filename} in {folder}: {error}; "
+            "set data.root or data.cache_dir to a writable folder"
+        ) from error
+
+
+def _with_beat(progress: Progress | None, beat: Callable[[], None]) -> Progress:
+    def report(name: str, done: int, total: int | None) -> None:
+        beat()
+        if progress is not None:
+            progress(name, done, total)
+
+    return report
+
+
+def missing_files(what: str, folder: Path, names: Iterable[str]) -> UserError:
+    """The error for files that are not there and may not be downloaded."""
+    return UserError(
+        f"{what} is not in {folder} (looked for {', '.join(names)}) and data.download is false: put the files there, "
+        "set data.root to their folder, or set data.download=true"
+    )

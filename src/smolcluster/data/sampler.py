@@ -1,0 +1,110 @@
+"""Which sample goes to which worker, at which step.
+
+All samples form one infinite stream: epoch 0 in a random order, then epoch 1 in another, and so on. A step reads the
+next G samples of the stream, and the data shards cut those G among them, in order:
+
+    stream  ... | shard 0 | shard 1 | shard 2 | shard 0 | ...
+                 <------- step t: G --------->
+
+So what N workers read at step t is what one worker with the whole batch reads at step t, and the only state is one
+number: how far the stream has been read. That number means the same for any number of workers.
+
+The order of an epoch is `argsort` over raw Philox words keyed by (seed, epoch). NumPy promises that raw words never
+change, so the order is the same on every platform and version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from smolcluster.errors import UserError
+
+Indices = npt.NDArray[np.int64]
+
+
+class Sampler:
+    """The infinite stream of sample numbers. `indices(start, count)` may be asked for any part of it."""
+
+    def __init__(self, num_samples: int, *, seed: int) -> None:
+        if num_samples < 1:
+            raise UserError("the dataset has no samples; check data.name and data.root")
+        if not 0 <= seed < 2**64:
+            raise UserError(f"seed {seed} is out of range; it must be from 0 to 2**64 - 1")
+        self.num_samples = num_samples
+        self.seed = seed
+        self._orders: dict[int, Indices] = {}
+
+    def order(self, epoch: int) -> Indices:
+        """The permutation of one epoch. The last two asked for are kept: a batch may straddle a boundary."""
+        if epoch not in self._orders:
+            words = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.num_samples)
+            while len(self._orders) >= 2:
+                del self._orders[next(iter(self._orders))]
+            # A stable sort, so that two equal words (however unlikely) have one order everywhere.
+            self._orders[epoch] = np.argsort(words, kind="stable").astype(np.int64, copy=False)
+        return self._orders[epoch]
+
+    def indices(self, start: int, count: int) -> Indices:
+        """Stream positions [start, start + count), across as many epochs as that takes."""
+        if start < 0 or count < 0:
+            raise ValueError(f"start and count must not be negative: {start}, {count}")
+        parts = [np.empty(0, dtype=np.int64)]
+        while count > 0:
+            epoch, offset = divmod(start, self.num_samples)
+            part = self.order(epoch)[offset : offset + count]
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return np.concatenate(parts)
+
+
+class ShardedSampler:
+    """One data shard's share of the stream: `counts[r]` samples of every step go to shard r."""
+
+    def __init__(self, sampler: Sampler, *, counts: Sequence[int], shard: int) -> None:
+        if not counts or min(counts) < 1:
+            raise ValueError(f"every shard needs at least one sample per step: {list(counts)}")
+        if not 0 <= shard < len(counts):
+            raise ValueError(f"shard {shard} of {len(counts)} does not exist")
+        self.sampler = sampler
+        self.count = counts[shard]
+        self.global_batch = sum(counts)
+        self._offset = sum(counts[:shard])
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        """How far the stream has been read: samples consumed by all shards together."""
+        return self._position
+
+    def next(self) -> Indices:
+        """This shard's samples of the next step."""
+        indices = self.sampler.indices(self._position + self._offset, self.count)
+        self._position += self.global_batch
+        return indices
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position, "seed": self.sampler.seed, "num_samples": self.sampler.num_samples}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where another sampler stood. The number of shards may differ; the data and the seed may not."""
+        if state["num_samples"] != self.sampler.num_samples:
+            raise UserError(
+                f"the checkpoint was trained on {state['num_samples']} samples, but the data here has "
+                f"{self.sampler.num_samples}: resume with the same data.name, data.root, tokenizer, validation "
+                "split and sequence length, or start a new run"
+            )
+        if state["seed"] != self.sampler.seed:
+            raise UserError(
+                f"the checkpoint was trained with seed {state['seed']}, but this run has seed {self.sampler.seed}, "
+                "which would read some samples twice and others never: "
+                f"resume with training.seed={state['seed']}, or start a new run"
+            )
+        if state["position"] < 0:
+            raise UserError(
+                f"the checkpoint's data position {state['position']} is negative; resume from another checkpoint"
+            )
+        self._position = state["position"]

@@ -1,0 +1,108 @@
+"""How the outside reaches a worker: a request to stop, the rendezvous port, the launcher's death.
+
+PipeChannel      under our launcher: JSON lines on standard input; its end means the launcher is gone
+SignalChannel    on its own (torchrun, one rank by hand): SIGINT and SIGTERM
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from smolcluster.comm.group import PeerLost
+
+log = logging.getLogger(__name__)
+
+ORPHAN_GRACE_S = 30.0
+
+
+class Channel(Protocol):
+    def stop_requested(self) -> bool: ...
+
+    def rendezvous_port(self) -> int:
+        """Wait until the launcher tells which port rank 0 listens on; 0 where the port was given at the start."""
+
+    @property
+    def announce(self) -> Callable[[int], None] | None:
+        """Where rank 0 reports the port it listens on."""
+
+
+class SignalChannel:
+    """The first signal asks for a clean end, the second one ends at once."""
+
+    announce: Callable[[int], None] | None = None
+
+    def __init__(self) -> None:
+        self._stop = False
+        for name in ("SIGINT", "SIGTERM"):
+            signal.signal(getattr(signal, name), self._on_signal)
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        if self._stop:
+            os._exit(128 + number)
+        self._stop = True
+        log.warning("stopping after this step (signal %d); once more to stop at once", number)
+
+    def stop_requested(self) -> bool:
+        return self._stop
+
+    def rendezvous_port(self) -> int:
+        return 0
+
+
+class PipeChannel:
+    """Reads the launcher's messages in a thread of its own."""
+
+    def __init__(self, first: bytes, *, announce: Callable[[int], None]) -> None:
+        self.announce: Callable[[int], None] | None = announce
+        self._stop = threading.Event()
+        self._port: int | None = None
+        self._news = threading.Condition()
+        self._gone = False
+        # Ctrl-C in a terminal reaches every process of its group; only the launcher acts on it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+        threading.Thread(target=self._listen, args=(first,), daemon=True, name="launcher-channel").start()
+
+    def stop_requested(self) -> bool:
+        return self._stop.is_set()
+
+    def rendezvous_port(self) -> int:
+        with self._news:
+            self._news.wait_for(lambda: self._port is not None or self._gone or self._stop.is_set())
+        if self._port is None:
+            raise PeerLost("the launcher went away, or was told to stop, before the workers had met")
+        return self._port
+
+    def _listen(self, buffer: bytes) -> None:
+        descriptor = sys.stdin.fileno()
+        while True:
+            while b"\n" in buffer:
+                line, buffer = buffer.split(b"\n", 1)
+                self._handle(json.loads(line))
+            chunk = os.read(descriptor, 65536)  # raw: a buffered reader would hold a lock at interpreter exit
+            if not chunk:
+                break
+            buffer += chunk
+        with self._news:
+            self._gone = True
+            self._news.notify_all()
+        self._stop.set()
+        log.warning("the launcher is gone: saving and leaving")
+        timer = threading.Timer(ORPHAN_GRACE_S, lambda: os._exit(1))
+        timer.daemon = True
+        timer.start()
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        with self._news:
+            if message["op"] == "stop":
+                self._stop.set()
+            elif message["op"] == "port":
+                self._port = int(message["port"])
+            self._news.notify_all()

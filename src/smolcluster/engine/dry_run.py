@@ -1,0 +1,51 @@
+"""What a run would do, without doing it: the resolved configuration, who sits where, and what a step costs."""
+
+from __future__ import annotations
+
+import torch
+
+from smolcluster.comm.rendezvous import choose_backend
+from smolcluster.compute.device import choose_device
+from smolcluster.config import dump
+from smolcluster.config.schema import Config
+from smolcluster.data.dataset import as_dataset
+from smolcluster.engine.checks import batch_size_of, check_enough_samples
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.strategies.base import Node, Shape
+from smolcluster.strategies.registry import find_strategy, read_options
+from smolcluster.tasks.find import find_task
+
+
+def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str | None) -> str:
+    """Opens the data and builds the model without memory, so that a mistake shows here."""
+    device = choose_device(config.training.device)
+    backend = choose_backend(backend, device)
+    strategy = find_strategy(config.strategy.name)
+    options, ignored = read_options(strategy, config.strategy)
+    nodes = [Node(name=f"worker-{rank}", batch_size=batch_size_of(config, rank)) for rank in range(workers)]
+    seats = strategy.seats(options, nodes)
+    task = find_task(config)
+    samples = len(as_dataset(task.train_data()))
+    counts = [nodes[s.rank].batch_size * config.training.grad_accumulation for s in seats if s.shard is not None]
+    check_enough_samples(samples, counts)
+    with torch.device("meta"):
+        model = task.model()
+    shape = Shape(parameters=sum(p.numel() for p in model.parameters()))
+    cost = strategy.cost(options, shape, nodes)
+
+    lines = [
+        dump(config).rstrip(),
+        "",
+        f"# task {task.name}: {shape.parameters:,} parameters, {samples:,} training samples",
+    ]
+    lines.append(f"# strategy {strategy.name} on {len(seats)} worker(s), device {device}, backend {backend}")
+    lines += [f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}" for s in seats]
+    if ignored:
+        lines.append(f"# not used by {strategy.name}: {', '.join(ignored)}")
+    memory = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
+    lines.append(
+        f"# a worker holds {memory / 2**20:.1f} MiB of weights, gradients and optimizer state, before activations"
+    )
+    lines.append(f"# a step sends {cost.bytes_sent / 2**20:.2f} MiB from each worker")
+    lines.append(f"# run directory: {run_dir.path}")
+    return "\n".join(lines)

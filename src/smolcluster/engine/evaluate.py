@@ -1,0 +1,56 @@
+"""Loss and accuracy on the validation set, shared out over the workers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+from smolcluster.comm.group import Group
+from smolcluster.compute.precision import autocast
+from smolcluster.compute.replica import to_device
+from smolcluster.data.dataset import Dataset
+from smolcluster.tasks.base import Task
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    data: Dataset,
+    *,
+    group: Group,
+    device: torch.device,
+    batch_size: int,
+    max_batches: int | None,
+) -> dict[str, float]:
+    """Means over the validation samples: `val_loss`, and `val_accuracy`, `val_ppl` where the task has them.
+
+    Rank r takes every N-th batch from r on; sums meet in one small all-reduce, in double precision.
+    """
+    num_batches = math.ceil(len(data) / batch_size)
+    num_batches = num_batches if max_batches is None else min(num_batches, max_batches)
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, accuracy, samples
+    has_accuracy = False
+    model.eval()
+    for number in range(group.rank, num_batches, group.size):
+        indices = np.arange(number * batch_size, min(len(data), (number + 1) * batch_size))
+        with autocast(task.config.training.precision, device):
+            metrics = task.metrics(model, to_device(data.batch(indices), device))
+        has_accuracy = "accuracy" in metrics
+        values = [metrics["loss"], metrics.get("accuracy", torch.zeros(())), torch.ones(())]
+        sums += torch.tensor([float(v) for v in values], dtype=torch.float64) * len(indices)
+    model.train()
+
+    sums = torch.cat([sums, torch.tensor([float(has_accuracy)], dtype=torch.float64)]).to(group.device)
+    group.all_reduce(sums).wait()
+    loss_sum, accuracy_sum, samples, with_accuracy = sums.tolist()
+    loss = loss_sum / samples
+    result = {"val_loss": loss}
+    if with_accuracy:
+        result["val_accuracy"] = accuracy_sum / samples
+    if task.perplexity:
+        result["val_ppl"] = math.exp(loss) if loss < 700 else math.inf
+    return result

@@ -1,0 +1,171 @@
+"""The few operations a durable write needs, behind one small object.
+
+A power cut keeps only what was flushed. The contents of a file are safe after `OutputFile.fsync`; its name, and every
+rename, only after `fsync_folder` of the folder that holds it. Code that must survive a crash makes all its changes
+through a `Files`, so that a test can replace it and fail, or crash, at each operation in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+# What a file system answers when it does not know an operation (to flush a folder on SMB, to lock on NFS).
+_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
+
+TEMPORARY = ".tmp-"  # every unfinished file or folder starts with this
+
+
+class OutputFile:
+    """A new file, written front to back without a buffer of ours. Use it in a `with` block."""
+
+    def __init__(self, path: Path) -> None:
+        self._raw = path.open("xb", buffering=0)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Writes all of `data`: the system may take less than it is given."""
+        rest = memoryview(data).cast("B")
+        while rest.nbytes:
+            rest = rest[self._raw.write(rest) or 0 :]
+
+    def fsync(self) -> None:
+        """Waits until the contents are on the disk itself."""
+        fd = self._raw.fileno()
+        if sys.platform == "darwin":
+            # Plain fsync on macOS stops at the drive's cache.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+                return
+        os.fsync(fd)
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def __enter__(self) -> OutputFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Files:
+    """The real file system. Every change a durable write makes is one of these calls."""
+
+    def create(self, path: Path) -> OutputFile:
+        """Opens a file that must not exist yet."""
+        return OutputFile(path)
+
+    def mkdir(self, path: Path) -> None:
+        """Makes one folder that must not exist yet."""
+        path.mkdir()
+
+    def fsync_folder(self, path: Path) -> None:
+        """Makes the names inside `path` durable. Windows has no such call and journals names by itself."""
+        if sys.platform != "win32":
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+            finally:
+                os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Gives a folder or file a new name, which must be free."""
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        source.rename(target)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Renames a file over another: readers see the old one or the new one, never a mix."""
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, or a folder with all it holds. Never follows a symbolic link."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def lock(self, path: Path) -> Iterator[bool]:
+        """Holds `path` as a lock that the system releases when this process dies, however it dies.
+
+        Yields False where the file system has no locks. Raises BlockingIOError when another holder has it.
+        """
+        with path.open("ab") as file:
+            held = _take_lock(file.fileno(), path)
+            try:
+                yield held
+            finally:
+                if held:
+                    _release_lock(file.fileno())
+
+
+def _take_lock(fd: int, path: Path) -> bool:
+    try:
+        if sys.platform == "win32":
+            os.lseek(fd, 0, os.SEEK_SET)
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise BlockingIOError(errno.EAGAIN, "another process is writing here", str(path.parent)) from error
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def _release_lock(fd: int) -> None:
+    if sys.platform == "win32":
+        os.lseek(fd, 0, os.SEEK_SET)
+        msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)
+    else:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def temporary_name(name: str) -> str:
+    """A name that no one else uses, for something that will be called `name` when it is finished."""
+    return f"{TEMPORARY}{name}-{uuid.uuid4().hex[:12]}"
+
+
+def ensure_folder(path: Path, *, files: Files) -> None:
+    """Makes `path` and its missing parents, each durable before the next."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        ensure_folder(path.parent, files=files)
+    with contextlib.suppress(FileExistsError):
+        files.mkdir(path)
+    files.fsync_folder(path.parent)
+
+
+def atomic_write_text(path: Path, text: str, *, files: Files | None = None) -> None:
+    """Writes a small text file: after a crash at any moment it holds the old text or the new one, whole."""
+    files = files or Files()
+    temporary = path.with_name(temporary_name(path.name))
+    try:
+        with files.create(temporary) as file:
+            file.write(text.encode("utf-8"))
+            file.fsync()
+        files.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.remove(temporary)
+        raise
+    files.fsync_folder(path.parent)

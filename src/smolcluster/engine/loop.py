@@ -1,0 +1,196 @@
+"""The training loop. It names no strategy.
+
+for each step: read a batch, strategy.step, and when they are due: evaluate, log a row, save
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smolcluster.compute.replica import Batch
+from smolcluster.compute.rng import seed_everything
+from smolcluster.data.dataset import Dataset
+from smolcluster.data.sampler import ShardedSampler
+from smolcluster.engine.evaluate import evaluate
+from smolcluster.engine.meter import Meter
+from smolcluster.engine.saver import Saver
+from smolcluster.engine.snapshot import Snapshot
+from smolcluster.observe.events import StepLogged
+from smolcluster.observe.observer import Observer
+from smolcluster.strategies.base import Context, State, StepReport, Strategy
+from smolcluster.tasks.base import Task
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands: goes into a checkpoint and comes out of it."""
+
+    step: int = 0
+    samples: int = 0  # by this rank
+    tokens: int = 0
+    best_val_loss: float = math.inf
+
+
+class Loop:
+    def __init__(
+        self,
+        *,
+        strategy: Strategy,
+        task: Task,
+        context: Context,
+        sampler: ShardedSampler,
+        train_data: Dataset,
+        val_data: Dataset | None,
+        observer: Observer,
+        saver: Saver | None,
+        host: str,
+        info: dict[str, Any],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.strategy, self.task, self.context = strategy, task, context
+        self.progress = Progress()
+        self.meter = Meter(context.device)
+        self.last_evaluation: dict[str, float] = {}
+        self.interrupted = False
+        self._sampler, self._train_data, self._val_data = sampler, train_data, val_data
+        self._observer, self._saver = observer, saver
+        self._host, self._info, self._clock = host, info, clock
+        self._config = context.config.training
+        self._log_interval = context.config.logging.log_interval
+        self._warned_of_loss = False
+        self._saved_step = -1
+
+    def run(self) -> None:
+        """From where we stand to the last step, or to the step at which all agree to stop."""
+        total = self.context.total_steps
+        first = self.progress.step + 1
+        for step in range(first, total + 1):
+            self.meter.start()
+            report = self._step(step)
+            self.meter.stop()
+
+            last = step == total or report.stop
+            evaluated = self._val_data is not None and (last or _due(step, self._config.eval_steps))
+            improved = self._evaluate() if evaluated else False
+            if evaluated or last or step == first or step % self._log_interval == 0:
+                self._log(step, with_evaluation=evaluated)
+            if last or improved or _due(step, self._config.checkpoint_steps):
+                self._save(step, best=improved, final=last)
+            if report.stop and step < total:
+                self.interrupted = True
+                return
+
+    def _step(self, step: int) -> StepReport:
+        # Everything random in this step follows from (seed, step, rank): a resumed run repeats it.
+        seed_everything(self._config.seed or 0, step, self.context.seat.rank)
+        batch = self._read(step)
+        started = time.perf_counter()
+        report = self.strategy.step(batch)
+        self.meter.add(report, step_s=time.perf_counter() - started)
+        self.progress.step = step
+        self.progress.samples += batch.samples
+        self.progress.tokens += batch.tokens
+        return report
+
+    def _read(self, step: int) -> Batch:
+        indices = self._sampler.next()
+        size = len(indices) // self._config.grad_accumulation
+        parts = [self._train_data.batch(indices[i : i + size]) for i in range(0, len(indices), size)]
+        return Batch(parts=parts, samples=len(indices), tokens=len(indices) * self.task.tokens_per_sample, step=step)
+
+    def _evaluate(self) -> bool:
+        """Returns whether this is the best so far."""
+        assert self._val_data is not None
+        self.strategy.drain()
+        self.last_evaluation = evaluate(
+            self.strategy.model,
+            self.task,
+            self._val_data,
+            group=self.context.group,
+            device=self.context.device,
+            batch_size=self._config.batch_size or 1,
+            max_batches=self._config.eval_batches,
+        )
+        loss = self.last_evaluation["val_loss"]
+        improved = loss < self.progress.best_val_loss
+        self.progress.best_val_loss = min(loss, self.progress.best_val_loss)
+        return improved
+
+    def _log(self, step: int, *, with_evaluation: bool) -> None:
+        row = self.meter.row()
+        row["samples"], row["tokens"] = self.progress.samples, self.progress.tokens
+        if not math.isfinite(row["loss"]) and not self._warned_of_loss:
+            self._warned_of_loss = True
+            self.context.warn(f"the loss is {row['loss']} at step {step}; try a lower training.learning_rate")
+        norms = self.strategy.gradient_norms()
+        traffic = self.context.group.traffic
+        self._observer.emit(
+            StepLogged(
+                step=step,
+                rank=self.context.seat.rank,
+                role=self.context.seat.role,
+                host=self._host,
+                time=self._clock(),
+                bytes_sent=traffic.bytes_sent,
+                bytes_received=traffic.bytes_received,
+                gradient_norms={name: float(norm) for name, norm in norms.items()} or None,
+                **row,
+                **(self.last_evaluation if with_evaluation else {}),  # type: ignore[arg-type]
+            )
+        )
+
+    # Checkpoints. Every rank drains and asks for the state; the lead rank copies and writes it.
+
+    def _save(self, step: int, *, best: bool, final: bool) -> None:
+        if self._config.checkpoint_steps == 0 or step == self._saved_step:
+            return
+        self.strategy.drain()
+        state = self.strategy.state()
+        self._saved_step = step
+        if self._saver is None:
+            return
+        started = time.perf_counter()
+        snapshot = Snapshot(
+            step=step,
+            weights=self._saver.snapshot_tensors(state.weights),
+            optimizer=self._saver.snapshot_tensors(state.optimizer),
+            state={
+                "strategy": state.numbers,
+                "sampler": self._sampler.state_dict(),
+                "samples": self.progress.samples,
+                "tokens": self.progress.tokens,
+                "best_val_loss": self.progress.best_val_loss if math.isfinite(self.progress.best_val_loss) else None,
+            },
+            metrics=dict(self.last_evaluation),
+            info=self._info,
+        )
+        self._saver.submit(snapshot, best=best, final=final, stall_s=time.perf_counter() - started)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Continue where a checkpoint was made, perhaps by another strategy or with another number of workers."""
+        state = snapshot.state
+        self.strategy.load_state(
+            State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=state["strategy"])
+        )
+        self._sampler.load_state_dict(state["sampler"])
+        best = state.get("best_val_loss")
+        self.progress = Progress(
+            step=snapshot.step,
+            samples=int(state["samples"]),
+            tokens=int(state["tokens"]),
+            best_val_loss=math.inf if best is None else float(best),
+        )
+
+    def final_weights(self) -> dict[str, torch.Tensor] | None:
+        self.strategy.drain()
+        return self.strategy.export()
+
+
+def _due(step: int, every: int | None) -> bool:
+    return bool(every) and step % int(every or 1) == 0

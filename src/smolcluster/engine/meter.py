@@ -1,0 +1,82 @@
+"""Adds up what steps report, until a row is logged. Reads tensors only then."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from smolcluster.strategies.base import StepReport
+
+
+class Meter:
+    """Means since the last row, totals since the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._asynchronous = device.type != "cpu"
+        self.samples = 0
+        self.tokens = 0
+        self.steps = 0
+        self.busy_s = 0.0  # wall time of steps, without evaluation and saving
+        self.staleness_sum = 0
+        self.staleness_max = 0
+        self.last_loss = float("nan")
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rows = 0
+        self._wall_s = self._step_s = self._comm_s = 0.0
+        self._row_samples = self._row_tokens = self._row_staleness = 0
+        self._norm: torch.Tensor | None = None
+        self._report: StepReport | None = None
+
+    def start(self) -> None:
+        """The clock of the current step starts; what happened since `stop` does not count."""
+        self._began = time.perf_counter()
+
+    def add(self, report: StepReport, *, step_s: float) -> None:
+        self._report = report
+        if report.grad_norm is not None:
+            self._norm = report.grad_norm
+        self._rows += 1
+        self._step_s += step_s
+        self._comm_s += report.comm_s
+        self._row_samples += report.samples
+        self._row_tokens += report.tokens
+        self._row_staleness += report.staleness
+        self.steps += 1
+        self.samples += report.samples
+        self.tokens += report.tokens
+        self.staleness_sum += report.staleness
+        self.staleness_max = max(self.staleness_max, report.staleness)
+
+    def stop(self) -> None:
+        elapsed = time.perf_counter() - self._began
+        self._wall_s += elapsed
+        self.busy_s += elapsed
+
+    def row(self) -> dict[str, Any]:
+        """The numbers of one row of metrics.jsonl. On a GPU this waits for the last step."""
+        report, n = self._report, max(1, self._rows)
+        assert report is not None
+        self.last_loss = float(report.loss)
+        self.stop()
+        self.start()
+        wall_s = max(self._wall_s, 1e-9)
+        comm_s = self._comm_s / n
+        row = {
+            "loss": self.last_loss,
+            "lr": report.learning_rate,
+            "grad_norm": float("nan") if self._norm is None else float(self._norm),
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "tokens_per_s": self._row_tokens / wall_s,
+            "samples_per_s": self._row_samples / wall_s,
+            "step_time_s": wall_s / n,
+            "compute_s": max(0.0, (wall_s if self._asynchronous else self._step_s) / n - comm_s),
+            "comm_s": comm_s,
+            "staleness": self._row_staleness / n,
+        }
+        self._reset()
+        return row

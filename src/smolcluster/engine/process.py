@@ -1,0 +1,87 @@
+"""The process around a worker: its channel to the launcher, its last words, its exit status.
+
+The same code runs under our launcher (`python -m smolcluster.engine.process`, told by JSON lines on standard input) and on
+its own, under torchrun or as one rank started by hand (`run_worker`).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import traceback
+
+from smolcluster.comm.group import PeerLost
+from smolcluster.engine.channel import Channel, PipeChannel
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.engine.worker import INTERRUPTED, Worker
+from smolcluster.errors import UserError
+from smolcluster.observe.events import Failed, Notice, Phase
+from smolcluster.observe.observer import Sink
+from smolcluster.observe.pipe import PipeSink
+
+log = logging.getLogger(__name__)
+
+
+def run_worker(spec: WorkerSpec, channel: Channel, sinks: list[Sink]) -> int:
+    """Run one rank; returns its exit status. Its last words are an event."""
+    worker = Worker(spec, channel, sinks)
+    try:
+        return worker.run()
+    except UserError as error:
+        worker.observer.emit(Failed(rank=spec.rank, kind="user", message=str(error)))
+        log.error("%s", error)
+        return error.exit_code
+    except PeerLost as error:
+        if channel.stop_requested():
+            return INTERRUPTED
+        worker.observer.emit(Failed(rank=spec.rank, kind="peer", message=str(error)))
+        log.error("lost another rank: %s", error)
+        return 1
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        worker.observer.emit(Failed(rank=spec.rank, kind="error", message=message, traceback=traceback.format_exc()))
+        log.exception("failed")
+        return 1
+    finally:
+        worker.observer.close()
+
+
+class _PrintedLines(io.TextIOBase):
+    """What a task prints becomes notices: standard output belongs to the launcher."""
+
+    def __init__(self, sink: Sink, rank: int) -> None:
+        self._sink, self._rank, self._line = sink, rank, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._sink.handle(Notice(level="PRINT", message=line, rank=self._rank))
+        return len(text)
+
+
+def main() -> None:
+    """Under the launcher: events out on standard output, messages in on standard input."""
+    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # C code that prints goes to the log
+    buffer = b""
+    while b"\n" not in buffer:
+        chunk = os.read(0, 65536)
+        if not chunk:
+            sys.exit(1)
+        buffer += chunk
+    line, rest = buffer.split(b"\n", 1)
+    spec = WorkerSpec.from_json(line.decode())
+    sink = PipeSink(events)
+    sys.stdout = _PrintedLines(sink, spec.rank)
+    channel = PipeChannel(rest, announce=lambda port: sink.handle(Phase(rank=spec.rank, name="port", detail=str(port))))
+    status = run_worker(spec, channel, [sink])
+    logging.shutdown()
+    # Threads of a backend may still be waiting for a dead peer: leave without them.
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Saving while training goes on.
+
+Training stops only for one memory copy of its state (`Saver.snapshot_tensors`). A thread then writes that copy; hashing
+and writing release the interpreter's lock. A save that fails is reported and training goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from smolcluster.engine.checkpoint import CheckpointStore
+from smolcluster.engine.snapshot import Snapshot, read_manifest
+from smolcluster.engine.tensorfile import find_aliases
+from smolcluster.errors import SmolclusterError
+from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
+
+_FREE_SETS = 4  # weights and optimizer of one snapshot being written and one waiting
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    snapshot: Snapshot
+    best: bool
+    final: bool
+    stall_s: float
+
+
+class Saver:
+    """Writes snapshots to a store in the background: at most one being written and one waiting.
+
+    When a snapshot arrives while another waits, the newer one takes its place. But a waiting `best` gives way only to a
+    newer `best` (a plain newcomer is skipped instead), and a `final` one is never given up: `submit` then blocks until
+    there is room. `on_skipped(step, by)` tells which step was given up and for which.
+
+    `on_saved` and `on_failed` are called on the writing thread, `on_skipped` on the caller's. An error that is neither
+    of the disk nor of the user is a bug: the next `submit`, `wait` or `close` raises it.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        on_saved: Callable[[CheckpointSaved], None],
+        on_failed: Callable[[CheckpointFailed], None],
+        on_skipped: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._on_saved, self._on_failed, self._on_skipped = on_saved, on_failed, on_skipped
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._changed = threading.Condition()  # guards the next three
+        self._waiting: _Job | None = None
+        self._writing = False
+        self._bug: BaseException | None = None
+        self._future: Future[None] | None = None
+        self._buffers = SnapshotBuffers()
+
+    def snapshot_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A copy on the CPU, in the memory of an earlier snapshot where there is one that is written.
+
+        After `submit` the copy belongs to the saver, which will use its memory again: do not keep it.
+        """
+        return self._buffers.copy(tensors)
+
+    def submit(self, snapshot: Snapshot, *, best: bool = False, final: bool = False, stall_s: float = 0.0) -> None:
+        """Queues a snapshot of its own memory. `stall_s` is how long training stood still for it, for the report."""
+        job = _Job(snapshot, best, final, stall_s)
+        with self._changed:
+            self._raise_bug()
+            waiting = self._waiting
+            if waiting is not None and (waiting.final or (final and waiting.best)):
+                self._changed.wait_for(lambda: self._waiting is None)
+                self._raise_bug()
+                waiting = None
+            given_up: _Job | None = waiting
+            if waiting is not None and waiting.best and not best:
+                given_up, job = job, waiting
+            if not self._writing:
+                self._future = self._executor.submit(self._write_all)
+                self._writing = True
+            self._waiting = job
+        if given_up is not None:
+            self._release(given_up)
+            if self._on_skipped is not None:
+                self._on_skipped(given_up.snapshot.step, job.snapshot.step)
+
+    def wait(self) -> None:
+        """Returns when everything submitted is written, or has failed and was reported."""
+        if self._future is not None:
+            self._future.result()
+
+    def close(self) -> None:
+        """Waits, then ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown(wait=True)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _raise_bug(self) -> None:
+        if self._bug is not None:
+            raise self._bug
+
+    def _write_all(self) -> None:
+        """The thread's work: one job after the other until none waits."""
+        try:
+            while (job := self._next()) is not None:
+                self._write(job)
+                self._release(job)
+        except BaseException as bug:
+            with self._changed:
+                self._bug, self._writing, self._waiting = bug, False, None
+                self._changed.notify_all()
+            raise
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            job, self._waiting = self._waiting, None
+            if job is None:
+                self._writing = False
+            self._changed.notify_all()
+            return job
+
+    def _write(self, job: _Job) -> None:
+        start = time.perf_counter()
+        try:
+            path = self._store.save(job.snapshot, best=job.best)
+            size_bytes = read_manifest(path).size_bytes
+        except (OSError, SmolclusterError) as error:
+            self._on_failed(CheckpointFailed(step=job.snapshot.step, reason=f"{type(error).__name__}: {error}"))
+            return
+        self._on_saved(
+            CheckpointSaved(
+                step=job.snapshot.step,
+                path=str(path),
+                stall_s=job.stall_s,
+                write_s=time.perf_counter() - start,
+                size_bytes=size_bytes,
+                best=job.best,
+            )
+        )
+
+    def _release(self, job: _Job) -> None:
+        self._buffers.release(job.snapshot.weights)
+        self._buffers.release(job.snapshot.optimizer)
+
+
+class SnapshotBuffers:
+    """Memory for copies of tensors, used again once a copy is released: fresh pages cost more than the copy itself."""
+
+    def __init__(self) -> None:
+        self._free: list[_Copies] = []
+        self._lock = threading.Lock()  # the training thread copies, the writing thread releases
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies to the CPU; tied tensors stay tied. From CUDA through pinned memory, with one wait at the end."""
+        aliases = find_aliases(tensors)
+        copies = self._take(tensors, aliases)
+        streams = set()
+        for name, tensor in tensors.items():
+            if name in aliases:
+                continue
+            copies[name].copy_(tensor.detach(), non_blocking=True)
+            if tensor.is_cuda:
+                streams.add(torch.cuda.current_stream(tensor.device))
+        for stream in streams:
+            stream.synchronize()
+        return copies
+
+    def release(self, copies: dict[str, Tensor]) -> None:
+        """Gives a copy back. Dicts that did not come from `copy` are left alone."""
+        if isinstance(copies, _Copies):
+            with self._lock:
+                self._free = [*self._free, copies][-_FREE_SETS:]
+
+    def _take(self, tensors: Mapping[str, Tensor], aliases: dict[str, str]) -> _Copies:
+        kind = [(name, t.shape, t.dtype, t.is_cuda, aliases.get(name)) for name, t in tensors.items()]
+        with self._lock:
+            for index, free in enumerate(self._free):
+                if free.kind == kind:
+                    return self._free.pop(index)
+        copies = _Copies(
+            {
+                n: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+                for n, t in tensors.items()
+                if n not in aliases
+            }
+        )
+        copies.update({alias: copies[name] for alias, name in aliases.items()})
+        copies.kind = kind
+        return copies
+
+
+class _Copies(dict[str, Tensor]):
+    """A copy made by `SnapshotBuffers`, and the shape of what it can hold."""
+
+    kind: Sequence[tuple[object, ...]]

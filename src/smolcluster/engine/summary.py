@@ -1,0 +1,75 @@
+"""summary.json: what a run came to. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smolcluster.engine.files import atomic_write_text
+from smolcluster.observe.events import plain
+
+FIELDS = (
+    *("status", "strategy", "workers", "world_size", "steps", "samples", "tokens", "wall_s", "tokens_per_s"),
+    *("train_loss", "val_loss", "val_accuracy", "bytes_sent", "bytes_received"),
+    *("staleness_mean", "staleness_max", "stale_rejected", "restarts", "members_lost", "members_joined"),
+    *("peak_memory_bytes", "weights_sha256", "checkpoint"),
+)
+
+
+def join_ranks(ranks: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """One summary out of what every rank counted. Sums add up, the loss is weighted by samples."""
+    steps = sum(r["own_steps"] for r in ranks)
+    weight = sum(r["batch_samples"] for r in ranks)
+    busy_s = max(r["busy_s"] for r in ranks)
+    summary: dict[str, Any] = dict.fromkeys(FIELDS)
+    summary |= {
+        "workers": sum(r["role"] == "worker" for r in ranks),
+        "world_size": len(ranks),
+        "steps": max(r["step"] for r in ranks),
+        "samples": sum(r["samples"] for r in ranks),
+        "tokens": sum(r["tokens"] for r in ranks),
+        "tokens_per_s": sum(r["own_tokens"] for r in ranks) / busy_s if busy_s else 0.0,
+        "samples_per_s": sum(r["own_samples"] for r in ranks) / busy_s if busy_s else 0.0,
+        "train_loss": sum(r["loss"] * r["batch_samples"] for r in ranks) / weight if weight else None,
+        "bytes_sent": sum(r["bytes_sent"] for r in ranks),
+        "bytes_received": sum(r["bytes_received"] for r in ranks),
+        "staleness_mean": sum(r["staleness_sum"] for r in ranks) / steps if steps else 0.0,
+        "staleness_max": max(r["staleness_max"] for r in ranks),
+        "stale_rejected": sum(r["stale_rejected"] for r in ranks),
+        "restarts": 0,
+        "members_lost": 0,
+        "members_joined": 0,
+        "peak_memory_bytes": max(r["peak_memory_bytes"] for r in ranks),
+        "finished": time.time(),
+    }
+    return summary | fields
+
+
+def failed_summary(*, strategy: str, world_size: int, last_row: dict[str, Any] | None, **fields: Any) -> dict[str, Any]:
+    """What is known when a run dies: the last logged row of rank 0."""
+    row = last_row or {}
+    summary: dict[str, Any] = dict.fromkeys(FIELDS)
+    summary |= dict.fromkeys(("staleness_mean", "staleness_max", "stale_rejected", "restarts", "members_joined"), 0)
+    summary |= {
+        "status": "failed",
+        "strategy": strategy,
+        "workers": world_size,
+        "world_size": world_size,
+        "steps": row.get("step", 0),
+        "samples": row.get("samples", 0),
+        "tokens": row.get("tokens", 0),
+        "train_loss": row.get("loss"),
+        "val_loss": row.get("val_loss"),
+        "bytes_sent": row.get("bytes_sent", 0),
+        "bytes_received": row.get("bytes_received", 0),
+        "members_lost": 1,
+        "finished": time.time(),
+    }
+    return summary | fields
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    atomic_write_text(path, json.dumps(plain(summary), indent=2, allow_nan=False) + "\n")

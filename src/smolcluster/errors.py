@@ -1,0 +1,55 @@
+"""What can go wrong, and whose mistake it is.
+
+    SmolclusterError          exit status 1: the run failed
+    ├── UserError             exit status 2: the input is wrong; one message, no traceback
+    │   └── MissingExtra      an optional package is needed; says what to install
+    ├── WorkerFailed          a process of the run died; names the rank and the reason
+    └── DamagedCheckpoint     a checkpoint exists but its bytes are not what was saved
+
+A message says what was found, where, and what to do about it.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class SmolclusterError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(SmolclusterError):
+    """The user can mend this: the message names the value, the place and the remedy."""
+
+    exit_code = 2
+
+
+class MissingExtra(UserError):
+    """An optional package is not installed."""
+
+    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package '{package}'; install it with: pip install 'smolcluster[{extra}]'"
+        )
+
+
+class WorkerFailed(SmolclusterError):
+    """A process of the run died and took the run with it."""
+
+
+class DamagedCheckpoint(SmolclusterError):
+    """The bytes on disk are not the bytes that were saved."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The tail of an error about an unknown name: the nearest known one, or all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    listed = ", ".join(known)
+    return f"did you mean '{near[0]}'? known: {listed}" if near else f"known: {listed}"
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """`unknown strategy 'allredce'; did you mean 'allreduce'? known: allreduce, single`."""
+    return UserError(f"unknown {kind} '{name}'; {suggest(name, known)}")

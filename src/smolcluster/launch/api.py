@@ -1,0 +1,71 @@
+"""`smolcluster.train(...)`: the same run as the command, from Python."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smolcluster.launch.local import run_local
+from smolcluster.launch.prepare import prepare
+
+if TYPE_CHECKING:
+    from smolcluster.observe.observer import Sink
+    from smolcluster.tasks.base import Task
+
+
+def train(
+    *sources: str | Path | type[Task],
+    strategy: str | None = None,
+    workers: int | None = None,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    steps: int | None = None,
+    seed: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+    backend: str | None = None,
+    sinks: Sequence[Sink] | None = None,
+) -> dict[str, Any]:
+    """Train on this machine and return the summary (the contents of summary.json, plus `run_dir`).
+
+    Sources are configuration files, built-in names such as "gpt", and at most one task: "file.py:Task" or the class itself,
+    which must live in a file that can be imported again by the workers. Raises `smolcluster.errors.UserError` for wrong
+    input and `WorkerFailed` when a worker dies.
+
+        summary = smolcluster.train("gpt", strategy="allreduce", workers=2, overrides={"training.steps": 50})
+    """
+    sets = {
+        "strategy.name": strategy,
+        "cluster.num_workers": workers,
+        "training.steps": steps,
+        "training.seed": seed,
+    }
+    if isinstance(overrides, Mapping):
+        sets |= dict(overrides)
+        overrides = ()
+    prepared = prepare(
+        [_source(s) for s in sources],
+        overrides=overrides,
+        sets=sets,
+        run_dir=None if run_dir is None else Path(run_dir),
+        resume=None if resume is None else str(resume),
+    )
+    if sinks is None:
+        from smolcluster.observe.console import ConsoleSink
+
+        sinks = [ConsoleSink()]
+    return run_local(
+        prepared.config,
+        workers=prepared.workers,
+        run_dir=prepared.run_dir,
+        resume=prepared.resume,
+        backend=backend,
+        sinks=list(sinks),
+    )
+
+
+def _source(source: str | Path | type[Task]) -> str:
+    if isinstance(source, type):
+        return f"{inspect.getfile(source)}:{source.__qualname__}"
+    return str(source)

@@ -1,0 +1,107 @@
+"""One rank that somebody else started: torchrun, a batch system, or a person on each machine.
+
+    torchrun             RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment
+    by hand              --world-size --rank --master-addr --master-port
+
+Flags win over the environment. Nothing here imports torch until the rank runs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from smolcluster.config import dump
+from smolcluster.config.schema import Config
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.errors import UserError
+from smolcluster.observe.observer import Sink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """The place this process was given."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def assigned_place(
+    *,
+    world_size: int | None,
+    rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+    environ: Mapping[str, str] = os.environ,
+) -> Assigned | None:
+    """Where this process stands in a world somebody else made; None when we make the world ourselves."""
+    if rank is None and "RANK" not in environ:
+        if master_addr is not None or master_port is not None:
+            raise UserError("--master-addr and --master-port need --rank: which rank of the job is this?")
+        return None
+    rank = rank if rank is not None else _number("RANK", environ)
+    if world_size is None:
+        if "WORLD_SIZE" not in environ:
+            raise UserError(f"--rank {rank} needs --world-size: how many ranks has the job?")
+        world_size = _number("WORLD_SIZE", environ)
+    if not 0 <= rank < world_size:
+        raise UserError(f"--rank {rank} is not in a world of {world_size}: ranks go from 0 to {world_size - 1}")
+    by_torchrun = "LOCAL_RANK" in environ
+    return Assigned(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number("LOCAL_RANK", environ) if by_torchrun else 0,
+        local_world_size=_number("LOCAL_WORLD_SIZE", environ, default=1) if by_torchrun else 1,
+        master_addr=master_addr or environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=master_port or _number("MASTER_PORT", environ, default=29500),
+    )
+
+
+def _number(name: str, environ: Mapping[str, str], *, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"the environment says {name}={text!r}, which is not a number") from None
+
+
+def run_assigned(
+    config: Config,
+    place: Assigned,
+    *,
+    run_dir: RunDir,
+    resume: Path | None,
+    backend: str | None,
+    sinks: list[Sink],
+) -> int:
+    """Be that rank, in this process; rank 0 names the run directory for all. Returns the exit status."""
+    new = place.rank == 0 and run_dir.create(dump(config), resume=resume is not None)
+
+    from smolcluster.engine.channel import SignalChannel
+    from smolcluster.engine.process import run_worker
+
+    spec = WorkerSpec(
+        config=config.model_dump(mode="json"),
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        host=socket.gethostname(),
+        run_dir=str(run_dir.path) if place.rank == 0 else "",
+        resume=None if resume is None else str(resume),
+        backend=backend,
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+    )
+    status = run_worker(spec, SignalChannel(), sinks)
+    if status == UserError.exit_code and new:
+        run_dir.discard_if_empty()
+    return status

@@ -1,0 +1,307 @@
+"""Several workers on this machine, and someone who watches them.
+
+The launcher starts one process per rank, passes their events to the sinks, and ends the run when they are done. It never
+imports torch, so the workers' imports are all there is to wait for. When one worker dies the others are stopped within
+seconds and one message says which rank it was, of what, and its last log lines. When the launcher itself dies, the
+workers notice the end of their standard input and leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smolcluster.config import dump
+from smolcluster.config.schema import Config
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.engine.summary import failed_summary, write_summary
+from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
+from smolcluster.observe.events import Event, Failed, Notice, Phase, RunFinished, StepLogged, from_json, plain
+from smolcluster.observe.logs import log_path, tail
+from smolcluster.observe.observer import Observer, Sink
+
+SETTLE_S = 0.5  # after the first death: others may have died of the same cause a moment earlier
+GRACE_S = 2.0  # between asking a worker to end and ending it
+
+
+class Interrupted(SmolclusterError):
+    """The user stopped the run; its state is saved."""
+
+    exit_code = 130
+
+
+@dataclass(slots=True)
+class _Member:
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    failed: Failed | None = None
+    died: float | None = None
+
+
+# Events of all workers in one queue; None ends a worker's.
+_Inbox = queue.SimpleQueue[tuple[_Member, Event | None]]
+
+
+@dataclass(slots=True)
+class _State:
+    """What the launcher has learnt so far."""
+
+    summary: dict[str, Any] | None = None
+    last_row: dict[str, Any] | None = None
+    interrupts: int = 0
+    started: float = field(default_factory=time.time)
+
+
+def run_local(
+    config: Config,
+    *,
+    workers: int,
+    run_dir: RunDir,
+    resume: Path | None = None,
+    backend: str | None = None,
+    sinks: list[Sink],
+) -> dict[str, Any]:
+    """Train on `workers` processes of this machine. Returns the summary; raises when the run fails or is interrupted."""
+    new = run_dir.create(dump(config), resume=resume is not None)
+    host = socket.gethostname()
+    observer = Observer(sinks)
+    specs = [
+        WorkerSpec(
+            config=config.model_dump(mode="json"),
+            rank=rank,
+            world_size=workers,
+            local_rank=rank,
+            local_world_size=workers,
+            host=config.cluster.workers[rank] if rank < len(config.cluster.workers) else host,
+            run_dir=str(run_dir.path),
+            resume=None if resume is None else str(resume),
+            backend=backend,
+        )
+        for rank in range(workers)
+    ]
+    state, inbox = _State(), _Inbox()
+    members: list[_Member] = []
+    try:
+        with _signals(state, members, inbox):
+            members.extend(_start(spec) for spec in specs)
+            _watch(members, inbox, state, observer)
+        return _conclude(members, state, run_dir, config)
+    except UserError:
+        if new:
+            run_dir.discard_if_empty()
+        raise
+    finally:
+        _end_all(members, grace_s=0.0)
+        observer.close()
+
+
+def _start(spec: WorkerSpec) -> _Member:
+    log = log_path(spec.run_dir, "worker", spec.rank, spec.host)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "smolcluster.engine.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    member = _Member(spec.rank, process, log)
+    _tell(member, spec.to_json())
+    return member
+
+
+def _tell(member: _Member, line: str) -> None:
+    """A worker that is already gone is noticed elsewhere."""
+    assert member.process.stdin is not None
+    with contextlib.suppress(OSError):
+        member.process.stdin.write(line.encode() + b"\n")
+        member.process.stdin.flush()
+
+
+# Watching
+
+
+def _watch(members: list[_Member], inbox: _Inbox, state: _State, observer: Observer) -> None:
+    """Pass events on until every worker has ended, or one has failed."""
+    for member in members:
+        threading.Thread(target=_read, args=(member, inbox), daemon=True, name=f"events-{member.rank}").start()
+    open_members, deadline = len(members), None
+    while open_members:
+        wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            member, event = inbox.get(timeout=wait_s)
+        except queue.Empty:
+            return
+        if event is not None:
+            _handle(event, member, members, state, observer)
+            continue
+        open_members -= 1
+        member.died = time.monotonic()
+        status = member.process.wait()
+        if status not in (0, 130) and deadline is None:
+            deadline = time.monotonic() + SETTLE_S
+
+
+def _read(member: _Member, inbox: _Inbox) -> None:
+    """One thread per worker: its standard output, line by line; the end of it is None."""
+    assert member.process.stdout is not None
+    for line in member.process.stdout:
+        with contextlib.suppress(ValueError):  # a torn last line of a killed process
+            inbox.put((member, from_json(line.decode(errors="replace"))))
+    inbox.put((member, None))
+
+
+def _handle(event: Event, member: _Member, members: list[_Member], state: _State, observer: Observer) -> None:
+    match event:
+        case Phase(name=name, detail=detail) if name == "port":
+            for other in members:
+                if other.rank != member.rank:
+                    _tell(other, json.dumps({"op": "port", "port": int(detail)}))
+            return
+        case Failed():
+            member.failed = event
+            return
+        case RunFinished(summary=summary):
+            state.summary = summary
+        case StepLogged(rank=0):
+            state.last_row = plain(
+                {
+                    f: getattr(event, f)
+                    for f in ("step", "samples", "tokens", "loss", "val_loss", "bytes_sent", "bytes_received")
+                }
+            )
+    observer.emit(event)
+
+
+@contextlib.contextmanager
+def _signals(state: _State, members: list[_Member], inbox: _Inbox) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks the workers to save and leave; the second ends them."""
+
+    def on_signal(_number: int, _frame: object) -> None:
+        state.interrupts += 1
+        if state.interrupts == 1:
+            for member in members:
+                _tell(member, json.dumps({"op": "stop"}))
+            message = "stopping after this step and saving; once more to stop at once"
+            if members:
+                inbox.put((members[0], Notice(level="WARNING", message=message)))
+        else:
+            for member in members:
+                member.process.kill()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous: dict[int, Any] = {}
+    for name in ("SIGINT", "SIGTERM"):
+        number: int = getattr(signal, name)
+        previous[number] = signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+# The end
+
+
+def _conclude(members: list[_Member], state: _State, run_dir: RunDir, config: Config) -> dict[str, Any]:
+    _end_all(members, grace_s=GRACE_S)
+    statuses = [member.process.returncode for member in members]
+    if state.interrupts:
+        saved = state.summary is not None
+        if not saved:
+            _write_failed(state, run_dir, config, len(members), status="interrupted")
+        where = f"; continue with: smolcluster train --resume {run_dir.path}" if saved else " before anything was saved"
+        raise Interrupted(f"interrupted{where}")
+    if all(status == 0 for status in statuses) and state.summary is not None:
+        return state.summary
+
+    user_errors = [m.failed for m in members if m.failed is not None and m.failed.kind == "user"]
+    if user_errors:
+        raise UserError(user_errors[0].message)
+    culprit = find_culprit(members)
+    message = describe_failure(culprit)
+    _write_failed(state, run_dir, config, len(members), error=message.splitlines()[0])
+    raise WorkerFailed(f"{message}\nthe whole log: {culprit.log}")
+
+
+def _write_failed(state: _State, run_dir: RunDir, config: Config, world_size: int, **fields: Any) -> None:
+    summary = failed_summary(
+        strategy=config.strategy.name,
+        world_size=world_size,
+        last_row=state.last_row,
+        wall_s=time.time() - state.started,
+        run_dir=str(run_dir.path),
+        **fields,
+    )
+    with contextlib.suppress(OSError):
+        write_summary(run_dir.summary, summary)
+
+
+def find_culprit(members: list[_Member]) -> _Member:
+    """The worker that died first of a cause of its own; one that only lost a peer is a victim."""
+
+    def blame(member: _Member) -> tuple[int, float]:
+        victim = member.failed is not None and member.failed.kind == "peer"
+        healthy = member.died is None or member.process.returncode in (0, 130)
+        return (2 if healthy else 1 if victim else 0, member.died or float("inf"))
+
+    return min(members, key=blame)
+
+
+def describe_failure(member: _Member) -> str:
+    status, failed = member.process.returncode, member.failed
+    if failed is not None:
+        reason = failed.message if failed.kind != "peer" else f"lost another rank: {failed.message}"
+    elif status is not None and status < 0:
+        reason = f"killed by {_signal_name(-status)}"
+    elif status == 0:
+        reason = "ended early without a word"
+    else:
+        reason = f"exited with status {status}"
+    lines = (failed.traceback.rstrip().splitlines() if failed and failed.traceback else tail(member.log, 12))[-12:]
+    shown = "\n".join(f"  | {line}" for line in lines)
+    return f"worker rank {member.rank} failed: {reason}" + (f"\n{shown}" if shown else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _end_all(members: list[_Member], *, grace_s: float) -> None:
+    """Nothing is left running: ask, wait a little, end."""
+    running = [m for m in members if m.process.poll() is None]
+    for member in running:
+        member.process.terminate()
+    deadline = time.monotonic() + grace_s
+    for member in running:
+        try:
+            member.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            member.process.kill()
+            member.process.wait()
+    for member in members:
+        for stream in (member.process.stdin, member.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()

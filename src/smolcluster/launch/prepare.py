@@ -1,0 +1,81 @@
+"""From what the user said to a run that can start. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smolcluster.config import Config, load_config, resolve
+from smolcluster.engine.run_dir import Resume, RunDir, find_resume, new_run_dir
+from smolcluster.errors import UserError
+from smolcluster.strategies.registry import check_name
+
+DEFAULT_CONFIG = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    config: Config
+    workers: int
+    run_dir: RunDir
+    resume: Path | None
+
+
+def prepare(
+    sources: Sequence[str] = (),
+    *,
+    overrides: Sequence[str] = (),
+    sets: Mapping[str, Any] | None = None,
+    run_dir: Path | None = None,
+    resume: str | None = None,
+) -> Prepared:
+    """Read and check the configuration; decide where the run lives and where it starts from.
+
+    Sources are YAML files, built-in names and at most one `file.py:Task`. With none: the built-in default, or the
+    configuration of the run that is resumed.
+    """
+    tasks = [s for s in sources if s.endswith(".py") or ".py:" in s]
+    files = [s for s in sources if s not in tasks]
+    if len(tasks) > 1:
+        raise UserError(f"one task at a time, not {', '.join(tasks)}")
+    found: Resume | None = find_resume(resume, run_dir=run_dir) if resume is not None else None
+    if not files and not tasks:
+        files = [str(found.run.config)] if found is not None and found.run.config.is_file() else [DEFAULT_CONFIG]
+
+    sets = dict(sets or {})
+    if tasks:
+        sets["task"] = str(_absolute(tasks[0]))
+    config = load_config(files, overrides=overrides, sets=sets)
+    named = "name" in config.strategy.model_fields_set
+    config = resolve(config)
+    workers = config.cluster.num_workers or 1
+    if not named and workers == 1:
+        config.strategy.name = "single"
+    config.strategy.name = check_name(config.strategy.name)
+
+    if run_dir is not None:
+        place = RunDir(run_dir)
+    elif found is not None:
+        place = found.run
+    else:
+        place = new_run_dir(task_name(config), config.strategy.name)
+    if place.holds_a_run() and found is None:
+        raise UserError(
+            f"{place.path} already holds a run; continue it with --resume {place.path}, or choose another --run-dir"
+        )
+    return Prepared(config=config, workers=workers, run_dir=place, resume=found.source if found is not None else None)
+
+
+def task_name(config: Config) -> str:
+    if config.task is not None:
+        path, _, name = config.task.rpartition(":")
+        return (name if path else Path(config.task).stem).lower()
+    return "mnist" if config.data.name == "mnist" else config.model.type
+
+
+def _absolute(task: str) -> str:
+    """Workers may run elsewhere: the path must hold there too."""
+    path, colon, name = task.rpartition(":") if ".py:" in task else (task, "", "")
+    return f"{Path(path).resolve()}{colon}{name}"

@@ -1,0 +1,322 @@
+"""A decoder-only transformer that covers two families with one set of parts.
+
+              position   norm        activation   bias          head
+    GPT-2     learned    layernorm   gelu (tanh)  yes           tied
+    Llama     rotary     rmsnorm     swiglu       no            either    (also SmolLM2, TinyLlama)
+    Qwen2     rotary     rmsnorm     swiglu       on q, k, v    either
+
+Papers: Radford et al. 2019 (GPT-2), Touvron et al. 2023 (Llama), Su et al. 2021 (rotary positions), Ainslie et al. 2023
+(grouped-query attention), Shazeer 2020 (SwiGLU).
+
+Shapes are written as suffixes:
+
+    B  sequences in the batch          H  query heads              F  feed-forward width
+    T  tokens of this call             K  key and value heads      V  vocabulary
+    S  tokens seen, cache included     E  width of one head        D  model width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from smolcluster.models.gpt_config import GPTConfig
+
+Rope = tuple[Tensor, Tensor]  # cosines and sines, each T x 1 x E/2, fp32
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the tokens seen so far: per layer two preallocated B x K x max_len x E buffers."""
+
+    layers: dict[int, tuple[Tensor, Tensor]]
+    batch: int
+    max_len: int
+    length: int = 0
+
+    def check(self, tokens_BT: Tensor) -> None:
+        """Refuse what does not fit, before anything is written."""
+        batch, num_tokens = tokens_BT.shape
+        if batch != self.batch:
+            raise ValueError(
+                f"the cache is for {self.batch} sequences, this batch has {batch}: make a cache for this batch"
+            )
+        if self.length + num_tokens > self.max_len:
+            held = f"{self.length} of {self.max_len} tokens"
+            raise ValueError(f"the cache holds {held}, {num_tokens} more do not fit: make it with a larger max_len")
+
+    def append(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Store this call's keys and values; return those of all S tokens, in the type these came in.
+
+        `length` stays: whoever runs the layers moves it once all of them have appended.
+        """
+        end = self.length + k_BKTE.size(2)
+        keys, values = self.layers[layer]
+        keys[:, :, self.length : end] = k_BKTE
+        values[:, :, self.length : end] = v_BKTE
+        return keys[:, :, :end].to(k_BKTE.dtype), values[:, :, :end].to(v_BKTE.dtype)
+
+
+def rotate(x_BTHE: Tensor, rope: Rope) -> Tensor:
+    """Turn the pair (i, i + E/2) of every head by the angle of its position, in fp32."""
+    cos, sin = rope
+    a, b = x_BTHE.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
+
+
+def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, mask_TS: Tensor | None, dropout: float) -> Tensor:
+    """Causal attention; each key and value head serves H/K query heads. Without a mask, T is S or 1."""
+    groups = q_BHTE.size(1) // k_BKSE.size(1)
+    native = q_BHTE.device.type == "cpu" or (q_BHTE.is_cuda and q_BHTE.dtype in (torch.float16, torch.bfloat16))
+    if groups > 1 and not native:
+        # No fused kernel takes grouped heads here: CUDA in fp32 would build the T x S matrix, old MPS would crash.
+        k_BKSE, v_BKSE = k_BKSE.repeat_interleave(groups, dim=1), v_BKSE.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(
+        q_BHTE,
+        k_BKSE,
+        v_BKSE,
+        attn_mask=mask_TS,
+        dropout_p=dropout,
+        is_causal=mask_TS is None and q_BHTE.size(2) > 1,
+        enable_gqa=groups > 1 and native,
+    )
+
+
+class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Nothing: `GPT.init_weights` fills every parameter once. Doing both takes three times as long."""
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing, as in `Linear`."""
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.qkv = Linear(config.model_dim, config.qkv_dim, bias=bool(config.qkv_bias))
+        self.out = Linear(config.model_dim, config.model_dim, bias=bool(config.bias))
+
+    def forward(self, x_BTD: Tensor, rope: Rope | None, mask_TS: Tensor | None, cache: KVCache | None) -> Tensor:
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        # The projection gives all query heads, then key heads, then value heads; the first two are turned together.
+        qkv = self.qkv(x_BTD).unflatten(-1, (heads + 2 * kv_heads, self.config.head_dim))
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
+        if rope is not None:
+            qk = rotate(qk, rope)
+        q, k = qk.split((heads, kv_heads), dim=2)
+        q_BHTE, k_BKSE, v_BKSE = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if cache is not None:
+            k_BKSE, v_BKSE = cache.append(self.layer, k_BKSE, v_BKSE)
+        y_BHTE = attend(q_BHTE, k_BKSE, v_BKSE, mask_TS=mask_TS, dropout=self.config.dropout if self.training else 0.0)
+        y_BTD: Tensor = self.out(y_BHTE.transpose(1, 2).flatten(2))
+        return y_BTD
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.swiglu = config.activation == "swiglu"
+        self.up = Linear(config.model_dim, config.up_dim, bias=bool(config.bias))  # swiglu: gate, then up
+        self.down = Linear(config.ff_dim, config.model_dim, bias=bool(config.bias))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h = self.up(x_BTD)
+        if self.swiglu:
+            gate_BTF, up_BTF = h.chunk(2, dim=-1)
+            h_BTF = F.silu(gate_BTF) * up_BTF
+        else:
+            h_BTF = F.gelu(h, approximate="tanh")
+        y_BTD: Tensor = self.down(h_BTF)
+        return y_BTD
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)). It knows its global layer number, wherever it is run."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = make_norm(config)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x_BTD: Tensor, rope: Rope | None = None, mask_TS: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        h_BTD: Tensor = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rope, mask_TS, cache))
+        y_BTD: Tensor = h_BTD + self.dropout(self.mlp(self.mlp_norm(h_BTD)))
+        return y_BTD
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+    return nn.LayerNorm(config.model_dim, eps=config.norm_eps, bias=bool(config.bias))
+
+
+class GPT(nn.Module):
+    """Tokens in, logits out.
+
+    - `embed`, `run_blocks` and `head` are the three parts of `forward`; a pipeline stage runs some of them.
+    - To compile, compile `model.loss`: then the loss fuses with the head.
+    - `gradient_checkpointing = True` recomputes each block in the backward pass.
+    - There are no buffers: a model made on the meta device needs `to_empty`, then `init_weights` or loaded weights.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        self.token_embedding = Embedding(config.vocab_size, config.model_dim)
+        learned = config.position == "learned"
+        self.position_embedding = Embedding(config.max_seq_len, config.model_dim) if learned else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = make_norm(config)
+        # A tied head is the embedding itself: no second parameter, nothing doubled in a checkpoint.
+        self.lm_head = None if config.tie_head else Linear(config.model_dim, config.vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self, *, generator: torch.Generator | None = None) -> None:
+        """Matrices normal(0, 0.02), those that write to the residual stream smaller by 1/sqrt(2 L); biases 0, norms 1.
+
+        This is GPT-2's scheme, used for both families. Learned positions take 0.02 too (OpenAI's own code has 0.01).
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                parameter.normal_(0.0, 0.02 / (2 * self.config.num_layers) ** 0.5, generator=generator)
+            elif parameter.ndim == 2:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+
+    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+        """Token embeddings, plus learned positions from `start` on."""
+        end = start + tokens_BT.size(1)
+        if end > self.config.max_seq_len:
+            limit = self.config.max_seq_len
+            raise ValueError(
+                f"{end} tokens do not fit max_seq_len {limit}: crop them, or build the model with a larger one"
+            )
+        x_BTD: Tensor = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding.weight[start:end]
+        dropped_BTD: Tensor = self.dropout(x_BTD)
+        return dropped_BTD
+
+    def run_blocks(self, x_BTD: Tensor, blocks: Iterable[nn.Module], *, cache: KVCache | None = None) -> Tensor:
+        """Some of the blocks, in order. Rotary angles and the mask are made once and shared."""
+        start, num_tokens = 0 if cache is None else cache.length, x_BTD.size(1)
+        rope = self.rope(start, num_tokens, device=x_BTD.device)
+        mask_TS = None
+        if start > 0 and num_tokens > 1:
+            # A later chunk: is_causal would align its first query with the first key.
+            mask_TS = torch.ones(num_tokens, start + num_tokens, dtype=torch.bool, device=x_BTD.device).tril(start)
+        recompute = self.gradient_checkpointing and cache is None and torch.is_grad_enabled()
+        for block in blocks:
+            if recompute:
+                x_BTD = checkpoint(block, x_BTD, rope, mask_TS, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, rope, mask_TS, cache)
+        return x_BTD
+
+    def rope(self, start: int, num_tokens: int, *, device: torch.device) -> Rope | None:
+        """Cosine and sine of each position's angles. Made afresh: nothing to store, to move or to round to bf16."""
+        if self.config.position != "rotary":
+            return None
+        exponents = torch.arange(0, self.config.head_dim, 2, device=device, dtype=torch.float32) / self.config.head_dim
+        positions_T = torch.arange(start, start + num_tokens, device=device, dtype=torch.float32)
+        angles = positions_T[:, None, None] * (1.0 / self.config.rope_theta**exponents)
+        return angles.cos(), angles.sin()
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        """The last norm and the projection to the vocabulary."""
+        weight_VD = self.token_embedding.weight if self.lm_head is None else self.lm_head.weight
+        return F.linear(self.norm(x_BTD), weight_VD)
+
+    def forward(self, tokens_BT: Tensor, *, cache: KVCache | None = None) -> Tensor:
+        """Logits B x T x V. With a cache, the tokens follow those it holds, and join them."""
+        if cache is None:
+            return self.head(self.run_blocks(self.embed(tokens_BT), self.blocks))
+        cache.check(tokens_BT)
+        x_BTD = self.run_blocks(self.embed(tokens_BT, cache.length), self.blocks, cache=cache)
+        cache.length += tokens_BT.size(1)
+        return self.head(x_BTD)
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross entropy in fp32 over the targets that are not -100."""
+        logits_BTV = self(tokens_BT)
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=-100)
+
+    def new_cache(
+        self, batch: int, max_len: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """An empty cache. It takes the device of the weights, and the type that attention computes in here."""
+        weight = self.token_embedding.weight
+        device = weight.device if device is None else device
+        if dtype is None:
+            autocast = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+        shape = (batch, self.config.num_kv_heads, max_len, self.config.head_dim)
+        layers = {
+            layer: (torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype))
+            for layer in range(self.config.num_layers)
+        }
+        return KVCache(layers, batch, max_len)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens_BT: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The prompt followed by `max_new_tokens` sampled tokens. Temperature 0 takes the likeliest token.
+
+        When the context is full, the newer half of it is read again and generation goes on from there.
+        """
+        if tokens_BT.size(1) == 0:
+            raise ValueError("generate needs a prompt of at least one token")
+        if temperature < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(
+                f"temperature is {temperature} and top_k {top_k}: temperature must be at least 0, top_k at least 1"
+            )
+        was_training = self.training
+        self.eval()
+        try:
+            limit = self.config.max_seq_len
+            cache = self.new_cache(tokens_BT.size(0), limit)
+            unread_BT = tokens_BT[:, -limit:]
+            for _ in range(max_new_tokens):
+                if cache.length + unread_BT.size(1) > limit:
+                    cache.length = 0
+                    unread_BT = tokens_BT[:, -max(1, limit // 2) :]
+                logits_BV = self(unread_BT, cache=cache)[:, -1].float()
+                unread_BT = sample(logits_BV, temperature=temperature, top_k=top_k, generator=generator)
+                tokens_BT = torch.cat((tokens_BT, unread_BT), dim=1)
+        finally:
+            self.train(was_training)
+        return tokens_BT
+
+
+def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """One token per sequence, B x 1."""
+    if temperature == 0:
+        return logits_BV.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        least_B1 = logits_BV.topk(min(top_k, logits_BV.size(-1))).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, float("-inf"))
+    return torch.multinomial((logits_BV / temperature).softmax(dim=-1), 1, generator=generator)

@@ -1,0 +1,124 @@
+"""The shape of a GPT, its parameter count and its work per token: arithmetic only, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+GPT2_SIZES = {"small": (768, 12, 12), "medium": (1024, 24, 16), "large": (1280, 36, 20), "xl": (1600, 48, 25)}
+CHOICES = {"position": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), "activation": ("gelu", "swiglu")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a `GPT`. Automatic values are filled in, so every field of a config holds what is really built."""
+
+    vocab_size: int
+    model_dim: int
+    num_layers: int
+    num_heads: int
+    max_seq_len: int
+    num_kv_heads: int = 0  # 0: num_heads
+    ff_dim: int = 0  # 0: 4 x model_dim; for swiglu 8/3 x, rounded up to a multiple of 64
+    dropout: float = 0.0
+    position: Literal["learned", "rotary"] = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool | None = None  # None: yes for layernorm, no for rmsnorm
+    qkv_bias: bool | None = None  # None: bias
+    tie_head: bool = True
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    @classmethod
+    def gpt2(cls, size: str = "small", **changes: Any) -> GPTConfig:
+        """GPT-2 as released: small 124 M, medium 355 M, large 774 M, xl 1.56 B parameters."""
+        if size not in GPT2_SIZES:
+            raise ValueError(f"GPT-2 has no size '{size}': choose {', '.join(GPT2_SIZES)}")
+        model_dim, num_layers, num_heads = GPT2_SIZES[size]
+        shape = {"model_dim": model_dim, "num_layers": num_layers, "num_heads": num_heads}
+        return cls(**({"vocab_size": 50257, "max_seq_len": 1024} | shape | changes))
+
+    @classmethod
+    def llama(cls, **shape: Any) -> GPTConfig:
+        """The parts of Llama for the given shape. Qwen2 adds `qkv_bias=True`; a large model sets `tie_head=False`."""
+        parts: dict[str, Any] = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+        return cls(**(parts | shape))
+
+    def __post_init__(self) -> None:
+        self._fill_in()
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} '{getattr(self, name)}' is unknown: choose {' or '.join(known)}")
+        for name in ("vocab_size", "model_dim", "num_layers", "num_heads", "max_seq_len", "num_kv_heads", "ff_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
+        dim, heads, kv_heads = self.model_dim, self.num_heads, self.num_kv_heads
+        if dim % heads:
+            near = -(-dim // heads) * heads
+            raise ValueError(
+                f"model_dim {dim} is not divisible by num_heads {heads}: set model_dim to a multiple, such as {near}"
+            )
+        if heads % kv_heads:
+            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ValueError(
+                f"num_heads {heads} is not divisible by num_kv_heads {kv_heads}: set num_kv_heads to one of {divisors}"
+            )
+        if self.position == "rotary" and self.head_dim % 2:
+            raise ValueError(
+                f"model_dim {dim} with num_heads {heads} gives heads of odd width {self.head_dim}, "
+                f"and rotary positions turn pairs: set model_dim to a multiple of {2 * heads}"
+            )
+
+    def _fill_in(self) -> None:
+        """Replace automatic values by what they stand for."""
+        ff_dim = -(-8 * self.model_dim // 3 // 64) * 64 if self.activation == "swiglu" else 4 * self.model_dim
+        bias = self.norm == "layernorm" if self.bias is None else self.bias
+        qkv_bias = bias if self.qkv_bias is None else self.qkv_bias
+        filled = {
+            "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "ff_dim": self.ff_dim or ff_dim,
+            "bias": bias,
+            "qkv_bias": qkv_bias,
+        }
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.num_heads
+
+    @property
+    def qkv_dim(self) -> int:
+        """Width of the fused query, key and value projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def up_dim(self) -> int:
+        """Width of the first feed-forward projection: swiglu fuses gate and up."""
+        return 2 * self.ff_dim if self.activation == "swiglu" else self.ff_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact, without building the model."""
+        dim, bias = self.model_dim, int(bool(self.bias))
+        norm = dim * (1 + bias * (self.norm == "layernorm"))
+        attention = (dim + bool(self.qkv_bias)) * self.qkv_dim + (dim + bias) * dim
+        mlp = (dim + bias) * self.up_dim + (self.ff_dim + bias) * dim
+        rows = self.vocab_size * (1 if self.tie_head else 2) + self.max_seq_len * (self.position == "learned")
+        return rows * dim + self.num_layers * (attention + mlp + 2 * norm) + norm
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Forward and backward, as commonly counted: 6 N + 12 L D T.
+
+        N leaves out tables that are only looked up: learned positions, and the token embedding where the head is apart.
+        Attention counts every pair of tokens, although the causal half would do. Recomputation is not counted.
+        """
+        looked_up = self.max_seq_len * (self.position == "learned") + self.vocab_size * (not self.tie_head)
+        multiplied = self.num_parameters - looked_up * self.model_dim
+        return 6 * multiplied + 12 * self.num_layers * self.model_dim * seq_len

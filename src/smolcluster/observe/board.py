@@ -1,0 +1,220 @@
+"""What the run looks like right now: events of all ranks folded into one picture.
+
+Ranks report on their own, in any order. The board gathers their rows by step and closes a step when every worker's row
+is in, or when a row of a later step shows that nobody should wait any longer. It prints nothing and reads no clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from smolcluster.observe.events import Event, Failed, Phase, Progress, RunStarted, StepLogged
+from smolcluster.observe.text import short
+
+_GONE = ("finished", "failed")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """One step of the whole cluster."""
+
+    step: int
+    steps: int | None  # of the run; None until a rank has said
+    loss: float  # mean over the ranks of this step, weighted by samples
+    val_loss: float | None
+    val_accuracy: float | None
+    tokens_per_s: float  # sum over ranks
+    samples_per_s: float
+    eta_s: float | None  # until the slowest rank is done
+
+
+@dataclasses.dataclass(slots=True)
+class Seat:
+    """One rank: who it is and what it said last."""
+
+    rank: int
+    host: str = ""
+    role: str = "worker"
+    device: str = ""
+    state: str = "starting"
+    steps: int | None = None
+    first: StepLogged | None = None
+    last: StepLogged | None = None
+
+    def eta_s(self) -> float | None:
+        """Steps left at this rank's own pace: its clock from its first row to its last, so evaluations count too."""
+        if self.first is None or self.last is None or self.steps is None:
+            return None
+        num_steps = self.last.step - self.first.step
+        pace_s = (self.last.time - self.first.time) / num_steps if num_steps > 0 else self.last.step_time_s
+        return max(0, self.steps - self.last.step) * pace_s
+
+
+class BatchWeights:
+    """How many samples a rank put into one step, from its running count of samples."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def add(self, rank: int, step: int, samples: int) -> float:
+        last_step, last_samples = self._seen.get(rank, (0, 0))
+        if step <= last_step or samples < last_samples:  # the rank went back to a checkpoint
+            last_step, last_samples = 0, 0
+        self._seen[rank] = (step, samples)
+        return (samples - last_samples) / max(1, step - last_step)
+
+
+def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float:
+    """Mean of (value, weight); the plain mean when no weight is positive; NaN for nothing at all."""
+    pairs = list(pairs)
+    if not any(weight > 0 for _, weight in pairs):
+        pairs = [(value, 1.0) for value, _ in pairs]
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs if weight > 0) / total if total else math.nan
+
+
+def loss_curve(rows: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
+    """Steps and losses of the whole cluster from the rows of metrics.jsonl; a server's rows do not count.
+
+    Where a rank repeated a step after a restart, its last row holds.
+    """
+    weights = BatchWeights()
+    by_step: dict[int, dict[int, tuple[float, float]]] = {}
+    for row in rows:
+        if row.get("role") == "server" or row.get("loss") is None:
+            continue
+        step, rank = int(row["step"]), int(row.get("rank", 0))
+        weight = weights.add(rank, step, int(row.get("samples", 0)))
+        by_step.setdefault(step, {})[rank] = (float(row["loss"]), weight)
+    steps = sorted(by_step)
+    return steps, [weighted_mean(by_step[step].values()) for step in steps]
+
+
+class Board:
+    """The state behind a display. `apply` takes an event and returns the steps that it closed, in order."""
+
+    def __init__(self) -> None:
+        self.seats: dict[int, Seat] = {}
+        self.started: dict[int, RunStarted] = {}
+        self.progress: dict[str, Progress] = {}  # long work before training that is not done yet
+        self.val_loss: float | None = None  # of the last evaluation
+        self.val_accuracy: float | None = None
+        self._val_step = -1
+        self._val_is_new = False
+        self._open: dict[int, dict[int, tuple[StepLogged, float]]] = {}
+        self._closed_step = -1
+        self._weights = BatchWeights()
+
+    def apply(self, event: Event) -> list[StepLine]:
+        match event:
+            case RunStarted():
+                self._start(event)
+            case StepLogged():
+                return self._row(event)
+            case Progress():
+                if event.total is not None and event.done >= event.total:
+                    self.progress.pop(event.name, None)
+                else:
+                    self.progress[event.name] = event
+            case Phase():
+                self._seat(event.rank).state = event.name
+            case Failed():
+                self._seat(event.rank).state = "failed"
+            case _:
+                pass
+        return []
+
+    def flush(self) -> list[StepLine]:
+        """Close what is still open: nothing more will come."""
+        return [self._close(step) for step in sorted(self._open)]
+
+    @property
+    def workers(self) -> list[Seat]:
+        return [seat for _, seat in sorted(self.seats.items()) if seat.role != "server"]
+
+    @property
+    def num_workers(self) -> int | None:
+        """Workers of the run, also those that have not started yet; None before anybody has."""
+        if not self.started:
+            return None
+        num_servers = sum(seat.role == "server" for seat in self.seats.values())
+        return max(started.world_size for started in self.started.values()) - num_servers
+
+    @property
+    def all_started(self) -> bool:
+        return any(len(self.started) >= started.world_size for started in self.started.values())
+
+    def header(self) -> str:
+        """`gpt | allreduce | 2 workers on 2 x cpu | 4.83M parameters | 300 steps`."""
+        if not self.started:
+            return ""
+        first = self.started[min(self.started)]
+        num_workers = self.num_workers or 0
+        devices = Counter(seat.device for seat in self.workers if seat.device)
+        where = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(devices.items()))
+        return " | ".join(
+            [
+                first.task,
+                first.strategy,
+                f"{num_workers} worker{'s' * (num_workers != 1)}" + (f" on {where}" if where else ""),
+                f"{short(first.parameters)} parameters",
+                f"{first.steps} steps" + (f" from {first.first_step}" if first.first_step else ""),
+            ]
+        )
+
+    def _seat(self, rank: int) -> Seat:
+        return self.seats.setdefault(rank, Seat(rank))
+
+    def _start(self, event: RunStarted) -> None:
+        self.started[event.rank] = event
+        self.seats[event.rank] = Seat(event.rank, event.host, event.role, event.device, "training", event.steps)
+        # When all workers went back to a checkpoint, the steps after it count again.
+        behind = all(seat.last is None or seat.last.step <= event.first_step for seat in self.workers)
+        if behind:
+            self._closed_step = min(self._closed_step, event.first_step)
+            self._val_step = min(self._val_step, event.first_step)
+
+    def _row(self, row: StepLogged) -> list[StepLine]:
+        seat = self._seat(row.rank)
+        seat.host, seat.role, seat.state = row.host, row.role, "training"
+        seat.first, seat.last = seat.first or row, row
+        self.progress.clear()  # what had to be done before training is done
+        # A server counts versions, not a worker's steps. A row behind the closed step came too late to change it.
+        if row.role == "server" or row.step <= self._closed_step:
+            self._evaluated(row)
+            return []
+        closed = [self._close(step) for step in sorted(self._open) if step < row.step]
+        self._evaluated(row)
+        weight = self._weights.add(row.rank, row.step, row.samples)
+        self._open.setdefault(row.step, {})[row.rank] = (row, weight)
+        missing = [w for w in self.workers if w.state not in _GONE and w.rank not in self._open[row.step]]
+        if not missing and self.num_workers is not None and len(self.workers) >= self.num_workers:
+            closed.append(self._close(row.step))
+        return closed
+
+    def _evaluated(self, row: StepLogged) -> None:
+        """Whoever evaluates, each evaluation appears on one line: that of its step, or the next if it came late."""
+        if row.val_loss is not None and row.step > self._val_step:
+            self.val_loss, self.val_accuracy = row.val_loss, row.val_accuracy
+            self._val_step, self._val_is_new = row.step, True
+
+    def _close(self, step: int) -> StepLine:
+        rows, self._closed_step = self._open.pop(step), step
+        evaluated, self._val_is_new = self._val_is_new, False
+        live = [seat for seat in self.workers if seat.last is not None and seat.state not in _GONE]
+        latest = {seat.rank: seat.last for seat in live if seat.last} | {rank: row for rank, (row, _) in rows.items()}
+        etas = [eta for seat in live if (eta := seat.eta_s()) is not None]
+        return StepLine(
+            step=step,
+            steps=max((seat.steps for seat in self.workers if seat.steps is not None), default=None),
+            loss=weighted_mean((row.loss, weight) for row, weight in rows.values()),
+            val_loss=self.val_loss if evaluated else None,
+            val_accuracy=self.val_accuracy if evaluated else None,
+            tokens_per_s=sum(row.tokens_per_s for row in latest.values()),
+            samples_per_s=sum(row.samples_per_s for row in latest.values()),
+            eta_s=max(etas, default=None),
+        )

@@ -1,0 +1,203 @@
+"""What happens in a run, as typed values.
+
+Every process emits events; sinks (console, files, trackers) receive them. An event is plain data, so that it can cross
+a pipe as one line of JSON: `to_json` and `from_json` are the only wire format. Nothing here imports torch.
+
+JSON has no NaN and no infinity. They travel as the strings "nan", "inf" and "-inf", on the pipe as in metrics.jsonl and
+summary.json, and come back as floats wherever the field holds numbers (`restore`). `RunStarted.config` may hold any
+string, so there they stay strings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any, ClassVar
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events; the class name is the tag on the wire."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Event.kinds[cls.__name__] = cls
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Event):
+    """Emitted once per rank, when the model is built and the first step is about to run."""
+
+    rank: int
+    role: str
+    host: str
+    run_dir: str
+    task: str
+    strategy: str
+    algorithm: str  # the name users know, for run names: EDP, ClassicDP, ...
+    world_size: int
+    device: str
+    parameters: int
+    first_step: int
+    steps: int
+    batch_size: int
+    global_batch: int
+    learning_rate: float
+    project_name: str
+    config: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepLogged(Event):
+    """One row of metrics.jsonl. Rates and times are means since the previous row of this rank."""
+
+    step: int
+    rank: int
+    role: str
+    host: str
+    time: float
+    loss: float
+    lr: float
+    grad_norm: float
+    samples: int  # since the start of training, by this rank
+    tokens: int
+    tokens_per_s: float
+    samples_per_s: float
+    step_time_s: float
+    compute_s: float
+    comm_s: float
+    bytes_sent: int  # since the start of this process
+    bytes_received: int
+    staleness: float
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+    val_ppl: float | None = None
+    gradient_norms: dict[str, float] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    step: int
+    path: str
+    stall_s: float
+    write_s: float
+    size_bytes: int
+    best: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(Event):
+    step: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Notice(Event):
+    """Something a person should read. Levels are those of the logging module."""
+
+    level: str
+    message: str
+    rank: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Event):
+    """Long work before training: a download, a token cache. `total` is None when unknown; done == total ends it."""
+
+    name: str
+    done: int
+    total: int | None
+    unit: str = "B"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Phase(Event):
+    """A rank entered a phase: `connected`, `training`, `finished`. Used by the launcher, rarely shown."""
+
+    rank: int
+    name: str
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampleText(Event):
+    """Text the model wrote at the end of training."""
+
+    prompt: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished(Event):
+    """The contents of summary.json."""
+
+    summary: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Event):
+    """The last words of a process. `kind` is user, peer (a lost connection, so probably not the culprit) or error."""
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def plain(value: Any) -> Any:
+    """The value ready for JSON: numbers that are not finite become strings, tuples become lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def restore(value: Any) -> Any:
+    """The inverse of `plain` for values that hold numbers: "nan", "inf" and "-inf" become floats again."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {k: restore(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [restore(v) for v in value]
+    return value
+
+
+def restore_fields(kind: type[Event], fields: dict[str, Any]) -> dict[str, Any]:
+    """`restore` for those fields that hold numbers in this kind of event; a host called "inf" keeps its name."""
+    numeric = {f.name for f in dataclasses.fields(kind) if "float" in str(f.type) or f.name == "summary"}
+    return {k: restore(v) if k in numeric else v for k, v in fields.items()}
+
+
+def to_dict(event: Event) -> dict[str, Any]:
+    """The fields of an event, without those that are None, ready for JSON."""
+    fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+    return {k: plain(v) for k, v in fields.items() if v is not None}
+
+
+def to_json(event: Event) -> str:
+    """One line of ASCII, so that it survives any encoding on the way."""
+    return json.dumps({"event": type(event).__name__, **to_dict(event)}, allow_nan=False)
+
+
+def from_json(line: str) -> Event:
+    """Raises ValueError for a line that is not an event."""
+    fields = json.loads(line)
+    name = fields.pop("event", None) if isinstance(fields, dict) else None
+    kind = Event.kinds.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(f"not an event: {line[:80]!r}")
+    # Fields that are None were left out on the way here.
+    absent = {f.name: None for f in dataclasses.fields(kind) if f.name not in fields and "None" in str(f.type)}
+    try:
+        return kind(**absent, **restore_fields(kind, fields))
+    except TypeError as error:  # a field is missing or unknown
+        raise ValueError(f"not a {name}: {error}: {line[:80]!r}") from error

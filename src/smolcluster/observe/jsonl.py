@@ -1,0 +1,140 @@
+"""metrics.jsonl: one JSON object per logged step and rank.
+
+All processes of a run on one machine append to the same file. Each row is a single `write` on a descriptor opened with
+O_APPEND, which a local file system does not interleave with another (a network file system may: give each machine a run
+directory of its own). NaN and infinity are the strings "nan", "inf" and "-inf", as in `events`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from smolcluster.observe.events import Event, StepLogged, restore_fields, to_dict
+
+logger = logging.getLogger(__name__)
+
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+
+
+class MetricsFile:
+    """The sink that writes metrics.jsonl. Open it after `truncate_metrics`, not before."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd: int | None = os.open(self.path, _APPEND, 0o644)
+        # A process that was killed while writing may have left half a line. End it, or the next row would join it.
+        if _ends_torn(self.path):
+            os.write(self._fd, b"\n")
+
+    def handle(self, event: Event) -> None:
+        if self._fd is None or not isinstance(event, StepLogged):
+            return
+        row = json.dumps(to_dict(event), allow_nan=False).encode() + b"\n"
+        with _exclusive(self._fd):
+            if os.write(self._fd, row) == len(row):
+                return
+            # A short write (the disk was full for a moment, a signal) left a fragment, which readers skip. Its rest
+            # might land behind another process's row, so the fragment is ended and the row written again, whole.
+            row = b"\n" + row
+            if os.write(self._fd, row) != len(row):
+                raise OSError(f"{self.path}: a row of {len(row)} bytes could not be written whole; is the disk full?")
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file, in the order they were written.
+
+    No file means no rows. Lines that are not whole (a process was killed while writing) are skipped and counted in a
+    warning; the last one is skipped silently, because it may be being written right now.
+    """
+    rows, num_torn = [], 0
+    lines = _lines(Path(path))
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(restore_fields(StepLogged, row))
+        elif number < len(lines):
+            num_torn += 1
+    if num_torn:
+        logger.warning("%s: skipped %d lines that are not whole rows", path, num_torn)
+    return rows
+
+
+def truncate_metrics(path: str | Path, *, after_step: int) -> int:
+    """Drop the rows of steps beyond `after_step`, atomically; how many were dropped.
+
+    A resumed run repeats those steps. Call it before any process opens the file: a descriptor that is open already
+    would go on writing to the old file.
+    """
+    path = Path(path)
+    lines = _lines(path)
+    kept = [line for line in lines if (row := _parse(line)) is not None and not _beyond(row, after_step)]
+    if len(kept) == len(lines):
+        return 0
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.writelines(line + b"\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return len(lines) - len(kept)
+
+
+def _beyond(row: dict[str, Any], step: int) -> bool:
+    value = row.get("step")
+    return isinstance(value, int | float) and value > step
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The lines that are not empty; the last may be torn."""
+    try:
+        return [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    except FileNotFoundError:
+        return []
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A prefix of a JSON object is never valid JSON, so a torn row cannot pass for a whole one."""
+    try:
+        row = json.loads(line)
+    except ValueError:  # also covers bytes that are not UTF-8
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _ends_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+@contextlib.contextmanager
+def _exclusive(fd: int) -> Iterator[None]:
+    """POSIX appends are atomic and need no lock; on Windows appending is seek plus write, so there a lock is taken."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        # One byte far beyond any row, so that readers of the file are not in its way.
+        os.lseek(fd, 2**31 - 2, os.SEEK_SET)
+        msvcrt.locking(fd, msvcrt.LK_LOCK, 1)
+        try:
+            yield
+        finally:
+            os.lseek(fd, 2**31 - 2, os.SEEK_SET)
+            msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)
+    else:
+        yield

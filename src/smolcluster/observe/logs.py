@@ -1,0 +1,130 @@
+"""Logs: the standard logging module, one JSON object per line, one file per process.
+
+    {"time": "2026-03-01T12:00:00.123Z", "level": "INFO", "logger": "smolcluster.engine.loop", "message": "...",
+     "role": "worker", "rank": 1, "host": "pi5"}
+
+An exception adds the field `exception`. What is not logged but printed (a crash inside the interpreter or C++) reaches
+the same file as it is, because the launcher appends the process's stderr to it; `tail` copes with both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from smolcluster.observe.text import printable
+
+_OURS = "smolcluster"  # the name of our handlers on the root logger
+_TAIL_BLOCK_BYTES = 64 * 1024
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON."""
+
+    def __init__(self, *, role: str, rank: int | None, host: str) -> None:
+        super().__init__()
+        self._who = {"role": role, "rank": rank, "host": host}
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(_fields(self, record) | self._who, ensure_ascii=False)
+
+
+class LineFormatter(logging.Formatter):
+    """A record for a person."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(_render(_fields(self, record)))
+
+
+def _fields(formatter: logging.Formatter, record: logging.LogRecord) -> dict[str, Any]:
+    time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    fields = {"time": time, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+    parts = [formatter.formatException(record.exc_info)] if record.exc_info else []
+    parts += [record.stack_info] if record.stack_info else []
+    return fields | ({"exception": "\n".join(parts)} if parts else {})
+
+
+def log_path(run_dir: str | Path, role: str, rank: int | None, host: str) -> Path:
+    """`logs/server-<host>.log` or `logs/worker-rank<R>-<host>.log` inside the run directory."""
+    seat = role if role == "server" or rank is None else f"{role}-rank{rank}"
+    return Path(run_dir) / "logs" / re.sub(r"[^\w.-]", "_", f"{seat}-{host}.log", flags=re.ASCII)
+
+
+def setup_logging(
+    path: Path | None, *, level: str | int, role: str, rank: int | None, host: str, console: bool = False
+) -> None:
+    """Send everything logged in this process, and every warning, to the file; to stderr as well if `console`.
+
+    May be called again: it replaces what it set up before. Handlers of others (a notebook's, a test's) stay.
+    """
+    reset_logging()
+    handlers: list[logging.Handler] = []
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A lone surrogate becomes \udcXX, which is what JSON would write for it anyway.
+        handlers.append(logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace"))
+        handlers[-1].setFormatter(JsonFormatter(role=role, rank=rank, host=host))
+    if console:
+        handlers.append(logging.StreamHandler(sys.stderr))
+        handlers[-1].setFormatter(LineFormatter())
+    root = logging.getLogger()
+    root.setLevel(level)
+    for handler in handlers or [logging.NullHandler()]:  # with no handler at all, Python would print warnings
+        handler.set_name(_OURS)
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+
+
+def reset_logging() -> None:
+    """Undo `setup_logging`: close its files and let warnings go where they went before."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if h.get_name() == _OURS]:
+        root.removeHandler(handler)
+        handler.close()
+    logging.captureWarnings(False)
+
+
+def tail(path: str | Path, lines: int = 20) -> list[str]:
+    """The end of a log for a person: at most `lines` lines, of which a traceback may be many. No file, no lines."""
+    rendered: list[str] = []
+    for raw in _last_lines(Path(path), lines):
+        try:
+            fields = json.loads(raw)
+        except ValueError:
+            fields = None
+        rendered += _render(fields) if isinstance(fields, dict) and "message" in fields else [printable(raw)]
+    return rendered[-lines:] if lines > 0 else []
+
+
+def _render(fields: dict[str, Any]) -> list[str]:
+    """`12:00:00 WARNING worker 1 on pi5 | smolcluster.comm.tcp: message`, then the exception, indented."""
+    role, rank, host = fields.get("role"), fields.get("rank"), fields.get("host")
+    who = f"{role}{'' if rank is None else f' {rank}'} on {host} | " if role else ""
+    time = str(fields.get("time", ""))[11:19]
+    first, *rest = str(fields["message"]).splitlines() or [""]
+    rest += str(fields.get("exception", "")).splitlines()
+    head = f"{time} {fields.get('level', '')} {who}{fields.get('logger', '')}: {first}"
+    return [printable(head.strip())] + ["    " + printable(line) for line in rest]
+
+
+def _last_lines(path: Path, count: int) -> list[str]:
+    """Reads from the end, so that a log of gigabytes costs no more than a short one."""
+    block = b""
+    try:
+        with path.open("rb") as file:
+            position = file.seek(0, os.SEEK_END)
+            while position > 0 and block.count(b"\n") <= count:
+                start = max(0, position - _TAIL_BLOCK_BYTES)
+                file.seek(start)
+                block = file.read(position - start) + block
+                position = start
+    except FileNotFoundError:
+        return []
+    found = block.decode("utf-8", "replace").split("\n")
+    return [line.rstrip("\r") for line in found if line.strip()][-count:] if count > 0 else []

@@ -1,0 +1,106 @@
+"""Events go in, every sink gets them, and no sink can stop training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from smolcluster.observe.events import Event, Notice
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Where events end up: a console, a file, a tracker. Calls never overlap: the observer makes them one at a time."""
+
+    def handle(self, event: Event) -> None:
+        """Take one event; ignore the kinds it does not know."""
+
+    def close(self) -> None:
+        """Write out what is left and let go. Called once, also after `handle` has failed."""
+
+
+class Observer:
+    """Hands each event to every sink, in order, from whichever thread emits it.
+
+    A sink that fails is closed and dropped: one error in the log, one Notice to the others, and training goes on.
+    """
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks = list(sinks)
+        # Reentrant, with a queue: a sink or a signal handler may emit while this thread is in the middle of an event.
+        # What it emits then waits its turn, so that no sink is entered twice.
+        self._lock = threading.RLock()
+        self._waiting: deque[Event] = deque()
+        self._busy = False
+
+    def add(self, sink: Sink) -> None:
+        with self._lock:
+            self._sinks.append(sink)
+
+    def emit(self, event: Event) -> None:
+        with self._lock:
+            self._waiting.append(event)
+            if self._busy:
+                return
+            self._busy = True
+            try:
+                while self._waiting:
+                    self._deliver(self._waiting.popleft())
+            finally:
+                self._busy = False
+
+    def notice(self, level: str, message: str, rank: int | None = None) -> None:
+        """Tell a person something. `level` is INFO, WARNING or ERROR."""
+        self.emit(Notice(level=level, message=message, rank=rank))
+
+    def close(self) -> None:
+        """Close every sink. Events that come later go nowhere."""
+        with self._lock:
+            while self._sinks:
+                _close(self._sinks.pop(0))
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _deliver(self, event: Event) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink.handle(event)
+            # A tracker raises whatever its authors chose (OSError, RuntimeError, ValueError, classes of its own), and
+            # a curve on somebody's server is never worth a training run.
+            except Exception as error:  # noqa: BLE001
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks = [other for other in self._sinks if other is not sink]
+        name, reason = type(sink).__name__, f"{type(error).__name__}: {error}"
+        logger.error("%s failed and is switched off; training goes on. %s", name, reason, exc_info=error)
+        _close(sink)
+        self.notice("ERROR", f"{name} failed and is switched off; training goes on. {reason}")
+
+
+def _close(sink: Sink) -> None:
+    try:
+        sink.close()
+    except Exception as error:  # noqa: BLE001  (for the same reason as in emit)
+        logger.error("%s could not be closed: %s: %s", type(sink).__name__, type(error).__name__, error)
+
+
+class NoticeHandler(logging.Handler):
+    """What the package logs as a warning or worse also becomes a Notice, so that a person sees it at once."""
+
+    def __init__(self, observer: Observer, *, rank: int | None) -> None:
+        super().__init__(logging.WARNING)
+        self._observer, self._rank = observer, rank
+        # The observer tells of its own troubles itself.
+        self.addFilter(lambda record: not record.name.startswith("smolcluster.observe"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._observer.notice(record.levelname, record.getMessage(), self._rank)

@@ -1,0 +1,51 @@
+"""Events over a pipe: how a worker process reports to the launcher."""
+
+from __future__ import annotations
+
+import errno
+import io
+import threading
+from typing import IO, Any
+
+from smolcluster.observe.events import Event, to_json
+
+# What writing to a pipe gives when the reader is gone; Windows says EINVAL.
+_READER_GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.EBADF, errno.EINVAL}
+
+
+class PipeSink:
+    """Writes each event as one line of JSON and flushes it. The stream stays the caller's to close.
+
+    A broken pipe is silent: the launcher is gone, and the control channel is what notices that and acts.
+    """
+
+    def __init__(self, stream: IO[Any]) -> None:
+        self._stream = stream
+        self._text = isinstance(stream, io.TextIOBase)
+        self._lock = threading.Lock()
+        self._gone = False
+
+    def handle(self, event: Event) -> None:
+        line = to_json(event) + "\n"
+        with self._lock:
+            if self._gone or self._stream.closed:
+                return
+            try:
+                self._write(line)
+            except OSError as error:
+                if error.errno not in _READER_GONE:
+                    raise
+                self._gone = True
+
+    def close(self) -> None:
+        """Every line is flushed already."""
+
+    def _write(self, line: str) -> None:
+        if self._text:
+            self._stream.write(line)
+        else:
+            # An unbuffered stream may take a part only.
+            rest = memoryview(line.encode("ascii"))
+            while rest:
+                rest = rest[self._stream.write(rest) or 0 :]
+        self._stream.flush()

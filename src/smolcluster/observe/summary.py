@@ -1,0 +1,94 @@
+"""The end of a run, for a person: how it went, the curve, a sample, and where everything is."""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smolcluster.observe.board import loss_curve
+from smolcluster.observe.events import SampleText, restore
+from smolcluster.observe.plot import loss_plot
+from smolcluster.observe.text import clock, encodable, number, printable, short, size
+
+
+def render_summary(
+    summary: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    sample: SampleText | None,
+    *,
+    width: int = 72,
+    unicode: bool | None = None,
+) -> str:
+    """`summary` is summary.json plus `run_dir`; fields it does not have are left out. Plain text, no escape codes.
+
+    `unicode` None: as far as the encoding of stdout goes.
+    """
+    facts = restore(dict(summary))
+    blocks = [_headline(facts), _numbers(facts), _plot(rows, width=width, unicode=unicode)]
+    if sample is not None:
+        blocks.append(_sample(sample, width=width))
+    blocks.append(_places(facts))
+    text = "\n\n".join(block for block in blocks if block)
+    return encodable(text, sys.stdout) if unicode is None else text
+
+
+def _headline(facts: Mapping[str, Any]) -> str:
+    """`done: allreduce, 2 workers, 300 steps in 0:52, 12.3k tokens/s`."""
+    parts = [str(facts["strategy"])] if facts.get("strategy") else []
+    if (workers := facts.get("workers")) is not None:
+        parts.append(f"{workers} worker{'s' * (workers != 1)}")
+    if facts.get("steps") is not None:
+        took = f" in {clock(facts['wall_s'])}" if facts.get("wall_s") is not None else ""
+        parts.append(f"{facts['steps']} steps{took}")
+    if facts.get("tokens_per_s"):
+        parts.append(f"{short(facts['tokens_per_s'])} tokens/s")
+    return f"{facts.get('status', 'unknown')}: " + ", ".join(parts) if parts else str(facts.get("status", ""))
+
+
+def _numbers(facts: Mapping[str, Any]) -> str:
+    """Two lines: what was learned, and what it cost; zeros of the second say nothing and are left out."""
+    learned = []
+    if facts.get("train_loss") is not None:
+        learned.append(f"train loss {number(facts['train_loss'])}")
+    if facts.get("val_loss") is not None:
+        learned.append(f"val loss {number(facts['val_loss'])}")
+    if facts.get("val_accuracy") is not None:
+        learned.append(f"val accuracy {facts['val_accuracy']:.2%}")
+    cost = []
+    if facts.get("bytes_sent") or facts.get("bytes_received"):
+        cost.append(f"{size(facts.get('bytes_sent') or 0)} sent, {size(facts.get('bytes_received') or 0)} received")
+    if facts.get("staleness_max"):
+        mean = facts.get("staleness_mean") or 0.0
+        cost.append(f"staleness {mean:.3g} mean, {facts['staleness_max']:g} max")
+    for field, text in (("stale_rejected", "stale gradients refused"), ("restarts", "restarts")):
+        if facts.get(field):
+            cost.append(f"{facts[field]} {text}")
+    if facts.get("peak_memory_bytes"):
+        cost.append(f"{size(facts['peak_memory_bytes'])} peak memory")
+    return "\n".join("   ".join(line) for line in (learned, cost) if line)
+
+
+def _plot(rows: Sequence[Mapping[str, Any]], *, width: int, unicode: bool | None) -> str:
+    """The loss over steps; nothing for fewer than two logged steps, which are a number and not a curve."""
+    steps, losses = loss_curve(rows)
+    if len(steps) < 2 or not any(math.isfinite(loss) for loss in losses):
+        return ""
+    evaluated = {int(row["step"]): float(row["val_loss"]) for row in rows if row.get("val_loss") is not None}
+    return loss_plot(steps, losses, width=width, val=sorted(evaluated.items()), unicode=unicode)
+
+
+def _sample(sample: SampleText, *, width: int) -> str:
+    """What the model wrote, with line breaks kept and control characters removed."""
+    text = printable(sample.prompt + sample.text, keep="\n\t")
+    # Models of code indent: white space stays as it was written.
+    wrapper = textwrap.TextWrapper(max(20, width - 2), drop_whitespace=False, replace_whitespace=False)
+    wrapped = [piece for line in text.splitlines() for piece in wrapper.wrap(line) or [""]]
+    return "sample\n" + "\n".join(("  " + line).rstrip() for line in wrapped)
+
+
+def _places(facts: Mapping[str, Any]) -> str:
+    places = (("checkpoint", facts.get("checkpoint")), ("run", facts.get("run_dir")))
+    return "\n".join(f"{name:<11}{path}" for name, path in places if path)

@@ -1,0 +1,40 @@
+"""What the experiment trackers share: the name of a run and the names of its metrics."""
+
+from __future__ import annotations
+
+from smolcluster.observe.events import RunStarted, StepLogged
+
+# Field of StepLogged -> name in TensorBoard and W&B. The order is the order of the charts.
+METRICS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "val_loss": "val/loss",
+    "val_accuracy": "val/accuracy",
+    "val_ppl": "val/ppl",
+    "lr": "lr",
+    "tokens_per_s": "tokens_per_s",
+    "samples_per_s": "samples_per_s",
+    "step_time_s": "step_time_s",
+    "compute_s": "compute_s",
+    "comm_s": "comm_s",
+    "staleness": "staleness",
+    "bytes_sent": "bytes_sent",
+    "bytes_received": "bytes_received",
+    "samples": "samples",
+    "tokens": "tokens",
+}
+
+
+def run_name(started: RunStarted) -> str:
+    """`EDP-worker-macbook_rank1_lr0.001_bs32`."""
+    return (
+        f"{started.algorithm}-{started.role}-{started.host}"
+        f"_rank{started.rank}_lr{started.learning_rate:g}_bs{started.batch_size}"
+    )
+
+
+def metrics_of(row: StepLogged) -> dict[str, float]:
+    """The numbers of one row under the trackers' names; what was not measured is left out."""
+    values = {name: getattr(row, field) for field, name in METRICS.items()}
+    values |= {f"gradients/{name}": norm for name, norm in (row.gradient_norms or {}).items()}
+    return {name: value for name, value in values.items() if value is not None}

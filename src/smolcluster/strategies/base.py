@@ -1,0 +1,197 @@
+"""The interface of a strategy: how several machines train one model.
+
+A strategy is one file that reads like its paper. It cuts or wraps the model (`setup`), takes one training step (`step`) and
+says in advance who sits where (`seats`) and what a step costs (`cost`). It talks to other ranks through a `Group` and never
+sees a socket. The loop in `engine/` calls these methods and knows no strategy by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from smolcluster.comm.group import Group
+from smolcluster.compute.optim import warmup_cosine
+from smolcluster.compute.replica import Batch, Replica
+from smolcluster.compute.rng import seed_everything
+from smolcluster.config.schema import Config
+from smolcluster.tasks.base import Task
+
+
+class Options(BaseModel):
+    """Base of every strategy's `Config`: its part of the `strategy` section, with this strategy's defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine that can hold seats."""
+
+    name: str
+    batch_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Who sits where. A parameter server is a seat whose role is `server`; it has no data shard."""
+
+    rank: int
+    node: str
+    role: str = "worker"
+    coords: dict[str, int] = field(default_factory=dict)
+    shard: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What `cost` needs to know of a model."""
+
+    parameters: int
+    bytes_per_parameter: int = 4
+    optimizer_states: int = 2  # tensors of the parameters' size that the optimizer keeps: 2 for Adam
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """One step of one worker, by the formulas in the strategy's docstring. Activations are not counted here."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    bytes_sent: int
+    bytes_received: int
+    messages: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StepReport:
+    """What one step did. Tensors are read only when a row is logged, so that a GPU need not wait for every step."""
+
+    loss: Tensor
+    grad_norm: Tensor | None  # None while no gradient was applied in this step
+    learning_rate: float
+    samples: int
+    tokens: int
+    staleness: int = 0
+    comm_s: float = 0.0
+    stop: bool = False  # every rank leaves after this step
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """Everything a strategy must save. Names are the model's own, so any strategy can load any other's."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    numbers: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
+    """What the engine hands to a strategy."""
+
+    config: Config
+    seat: Seat
+    seats: Sequence[Seat]
+    group: Group
+    device: torch.device
+    total_steps: int
+    samples_per_step: Sequence[int]  # of every data shard
+    stop_requested: Callable[[], bool]
+    warn: Callable[[str], None]
+
+
+class Strategy(ABC):
+    name: ClassVar[str]
+    algorithm: ClassVar[str]  # the name users know it by, as in run names
+    summary: ClassVar[str]
+    Config: ClassVar[type[Options]] = Options
+
+    def __init__(self, options: Options, context: Context) -> None:
+        self.options = options
+        self.context = context
+        self.stale_rejected = 0
+
+    @classmethod
+    def seats(cls, options: Options, nodes: Sequence[Node]) -> list[Seat]:
+        """Who sits where. By default every node is a worker with a data shard of its own."""
+        return [Seat(rank=r, node=node.name, coords={"dp": r}, shard=r) for r, node in enumerate(nodes)]
+
+    @classmethod
+    @abstractmethod
+    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
+        """What a step costs a worker."""
+
+    @abstractmethod
+    def setup(self, task: Task) -> None:
+        """Make the model and its optimizer; bring every rank to the same start."""
+
+    @abstractmethod
+    def step(self, batch: Batch) -> StepReport:
+        """One training step, in the paper's order."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """What to save, not copied. Call `drain` first."""
+
+    @abstractmethod
+    def load_state(self, state: State) -> None: ...
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The weights to evaluate."""
+
+    def serve(self) -> None:
+        """The life of every role but a worker's."""
+        raise AssertionError(f"{self.name} has workers only")
+
+    def drain(self) -> None:  # noqa: B027 - nothing is in flight by default
+        """Finish what is in flight: before evaluation, checkpoint and exit. Every rank calls it at the same step."""
+
+    def export(self) -> dict[str, Tensor] | None:
+        """The whole weights, on the lead rank."""
+        return self.state().weights if self.context.seat.rank == 0 else None
+
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """Per parameter, of the last applied gradient, when `training.track_gradients` is on."""
+        return {}
+
+
+def build_replica(task: Task, context: Context) -> Replica:
+    """A whole model on this rank's device, alike on every rank that calls it."""
+    config = context.config.training
+    seed_everything(config.seed or 0, "weights")
+    model = task.model().to(context.device)
+    if config.gradient_checkpointing:
+        if hasattr(model, "gradient_checkpointing"):
+            setattr(model, "gradient_checkpointing", True)  # noqa: B010 - not every module has it
+        else:
+            context.warn(f"training.gradient_checkpointing has no effect: {type(model).__name__} does not offer it")
+    optimizer = task.optimizer(model)
+    for group in optimizer.param_groups:
+        group.setdefault("lr_scale", group["lr"] / config.learning_rate)
+    schedule = context.config.lr_schedule
+    return Replica(
+        model=model,
+        loss=task.loss,
+        optimizer=optimizer,
+        learning_rate=warmup_cosine(
+            peak=config.learning_rate,
+            floor=config.learning_rate / 10 if schedule.min_lr is None else schedule.min_lr,
+            warmup=schedule.warmup_iters,
+            steps=context.total_steps,
+        ),
+        device=context.device,
+        precision=config.precision,
+        grad_clip_norm=config.grad_clip_norm,
+        compile=config.compile,
+        track_gradients=config.track_gradients,
+    )

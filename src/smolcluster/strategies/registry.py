@@ -1,0 +1,55 @@
+"""Every strategy by name. A new one is one file and one line here; other packages register theirs by entry point:
+
+[project.entry-points."smolcluster.strategies"]
+mine = "my_package.mine:Mine"
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Any
+
+from pydantic import ValidationError
+
+from smolcluster.config import canonical_strategy
+from smolcluster.config.schema import StrategyConfig
+from smolcluster.errors import UserError, unknown_name
+
+BUILT_IN = {
+    "single": "smolcluster.strategies.single:Single",
+    "allreduce": "smolcluster.strategies.allreduce:AllReduce",
+}
+
+
+def known_strategies() -> dict[str, str]:
+    """Name -> `module:Class`, without importing any of them."""
+    return {**{e.name: e.value for e in entry_points(group="smolcluster.strategies")}, **BUILT_IN}
+
+
+def check_name(name: str) -> str:
+    """The canonical name, or an error that lists the known ones."""
+    canonical = canonical_strategy(name)
+    known = known_strategies()
+    if canonical not in known:
+        raise unknown_name("strategy", name, known)
+    return canonical
+
+
+def find_strategy(name: str) -> type[Any]:
+    module, _, attribute = known_strategies()[check_name(name)].partition(":")
+    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+def read_options(strategy: type[Any], section: StrategyConfig) -> tuple[Any, list[str]]:
+    """The strategy's own options out of the section, and the names of those set that it does not know."""
+    said = {k: v for k, v in section.model_dump(exclude={"name", "options"}).items() if v is not None}
+    said |= section.options
+    known = strategy.Config.model_fields
+    try:
+        options = strategy.Config(**{k: v for k, v in said.items() if k in known})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"strategy.{place} = {first['input']!r}: {first['msg']}") from error
+    return options, sorted(set(said) - set(known))

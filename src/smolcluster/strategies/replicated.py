@@ -1,0 +1,30 @@
+"""What every strategy with a whole model on each worker shares: saving and loading are those of its replica."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from smolcluster.compute.replica import Replica
+from smolcluster.strategies.base import State, Strategy, build_replica
+from smolcluster.tasks.base import Task
+
+
+class Replicated(Strategy):
+    replica: Replica
+
+    def setup(self, task: Task) -> None:
+        self.replica = build_replica(task, self.context)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.replica.model
+
+    def state(self) -> State:
+        optimizer, numbers = self.replica.state_dict()
+        return State(weights=self.replica.weights(), optimizer=optimizer, numbers=numbers)
+
+    def load_state(self, state: State) -> None:
+        self.replica.load_state_dict(state.weights, state.optimizer, state.numbers)
+
+    def gradient_norms(self) -> dict[str, Tensor]:
+        return self.replica.gradient_norms

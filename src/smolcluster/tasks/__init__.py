@@ -1,0 +1,6 @@
+"""What is trained. A user's own task is a subclass of `Task`."""
+
+from smolcluster.tasks.base import Task
+from smolcluster.tasks.find import find_task
+
+__all__ = ["Task", "find_task"]

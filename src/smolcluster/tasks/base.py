@@ -1,0 +1,58 @@
+"""What is trained: a model, its loss and its data.
+
+A user's own task is a subclass in a file of theirs, started with `smolcluster train my_task.py:MyTask`. Three methods are
+enough; the rest have defaults. A task says nothing about how many machines there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smolcluster.compute.optim import make_optimizer
+from smolcluster.config.schema import Config
+
+
+class Task(ABC):
+    """Subclass this. `self.config` is the resolved configuration."""
+
+    tokens_per_sample: int = 0  # for throughput; 0 where samples are not made of tokens
+    perplexity: bool = False  # report exp(val_loss)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new model with fresh weights. The random generator is already seeded, alike on every worker."""
+
+    @abstractmethod
+    def train_data(self) -> Any:
+        """Anything with `__len__` and `__getitem__`, or with `__len__` and `batch(indices)`, or a tuple of tensors."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean loss over the samples of the batch."""
+
+    def val_data(self) -> Any | None:
+        """Like `train_data`; None means no evaluation."""
+        return None
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Means over a validation batch: "loss", and "accuracy" where it means something."""
+        return {"loss": self.loss(model, batch)}
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """By default what `training.optimizer` says. Learning rates follow the schedule, in their ratio to learning_rate."""
+        return make_optimizer(model, self.config.training)
+
+    def sample(self, model: nn.Module) -> tuple[str, str] | None:
+        """A prompt and what the trained model makes of it, shown at the end."""
+        return None

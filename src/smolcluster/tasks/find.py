@@ -1,0 +1,58 @@
+"""From a configuration to a `Task`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from smolcluster.config.schema import Config
+from smolcluster.errors import UserError, unknown_name
+from smolcluster.tasks.base import Task
+
+
+def find_task(config: Config, *, progress: Callable[[str, int, int | None], None] | None = None) -> Task:
+    """The user's own task if one is named; otherwise by the data: MNIST is classified, text is continued."""
+    if config.task is not None:
+        return load_task_class(config.task)(config)
+    if config.data.name == "mnist":
+        if config.model.type != "simplenn":
+            raise UserError("data.name 'mnist' needs model.type SimpleNN; the built-in config `mnist` has both")
+        from smolcluster.tasks.mnist import MnistTask
+
+        return MnistTask(config, progress=progress)
+    if config.model.type != "gpt":
+        raise UserError(
+            f"model.type SimpleNN cannot learn from data.name '{config.data.name}'; use gpt, or data.name mnist"
+        )
+    from smolcluster.tasks.gpt import GPTTask
+
+    return GPTTask(config, progress=progress)
+
+
+def load_task_class(spec: str) -> type[Task]:
+    """`path/to/file.py:ClassName`; the class may be left out when the file has just one task."""
+    path_text, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
+    path = Path(path_text)
+    if not path.is_file():
+        raise UserError(f"task '{spec}': there is no file {path}; use path/to/file.py:ClassName")
+    sys.path.insert(0, str(path.parent.resolve()))
+    module_spec = importlib.util.spec_from_file_location(f"smolcluster_task_{path.stem}", path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    module_spec.loader.exec_module(module)
+    found = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
+    }
+    if name:
+        if name not in found:
+            raise unknown_name(f"task in {path}", name, found)
+        return found[name]
+    if len(found) != 1:
+        raise UserError(f"{path} has {len(found)} tasks ({', '.join(found) or 'none'}); name one as {path}:ClassName")
+    return next(iter(found.values()))

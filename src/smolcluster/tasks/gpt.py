@@ -1,0 +1,86 @@
+"""Next-token prediction on text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from smolcluster.config.schema import Config
+from smolcluster.data.text import TextData, open_text
+from smolcluster.errors import UserError
+from smolcluster.models import GPT, GPTConfig
+from smolcluster.tasks.base import Task
+
+Progress = Callable[[str, int, int | None], None]
+
+
+class GPTTask(Task):
+    perplexity = True
+
+    def __init__(self, config: Config, *, progress: Progress | None = None) -> None:
+        super().__init__(config)
+        self.tokens_per_sample = config.model.max_seq_len
+        self._progress = progress
+
+    @property
+    def name(self) -> str:
+        return "gpt"
+
+    @cached_property
+    def text(self) -> TextData:
+        return open_text(self.config.data, seq_len=self.config.model.max_seq_len, progress=self._progress)
+
+    def model(self) -> nn.Module:
+        c = self.config.model
+        vocabulary = self.text.tokenizer.vocab_size
+        if c.vocab_size is not None and c.vocab_size < vocabulary:
+            raise UserError(
+                f"model.vocab_size {c.vocab_size} is smaller than the {vocabulary} tokens of {self.text.tokenizer.name}; "
+                "leave it null or raise it"
+            )
+        return GPT(
+            GPTConfig(
+                vocab_size=c.vocab_size or vocabulary,
+                model_dim=c.model_dim,
+                num_layers=c.num_layers,
+                num_heads=c.num_heads,
+                num_kv_heads=c.num_kv_heads or 0,
+                ff_dim=c.ff_dim or 0,
+                dropout=c.dropout,
+                max_seq_len=c.max_seq_len,
+                position=c.position,
+                norm=c.norm,
+                activation=c.activation,
+                bias=c.bias,
+                tie_head=c.tie_head,
+                rope_theta=c.rope_theta,
+                norm_eps=c.norm_eps,
+            )
+        )
+
+    def train_data(self) -> Any:
+        return self.text.train
+
+    def val_data(self) -> Any:
+        return self.text.val
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        tokens_BT, targets_BT = batch
+        assert isinstance(model, GPT)
+        return model.loss(tokens_BT, targets_BT)
+
+    def sample(self, model: nn.Module) -> tuple[str, str] | None:
+        """Continue the first words of the validation text."""
+        assert isinstance(model, GPT)
+        device = next(model.parameters()).device
+        first, _ = self.text.val.batch(np.array([0]))
+        prompt = first[:, : min(16, self.config.model.max_seq_len // 2)].to(device)
+        generator = torch.Generator(device=device).manual_seed(self.config.training.seed or 0)
+        written = model.generate(prompt, 200, temperature=0.8, top_k=50, generator=generator)
+        decode = self.text.tokenizer.decode
+        return decode(prompt[0].tolist()), decode(written[0, prompt.shape[1] :].tolist())

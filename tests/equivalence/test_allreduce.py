@@ -1,0 +1,196 @@
+"""`allreduce` computes what `single` computes, over real processes and sockets.
+
+In fp64 the only difference is the order of sums, so ten digits agree. In fp32 AdamW divides by the root of tiny squared
+gradients and so enlarges rounding; 2e-5 after 8 steps at learning rate 0.01 is the size of that effect.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tests.tasks import Double, spirals
+from tests.world import World, run_world
+from torch import nn
+
+from smolcluster.compute.optim import warmup_cosine
+from smolcluster.compute.rng import seed_everything
+from smolcluster.data.sampler import Sampler
+
+STEPS = 8
+COMMON = {
+    "training.steps": STEPS,
+    "training.learning_rate": 0.01,
+    "training.weight_decay": 0.1,
+    "training.eval_steps": 0,
+    "training.seed": 3,
+    "lr_schedule.warmup_iters": 2,
+}
+
+
+def weights(world: World) -> dict[str, torch.Tensor]:
+    return load_file(Path(world.summary["checkpoint"]) / "weights.safetensors")
+
+
+def assert_same_run(one: World, other: World, *, tolerance: float) -> None:
+    assert one.global_losses() == pytest.approx(other.global_losses(), rel=tolerance)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("clip", "accumulation"), [(None, 1), (0.05, 1), (0.05, 3)])
+def test_equals_single_at_the_same_global_batch(
+    tmp_path: Path, size: int, clip: float | None, accumulation: int
+) -> None:
+    config = COMMON | {"training.grad_clip_norm": clip, "training.grad_accumulation": accumulation}
+    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, task="Double", strategy="single")
+    many = run_world(size, tmp_path / "many", config | {"training.batch_size": 12 // size}, task="Double")
+    assert_same_run(one, many, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_equals_single_in_single_precision(tmp_path: Path, size: int) -> None:
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 24}, task="Tiny", strategy="single")
+    many = run_world(size, tmp_path / "many", COMMON | {"training.batch_size": 24 // size}, task="Tiny")
+    assert_same_run(one, many, tolerance=2e-5)
+
+
+def test_one_worker_is_bitwise_single(tmp_path: Path) -> None:
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 8}, task="Dropout", strategy="single")
+    alone = run_world(1, tmp_path / "alone", COMMON | {"training.batch_size": 8}, task="Dropout")
+    assert one.ranks[0].losses() == alone.ranks[0].losses()
+    assert one.summary["weights_sha256"] == alone.summary["weights_sha256"]
+
+
+def test_unlike_batch_sizes_are_weighted_by_samples(tmp_path: Path) -> None:
+    hosts = {"cluster.workers": ["a", "b", "c"], "cluster.batch_size": {"a": 7, "b": 2}, "training.batch_size": 3}
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 12}, task="Double", strategy="single")
+    many = run_world(3, tmp_path / "many", COMMON | hosts, task="Double")
+    assert [rank.rows()[0].samples for rank in many.ranks] == [7, 2, 3]
+    assert_same_run(one, many, tolerance=1e-10)
+
+
+def test_small_buckets_change_nothing(tmp_path: Path) -> None:
+    """Every parameter in a bucket of its own: many messages, the same sums."""
+    config = COMMON | {"training.batch_size": 6}
+    whole = run_world(2, tmp_path / "whole", config, task="Double")
+    small = run_world(2, tmp_path / "small", config | {"strategy.bucket_mb": 1e-6}, task="Double")
+    assert whole.summary["weights_sha256"] == small.summary["weights_sha256"]
+
+
+def test_a_gpt_equals_single(tmp_path: Path) -> None:
+    """The real model on the embedded text: tied embeddings, clipping, three ranks."""
+    shape = {"model_dim": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "ff_dim": 64}
+    config = COMMON | {f"model.{k}": v for k, v in shape.items()} | {"training.eval_batches": 2}
+    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, strategy="single")
+    many = run_world(3, tmp_path / "many", config | {"training.batch_size": 4})
+    assert_same_run(one, many, tolerance=2e-5)
+
+
+def test_with_dropout_replicas_agree_and_a_rerun_is_bitwise_the_same(tmp_path: Path) -> None:
+    config = COMMON | {"training.batch_size": 8}
+    runs = [run_world(2, tmp_path / str(i), config, task="Dropout") for i in range(2)]
+    assert runs[0].summary["weights_sha256"] == runs[1].summary["weights_sha256"]
+    assert [r.losses() for r in runs[0].ranks] == [r.losses() for r in runs[1].ranks]
+    plain = run_world(2, tmp_path / "plain", config, task="Tiny")
+    assert plain.ranks[0].losses() != runs[0].ranks[0].losses(), "dropout had no effect"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_replicas_are_bit_identical(tmp_path: Path, size: int, bound: int) -> None:
+    """Every rank hashes its own weights at the end."""
+    config = COMMON | {"training.batch_size": 4, "strategy.staleness_bound": bound}
+    world = run_world(size, tmp_path / "run", config, task="Fingerprint")
+    prints = {row.message for rank in world.ranks for row in rank.events if type(row).__name__ == "Notice"}
+    assert len(prints) == 1
+    assert all(any(type(e).__name__ == "Notice" for e in rank.events) for rank in world.ranks)
+
+
+# Delayed gradients, against a simulation written without any of the strategy's code.
+
+
+def delayed_gradients(*, workers: int, batch: int, bound: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Gradient of step s at weights version max(0, s - K), averaged over the global batch, applied in order."""
+    seed_everything(COMMON["training.seed"], "weights")
+    model = Double(config=None).model()
+    x, y = spirals()
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1.0, betas=(0.9, 0.95)
+    )
+    rate = warmup_cosine(peak=0.01, floor=0.001, warmup=2, steps=STEPS)
+    sampler = Sampler(len(x), seed=COMMON["training.seed"])
+    losses: list[float] = []
+    waiting: list[list[torch.Tensor]] = []
+    applied = 0
+
+    def apply(gradients: list[torch.Tensor]) -> None:
+        nonlocal applied
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(applied)
+        optimizer.step()
+        applied += 1
+
+    for step in range(STEPS):
+        picked = torch.from_numpy(sampler.indices(step * workers * batch, workers * batch))
+        loss = F.cross_entropy(model(x[picked]), y[picked])
+        losses.append(loss.item())
+        waiting.append(list(torch.autograd.grad(loss, list(model.parameters()))))
+        if len(waiting) > bound:
+            apply(waiting.pop(0))
+    while waiting:
+        apply(waiting.pop(0))
+    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 5])
+def test_staleness_equals_a_simulation_of_delayed_gradients(tmp_path: Path, bound: int) -> None:
+    config = COMMON | {"training.batch_size": 4, "strategy.staleness_bound": bound}
+    world = run_world(3, tmp_path / "run", config, task="Double")
+    losses, expected = delayed_gradients(workers=3, batch=4, bound=bound)
+    assert world.global_losses() == pytest.approx(losses, rel=1e-10)
+    for name, tensor in weights(world).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-10)
+    staleness = [row.staleness for row in world.ranks[0].rows()]
+    assert staleness == [min(step, bound) for step in range(STEPS)]
+    assert world.summary["staleness_max"] == min(bound, STEPS - 1)
+    assert world.summary["staleness_mean"] == pytest.approx(sum(staleness) / STEPS)
+    assert world.summary["stale_rejected"] == 0
+
+
+def test_running_means_are_those_of_rank_0_everywhere(tmp_path: Path) -> None:
+    """Both ranks evaluate with the same buffers: validation shared over ranks equals validation on one."""
+    config = COMMON | {"training.batch_size": 6, "training.eval_steps": 4}
+    world = run_world(2, tmp_path / "run", config, task="BatchNorm")
+    saved = weights(world)
+    model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).double()
+    model.load_state_dict(saved)
+    x, y = spirals()
+    expected = F.cross_entropy(model.eval()(x[:50]), y[:50]).item()
+    assert world.summary["val_loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_parameter_without_gradient_counts_as_zero(tmp_path: Path) -> None:
+    world = run_world(2, tmp_path / "run", COMMON | {"training.batch_size": 5}, task="Unused")
+    assert world.ranks[0].status == 0
+    assert weights(world)["extra"].shape == (3,)
+
+
+def test_stop_asked_of_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    config = COMMON | {"training.batch_size": 4, "training.steps": 1000}
+    world = run_world(3, tmp_path / "run", config, task="Tiny", hook=("stop_after", 5))
+    assert [rank.status for rank in world.ranks] == [130] * 3
+    assert {rank.rows()[-1].step for rank in world.ranks} == {5}
+    assert world.summary["status"] == "interrupted"
+    assert (Path(world.summary["checkpoint"]) / "manifest.json").is_file()

@@ -1,0 +1,107 @@
+"""Small tasks for tests. Data is made from a fixed seed; models are a few hundred parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smolcluster.tasks.base import Task
+
+SAMPLES = 256
+
+
+def spirals() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(SAMPLES, 12, generator=generator, dtype=torch.float64)
+    y = (x[:, 0] * x[:, 1] + x[:, 2] > 0).long()
+    return x, y
+
+
+class Tiny(Task):
+    """A small classifier in fp32, with LayerNorm, biases and a parameter that decays and one that does not."""
+
+    dtype = torch.float32
+    dropout = 0.0
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(12, 24),
+            nn.LayerNorm(24),
+            nn.Tanh(),
+            nn.Dropout(self.dropout),
+            nn.Linear(24, 24),
+            nn.Tanh(),
+            nn.Linear(24, 2),
+        ).to(self.dtype)
+
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        x, y = spirals()
+        return x.to(self.dtype), y
+
+    def val_data(self) -> tuple[Tensor, Tensor]:
+        x, y = spirals()
+        return x[:50].to(self.dtype), y[:50]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+
+class Double(Tiny):
+    """The same in fp64: rounding is so small that an equivalence is exact to ten digits, whatever order sums are taken in."""
+
+    dtype = torch.float64
+
+
+class Dropout(Tiny):
+    dropout = 0.3
+
+
+class BatchNorm(Double):
+    """Running means differ between workers; those of rank 0 count."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).to(self.dtype)
+
+
+class Unused(Double):
+    """A parameter without a gradient in every second step, and two types in one model."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 2)).to(torch.float64)
+        model.register_parameter("extra", nn.Parameter(torch.ones(3, dtype=torch.float32)))
+        return model
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().loss(model, batch)
+        use = bool(batch[1].sum() % 2)
+        return loss + (model.extra**2).sum().double() * 0.01 if use else loss
+
+
+class Failing(Tiny):
+    """Raises in the third step."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        Failing.calls += 1
+        if Failing.calls == 3 and model.training:
+            raise ValueError("the third batch is cursed")
+        return super().loss(model, batch)
+
+
+class Fingerprint(Tiny):
+    """Every rank says which weights it evaluates."""
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        if not self.said:
+            flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            logging.getLogger("smolcluster.test").warning(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
+            self.said = True
+        return super().metrics(model, batch)
+
+    said = False

@@ -1,0 +1,662 @@
+"""Events, the observer, and the sinks that write files: metrics.jsonl, pipes, logs, TensorBoard, W&B."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smolcluster.errors import MissingExtra
+from smolcluster.observe import events
+from smolcluster.observe.events import Event, Notice, Progress, RunFinished, RunStarted, StepLogged, from_json, to_json
+from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
+from smolcluster.observe.logs import log_path, reset_logging, setup_logging, tail
+from smolcluster.observe.observer import Observer
+from smolcluster.observe.pipe import PipeSink
+from smolcluster.observe.tensorboard import TensorBoardSink
+from smolcluster.observe.tracking import metrics_of, run_name
+from smolcluster.observe.wandb import WandbSink, has_login
+
+
+def started(**fields: Any) -> RunStarted:
+    defaults: dict[str, Any] = {
+        "rank": 1, "role": "worker", "host": "macbook", "run_dir": "runs/a", "task": "gpt", "strategy": "edp",
+        "algorithm": "EDP", "world_size": 2, "device": "cpu", "parameters": 1000, "first_step": 0, "steps": 100,
+        "batch_size": 32, "global_batch": 64, "learning_rate": 1e-3, "project_name": "smolcluster", "config": {},
+    }  # fmt: skip
+    return RunStarted(**(defaults | fields))
+
+
+def logged(step: int, rank: int = 0, **fields: Any) -> StepLogged:
+    defaults: dict[str, Any] = {
+        "role": "worker", "host": "mini", "time": 1000.0 + step, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0,
+        "samples": 32 * step, "tokens": 64 * step, "tokens_per_s": 100.0, "samples_per_s": 50.0, "step_time_s": 0.5,
+        "compute_s": 0.4, "comm_s": 0.1, "bytes_sent": 10, "bytes_received": 20, "staleness": 0.0,
+    }  # fmt: skip
+    return StepLogged(step=step, rank=rank, **(defaults | fields))
+
+
+# Events -------------------------------------------------------------------------------------------------------------
+
+ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
+TEXT = st.text(st.characters(), max_size=20)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(),
+    float: ANY_FLOAT,
+    bool: st.booleans(),
+    str: TEXT | st.sampled_from(["nan", "inf"]),
+    int | None: st.none() | st.integers(),
+    float | None: st.none() | ANY_FLOAT,
+    dict[str, float] | None: st.none() | st.dictionaries(TEXT, ANY_FLOAT, max_size=3),
+    dict[str, Any]: st.dictionaries(TEXT, JSON, max_size=3),
+}
+
+
+def any_event() -> st.SearchStrategy[Event]:
+    def of_kind(kind: type[Event]) -> st.SearchStrategy[Event]:
+        hints = get_type_hints(kind, vars(events))
+        fields = {f.name: BY_TYPE[hints[f.name]] for f in dataclasses.fields(kind)}
+        if kind is RunFinished:
+            fields["summary"] = st.dictionaries(TEXT, ANY_FLOAT | st.integers(), max_size=4)
+        return st.builds(kind, **fields)
+
+    return st.sampled_from(sorted(Event.kinds.values(), key=lambda kind: kind.__name__)).flatmap(of_kind)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality in which NaN equals itself."""
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
+        return True
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return type(a) is type(b) and bool(a == b)
+
+
+@settings(deadline=None)
+@given(any_event())
+def test_every_event_survives_the_wire(event: Event) -> None:
+    line = to_json(event)
+    assert line.isascii()
+    assert "\n" not in line
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    back = from_json(line)
+    assert type(back) is type(event)
+    for field in dataclasses.fields(event):
+        assert same(getattr(back, field.name), getattr(event, field.name)), field.name
+
+
+def test_the_strategy_above_covers_all_kinds() -> None:
+    assert len(Event.kinds) == 10
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "{}", "[]", "3", "null", '{"event": "Nonsense"}', '{"event": ["Notice"]}', '{"event": "Notice"}',
+     '{"event": "Notice", "level": "INFO", "message": "m", "colour": 1}', "Traceback (most recent call last):"],
+)  # fmt: skip
+def test_a_line_that_is_not_an_event_is_a_value_error(line: str) -> None:
+    with pytest.raises(ValueError):
+        from_json(line)
+
+
+def test_a_host_called_inf_keeps_its_name_and_summaries_keep_their_numbers() -> None:
+    assert from_json(to_json(started(host="inf"))) == started(host="inf")
+    back = from_json(to_json(RunFinished(summary={"train_loss": math.inf, "status": "done"})))
+    assert back == RunFinished(summary={"train_loss": math.inf, "status": "done"})
+
+
+# Observer -----------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.closed = 0
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Failing(Recorder):
+    def __init__(self, error: Exception, *, close_error: Exception | None = None) -> None:
+        super().__init__()
+        self.error, self.close_error = error, close_error
+
+    def handle(self, event: Event) -> None:
+        super().handle(event)
+        raise self.error
+
+    def close(self) -> None:
+        super().close()
+        if self.close_error:
+            raise self.close_error
+
+
+class TrackerError(Exception):
+    """What a third-party tracker might raise."""
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("x"), ValueError("x"), TrackerError("x")])
+def test_a_failing_sink_is_dropped_once_and_the_others_go_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, bad, after = Recorder(), Failing(error, close_error=OSError("again")), Recorder()
+    with Observer([before, bad, after]) as observer:
+        observer.emit(logged(1))
+        observer.emit(logged(2))
+    for sink in (before, after):
+        steps = [event.step for event in sink.events if isinstance(event, StepLogged)]
+        notices = [event for event in sink.events if isinstance(event, Notice)]
+        assert steps == [1, 2]
+        assert [notice.level for notice in notices] == ["ERROR"]
+        assert "Failing" in notices[0].message
+        assert str(error) in notices[0].message
+    assert len(bad.events) == 1
+    assert (before.closed, bad.closed, after.closed) == (1, 1, 1)
+    assert sum("is switched off" in record.message for record in caplog.records) == 1
+
+
+def test_all_sinks_may_fail_and_nothing_is_raised() -> None:
+    sinks = [Failing(OSError(str(i))) for i in range(3)]
+    observer = Observer(sinks)
+    observer.emit(logged(1))
+    observer.notice("INFO", "nobody listens")
+    observer.close()
+    assert [len(sink.events) for sink in sinks] == [1, 1, 1]
+
+
+def test_an_interrupt_is_not_a_sink_failure() -> None:
+    class Interrupted(Recorder):
+        def handle(self, event: Event) -> None:
+            raise KeyboardInterrupt
+
+    later = Recorder()
+    observer = Observer([Interrupted(), later])
+    with pytest.raises(KeyboardInterrupt):
+        observer.emit(logged(1))
+    observer.close()
+    assert later.closed == 1
+
+
+def test_an_event_emitted_inside_an_event_waits_its_turn() -> None:
+    class Echo(Recorder):
+        def handle(self, event: Event) -> None:
+            if isinstance(event, StepLogged):
+                observer.notice("INFO", f"saw {event.step}", rank=event.rank)
+            super().handle(event)
+
+    echo = Echo()
+    observer = Observer([echo])
+    observer.emit(logged(1))
+    assert echo.events == [logged(1), Notice(level="INFO", message="saw 1", rank=0)]
+
+
+def test_closing_twice_closes_sinks_once_and_later_events_go_nowhere() -> None:
+    sink = Recorder()
+    observer = Observer([sink])
+    observer.close()
+    observer.close()
+    observer.emit(logged(1))
+    assert (sink.closed, sink.events) == (1, [])
+
+
+# metrics.jsonl ------------------------------------------------------------------------------------------------------
+
+APPENDER = """
+import sys
+from smolcluster.observe.events import StepLogged
+from smolcluster.observe.jsonl import MetricsFile
+path, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+sink = MetricsFile(path)
+print("ready", flush=True)
+sys.stdin.readline()
+for step in range(count):
+    sink.handle(StepLogged(
+        step=step, rank=rank, role="worker", host="h", time=0.0, loss=1.0, lr=0.1, grad_norm=1.0, samples=1, tokens=1,
+        tokens_per_s=1.0, samples_per_s=1.0, step_time_s=1.0, compute_s=1.0, comm_s=0.0, bytes_sent=0,
+        bytes_received=0, staleness=0.0, gradient_norms={f"layer{i}.weight": i + rank / 7 for i in range(20)}))
+sink.close()
+assert "torch" not in sys.modules
+"""
+
+
+def test_rows_of_several_processes_never_mix(tmp_path: Path) -> None:
+    path, num_processes, num_rows = tmp_path / "metrics.jsonl", 4, 1000
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", APPENDER, str(path), str(rank), str(num_rows)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )
+        for rank in range(num_processes)
+    ]  # fmt: skip
+    try:
+        # All start writing at once.
+        assert [process.stdout.readline() for process in processes if process.stdout] == ["ready\n"] * num_processes
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        assert [process.wait(60) for process in processes] == [0] * num_processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    lines = path.read_bytes().split(b"\n")
+    assert lines.pop() == b""
+    rows = [json.loads(line) for line in lines]
+    assert sorted((row["rank"], row["step"]) for row in rows) == [
+        (rank, step) for rank in range(num_processes) for step in range(num_rows)
+    ]
+    assert all(len(row["gradient_norms"]) == 20 for row in rows)
+
+
+def test_a_row_has_the_promised_fields_and_nan_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "metrics.jsonl"
+    sink = MetricsFile(path)
+    sink.handle(Notice(level="INFO", message="not a row"))
+    sink.handle(logged(1, loss=math.nan, grad_norm=math.inf, host="nan", gradient_norms={"w": -math.inf}))
+    sink.handle(logged(2, val_loss=2.0))
+    sink.close()
+    sink.handle(logged(3))
+    raw = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert (raw[0]["loss"], raw[0]["grad_norm"], raw[0]["gradient_norms"]) == ("nan", "inf", {"w": "-inf"})
+    assert raw[0].keys() >= {
+        "step", "rank", "role", "host", "time", "loss", "lr", "grad_norm", "samples", "tokens", "tokens_per_s",
+        "step_time_s", "compute_s", "comm_s", "bytes_sent", "bytes_received", "staleness",
+    }  # fmt: skip
+    assert "val_loss" not in raw[0]
+    assert raw[1]["val_loss"] == 2.0
+    rows = read_metrics(path)
+    assert math.isnan(rows[0]["loss"])
+    assert rows[0]["host"] == "nan"
+    assert (rows[0]["grad_norm"], rows[0]["gradient_norms"]) == (math.inf, {"w": -math.inf})
+
+
+def test_a_short_write_costs_a_fragment_and_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, shortened = os.write, list[bytes]()
+
+    def short_once(fd: int, data: bytes) -> int:
+        if not shortened and len(data) > 10:
+            shortened.append(data)
+            return real(fd, data[:10])
+        return real(fd, data)
+
+    sink = MetricsFile(tmp_path / "m.jsonl")
+    sink.handle(logged(1))
+    monkeypatch.setattr(os, "write", short_once)
+    sink.handle(logged(2))
+    sink.handle(logged(3))
+    sink.close()
+    assert shortened
+    assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == [1, 2, 3]
+
+
+def test_a_disk_that_stays_full_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = MetricsFile(tmp_path / "m.jsonl")
+    monkeypatch.setattr(os, "write", lambda fd, data: 5)
+    with pytest.raises(OSError, match="could not be written whole"):
+        sink.handle(logged(1))
+    sink.close()
+
+
+def test_a_torn_last_line_is_skipped_and_not_joined_by_the_next_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "m.jsonl"
+    assert read_metrics(path) == []
+    path.write_bytes(b'{"step": 1, "rank": 0}\n{"step": 2, "ra')
+    assert [row["step"] for row in read_metrics(path)] == [1]
+    assert not caplog.records
+    sink = MetricsFile(path)
+    sink.handle(logged(2))
+    sink.close()
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    assert "1 lines" in caplog.text
+
+
+def test_truncating_drops_later_steps_and_fragments(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    assert truncate_metrics(path, after_step=3) == 0
+    assert not path.exists()
+    sink = MetricsFile(path)
+    for step in range(1, 6):
+        for rank in range(2):
+            sink.handle(logged(step, rank))
+    sink.close()
+    before = path.read_bytes()
+    assert truncate_metrics(path, after_step=5) == 0
+    assert path.read_bytes() == before
+    with path.open("ab") as file:
+        file.write(b'{"step": 1, "ra')
+    assert truncate_metrics(path, after_step=3) == 5
+    assert [(row["step"], row["rank"]) for row in read_metrics(path)] == [(s, r) for s in (1, 2, 3) for r in (0, 1)]
+    assert before.startswith(path.read_bytes())
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+# Pipe ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), io.BytesIO()])
+def test_a_pipe_carries_one_event_per_line(stream: Any) -> None:
+    sink = PipeSink(stream)
+    sink.handle(Notice(level="INFO", message="zwei\nZeilen, größer"))
+    sink.handle(Progress(name="x", done=1, total=None))
+    lines = stream.getvalue().splitlines()
+    back = [from_json(line if isinstance(line, str) else line.decode()) for line in lines]
+    assert back == [Notice(level="INFO", message="zwei\nZeilen, größer"), Progress(name="x", done=1, total=None)]
+    sink.close()
+    assert not stream.closed
+
+
+def test_threads_share_a_pipe_without_mixing_lines() -> None:
+    class Slow(io.RawIOBase):
+        """Takes seven bytes at a time, and in the middle of the first line gives the other thread every chance."""
+
+        def __init__(self) -> None:
+            self.data = bytearray()
+            self.writers: list[int] = []
+            self.second_came = threading.Event()
+
+        def write(self, data: Any) -> int:
+            self.writers.append(threading.get_ident())
+            if len(set(self.writers)) == 2:
+                self.second_came.set()
+            elif len(self.writers) == 2:
+                other.start()
+                self.second_came.wait(0.3)
+            self.data += bytes(data[:7])
+            return len(data[:7])
+
+    stream: Any = Slow()
+    sink = PipeSink(stream)
+    other = threading.Thread(target=lambda: sink.handle(logged(2)))
+    sink.handle(logged(1))
+    other.join()
+    assert [from_json(line.decode()) for line in bytes(stream.data).splitlines()] == [logged(1), logged(2)]
+
+
+def test_a_broken_pipe_is_silent_and_other_errors_are_not() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as stream:
+        sink = PipeSink(stream)
+        sink.handle(logged(1))
+        sink.handle(logged(2))
+    sink.handle(logged(3))  # closed by its owner: silent too
+
+    class Full(io.RawIOBase):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    full: Any = Full()
+    with pytest.raises(OSError, match="No space"):
+        PipeSink(full).handle(logged(1))
+
+
+# Logs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clean_logging() -> Iterator[None]:
+    level = logging.getLogger().level
+    reset_logging()
+    yield
+    reset_logging()
+    logging.getLogger().setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("role", "rank", "host", "name"),
+    [("server", 0, "mini", "server-mini.log"), ("server", None, "mini", "server-mini.log"),
+     ("worker", 3, "pi5.local", "worker-rank3-pi5.local.log"), ("worker", 0, "../x y", "worker-rank0-.._x_y.log")],
+)  # fmt: skip
+def test_log_path(role: str, rank: int | None, host: str, name: str) -> None:
+    assert log_path("runs/a", role, rank, host) == Path("runs/a/logs") / name
+
+
+def test_logs_are_json_lines_with_who_and_when(
+    tmp_path: Path, clean_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = log_path(tmp_path, "worker", 1, "pi5")
+    setup_logging(path, level="INFO", role="worker", rank=1, host="pi5")
+    logger = logging.getLogger("smolcluster.test")
+    logger.debug("too fine")
+    logger.info("größe %d \udcff", 3)
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logger.exception("it broke")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("careful", UserWarning, stacklevel=1)
+    reset_logging()
+    logger.info("after")
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [r["level"] for r in records] == ["INFO", "ERROR", "WARNING"]
+    first = records[0]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
+    assert first == {
+        "level": "INFO", "logger": "smolcluster.test", "message": "größe 3 \udcff", "role": "worker", "rank": 1,
+        "host": "pi5",
+    }  # fmt: skip
+    assert "ValueError: boom" in records[1]["exception"]
+    assert "careful" in records[2]["message"]
+    assert records[2]["logger"] == "py.warnings"
+    assert capsys.readouterr().err == ""
+
+
+def test_setting_up_again_replaces_the_file_and_may_add_the_console(
+    tmp_path: Path, clean_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = list(logging.getLogger().handlers)
+    setup_logging(tmp_path / "a.log", level="INFO", role="server", rank=None, host="h")
+    setup_logging(tmp_path / "b.log", level="WARNING", role="server", rank=None, host="h", console=True)
+    logging.getLogger("x").warning("once")
+    reset_logging()
+    assert (tmp_path / "a.log").read_text(encoding="utf-8") == ""
+    assert json.loads((tmp_path / "b.log").read_text(encoding="utf-8"))["rank"] is None
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING x: once\n", capsys.readouterr().err)
+    assert logging.getLogger().handlers == others
+
+
+def test_without_file_or_console_nothing_is_printed(clean_logging: None, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(None, level="INFO", role="launcher", rank=None, host="h")
+    logging.getLogger("x").error("quiet")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_tail_renders_json_and_passes_crash_output_through(tmp_path: Path) -> None:
+    path = tmp_path / "w.log"
+    assert tail(path) == []
+    record = {"time": "2026-03-01T12:00:00.123Z", "level": "ERROR", "logger": "a.b", "message": "two\nlines",
+              "role": "worker", "rank": 1, "host": "pi5",
+              "exception": "Traceback\n  x\nValueError: \x1b[31mboom"}  # fmt: skip
+    raw = ["{broken json", "terminate called after throwing \x1b[2J an exception", '"a string"', "\xff"]
+    path.write_bytes("\n".join([json.dumps(record), *raw]).encode("latin-1") + b"\n\n")
+    rendered = [
+        "12:00:00 ERROR worker 1 on pi5 | a.b: two", "    lines", "    Traceback", "      x", "    ValueError: boom",
+        "{broken json", "terminate called after throwing  an exception", '"a string"', "\ufffd",
+    ]  # fmt: skip
+    assert tail(path) == rendered
+    assert tail(path, lines=3) == rendered[-3:]
+    assert tail(path, lines=6) == rendered[-6:]
+    assert tail(path, lines=0) == []
+
+
+def test_tail_of_a_long_log_reads_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "w.log"
+    path.write_text("".join(f"line {i} {'x' * 1000}\n" for i in range(500)), encoding="utf-8")
+    assert [line.split()[1] for line in tail(path, lines=100)] == [str(i) for i in range(400, 500)]
+
+
+# Trackers -----------------------------------------------------------------------------------------------------------
+
+
+def test_run_name_is_exactly_as_documented() -> None:
+    assert run_name(started()) == "EDP-worker-macbook_rank1_lr0.001_bs32"
+    server = started(algorithm="SyncPS", role="server", host="mini", rank=0, learning_rate=6e-4, batch_size=8)
+    assert run_name(server) == "SyncPS-server-mini_rank0_lr0.0006_bs8"
+    assert "_lr1e-05_" in run_name(started(learning_rate=1e-5))
+    assert "_lr1_" in run_name(started(learning_rate=1.0))
+
+
+def test_metric_names() -> None:
+    plain = metrics_of(logged(1))
+    assert {"train/loss", "train/grad_norm", "lr", "tokens_per_s", "staleness", "bytes_sent"} <= plain.keys()
+    assert not any(name.startswith(("val/", "gradients/")) for name in plain)
+    full = metrics_of(logged(1, val_loss=1.0, val_accuracy=0.5, val_ppl=2.7, gradient_norms={"head.weight": 0.25}))
+    assert full.keys() - plain.keys() == {"val/loss", "val/accuracy", "val/ppl", "gradients/head.weight"}
+    assert full["gradients/head.weight"] == 0.25
+
+
+def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorBoardSink(tmp_path, run_name(started()))
+    sink.handle(started())
+    for step in (10, 20):
+        sink.handle(logged(step, loss=step / 4, gradient_norms={"w": 1.5}))
+    sink.close()
+    log = accumulator.EventAccumulator(str(tmp_path / "EDP-worker-macbook_rank1_lr0.001_bs32")).Reload()
+    assert [(e.step, e.value, e.wall_time) for e in log.Scalars("train/loss")] == [(10, 2.5, 1010), (20, 5.0, 1020)]
+    assert [e.value for e in log.Scalars("gradients/w")] == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("package", "make"),
+    [("tensorboard", lambda: TensorBoardSink("x", "y")), ("wandb", lambda: WandbSink("p", "n", "x", {}))],
+)
+def test_a_missing_tracker_says_what_to_install(package: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtra, match=re.escape(f"pip install 'smolcluster[{package}]'")):
+        make()
+
+
+@pytest.fixture
+def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_wandb_without_a_login_is_an_offline_run_on_disk(
+    tmp_path: Path, no_login: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    name = run_name(started())
+    sink = WandbSink("smolcluster", name, tmp_path, {"training": {"batch_size": 32, "nan": math.nan}})
+    sink.handle(logged(10, loss=2.125))
+    sink.handle(RunFinished(summary={"val_loss": 1.5, "train_loss": math.nan}))
+    sink.close()
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 1
+    content = files[0].read_bytes()
+    for text in (name, "train/loss", "2.125", "val_loss", "batch_size"):
+        assert text.encode() in content, text
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+class FakeWandb:
+    """Stands in for the module: `init` does what the test says."""
+
+    class Error(Exception):
+        pass
+
+    class Settings:
+        def __init__(self, **fields: Any) -> None:
+            self.fields = fields
+
+    def __init__(self, fails: dict[str | None, Exception]) -> None:
+        self.fails, self.modes = fails, list[str | None]()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.finished = self.torn_down = False
+        self.run = None
+
+    def init(self, *, mode: str | None, **_: Any) -> Any:
+        self.modes.append(mode)
+        if mode in self.fails:
+            raise self.fails[mode]
+        return self
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def teardown(self) -> None:
+        self.torn_down = self.finished
+
+
+@pytest.mark.parametrize(
+    ("environment", "modes"),
+    [({}, ["offline"]), ({"WANDB_API_KEY": "k"}, ["online", "offline"]), ({"WANDB_MODE": "shared"}, [None])],
+)
+def test_wandb_mode(
+    environment: dict[str, str], modes: list[str | None], tmp_path: Path, no_login: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    fake = FakeWandb({"online": FakeWandb.Error("no route to host")})
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    sink = WandbSink("p", "n", tmp_path, {})
+    sink.handle(logged(7))
+    sink.close()
+    assert fake.modes == modes
+    assert [step for step, _ in fake.rows] == [7]
+    assert fake.torn_down
+
+
+def test_a_wandb_that_cannot_start_is_dropped_by_the_observer(
+    tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb({"offline": FakeWandb.Error("broken")}))
+    sink, other = WandbSink("p", "n", tmp_path, {}), Recorder()
+    sink._thread.join(30)
+    with Observer([sink, other]) as observer:
+        observer.emit(logged(1))
+        observer.emit(logged(2))
+    assert [type(event).__name__ for event in other.events] == ["StepLogged", "Notice", "StepLogged"]
+
+
+def test_wandb_login_is_found_where_wandb_looks(
+    tmp_path: Path, no_login: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not has_login()
+    file = tmp_path / "netrc"
+    file.write_text("machine example.org login a password b\n", encoding="utf-8")
+    assert not has_login()
+    file.write_text("machine api.wandb.ai login user password 0123\n", encoding="utf-8")
+    assert has_login()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not has_login()
+    file.write_text("this is no netrc", encoding="utf-8")
+    assert not has_login()
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert has_login()
