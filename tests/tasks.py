@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smolcluster.models import SimpleNN
 from smolcluster.tasks.base import Task
+from smolcluster.tasks.mnist import Classification
 
 SAMPLES = 256
 
@@ -105,3 +107,26 @@ class Fingerprint(Tiny):
         return super().metrics(model, batch)
 
     said = False
+
+
+class Digits(Classification):
+    """Real handwriting: scikit-learn's 1,797 digits of 8 x 8 pixels, every fifth held out."""
+
+    def model(self) -> nn.Module:
+        return SimpleNN(input_dim=64, hidden=128, out=10)
+
+    def _data(self) -> tuple[Tensor, Tensor]:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        return torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target)
+
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        x, y = self._data()
+        kept = torch.arange(len(x)) % 5 != 0
+        return x[kept], y[kept]
+
+    def val_data(self) -> tuple[Tensor, Tensor]:
+        x, y = self._data()
+        kept = torch.arange(len(x)) % 5 == 0
+        return x[kept], y[kept]

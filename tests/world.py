@@ -65,6 +65,7 @@ def run_world(
     task: str | None = None,
     strategy: str = "allreduce",
     resume: Path | None = None,
+    backend: str | None = None,
     hook: tuple[str, Any] | None = None,
     timeout_s: float = 60.0,
     on_event: Callable[[int, Event, Sequence[mp.process.BaseProcess]], None] | None = None,
@@ -74,7 +75,12 @@ def run_world(
     from smolcluster.engine.run_dir import RunDir
     from smolcluster.engine.spec import WorkerSpec
 
-    sets = {"strategy.name": strategy, "cluster.num_workers": size, "logging.log_interval": 1, "training.device": "cpu"}
+    sets: dict[str, Any] = {
+        "strategy.name": strategy,
+        "cluster.num_workers": size,
+        "logging.log_interval": 1,
+        "training.device": "cpu",
+    }
     if task is not None:
         sets["task"] = f"{TASKS}:{task}"
     resolved = resolve(load_config([], sets=sets | (config or {})))
@@ -92,6 +98,7 @@ def run_world(
             host="testhost",
             run_dir=str(run_dir),
             resume=None if resume is None else str(resume),
+            backend=backend,
         )
         ours, theirs = context.Pipe()
         process = context.Process(target=_be_rank, args=(spec.to_json(), theirs, hook), daemon=True)

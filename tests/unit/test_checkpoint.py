@@ -119,8 +119,11 @@ def test_tensors_are_aligned_sorted_and_without_gaps(store: CheckpointStore) -> 
     assert list(header) == sorted(weights, key=lambda name: (-weights[name].itemsize, name))
 
 
-def test_large_tensors_are_written_in_pieces_and_hashed_right(store: CheckpointStore) -> None:
-    weights = {"big": random_tensor((9 << 20,), torch.uint8)}
+def test_large_tensors_are_written_in_pieces_and_hashed_right(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smolcluster.engine.tensorfile.CHUNK_BYTES", 1000)
+    weights = {"big": random_tensor((9999,), torch.float32)}
     path = store.save(Snapshot(step=1, weights=weights))
     assert_bitwise(read_checkpoint(path).weights, weights)
 
@@ -705,6 +708,20 @@ def test_memory_of_a_snapshot_that_gave_way_is_free_again(tmp_path: Path) -> Non
     run.saver.submit(snapshot_of(3))
     assert run.saver.snapshot_tensors({"w": torch.zeros(4)})["w"].data_ptr() == given_up["w"].data_ptr()
     assert run.finish() == [1, 3]
+
+
+def test_reserved_memory_is_what_the_first_snapshot_uses(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    weight = torch.ones(4)
+    run.saver.reserve({"a": weight, "b": weight})
+    (reservation,) = run.saver._reserved
+    copies = run.saver.snapshot_tensors({"a": weight, "b": weight})
+    assert reservation.done(), "did not wait for the reservation"
+    assert run.saver._buffers._free == [], "made memory of its own"
+    assert copies["a"] is copies["b"]
+    assert copies["a"].tolist() == [1.0] * 4
+    run.saver.submit(Snapshot(step=1, weights=copies))
+    assert run.finish() == [1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

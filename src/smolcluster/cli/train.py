@@ -125,6 +125,7 @@ def train(
         return 0
 
     from smolcluster.observe.console import ConsoleSink
+    from smolcluster.observe.report import EndReport
 
     if place is not None:
         from smolcluster.launch.environment import run_assigned
@@ -135,7 +136,7 @@ def train(
             run_dir=prepared.run_dir,
             resume=prepared.resume,
             backend=backend,
-            sinks=[ConsoleSink()],
+            sinks=[ConsoleSink(), EndReport()] if place.rank == 0 else [],
         )
     from smolcluster.launch.local import run_local
 
@@ -145,6 +146,6 @@ def train(
         run_dir=prepared.run_dir,
         resume=prepared.resume,
         backend=backend,
-        sinks=[ConsoleSink()],
+        sinks=[ConsoleSink(), EndReport()],
     )
     return 0

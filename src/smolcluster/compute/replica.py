@@ -8,7 +8,7 @@ Strategies put their exchange between the two. A replica knows nothing of other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,15 +147,3 @@ def to_device(part: Any, device: torch.device) -> Any:
     if isinstance(part, list | tuple):
         return type(part)(to_device(value, device) for value in part)
     return part
-
-
-def leaves(part: Any) -> Iterator[Tensor]:
-    """Every tensor in a batch."""
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, dict):
-        for value in part.values():
-            yield from leaves(value)
-    elif isinstance(part, list | tuple):
-        for value in part:
-            yield from leaves(value)

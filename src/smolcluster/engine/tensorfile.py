@@ -25,7 +25,7 @@ from torch import Tensor
 from smolcluster.engine.files import OutputFile
 from smolcluster.errors import UserError
 
-CHUNK_BYTES = 4 << 20  # small enough that a chunk is still in the cache when it is written after hashing
+CHUNK_BYTES = 16 << 20  # large enough that the interpreter's lock, needed between two chunks, costs nothing
 
 _NAMES = {
     torch.float64: "F64",

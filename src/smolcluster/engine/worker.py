@@ -179,7 +179,9 @@ class Worker:
             self.observer.emit(event)
 
         def failed(event: CheckpointFailed) -> None:
-            log.error("the checkpoint of step %d could not be saved, training goes on: %s", event.step, event.reason)
+            log.error(
+                "the checkpoint of step %d could not be saved: %s", event.step, event.reason, extra={"event": event}
+            )
             self.observer.emit(event)
 
         return Saver(self.store, on_saved=saved, on_failed=failed)

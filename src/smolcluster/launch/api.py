@@ -53,8 +53,9 @@ def train(
     )
     if sinks is None:
         from smolcluster.observe.console import ConsoleSink
+        from smolcluster.observe.report import EndReport
 
-        sinks = [ConsoleSink()]
+        sinks = [ConsoleSink(), EndReport()]
     return run_local(
         prepared.config,
         workers=prepared.workers,

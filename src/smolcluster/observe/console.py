@@ -107,7 +107,8 @@ def message(event: Event) -> str:
     """An event that is worth a line of its own, as text; empty for the others."""
     match event:
         case Notice(level=level, message=text, rank=rank):
-            return f"{level.lower()}: " + ("" if rank is None else f"rank {rank}: ") + text
+            label = "" if level in ("INFO", "PRINT") else f"{level.lower()}: "
+            return label + ("" if rank is None else f"rank {rank}: ") + text
         case CheckpointSaved():
             best = ", the best so far" if event.best else ""
             return f"checkpoint of step {event.step} saved ({size(event.size_bytes)}{best}): {event.path}"

@@ -94,13 +94,18 @@ def _close(sink: Sink) -> None:
 
 
 class NoticeHandler(logging.Handler):
-    """What the package logs as a warning or worse also becomes a Notice, so that a person sees it at once."""
+    """What the package logs as a warning or worse also becomes a Notice, so that a person sees it at once.
+
+    A record with `extra={"event": ...}` is about an event that sinks get anyway.
+    """
 
     def __init__(self, observer: Observer, *, rank: int | None) -> None:
         super().__init__(logging.WARNING)
         self._observer, self._rank = observer, rank
         # The observer tells of its own troubles itself.
-        self.addFilter(lambda record: not record.name.startswith("smolcluster.observe"))
+        self.addFilter(
+            lambda record: not record.name.startswith("smolcluster.observe") and not hasattr(record, "event")
+        )
 
     def emit(self, record: logging.LogRecord) -> None:
         self._observer.notice(record.levelname, record.getMessage(), self._rank)

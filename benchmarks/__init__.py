@@ -1,0 +1,12 @@
+"""Figures against peers: the same work, interleaved, as a ratio. `python -m benchmarks` lists them.
+
+A new benchmark is one module and one line here. The module has a docstring (what is compared, and how), `EXAMPLE`,
+`add_arguments(parser)` and `run(session, arguments)`; see `harness.py`.
+"""
+
+# Name -> module and one line about it. Nothing is imported to show the list.
+BENCHMARKS = {
+    "ddp": ("benchmarks.ddp", "step time of allreduce against torch DDP, on loopback or a limited link"),
+    "p7": ("benchmarks.p7", "one worker through the loop and a strategy against the bare PyTorch loop"),
+    "p13": ("benchmarks.p13", "start-up: `smolcluster --help`, and `train` to the first step on 2 workers"),
+}

@@ -1,0 +1,255 @@
+"""Runs variants of the same work in turn and says how they compare.
+
+A `Comparison` names its variants: one or more peers, ours, and perhaps the first peer a second time, which shows how far
+apart two equal things look on this machine (the noise). Every variant is a function that does the work once and returns
+one sample: seconds, or a rate.
+
+    repeat 1    round 1  A B C     round 2  C B A     round 3  A B C   ...
+    repeat 2    round 1  C B A     ...
+
+The order turns with every round, so that drift of the machine hits all alike. The value of a repeat is the median of its
+rounds; a ratio is taken within a repeat; the figure that counts is the median over repeats. Raw samples are kept as JSON.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Unit = Literal["s", "1/s"]
+Role = Literal["peer", "noise", "ours", "extra"]  # extra: shown beside the others, without a target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A bound on the ratio to every peer, or on the median itself. Seconds stay below it, rates above."""
+
+    limit: float
+    of: Literal["ratio", "median"] = "ratio"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to do the work. `run` does it once and returns one sample."""
+
+    name: str
+    run: Callable[[], float]
+    role: Role = "ours"
+    target: Target | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    name: str
+    variants: Sequence[Variant]
+    unit: Unit = "s"
+    rounds: int = 1  # per repeat
+    warmup: int = 1  # rounds before the first repeat, not kept
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [v.name for v in self.variants]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two variants have the same name: {names}")
+        if not self.peers:
+            raise ValueError(f"{self.name} has no peer among its variants: {names}")
+
+    @property
+    def peers(self) -> list[Variant]:
+        return [v for v in self.variants if v.role == "peer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A comparison and what was seen: samples by variant, repeat and round."""
+
+    comparison: Comparison
+    samples: dict[str, list[list[float]]]
+
+    def medians(self, name: str) -> list[float]:
+        """The value of each repeat."""
+        return [statistics.median(rounds) for rounds in self.samples[name]]
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.medians(name))
+
+    def ratios(self, name: str, peer: str) -> list[float]:
+        """To a peer, within each repeat."""
+        return [a / b for a, b in zip(self.medians(name), self.medians(peer), strict=True)]
+
+    def ratio(self, name: str, peer: str) -> float:
+        return statistics.median(self.ratios(name, peer))
+
+    @property
+    def noise(self) -> float | None:
+        """How far from 1 the ratio of the first peer to itself lies: the root mean square over repeats."""
+        twins = [v.name for v in self.comparison.variants if v.role == "noise"]
+        if not twins:
+            return None
+        apart = [r - 1 for twin in twins for r in self.ratios(twin, self.comparison.peers[0].name)]
+        return float(statistics.mean(x * x for x in apart) ** 0.5)
+
+    def verdict(self, variant: Variant) -> str:
+        """met, within noise (the bound is missed by less than two equal things differ), or missed."""
+        if variant.target is None:
+            return ""
+        if variant.target.of == "median":
+            values, noise = [self.median(variant.name)], 0.0
+        else:
+            values = [self.ratio(variant.name, peer.name) for peer in self.comparison.peers]
+            noise = self.noise or 0.0
+        limit, sign = variant.target.limit, 1.0 if self.comparison.unit == "s" else -1.0
+        excess = max(sign * (value - limit) for value in values)
+        return "met" if excess <= 0 else "within noise" if excess <= noise else "missed"
+
+    def to_dict(self) -> dict[str, Any]:
+        comparison = self.comparison
+        return {
+            "name": comparison.name,
+            "unit": comparison.unit,
+            "rounds": comparison.rounds,
+            "warmup": comparison.warmup,
+            "parameters": comparison.parameters,
+            "noise": self.noise,
+            "variants": {
+                v.name: {
+                    "role": v.role,
+                    "median": self.median(v.name),
+                    "spread": [min(self.medians(v.name)), max(self.medians(v.name))],
+                    "ratio": {p.name: self.ratio(v.name, p.name) for p in comparison.peers},
+                    "ratios": {p.name: self.ratios(v.name, p.name) for p in comparison.peers},
+                    "target": None if v.target is None else {"limit": v.target.limit, "of": v.target.of},
+                    "verdict": self.verdict(v) or None,
+                    "samples": self.samples[v.name],
+                }
+                for v in comparison.variants
+            },
+        }
+
+
+def orders(variants: Sequence[Variant], *, rounds: int) -> Iterator[list[Variant]]:
+    """Forwards, backwards, forwards ..."""
+    for number in range(rounds):
+        yield list(variants) if number % 2 == 0 else list(reversed(variants))
+
+
+def measure(comparison: Comparison, *, repeats: int) -> Measured:
+    """Run every variant `repeats` x `rounds` times, in turn."""
+    for variants in orders(comparison.variants, rounds=comparison.warmup):
+        for variant in variants:
+            variant.run()
+    samples: dict[str, list[list[float]]] = {v.name: [[] for _ in range(repeats)] for v in comparison.variants}
+    for number, variants in enumerate(orders(comparison.variants, rounds=repeats * comparison.rounds)):
+        for variant in variants:
+            samples[variant.name][number // comparison.rounds].append(variant.run())
+    return Measured(comparison, samples)
+
+
+# What a person sees
+
+
+def table(measured: Measured, *, repeats: int) -> str:
+    """One line per variant: median, spread over repeats, ratio to each peer, target, verdict."""
+    comparison = measured.comparison
+    several = len(comparison.peers) > 1
+    head = ["variant", "median", "spread", *(f"/ {p.name}" if several else "ratio" for p in comparison.peers)]
+    rows = [head + ["target", ""]]
+    for v in comparison.variants:
+        low, high = min(measured.medians(v.name)), max(measured.medians(v.name))
+        shown, scale = _scaled(measured.median(v.name), comparison.unit)
+        ratios = [f"{measured.ratio(v.name, p.name):.3f}" for p in comparison.peers]
+        target = v.role if v.role in ("peer", "noise") else _target(v, comparison.unit)
+        rows.append([v.name, shown, f"{low * scale:.4g} - {high * scale:.4g}", *ratios, target, measured.verdict(v)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    title = f"{comparison.name}   ({repeats} x {comparison.rounds} samples each)"
+    noise = [] if measured.noise is None else [f"noise: a peer against itself differs by {measured.noise:.1%}"]
+    return "\n".join([title, *lines, *noise, ""])
+
+
+def _scaled(value: float, unit: Unit) -> tuple[str, float]:
+    if unit == "1/s":
+        return f"{value:.4g} /s", 1.0
+    return (f"{value:.3f} s", 1.0) if value >= 1 else (f"{value * 1e3:.4g} ms", 1e3)
+
+
+def _target(variant: Variant, unit: Unit) -> str:
+    if variant.target is None:
+        return ""
+    sign = "<=" if unit == "s" else ">="
+    if variant.target.of == "ratio":
+        return f"{sign} {variant.target.limit:g}"
+    return f"{sign} {_scaled(variant.target.limit, unit)[0]}"
+
+
+# What is kept
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on. No host names, no paths."""
+    return {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "gpu": _gpu_model(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _gpu_model() -> str | None:
+    """Of the first GPU, where torch is loaded already: a benchmark without torch need not import it for this."""
+    torch = sys.modules.get("torch")
+    return str(torch.cuda.get_device_name(0)) if torch is not None and torch.cuda.is_available() else None
+
+
+class Session:
+    """One run of one benchmark: its comparisons, shown as they are made and written together."""
+
+    def __init__(self, name: str, *, repeats: int, quick: bool = False) -> None:
+        self.name, self.repeats, self.quick = name, repeats, quick
+        self.results: list[Measured] = []
+        self.parameters: dict[str, Any] = {}
+        self.date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+    def compare(self, comparison: Comparison) -> Measured:
+        measured = measure(comparison, repeats=self.repeats)
+        self.results.append(measured)
+        print(table(measured, repeats=self.repeats), flush=True)
+        return measured
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "benchmark": self.name,
+            "date": self.date,
+            "quick": self.quick,
+            "repeats": self.repeats,
+            "machine": machine(),
+            "parameters": self.parameters,
+            "comparisons": [measured.to_dict() for measured in self.results],
+        }
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        return path

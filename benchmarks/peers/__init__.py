@@ -1,0 +1,1 @@
+"""What smolcluster is held against: plain PyTorch, as one would write it by hand. Only the model class is ours."""

@@ -1,0 +1,99 @@
+"""The models that benchmarks train, and a strategy put together as the engine does it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smolcluster.comm.group import Group
+from smolcluster.config import load_config, resolve
+from smolcluster.config.schema import Config
+from smolcluster.strategies.base import Context, Node, Strategy
+from smolcluster.strategies.registry import find_strategy, read_options
+from smolcluster.tasks.base import Task
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A GPT and the batch of one worker."""
+
+    name: str
+    model_dim: int
+    num_layers: int
+    num_heads: int
+    max_seq_len: int
+    batch_size: int
+    vocab_size: int | None = None  # None: that of the bytes
+    precision: str = "fp32"
+
+    def sets(self) -> dict[str, Any]:
+        """As configuration keys."""
+        return {
+            "model.model_dim": self.model_dim,
+            "model.num_layers": self.num_layers,
+            "model.num_heads": self.num_heads,
+            "model.max_seq_len": self.max_seq_len,
+            "model.vocab_size": self.vocab_size,
+            "model.dropout": 0.0,
+            "training.batch_size": self.batch_size,
+            "training.precision": self.precision,
+        }
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("0.8m", 128, 4, 4, 64, 16),
+        Shape("10m", 384, 6, 6, 64, 8),
+        Shape("124m", 768, 12, 12, 1024, 16, vocab_size=50257, precision="bf16"),
+    )
+}
+
+
+def make_config(shape: Shape, *, steps: int, sets: Mapping[str, Any]) -> Config:
+    """A training run of this shape on the embedded text, with the defaults for everything else."""
+    common = {"training.steps": steps, "training.checkpoint_steps": 0, "lr_schedule.warmup_iters": 10}
+    return resolve(load_config([], sets={**shape.sets(), **common, **sets}))
+
+
+def make_strategy(config: Config, task: Task, *, group: Group, device: torch.device) -> Strategy:
+    """The strategy that `config` names, ready to step, with equal batches on all ranks."""
+    training = config.training
+    assert training.batch_size is not None
+    assert training.steps is not None
+    strategy_class = find_strategy(config.strategy.name)
+    options, _ = read_options(strategy_class, config.strategy)
+    nodes = [Node(name=f"rank{r}", batch_size=training.batch_size) for r in range(group.size)]
+    seats = strategy_class.seats(options, nodes)
+    context = Context(
+        config=config,
+        seat=seats[group.rank],
+        seats=seats,
+        group=group,
+        device=device,
+        total_steps=training.steps,
+        samples_per_step=[training.batch_size * training.grad_accumulation] * group.size,
+        stop_requested=lambda: False,
+        warn=lambda text: print(text, file=sys.stderr),
+    )
+    strategy: Strategy = strategy_class(options, context)
+    strategy.setup(task)
+    return strategy
+
+
+def child_environment(threads: int = 1) -> dict[str, str]:
+    """For processes that a benchmark starts: they find this project, and do not fight over the cores."""
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+        "OMP_NUM_THREADS": str(threads),
+    }

@@ -1,0 +1,73 @@
+"""On a GPU: every precision, compile, checkpointing, two workers on one card, a stop that is read one step late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.world import run_world
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+SHAPE = {"model_dim": 64, "num_layers": 2, "num_heads": 4, "max_seq_len": 64}
+COMMON = {f"model.{k}": v for k, v in SHAPE.items()} | {
+    "training.device": "cuda",
+    "training.batch_size": 8,
+    "training.steps": 30,
+    "training.learning_rate": 3e-3,
+    "training.eval_batches": 4,
+    "lr_schedule.warmup_iters": 5,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"training.precision": "bf16"},
+        {"training.precision": "fp16"},
+        {"training.gradient_checkpointing": True},
+        {"training.compile": True, "training.precision": "bf16"},
+    ],
+)
+def test_learns_in_every_mode(tmp_path: Path, changes: dict[str, Any]) -> None:
+    world = run_world(1, tmp_path / "run", COMMON | changes, strategy="single", timeout_s=300)
+    losses = world.ranks[0].losses()
+    assert losses[0] == pytest.approx(5.55, abs=0.3)
+    assert losses[-1] < 3.6
+    assert world.summary["peak_memory_bytes"] > 2**20
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_two_workers_share_a_card_over_gloo(tmp_path: Path, bound: int) -> None:
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 16}, strategy="single", timeout_s=200)
+    two = run_world(2, tmp_path / "two", COMMON | {"strategy.staleness_bound": bound}, timeout_s=200, backend="gloo")
+    if bound == 0:
+        assert two.global_losses() == pytest.approx(one.global_losses(), rel=2e-3)
+    assert two.global_losses()[-1] < 3.8
+
+
+def test_nccl_wants_a_card_for_each_worker(tmp_path: Path) -> None:
+    if torch.cuda.device_count() > 1:
+        pytest.skip("there is more than one card")
+    world = run_world(2, tmp_path / "run", COMMON, timeout_s=100)
+    assert [rank.status for rank in world.ranks] == [2, 2]
+    assert "--backend gloo" in world.ranks[0].failed.message
+
+
+def test_a_stop_is_agreed_one_step_late(tmp_path: Path) -> None:
+    config = COMMON | {"training.steps": 500}
+    world = run_world(2, tmp_path / "run", config, hook=("stop_after", 5), timeout_s=200, backend="gloo")
+    assert [rank.status for rank in world.ranks] == [130, 130]
+    assert {rank.rows()[-1].step for rank in world.ranks} == {6}
+
+
+def test_resume_is_bitwise(tmp_path: Path) -> None:
+    config = COMMON | {"model.dropout": 0.1, "training.checkpoint_steps": 10}
+    straight = run_world(1, tmp_path / "straight", config, strategy="single", timeout_s=200)
+    checkpoint = tmp_path / "straight" / "checkpoints" / "step-00000020"
+    again = run_world(1, tmp_path / "again", config, strategy="single", resume=checkpoint, timeout_s=200)
+    assert again.summary["weights_sha256"] == straight.summary["weights_sha256"]

@@ -1,0 +1,257 @@
+"""What one machine does alone, against plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from smolcluster.compute.device import choose_device, peak_memory_bytes, share_cores
+from smolcluster.compute.optim import load_named_state, make_optimizer, named_state, warmup_cosine
+from smolcluster.compute.precision import LossScale
+from smolcluster.compute.replica import Batch, Replica, to_device
+from smolcluster.compute.rng import derive_seed, seed_everything
+from smolcluster.config.schema import TrainingConfig
+from smolcluster.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def batch(seed: int, *, parts: int = 1, size: int = 6) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(parts * size, 5, generator=generator), torch.randint(0, 3, (parts * size,), generator=generator)
+    return Batch(parts=list(zip(x.split(size), y.split(size), strict=True)), samples=parts * size, tokens=0, step=1)
+
+
+def replica(**changes: Any) -> Replica:
+    config = TrainingConfig(learning_rate=0.01, weight_decay=0.1)
+    model = network()
+    settings = {"precision": "fp32", "grad_clip_norm": 0.3, "learning_rate": lambda n: 0.01 / (n + 1)} | changes
+    return Replica(model=model, loss=loss, optimizer=make_optimizer(model, config), device=CPU, **settings)
+
+
+def test_steps_equal_a_hand_written_loop() -> None:
+    ours, model = replica(), network()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    plain = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    for n in range(5):
+        for group in plain.param_groups:
+            group["lr"] = 0.01 / (n + 1)
+        plain.zero_grad()
+        expected = loss(model, batch(n).parts[0])
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        plain.step()
+        assert ours.compute(batch(n)).item() == expected.item()
+        assert ours.apply().item() == norm.item()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(ours.weights()[name], tensor, rtol=0, atol=1e-7)  # fused AdamW rounds differently
+    assert ours.updates == 5
+
+
+def test_accumulation_is_the_gradient_of_the_whole_batch() -> None:
+    whole, parts = replica(), replica()
+    together = batch(1, parts=3)
+    joined = Batch(parts=[tuple(torch.cat(t) for t in zip(*together.parts, strict=True))], samples=18, tokens=0, step=1)
+    assert parts.compute(together).item() == pytest.approx(whole.compute(joined).item(), rel=1e-6)
+    for a, b in zip(whole.parameters, parts.parameters, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_before_last_runs_once_just_before_the_last_backward() -> None:
+    ours = replica()
+    seen: list[bool] = []
+    ours.compute(batch(1, parts=3), before_last=lambda: seen.append(ours.parameters[0].grad is not None))
+    assert seen == [True]
+    alone = replica()
+    alone.compute(batch(1), before_last=lambda: seen.append(alone.parameters[0].grad is None))
+    assert seen == [True, True]
+
+
+def test_fp16_scale_is_exact_and_an_overflow_changes_nothing() -> None:
+    ours, plain = replica(precision="fp16"), replica()
+    assert ours.scale is not None
+    start = ours.scale.value
+    ours.compute(batch(1))
+    plain.compute(batch(1))
+    scaled, unscaled = ours.parameters[0].grad, plain.parameters[0].grad
+    assert scaled is not None
+    assert unscaled is not None
+    torch.testing.assert_close(scaled / start, unscaled, rtol=2e-2, atol=1e-3)  # fp16 forward
+    ours.apply()
+
+    before = {n: t.clone() for n, t in ours.weights().items()}
+    ours.compute(batch(2))
+    ours.parameters[0].grad.fill_(float("inf"))
+    ours.apply()
+    assert all(torch.equal(before[n], t) for n, t in ours.weights().items())
+    assert ours.scale.value == start / 2
+    assert ours.updates == 2
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_loss_scale_stays_a_power_of_two_of_at_least_one(overflows: list[bool]) -> None:
+    scale = LossScale(value=4.0, growth_interval=3)
+    for overflow in overflows:
+        scale.update(overflow=overflow)
+        assert scale.value >= 1.0
+        assert math.log2(scale.value).is_integer()
+    copy = LossScale()
+    copy.load_state_dict(scale.state_dict())
+    assert (copy.value, copy.good_steps) == (scale.value, scale.good_steps)
+
+
+def test_bf16_runs_forward_in_bf16_and_keeps_fp32_weights() -> None:
+    seen: list[torch.dtype] = []
+
+    def watching(model: nn.Module, part: Any) -> Tensor:
+        logits = model(part[0])
+        seen.append(logits.dtype)
+        return F.cross_entropy(logits, part[1])
+
+    model = network()
+    ours = Replica(
+        model=model,
+        loss=watching,
+        optimizer=make_optimizer(model, TrainingConfig()),
+        learning_rate=lambda _: 1e-3,
+        device=CPU,
+        precision="bf16",
+    )
+    ours.compute(batch(1))
+    ours.apply()
+    assert seen == [torch.bfloat16]
+    assert {p.dtype for p in ours.parameters} == {torch.float32}
+
+
+def test_gradient_norms_per_parameter() -> None:
+    ours = replica(track_gradients=True, grad_clip_norm=None)
+    ours.compute(batch(1))
+    expected = {n: p.grad.norm().item() for n, p in ours.model.named_parameters()}
+    total = ours.apply()
+    assert {n: t.item() for n, t in ours.gradient_norms.items()} == expected
+    assert total.item() == pytest.approx(math.sqrt(sum(v**2 for v in expected.values())), rel=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_state_by_name_resumes_bitwise(optimizer: str) -> None:
+    config = TrainingConfig(optimizer=optimizer, learning_rate=0.01)
+
+    def fresh() -> Replica:
+        model = network()
+        return Replica(
+            model=model, loss=loss, optimizer=make_optimizer(model, config), learning_rate=lambda _: 0.01, device=CPU
+        )
+
+    straight = fresh()
+    for n in range(6):
+        straight.compute(batch(n))
+        straight.apply()
+    first = fresh()
+    for n in range(3):
+        first.compute(batch(n))
+        first.apply()
+    tensors, numbers = first.state_dict()
+    second = fresh()
+    second.load_state_dict(
+        {n: t.clone() for n, t in first.weights().items()}, {n: t.clone() for n, t in tensors.items()}, numbers
+    )
+    for n in range(3, 6):
+        second.compute(batch(n))
+        second.apply()
+    assert all(torch.equal(straight.weights()[n], t) for n, t in second.weights().items())
+    assert all("/" in name for name in tensors)
+    assert named_state(second.model, second.optimizer).keys() == tensors.keys()
+
+
+def test_optimizer_state_of_a_missing_parameter_is_left_fresh() -> None:
+    ours = replica()
+    load_named_state(ours.model, ours.optimizer, {})
+    assert named_state(ours.model, ours.optimizer) == {}
+
+
+def test_vectors_do_not_decay() -> None:
+    groups = make_optimizer(network(), TrainingConfig(weight_decay=0.5)).param_groups
+    assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
+    assert {p.ndim for p in groups[0]["params"]} == {2}
+    assert {p.ndim for p in groups[1]["params"]} == {1}
+
+
+@given(warmup=st.integers(0, 50), steps=st.integers(1, 200), peak=st.floats(1e-5, 1.0), share=st.floats(0.0, 1.0))
+def test_schedule_rises_then_falls_between_its_bounds(warmup: int, steps: int, peak: float, share: float) -> None:
+    rate = warmup_cosine(peak=peak, floor=peak * share, warmup=warmup, steps=steps)
+    rates = [rate(n) for n in range(steps + 5)]
+    top = min(warmup, len(rates))
+    assert all(a <= b * (1 + 1e-9) for a, b in zip(rates[:top], rates[1:top], strict=False))
+    assert all(a >= b * (1 - 1e-9) for a, b in zip(rates[top:], rates[top + 1 :], strict=False))
+    assert all(0 < r <= peak * (1 + 1e-9) for r in rates[:top])
+    if steps - 1 > warmup:
+        assert rate(warmup) == pytest.approx(peak)
+        assert rate(steps - 1) == pytest.approx(peak * share, abs=1e-12)
+
+
+def test_schedule_by_hand() -> None:
+    rate = warmup_cosine(peak=1.0, floor=0.0, warmup=2, steps=7)
+    assert [round(rate(n), 6) for n in range(8)] == [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447, 0.0, 0.0]
+
+
+def test_seeds_depend_on_every_part_and_never_change() -> None:
+    assert derive_seed(1, 2) != derive_seed(12)
+    assert derive_seed(1, 2) != derive_seed(2, 1)
+    assert derive_seed(42, 1, 0) == 5689687752019390874  # golden: changing it changes every run
+    seed_everything(1, "weights")
+    first = torch.rand(3)
+    torch.rand(100)
+    seed_everything(1, "weights")
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_devices() -> None:
+    assert choose_device("cpu") == CPU
+    with pytest.raises(UserError, match="not a device"):
+        choose_device("gpu0")
+    with pytest.raises(UserError, match="not supported"):
+        choose_device("meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no NVIDIA GPU"):
+            choose_device("cuda:0")
+    assert peak_memory_bytes(CPU) > 10 * 2**20
+
+
+def test_cores_are_shared_unless_the_user_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        share_cores(1)
+        assert torch.get_num_threads() == before
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        share_cores(10**6)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_to_device_keeps_the_shape_of_a_batch() -> None:
+    part = {"a": torch.ones(1), "b": [torch.zeros(2), "text"], "c": (torch.ones(1),)}
+    moved = to_device(part, CPU)
+    assert moved["b"][1] == "text"
+    assert isinstance(moved["c"], tuple)

@@ -1,0 +1,266 @@
+"""Every group computes the same things: in memory, over gloo, over real sockets."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from smolcluster.comm.buckets import GradientBuckets, assign_buckets
+from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
+from smolcluster.comm.memory_group import Hub, MemoryGroup
+
+
+def in_memory(size: int, work: Callable[[Group], Any]) -> list[Any]:
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int, group: Group) -> None:
+        try:
+            results[rank] = work(group)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(r, g)) for r, g in enumerate(MemoryGroup.world(size))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _gloo_rank(rank: int, size: int, pipe: Any, work: Callable[[Group], Any]) -> None:
+    from smolcluster.comm.rendezvous import Place, connect
+
+    torch.set_num_threads(1)
+    port = 0 if rank == 0 else pipe.recv()
+    place = Place(rank=rank, world_size=size, local_rank=rank, local_world_size=size, master_port=port)
+    group = connect(place, device=torch.device("cpu"), announce=pipe.send)
+    pipe.send(work(group))
+    group.close()
+
+
+def over_gloo(size: int, work: Callable[[Group], Any]) -> list[Any]:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "smolcluster.comm.rendezvous"])
+    pipes = [context.Pipe() for _ in range(size)]
+    processes = [
+        context.Process(target=_gloo_rank, args=(rank, size, pipes[rank][1], work), daemon=True) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    port = pipes[0][0].recv()
+    for ours, _ in pipes[1:]:
+        ours.send(port)
+    results = []
+    for ours, _ in pipes:
+        assert ours.poll(30), "a rank did not answer"
+        results.append(ours.recv())
+    for process in processes:
+        process.join(30)
+    return results
+
+
+WORLDS = pytest.mark.parametrize(("run", "size"), [(in_memory, 1), (in_memory, 3), (over_gloo, 2), (over_gloo, 3)])
+
+
+def everything(group: Group) -> dict[str, Any]:
+    """One of each operation, on values that tell ranks apart."""
+    n, rank = group.size, group.rank
+    summed = torch.arange(5, dtype=torch.float32) * (rank + 1)
+    group.all_reduce(summed).wait()
+    part = torch.zeros(2)
+    group.reduce_scatter(part, torch.arange(2 * n, dtype=torch.float32) + rank).wait()
+    gathered = torch.zeros(2 * n)
+    group.all_gather(gathered, torch.tensor([rank, -rank], dtype=torch.float32)).wait()
+    copied = torch.full((3,), float(rank))
+    group.broadcast(copied, source=n - 1).wait()
+    ring = torch.zeros(1)
+    if n > 1:
+        sent = group.send(torch.tensor([float(rank)]), to=(rank + 1) % n, tag=3)
+        group.recv(ring, source=(rank - 1) % n, tag=3).wait()
+        sent.wait()
+    group.barrier()
+    halves = group.sub([0])
+    return {
+        "summed": summed.tolist(),
+        "part": part.tolist(),
+        "gathered": gathered.tolist(),
+        "copied": copied.tolist(),
+        "ring": ring.tolist(),
+        "said": gather_json(group, {"rank": rank, "text": "ä" * rank}),
+        "sub": None if halves is None else halves.size,
+        "tensors": {
+            name: tensor.tolist()
+            for name, tensor in broadcast_tensors(
+                group,
+                {
+                    "a": torch.tensor([1.5, 2.5]),
+                    "half": torch.ones(3, dtype=torch.bfloat16),
+                    "empty": torch.zeros(0),
+                    "n": torch.tensor(7),
+                }
+                if rank == 0
+                else None,
+            ).items()
+        },
+    }
+
+
+@WORLDS
+def test_every_operation(run: Callable[..., list[Any]], size: int) -> None:
+    results = run(size, everything)
+    total = sum(range(1, size + 1))
+    for rank, result in enumerate(results):
+        assert result["summed"] == [i * total for i in range(5)]
+        assert result["part"] == [size * (2 * rank + i) + sum(range(size)) for i in range(2)]
+        assert result["gathered"] == [v for r in range(size) for v in (r, -r)]
+        assert result["copied"] == [size - 1] * 3
+        assert result["ring"] == [(rank - 1) % size]
+        assert result["said"] == [{"rank": r, "text": "ä" * r} for r in range(size)]
+        assert result["sub"] == (1 if rank == 0 else None)
+        assert result["tensors"] == {"a": [1.5, 2.5], "half": [1.0] * 3, "empty": [], "n": 7}
+
+
+def _many_sums(group: Group) -> list[float]:
+    generator = torch.Generator().manual_seed(group.rank)
+    values = [torch.randn(1000, generator=generator) for _ in range(5)]
+    works = [group.all_reduce(v) for v in values]
+    for work in works:
+        work.wait()
+    return torch.cat(values).tolist()
+
+
+def test_sums_are_bit_identical_on_every_rank() -> None:
+    first, *others = over_gloo(3, _many_sums)
+    assert all(other == first for other in others)
+
+
+def _kernel_bytes() -> tuple[int, int]:
+    """Bytes acknowledged and received over all TCP sockets of this process, as the kernel counts them."""
+    import os
+    import socket
+    import struct
+
+    sent = received = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, 11, 256)  # TCP_INFO
+            acked, got = struct.unpack_from("QQ", info, 120)  # tcpi_bytes_acked, tcpi_bytes_received
+            sent, received = sent + acked, received + got
+        except (OSError, struct.error):
+            pass
+        finally:
+            connection.close()
+    return sent, received
+
+
+def _measured_traffic(group: Group) -> tuple[float, float, float]:
+    size = 1_000_000
+    tensor = torch.zeros(size)
+    group.barrier()
+    before = _kernel_bytes()
+    counted = group.traffic.bytes_sent
+    for _ in range(5):
+        group.all_reduce(tensor).wait()
+    group.barrier()
+    after = _kernel_bytes()
+    return after[0] - before[0], after[1] - before[1], group.traffic.bytes_sent - counted
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_counted_bytes_are_what_crossed_the_sockets(size: int) -> None:
+    """The formula 2 (N-1)/N S against the kernel's own counters: at most 2 % and headers apart."""
+    import sys
+
+    if not sys.platform.startswith("linux"):
+        pytest.skip("TCP_INFO is Linux's")
+    for sent, received, counted in over_gloo(size, _measured_traffic):
+        if sent == 0:
+            pytest.skip("this kernel does not count bytes per socket")
+        assert counted == pytest.approx(5 * 2 * (size - 1) / size * 4_000_000, rel=1e-4)
+        assert counted <= sent <= 1.02 * counted + 4096
+        assert counted <= received <= 1.02 * counted + 4096
+
+
+def test_a_silent_peer_is_an_error_not_a_hang() -> None:
+    group = MemoryGroup(Hub(2, timeout_s=0.05), 0)
+    with pytest.raises(PeerLost, match=r"0\.05 s"):
+        group.all_reduce(torch.zeros(1)).wait()
+
+
+# Buckets
+
+
+def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
+    f32, f16 = torch.float32, torch.float16
+    assert assign_buckets([(f32, 4)] * 4, bucket_bytes=8, first_bucket_bytes=4) == ([2, 1, 1, 0], 3)
+    assert assign_buckets([(f32, 100), (f32, 4)], bucket_bytes=8, first_bucket_bytes=4) == ([1, 0], 2)
+    assert assign_buckets([(f32, 4), (f16, 4), (f32, 4)], bucket_bytes=100, first_bucket_bytes=100) == ([2, 1, 0], 3)
+    assert assign_buckets([(f32, 4)], bucket_bytes=1, first_bucket_bytes=1) == ([0], 1)
+
+
+class Recording(MemoryGroup):
+    """Remembers when buckets left."""
+
+    def __init__(self) -> None:
+        super().__init__(Hub(1), 0)
+        self.sent: list[int] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        self.sent.append(tensor.numel())
+        return super().all_reduce(tensor)
+
+
+def test_a_bucket_leaves_while_backward_still_runs() -> None:
+    """The last layer's gradient is on its way before the first layer's backward has begun."""
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 3, bias=False))
+    group = Recording()
+    buckets = GradientBuckets(list(layers.parameters()), group, bucket_bytes=1, first_bucket_bytes=1)
+    sent_when_first_layer_runs: list[int] = []
+    layers[0].register_full_backward_pre_hook(lambda *_: sent_when_first_layer_runs.append(len(group.sent)))
+    buckets.arm(0, weight=1.0, stop=False)
+    layers(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    buckets.disarm()
+    assert sent_when_first_layer_runs == [1]
+    assert group.sent == [12, 16 + 1], "the last bucket also carries the stop count"
+
+
+def test_buckets_leave_in_order_whatever_order_gradients_come_in() -> None:
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+    group = Recording()
+    buckets = GradientBuckets([first, second], group, bucket_bytes=1, first_bucket_bytes=1)
+    buckets.arm(0, weight=0.5, stop=True)
+    first.sum().backward()
+    assert group.sent == [], "the second parameter's bucket must leave first"
+    second.sum().backward()
+    assert group.sent == [3, 3]
+    buckets.disarm()
+    buckets.wait(0)
+    buckets.give(0)
+    assert first.grad is not None
+    assert first.grad.tolist() == [0.5, 0.5]
+    assert buckets.stop_count(0).item() == 1.0
+
+
+def test_gradients_outside_an_armed_step_are_left_alone() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    buckets = GradientBuckets([parameter], Recording(), bucket_bytes=100)
+    parameter.sum().backward()
+    assert parameter.grad is not None
+    buckets.arm(0, weight=1.0, stop=False)
+    parameter.sum().backward()
+    buckets.disarm()
+    buckets.wait(0)
+    buckets.give(0)
+    assert parameter.grad.tolist() == [2.0, 2.0], "both micro-batches count"
