@@ -7,8 +7,9 @@ one sample: seconds, or a rate.
     repeat 1    round 1  A B C     round 2  C B A     round 3  A B C   ...
     repeat 2    round 1  C B A     ...
 
-The order turns with every round, so that drift of the machine hits all alike. The value of a repeat is the median of its
-rounds; a ratio is taken within a repeat; the figure that counts is the median over repeats. Raw samples are kept as JSON.
+The order turns with every round, so that drift of the machine hits all alike. A ratio is taken within a round, between
+samples made a moment apart; a repeat's value is the median of its rounds; the figure that counts is the median over
+repeats. Raw samples are kept as JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Unit = Literal["s", "1/s"]
+TOO_NOISY = 0.05
 Role = Literal["peer", "noise", "ours", "extra"]  # extra: shown beside the others, without a target
 
 
@@ -83,8 +85,9 @@ class Measured:
         return statistics.median(self.medians(name))
 
     def ratios(self, name: str, peer: str) -> list[float]:
-        """To a peer, within each repeat."""
-        return [a / b for a, b in zip(self.medians(name), self.medians(peer), strict=True)]
+        """To a peer: of each repeat the median over its rounds."""
+        repeats = zip(self.samples[name], self.samples[peer], strict=True)
+        return [statistics.median(a / b for a, b in zip(mine, theirs, strict=True)) for mine, theirs in repeats]
 
     def ratio(self, name: str, peer: str) -> float:
         return statistics.median(self.ratios(name, peer))
@@ -99,7 +102,7 @@ class Measured:
         return float(statistics.mean(x * x for x in apart) ** 0.5)
 
     def verdict(self, variant: Variant) -> str:
-        """met, within noise (the bound is missed by less than two equal things differ), or missed."""
+        """met; within noise: missed by less than two equal things differ; missed; or unclear: too noisy to tell."""
         if variant.target is None:
             return ""
         if variant.target.of == "median":
@@ -109,6 +112,8 @@ class Measured:
             noise = self.noise or 0.0
         limit, sign = variant.target.limit, 1.0 if self.comparison.unit == "s" else -1.0
         excess = max(sign * (value - limit) for value in values)
+        if noise > TOO_NOISY and abs(excess) <= noise:
+            return "unclear"
         return "met" if excess <= 0 else "within noise" if excess <= noise else "missed"
 
     def to_dict(self) -> dict[str, Any]:

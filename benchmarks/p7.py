@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness import Comparison, Session, Target, Variant
-from benchmarks.peers.bare import BareLoop, Recipe
-from benchmarks.workload import SHAPES, Shape, make_config, make_strategy
+from benchmarks.peers.bare import BareLoop
+from benchmarks.workload import SHAPES, Shape, make_config, make_strategy, recipe_of
 from smolcluster.comm.rendezvous import Place, connect
 from smolcluster.compute.device import choose_device, synchronize
 from smolcluster.compute.rng import seed_everything
@@ -37,19 +37,23 @@ from smolcluster.data.dataset import as_dataset
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.loop import Loop
 from smolcluster.errors import SmolclusterError
+from smolcluster.models import GPT
 from smolcluster.observe.jsonl import MetricsFile, read_metrics
 from smolcluster.observe.observer import Observer
 from smolcluster.tasks.find import find_task
 
 EXAMPLE = "python -m benchmarks p7 --device cuda"
-WARMUP = 2  # blocks
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--shape", choices=SHAPES, help="model (default: 0.8m on a CPU, 124m on a GPU)")
-    parser.add_argument("--block", type=int, help="steps per block (default: 20; quick: 5)")
-    parser.add_argument("--rounds", type=int, help="blocks per variant and repeat (default: 10; quick: 2)")
+    parser.add_argument("--block", type=int, help="steps per block (default: 10; quick: 5)")
+    parser.add_argument("--rounds", type=int, help="blocks per variant and repeat (default: 10, on a GPU 4; quick: 1)")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="wall counts; cpu (of this process) is calmer on a busy machine"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1)")
 
 
@@ -57,10 +61,15 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     device = choose_device(arguments.device)
     gpu = device.type == "cuda"
     shape = SHAPES[arguments.shape or ("124m" if gpu else "0.8m")]
-    block = arguments.block or (5 if session.quick else 20)
-    rounds = arguments.rounds or (2 if session.quick else 10)
+    block = arguments.block or (5 if session.quick else 10)
+    rounds = arguments.rounds or (1 if session.quick else 4 if gpu else 10)
     session.name = "p7-gpu" if gpu else "p7"
-    session.parameters = {"device": device.type, "threads": arguments.threads, "steps_per_block": block}
+    session.parameters = {
+        "device": device.type,
+        "threads": arguments.threads,
+        "steps_per_block": block,
+        "clock": arguments.clock,
+    }
     threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads)
     try:
@@ -74,7 +83,9 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
 def _compare(
     session: Session, shape: Shape, device: torch.device, *, compile: bool, block: int, rounds: int, folder: Path
 ) -> None:
-    steps = block * (WARMUP + session.repeats * rounds)
+    clock = CLOCKS[session.parameters["clock"]]
+    warmup = 1 if session.quick else 2
+    steps = block * (warmup + session.repeats * rounds)
     sets = {
         "training.device": str(device),
         "training.compile": compile,
@@ -91,10 +102,10 @@ def _compare(
     def timed(block_of: Callable[[int], None]) -> Callable[[], float]:
         def sample() -> float:
             synchronize(device)
-            started = time.perf_counter()
+            started = clock()
             block_of(block)
             synchronize(device)
-            return (time.perf_counter() - started) / block
+            return (clock() - started) / block
 
         return sample
 
@@ -109,7 +120,7 @@ def _compare(
                 Variant(name="bare loop again", run=timed(again.run), role="noise"),
             ],
             rounds=rounds,
-            warmup=WARMUP,
+            warmup=warmup,
             parameters={**shape.sets(), "compile": compile},
         )
     )
@@ -163,8 +174,10 @@ def make_bare(config: Config, device: torch.device) -> BareLoop:
     assert training.steps is not None
     order = Sampler(len(data), seed=training.seed or 0).indices(0, training.steps * training.batch_size)
     seed_everything(training.seed or 0, "weights")
+    model = task.model()
+    assert isinstance(model, GPT)
     return BareLoop(
-        task.model(),
+        model,
         recipe_of(config),
         inputs=inputs,
         targets=targets,
@@ -174,22 +187,6 @@ def make_bare(config: Config, device: torch.device) -> BareLoop:
         precision=training.precision,
         compile=training.compile,
         log_interval=config.logging.log_interval,
-    )
-
-
-def recipe_of(config: Config) -> Recipe:
-    training, schedule = config.training, config.lr_schedule
-    assert training.steps is not None
-    assert schedule.min_lr is not None
-    assert training.grad_clip_norm is not None
-    return Recipe(
-        learning_rate=training.learning_rate,
-        min_lr=schedule.min_lr,
-        warmup=schedule.warmup_iters,
-        steps=training.steps,
-        weight_decay=training.weight_decay,
-        betas=training.betas,
-        clip=training.grad_clip_norm,
     )
 
 

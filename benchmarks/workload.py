@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers.bare import Recipe
 from smolcluster.comm.group import Group
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
@@ -52,7 +53,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("0.8m", 128, 4, 4, 64, 16),
-        Shape("10m", 384, 6, 6, 64, 8),
+        Shape("10m", 384, 6, 6, 64, 4),
         Shape("124m", 768, 12, 12, 1024, 16, vocab_size=50257, precision="bf16"),
     )
 }
@@ -87,6 +88,23 @@ def make_strategy(config: Config, task: Task, *, group: Group, device: torch.dev
     strategy: Strategy = strategy_class(options, context)
     strategy.setup(task)
     return strategy
+
+
+def recipe_of(config: Config) -> Recipe:
+    """What a peer needs to know to do the same."""
+    training, schedule = config.training, config.lr_schedule
+    assert training.steps is not None
+    assert schedule.min_lr is not None
+    assert training.grad_clip_norm is not None
+    return Recipe(
+        learning_rate=training.learning_rate,
+        min_lr=schedule.min_lr,
+        warmup=schedule.warmup_iters,
+        steps=training.steps,
+        weight_decay=training.weight_decay,
+        betas=training.betas,
+        clip=training.grad_clip_norm,
+    )
 
 
 def child_environment(threads: int = 1) -> dict[str, str]:

@@ -18,6 +18,7 @@ from smolcluster.observe.events import Event, Failed, RunFinished, StepLogged, f
 
 TASKS = Path(__file__).parent / "tasks.py"
 PRELOAD = [
+    "torch._dynamo",  # optimizers import it when they are made: a second in every process
     "torch",
     "smolcluster.engine.process",
     "smolcluster.tasks.gpt",

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smolcluster.models import GPT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -44,7 +46,7 @@ class Recipe:
 class BareLoop:
     def __init__(
         self,
-        model: nn.Module,
+        model: GPT,
         recipe: Recipe,
         *,
         inputs: Tensor,

@@ -44,13 +44,15 @@ def assert_same_run(one: World, other: World, *, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("clip", "accumulation"), [(None, 1), (0.05, 1), (0.05, 3)])
+@pytest.mark.parametrize(("clip", "accumulation"), [(None, 1), (0.05, 1), (None, 3), (0.05, 3)])
 def test_equals_single_at_the_same_global_batch(
     tmp_path: Path, size: int, clip: float | None, accumulation: int
 ) -> None:
-    config = COMMON | {"training.grad_clip_norm": clip, "training.grad_accumulation": accumulation}
-    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, task="Double", strategy="single")
-    many = run_world(size, tmp_path / "many", config | {"training.batch_size": 12 // size}, task="Double")
+    config = COMMON | {"training.grad_clip_norm": clip}
+    whole = {"training.batch_size": 12 * accumulation}  # in one piece, where the others accumulate
+    one = run_world(1, tmp_path / "one", config | whole, task="Double", strategy="single")
+    parts = {"training.batch_size": 12 // size, "training.grad_accumulation": accumulation}
+    many = run_world(size, tmp_path / "many", config | parts, task="Double")
     assert_same_run(one, many, tolerance=1e-10)
 
 

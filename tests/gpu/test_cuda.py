@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.world import run_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

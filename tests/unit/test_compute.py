@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -201,8 +202,8 @@ def test_schedule_rises_then_falls_between_its_bounds(warmup: int, steps: int, p
     rate = warmup_cosine(peak=peak, floor=peak * share, warmup=warmup, steps=steps)
     rates = [rate(n) for n in range(steps + 5)]
     top = min(warmup, len(rates))
-    assert all(a <= b * (1 + 1e-9) for a, b in zip(rates[:top], rates[1:top], strict=False))
-    assert all(a >= b * (1 - 1e-9) for a, b in zip(rates[top:], rates[top + 1 :], strict=False))
+    assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(rates[:top]))
+    assert all(a >= b * (1 - 1e-9) for a, b in itertools.pairwise(rates[top:]))
     assert all(0 < r <= peak * (1 + 1e-9) for r in rates[:top])
     if steps - 1 > warmup:
         assert rate(warmup) == pytest.approx(peak)

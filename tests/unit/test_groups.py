@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def in_memory(size: int, work: Callable[[Group], Any]) -> list[Any]:
     def run(rank: int, group: Group) -> None:
         try:
             results[rank] = work(group)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(r, g)) for r, g in enumerate(MemoryGroup.world(size))]
@@ -149,9 +150,9 @@ def _kernel_bytes() -> tuple[int, int]:
     import struct
 
     sent = received = 0
-    for name in os.listdir("/proc/self/fd"):
+    for link in Path("/proc/self/fd").iterdir():
         try:
-            connection = socket.socket(fileno=os.dup(int(name)))
+            connection = socket.socket(fileno=os.dup(int(link.name)))
         except OSError:
             continue
         try:

@@ -7,11 +7,13 @@ import re
 import sys
 from collections.abc import Sequence
 
-import click
 import typer
 
 from smolcluster.cli import config, strategies, train
 from smolcluster.errors import SmolclusterError
+
+# Newer versions of typer carry click inside, older ones depend on it: this is the click that typer itself raises from.
+_ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="smolcluster",
@@ -43,12 +45,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SmolclusterError as error:
         print(f"smolcluster: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except click.exceptions.Exit as done:
+    except typer.Exit as done:
         sys.exit(done.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except click.ClickException as error:
-        print(f"smolcluster: {error.format_message()}", file=sys.stderr)
+    except _ClickException as error:
+        message = getattr(error, "format_message")()  # noqa: B009 - whichever click it is, this is in it
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "smolcluster"
+        if message:  # none when the help was shown because nothing was asked
+            print(f"{command}: {message.rstrip('.')}; see {command} --help", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # the reader of our output went away: that is its right
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -51,7 +51,8 @@ def train(
         str | None, typer.Option(help="Address of rank 0. Default: MASTER_ADDR, or 127.0.0.1.", rich_help_panel=_RANK)
     ] = None,
     master_port: Annotated[
-        int | None, typer.Option(help="Port of rank 0. Default: MASTER_PORT, or 29500.", rich_help_panel=_RANK)
+        int | None,
+        typer.Option(min=1, max=65535, help="Port of rank 0. Default: MASTER_PORT, or 29500.", rich_help_panel=_RANK),
     ] = None,
     no_nccl: Annotated[
         bool, typer.Option("--no-nccl", help="The same as --backend gloo.", rich_help_panel=_RANK)
@@ -91,10 +92,10 @@ def train(
             raise UserError("--backend nccl and --no-nccl contradict each other")
         backend = backend or "gloo"
     place = assigned_place(world_size=world_size, rank=rank, master_addr=master_addr, master_port=master_port)
-    if place is None and world_size is not None:
-        if workers is not None and workers != world_size:
-            raise UserError(f"--workers {workers} and --world-size {world_size} contradict each other")
-        workers = world_size
+    ranks = place.world_size if place is not None else world_size
+    if ranks is not None and workers not in (None, ranks):
+        raise UserError(f"--workers {workers} and --world-size {ranks} contradict each other; give one of them")
+    workers = workers if ranks is None else ranks
     sets: dict[str, Any] = flag_sets(
         {
             "vocab_size": vocab_size,
@@ -113,11 +114,19 @@ def train(
     )
     sets |= {
         "strategy.name": strategy,
-        "cluster.num_workers": place.world_size if place is not None else workers,
+        "cluster.num_workers": workers,
         "training.steps": steps,
         "training.seed": seed,
     }
-    prepared = prepare(sources or [], overrides=override or [], sets=sets, run_dir=run_dir, resume=resume)
+    prepared = prepare(
+        sources or [],
+        overrides=override or [],
+        sets=sets,
+        run_dir=run_dir,
+        resume=resume,
+        backend=backend,
+        lead=place is None or place.rank == 0,
+    )
     if dry_run:
         from smolcluster.engine.dry_run import describe_run
 

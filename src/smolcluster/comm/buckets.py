@@ -42,9 +42,13 @@ class GradientBuckets:
         bucket_bytes: int,
         first_bucket_bytes: int = 2**20,
         num_slots: int = 1,
+        buffer_device: torch.device | None = None,
     ) -> None:
         self._group = group
         self._parameters = list(parameters)
+        device = self._parameters[0].device
+        self._home = group.buffer_device(device) if buffer_device is None else buffer_device
+        self._staged = self._home != device  # a backend that cannot reach the device gets copies
         self._bucket_of, self._num_buckets = assign_buckets(
             [(p.dtype, p.nbytes) for p in self._parameters],
             bucket_bytes=bucket_bytes,
@@ -90,7 +94,7 @@ class GradientBuckets:
     def give(self, slot: int) -> None:
         """Hand the sums to the parameters as their gradients."""
         for parameter, view in zip(self._parameters, self._slots[slot].views, strict=True):
-            parameter.grad = view
+            parameter.grad = view.to(parameter.device) if self._staged else view
 
     def scale_of(self, slot: int) -> float:
         """The loss scale the gradients of this slot were computed with."""
@@ -106,7 +110,10 @@ class GradientBuckets:
             return
         gradient = parameter.grad
         assert gradient is not None
-        torch.mul(gradient, self._weight, out=slot.views[j])
+        if self._staged:
+            slot.views[j].copy_(gradient * self._weight)
+        else:
+            torch.mul(gradient, self._weight, out=slot.views[j])
         parameter.grad = None
         self._mark(j)
 
@@ -127,7 +134,7 @@ class GradientBuckets:
             first = self._parameters[members[0]]
             last = i == self._num_buckets - 1
             length = sum(self._parameters[j].numel() for j in members)
-            flat = torch.zeros(length + last, dtype=first.dtype, device=first.device)
+            flat = torch.zeros(length + last, dtype=first.dtype, device=self._home)
             offset = 0
             for j in members:
                 parameter = self._parameters[j]

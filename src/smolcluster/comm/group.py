@@ -95,6 +95,10 @@ class Group(ABC):
         """Where small tensors for this group must live."""
         return torch.device("cpu")
 
+    def buffer_device(self, device: torch.device) -> torch.device:
+        """Where to keep what is exchanged for tensors on `device`: there, if the group can reach it."""
+        return device
+
 
 def gather_json(group: Group, value: Any) -> list[Any]:
     """Everybody's `value`, in rank order, on every rank. For small things said rarely: it crosses as UTF-8 JSON."""

@@ -42,15 +42,20 @@ class Place:
     master_port: int = 0
 
 
-def choose_backend(requested: str | None, device: torch.device) -> str:
+def choose_backend(requested: str | None, device: torch.device, *, local_world_size: int) -> str:
     """NCCL between GPUs, gloo otherwise; what the user asks for if it can work here."""
     if requested is None:
-        return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        requested = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     if requested not in ("gloo", "nccl", "mpi"):
         raise UserError(f"unknown backend '{requested}'; known: gloo, mpi, nccl")
     if requested == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise UserError(
             "--backend nccl needs NVIDIA GPUs and this machine has none that torch can use; try --backend gloo"
+        )
+    if requested == "nccl" and local_world_size > torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise UserError(
+            f"{local_world_size} workers here but {count} GPU(s): NCCL needs a GPU for each; use --workers {count} or --backend gloo"
         )
     if requested == "mpi" and not dist.is_mpi_available():
         raise UserError(
@@ -63,18 +68,12 @@ def connect(
     place: Place,
     *,
     device: torch.device,
-    backend: str | None = None,
+    backend: str = "gloo",
     announce: Callable[[int], None] | None = None,
 ) -> Group:
     """Join the world; returns when every rank is there."""
     if place.world_size == 1:
         return MemoryGroup.world(1)[0]
-    backend = choose_backend(backend, device)
-    if backend == "nccl" and place.local_world_size > torch.cuda.device_count():
-        raise UserError(
-            f"{place.local_world_size} workers here but {torch.cuda.device_count()} GPU: NCCL needs a GPU for each; "
-            f"use --workers {torch.cuda.device_count()} or --backend gloo"
-        )
     if is_loopback(place.master_addr):
         _stay_on_loopback()
     else:

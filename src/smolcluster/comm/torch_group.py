@@ -47,6 +47,9 @@ class TorchGroup(Group):
     def device(self) -> torch.device:
         return self._device
 
+    def buffer_device(self, device: torch.device) -> torch.device:
+        return device if self.backend == "nccl" or device.type in ("cpu", "cuda") else torch.device("cpu")
+
     def all_reduce(self, tensor: Tensor) -> Work:
         if self.size == 1:
             return Done()

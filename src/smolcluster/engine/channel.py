@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -34,20 +35,32 @@ class Channel(Protocol):
 
 
 class SignalChannel:
-    """The first signal asks for a clean end, the second one ends at once."""
+    """The first signal asks for a clean end, the second one ends at once.
+
+    Python runs signal handlers on the main thread, which may wait in C++ for minutes (for a rank that does not come). So the
+    interpreter writes each signal's number to a socket, and a thread acts on it.
+    """
 
     announce: Callable[[int], None] | None = None
 
     def __init__(self) -> None:
         self._stop = False
-        for name in ("SIGINT", "SIGTERM"):
-            signal.signal(getattr(signal, name), self._on_signal)
+        self._ears, mouth = socket.socketpair()
+        mouth.setblocking(False)
+        self._mouth = mouth  # open as long as the process lives
+        signal.set_wakeup_fd(mouth.fileno())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._listen, daemon=True, name="signal-channel").start()
 
-    def _on_signal(self, number: int, _frame: Any) -> None:
-        if self._stop:
-            os._exit(128 + number)
-        self._stop = True
-        log.warning("stopping after this step (signal %d); once more to stop at once", number)
+    def _listen(self) -> None:
+        while number := self._ears.recv(1):
+            if number[0] not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            if self._stop:
+                os._exit(130)
+            self._stop = True
+            log.warning("stopping after this step and saving; once more to stop at once")
 
     def stop_requested(self) -> bool:
         return self._stop

@@ -19,7 +19,7 @@ from smolcluster.tasks.find import find_task
 def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str | None) -> str:
     """Opens the data and builds the model without memory, so that a mistake shows here."""
     device = choose_device(config.training.device)
-    backend = choose_backend(backend, device)
+    backend = choose_backend(backend, device, local_world_size=workers)
     strategy = find_strategy(config.strategy.name)
     options, ignored = read_options(strategy, config.strategy)
     nodes = [Node(name=f"worker-{rank}", batch_size=batch_size_of(config, rank)) for rank in range(workers)]

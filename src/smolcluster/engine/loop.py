@@ -74,6 +74,8 @@ class Loop:
             self.meter.start()
             report = self._step(step)
             self.meter.stop()
+            if step == first and self._saver is not None:
+                self._reserve(self._saver)
 
             last = step == total or report.stop
             evaluated = self._val_data is not None and (last or _due(step, self._config.eval_steps))
@@ -146,6 +148,13 @@ class Loop:
         )
 
     # Checkpoints. Every rank drains and asks for the state; the lead rank copies and writes it.
+
+    def _reserve(self, saver: Saver) -> None:
+        """Memory for a copy of the state is made beside training, so that the first save stalls no longer than others."""
+        if self._config.checkpoint_steps != 0:
+            state = self.strategy.state()
+            saver.reserve(state.weights)
+            saver.reserve(state.optimizer)
 
     def _save(self, step: int, *, best: bool, final: bool) -> None:
         if self._config.checkpoint_steps == 0 or step == self._saved_step:

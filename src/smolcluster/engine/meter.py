@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from smolcluster.compute.timing import Span
 from smolcluster.strategies.base import StepReport
 
 
@@ -26,7 +27,8 @@ class Meter:
 
     def _reset(self) -> None:
         self._rows = 0
-        self._wall_s = self._step_s = self._comm_s = 0.0
+        self._wall_s = self._step_s = 0.0
+        self._comm: list[Span] = []
         self._row_samples = self._row_tokens = self._row_staleness = 0
         self._norm: torch.Tensor | None = None
         self._report: StepReport | None = None
@@ -41,7 +43,8 @@ class Meter:
             self._norm = report.grad_norm
         self._rows += 1
         self._step_s += step_s
-        self._comm_s += report.comm_s
+        if report.comm is not None:
+            self._comm.append(report.comm)
         self._row_samples += report.samples
         self._row_tokens += report.tokens
         self._row_staleness += report.staleness
@@ -64,7 +67,7 @@ class Meter:
         self.stop()
         self.start()
         wall_s = max(self._wall_s, 1e-9)
-        comm_s = self._comm_s / n
+        comm_s = sum(span.seconds() for span in self._comm) / n
         row = {
             "loss": self.last_loss,
             "lr": report.learning_rate,

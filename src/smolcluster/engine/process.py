@@ -21,14 +21,19 @@ from smolcluster.observe.events import Failed, Notice, Phase
 from smolcluster.observe.observer import Sink
 from smolcluster.observe.pipe import PipeSink
 
-log = logging.getLogger(__name__)
+# Not below "smolcluster", whose warnings are shown as they come: last words are an event, told once by whoever ends the run.
+log = logging.getLogger("worker")
+log.addHandler(logging.NullHandler())  # or Python would print them where no log is open yet
 
 
 def run_worker(spec: WorkerSpec, channel: Channel, sinks: list[Sink]) -> int:
     """Run one rank; returns its exit status. Its last words are an event."""
     worker = Worker(spec, channel, sinks)
     try:
-        return worker.run()
+        log.info("rank %d of %d starts as process %d", spec.rank, spec.world_size, os.getpid())
+        status = worker.run()
+        log.info("rank %d ends with status %d", spec.rank, status)
+        return status
     except UserError as error:
         worker.observer.emit(Failed(rank=spec.rank, kind="user", message=str(error)))
         log.error("%s", error)

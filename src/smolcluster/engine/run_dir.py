@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from smolcluster.engine.files import Files
 from smolcluster.errors import UserError
 
 RUNS = Path("runs")
@@ -39,30 +42,94 @@ class RunDir:
     def holds_a_run(self) -> bool:
         return any(p.exists() for p in (self.config, self.metrics, self.summary, self.checkpoints))
 
-    def create(self, config_text: str, *, resume: bool) -> bool:
-        """Make the folder and write the configuration. Returns whether the folder is new, and so may be taken back."""
+    def has_checkpoints(self) -> bool:
+        return _has_checkpoints(self.checkpoints)
+
+    def create(self, config_text: str, *, resume: bool) -> None:
+        """Make the folder and write the configuration."""
+        self.check_free(resume=resume)
+        with self._refusals():
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self._write_config(config_text.encode())
+
+    @contextlib.contextmanager
+    def opened(self, config_text: str, *, resume: bool) -> Iterator[None]:
+        """`create`, and hold the folder: two runs in one would mix their rows and checkpoints.
+
+        A user's mistake inside leaves no trace: what was made here goes if nothing came of it, and the configuration that
+        was there before comes back.
+        """
+        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            with self._lock():
+                self.check_free(resume=resume)
+                before = self.config.read_bytes() if self.config.is_file() else None
+                try:
+                    self.create(config_text, resume=resume)
+                    yield
+                except UserError:
+                    self._take_back(before)
+                    raise
+        except UserError as error:
+            if not (self.holds_a_run() or isinstance(error.__cause__, BlockingIOError)):
+                with contextlib.suppress(OSError):  # it was never made, or somebody else has put something there
+                    self._lock_file.unlink(missing_ok=True)
+                    for folder in made:
+                        folder.rmdir()
+            raise
+
+    def check_free(self, *, resume: bool) -> None:
+        """A run may begin only in a folder that holds none."""
         if self.holds_a_run() and not resume:
             raise UserError(
                 f"{self.path} already holds a run; continue it with --resume {self.path}, or choose another --run-dir"
             )
-        new = not self.path.exists()
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            try:
+                with self._refusals():
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(Files().lock(self._lock_file))
+            except BlockingIOError as error:
+                raise UserError(
+                    f"another process is training in {self.path}; wait for it, or choose another --run-dir"
+                ) from error
+            yield
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """What the file system refuses, as advice."""
         try:
-            self.logs.mkdir(parents=True, exist_ok=True)
-            temporary = self.config.with_suffix(".yaml.tmp")
-            temporary.write_text(config_text, encoding="utf-8")
-            temporary.replace(self.config)
+            yield
+        except BlockingIOError:
+            raise
         except OSError as error:
-            if new:
-                shutil.rmtree(self.path, ignore_errors=True)
             raise UserError(
                 f"cannot write the run directory {self.path}: {error.strerror or error}; choose another with --run-dir"
             ) from error
-        return new
 
-    def discard_if_empty(self) -> None:
-        """Take back a folder in which nothing happened."""
-        if not (self.metrics.exists() or self.checkpoints.exists() or self.summary.exists()):
-            shutil.rmtree(self.path, ignore_errors=True)
+    def _write_config(self, text: bytes) -> None:
+        temporary = self.config.with_suffix(".yaml.tmp")
+        try:
+            temporary.write_bytes(text)
+            temporary.replace(self.config)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _take_back(self, config_before: bytes | None) -> None:
+        with contextlib.suppress(OSError):
+            if config_before is not None:
+                self._write_config(config_before)
+            elif not (self.metrics.exists() or self.summary.exists() or self.has_checkpoints()):
+                self.config.unlink(missing_ok=True)
+                shutil.rmtree(self.checkpoints, ignore_errors=True)
+                shutil.rmtree(self.logs, ignore_errors=True)
 
 
 def new_run_dir(task: str, strategy: str) -> RunDir:

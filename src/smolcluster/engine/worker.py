@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
-from smolcluster.comm.rendezvous import Place, connect
+from smolcluster.comm.rendezvous import Place, choose_backend, connect
 from smolcluster.compute.device import choose_device, peak_memory_bytes, share_cores
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
@@ -89,6 +89,7 @@ class Worker:
         spec, training = self.spec, self.config.training
         share_cores(spec.local_world_size)
         self.device = choose_device(training.device, local_rank=spec.local_rank)
+        self.backend = choose_backend(spec.backend, self.device, local_world_size=spec.local_world_size)
         self.strategy_class = find_strategy(self.config.strategy.name)
         self.options, ignored = read_options(self.strategy_class, self.config.strategy)
         if ignored and self.lead:
@@ -120,7 +121,7 @@ class Worker:
             master_port=spec.master_port
             or (0 if self.lead or spec.world_size == 1 else self.channel.rendezvous_port()),
         )
-        self.group: Group = connect(place, device=self.device, backend=spec.backend, announce=self.channel.announce)
+        self.group: Group = connect(place, device=self.device, backend=self.backend, announce=self.channel.announce)
         everyone = gather_json(self.group, self.config.model_dump(mode="json"))
         check_same_config(everyone[0], everyone[spec.rank], rank=spec.rank)
         named = gather_json(self.group, spec.run_dir)[0]
@@ -184,7 +185,10 @@ class Worker:
             )
             self.observer.emit(event)
 
-        return Saver(self.store, on_saved=saved, on_failed=failed)
+        def skipped(step: int, by: int) -> None:
+            log.warning("the disk is slower than checkpoint_steps: step %d is not saved, step %d is next", step, by)
+
+        return Saver(self.store, on_saved=saved, on_failed=failed, on_skipped=skipped)
 
     def _resume(self) -> None:
         """The lead rank reads and checks the checkpoint; the others get it over the wire, so only one needs the files."""
@@ -200,6 +204,11 @@ class Worker:
             raise UserError(problem)
         head = {"step": snapshot.step, "state": snapshot.state} if snapshot else None
         head = gather_json(self.group, head)[0]
+        if head["step"] >= self.context.total_steps:
+            raise UserError(
+                f"the checkpoint is at step {head['step']} and the run ends at {self.context.total_steps}: nothing is left "
+                "to train; raise --steps or training.epochs"
+            )
         weights = broadcast_tensors(self.group, snapshot.weights if snapshot else None)
         optimizer = broadcast_tensors(self.group, snapshot.optimizer if snapshot else None)
         self.loop.load(
@@ -211,11 +220,7 @@ class Worker:
                 self.store.set_aside_after(head["step"])
             extra = f"; {dropped} rows logged after it are dropped" if dropped else ""
             self.observer.emit(Notice(level="INFO", message=f"resumed at step {head['step']}{extra}", rank=0))
-        if head["step"] >= self.context.total_steps:
-            raise UserError(
-                f"the checkpoint is at step {head['step']} and the run ends at {self.context.total_steps}: nothing is left "
-                "to train; raise --steps or training.epochs"
-            )
+        self.group.barrier()  # nobody opens the metrics file before it is cut
 
     def _read_checkpoint(self, source: Path) -> Snapshot:
         if (source / "manifest.json").is_file():

@@ -50,6 +50,7 @@ def train(
         sets=sets,
         run_dir=None if run_dir is None else Path(run_dir),
         resume=None if resume is None else str(resume),
+        backend=backend,
     )
     if sinks is None:
         from smolcluster.observe.console import ConsoleSink

@@ -8,17 +8,20 @@ Flags win over the environment. Nothing here imports torch until the rank runs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
-from smolcluster.errors import UserError
+from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
+from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.observe.observer import Sink
 
 
@@ -82,26 +85,39 @@ def run_assigned(
     backend: str | None,
     sinks: list[Sink],
 ) -> int:
-    """Be that rank, in this process; rank 0 names the run directory for all. Returns the exit status."""
-    new = place.rank == 0 and run_dir.create(dump(config), resume=resume is not None)
+    """Be that rank, in this process; rank 0 names the run directory for all. Returns 0, or raises as `run_local` does."""
+    outcome = Outcome()
+    lead = place.rank == 0
+    with run_dir.opened(dump(config), resume=resume is not None) if lead else contextlib.nullcontext():
+        from smolcluster.engine.channel import SignalChannel
+        from smolcluster.engine.process import run_worker
 
-    from smolcluster.engine.channel import SignalChannel
-    from smolcluster.engine.process import run_worker
-
-    spec = WorkerSpec(
-        config=config.model_dump(mode="json"),
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        host=socket.gethostname(),
-        run_dir=str(run_dir.path) if place.rank == 0 else "",
-        resume=None if resume is None else str(resume),
-        backend=backend,
-        master_addr=place.master_addr,
-        master_port=place.master_port,
-    )
-    status = run_worker(spec, SignalChannel(), sinks)
-    if status == UserError.exit_code and new:
-        run_dir.discard_if_empty()
-    return status
+        spec = WorkerSpec(
+            config=config.model_dump(mode="json"),
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            host=socket.gethostname(),
+            run_dir=str(run_dir.path) if lead else "",
+            resume=None if resume is None else str(resume),
+            backend=backend,
+            master_addr=place.master_addr,
+            master_port=place.master_port,
+        )
+        status = run_worker(spec, SignalChannel(), [outcome, *sinks])
+        if status == 0:
+            return 0
+        failed = outcome.failed
+        if failed is not None and failed.kind == "user":
+            raise UserError(failed.message)
+        if failed is None:
+            error: SmolclusterError = outcome.interrupted(run_dir) if lead else Interrupted("interrupted")
+            end: dict[str, Any] = {"status": "interrupted", "members_lost": 0}
+        else:
+            reason = f"lost another rank: {failed.message}" if failed.kind == "peer" else failed.message
+            error = WorkerFailed(f"rank {place.rank} failed: {reason}\n{failed.traceback}".rstrip())
+            end = {"error": reason}
+        if lead and outcome.summary is None:
+            outcome.write_summary(run_dir, config, world_size=place.world_size, **end)
+        raise error

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,19 @@ from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
-from smolcluster.engine.summary import failed_summary, write_summary
-from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
-from smolcluster.observe.events import Event, Failed, Notice, Phase, RunFinished, StepLogged, from_json, plain
+from smolcluster.errors import UserError, WorkerFailed
+from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.observe.events import Event, Failed, Notice, Phase, from_json
 from smolcluster.observe.logs import log_path, tail
 from smolcluster.observe.observer import Observer, Sink
 
 SETTLE_S = 0.5  # after the first death: others may have died of the same cause a moment earlier
 GRACE_S = 2.0  # between asking a worker to end and ending it
 
-
-class Interrupted(SmolclusterError):
-    """The user stopped the run; its state is saved."""
-
-    exit_code = 130
+# Ctrl-C in a terminal reaches every process of its group. Workers are in groups of their own: only the launcher acts on it.
+_APART: dict[str, Any] = {"process_group": 0}
+if sys.platform == "win32":
+    _APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
 
 @dataclass(slots=True)
@@ -52,18 +51,8 @@ class _Member:
     died: float | None = None
 
 
-# Events of all workers in one queue; None ends a worker's.
-_Inbox = queue.SimpleQueue[tuple[_Member, Event | None]]
-
-
-@dataclass(slots=True)
-class _State:
-    """What the launcher has learnt so far."""
-
-    summary: dict[str, Any] | None = None
-    last_row: dict[str, Any] | None = None
-    interrupts: int = 0
-    started: float = field(default_factory=time.time)
+# Events of all workers in one queue; None ends a worker's. What comes from nobody is the user's wish to stop.
+_Inbox = queue.SimpleQueue[tuple[_Member | None, Event | None]]
 
 
 def run_local(
@@ -76,9 +65,20 @@ def run_local(
     sinks: list[Sink],
 ) -> dict[str, Any]:
     """Train on `workers` processes of this machine. Returns the summary; raises when the run fails or is interrupted."""
-    new = run_dir.create(dump(config), resume=resume is not None)
+    with run_dir.opened(dump(config), resume=resume is not None):
+        return _run(config, workers=workers, run_dir=run_dir, resume=resume, backend=backend, sinks=sinks)
+
+
+def _run(
+    config: Config,
+    *,
+    workers: int,
+    run_dir: RunDir,
+    resume: Path | None,
+    backend: str | None,
+    sinks: list[Sink],
+) -> dict[str, Any]:
     host = socket.gethostname()
-    observer = Observer(sinks)
     specs = [
         WorkerSpec(
             config=config.model_dump(mode="json"),
@@ -93,17 +93,16 @@ def run_local(
         )
         for rank in range(workers)
     ]
-    state, inbox = _State(), _Inbox()
+    outcome = Outcome()
+    observer = Observer([outcome, *sinks])
+    inbox = _Inbox()
     members: list[_Member] = []
     try:
-        with _signals(state, members, inbox):
+        with _signals(members, inbox) as interrupts:
             members.extend(_start(spec) for spec in specs)
-            _watch(members, inbox, state, observer)
-        return _conclude(members, state, run_dir, config)
-    except UserError:
-        if new:
-            run_dir.discard_if_empty()
-        raise
+            _watch(members, inbox, observer)
+        _end_all(members, grace_s=GRACE_S)
+        return _conclude(members, outcome, run_dir, config, interrupts=len(interrupts))
     finally:
         _end_all(members, grace_s=0.0)
         observer.close()
@@ -119,6 +118,7 @@ def _start(spec: WorkerSpec) -> _Member:
             stdout=subprocess.PIPE,
             stderr=stderr,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            **_APART,
         )
     member = _Member(spec.rank, process, log)
     _tell(member, spec.to_json())
@@ -136,10 +136,10 @@ def _tell(member: _Member, line: str) -> None:
 # Watching
 
 
-def _watch(members: list[_Member], inbox: _Inbox, state: _State, observer: Observer) -> None:
+def _watch(members: list[_Member], inbox: _Inbox, observer: Observer) -> None:
     """Pass events on until every worker has ended, or one has failed."""
-    for member in members:
-        threading.Thread(target=_read, args=(member, inbox), daemon=True, name=f"events-{member.rank}").start()
+    for each in members:
+        threading.Thread(target=_read, args=(each, inbox), daemon=True, name=f"events-{each.rank}").start()
     open_members, deadline = len(members), None
     while open_members:
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -148,12 +148,13 @@ def _watch(members: list[_Member], inbox: _Inbox, state: _State, observer: Obser
         except queue.Empty:
             return
         if event is not None:
-            _handle(event, member, members, state, observer)
+            _handle(event, member, members, observer)
             continue
+        assert member is not None
         open_members -= 1
         member.died = time.monotonic()
         status = member.process.wait()
-        if status not in (0, 130) and deadline is None:
+        if status not in (0, Interrupted.exit_code) and deadline is None:
             deadline = time.monotonic() + SETTLE_S
 
 
@@ -166,53 +167,41 @@ def _read(member: _Member, inbox: _Inbox) -> None:
     inbox.put((member, None))
 
 
-def _handle(event: Event, member: _Member, members: list[_Member], state: _State, observer: Observer) -> None:
-    match event:
-        case Phase(name=name, detail=detail) if name == "port":
-            for other in members:
-                if other.rank != member.rank:
-                    _tell(other, json.dumps({"op": "port", "port": int(detail)}))
-            return
-        case Failed():
-            member.failed = event
-            return
-        case RunFinished(summary=summary):
-            state.summary = summary
-        case StepLogged(rank=0):
-            state.last_row = plain(
-                {
-                    f: getattr(event, f)
-                    for f in ("step", "samples", "tokens", "loss", "val_loss", "bytes_sent", "bytes_received")
-                }
-            )
+def _handle(event: Event, member: _Member | None, members: list[_Member], observer: Observer) -> None:
+    if member is None:
+        for other in members:
+            _tell(other, json.dumps({"op": "stop"}))
+    elif isinstance(event, Phase) and event.name == "port":
+        for other in members:
+            if other.rank != member.rank:
+                _tell(other, json.dumps({"op": "port", "port": int(event.detail)}))
+        return
+    elif isinstance(event, Failed):
+        member.failed = event
+        return
     observer.emit(event)
 
 
 @contextlib.contextmanager
-def _signals(state: _State, members: list[_Member], inbox: _Inbox) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the workers to save and leave; the second ends them."""
+def _signals(members: list[_Member], inbox: _Inbox) -> Iterator[list[int]]:
+    """The first Ctrl-C or SIGTERM asks the workers to save and leave; the second ends them. Yields those that came."""
+    came: list[int] = []
 
-    def on_signal(_number: int, _frame: object) -> None:
-        state.interrupts += 1
-        if state.interrupts == 1:
-            for member in members:
-                _tell(member, json.dumps({"op": "stop"}))
+    def on_signal(number: int, _frame: object) -> None:
+        came.append(number)
+        if len(came) == 1:
             message = "stopping after this step and saving; once more to stop at once"
-            if members:
-                inbox.put((members[0], Notice(level="WARNING", message=message)))
+            inbox.put((None, Notice(level="WARNING", message=message)))
         else:
             for member in members:
                 member.process.kill()
 
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield came
         return
-    previous: dict[int, Any] = {}
-    for name in ("SIGINT", "SIGTERM"):
-        number: int = getattr(signal, name)
-        previous[number] = signal.signal(number, on_signal)
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield came
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -221,38 +210,26 @@ def _signals(state: _State, members: list[_Member], inbox: _Inbox) -> Iterator[N
 # The end
 
 
-def _conclude(members: list[_Member], state: _State, run_dir: RunDir, config: Config) -> dict[str, Any]:
-    _end_all(members, grace_s=GRACE_S)
+def _conclude(
+    members: list[_Member], outcome: Outcome, run_dir: RunDir, config: Config, *, interrupts: int
+) -> dict[str, Any]:
     statuses = [member.process.returncode for member in members]
-    if state.interrupts:
-        saved = state.summary is not None
-        if not saved:
-            _write_failed(state, run_dir, config, len(members), status="interrupted")
-        where = f"; continue with: smolcluster train --resume {run_dir.path}" if saved else " before anything was saved"
-        raise Interrupted(f"interrupted{where}")
-    if all(status == 0 for status in statuses) and state.summary is not None:
-        return state.summary
+    if all(status == 0 for status in statuses) and outcome.summary is not None:
+        return outcome.summary
+    world_size = len(members)
+    stopped = Interrupted.exit_code in statuses and set(statuses) <= {0, Interrupted.exit_code}
+    if stopped or interrupts > 1:
+        if outcome.summary is None:
+            outcome.write_summary(run_dir, config, world_size=world_size, status="interrupted", members_lost=0)
+        raise outcome.interrupted(run_dir)
 
     user_errors = [m.failed for m in members if m.failed is not None and m.failed.kind == "user"]
     if user_errors:
         raise UserError(user_errors[0].message)
     culprit = find_culprit(members)
     message = describe_failure(culprit)
-    _write_failed(state, run_dir, config, len(members), error=message.splitlines()[0])
+    outcome.write_summary(run_dir, config, world_size=world_size, error=message.splitlines()[0])
     raise WorkerFailed(f"{message}\nthe whole log: {culprit.log}")
-
-
-def _write_failed(state: _State, run_dir: RunDir, config: Config, world_size: int, **fields: Any) -> None:
-    summary = failed_summary(
-        strategy=config.strategy.name,
-        world_size=world_size,
-        last_row=state.last_row,
-        wall_s=time.time() - state.started,
-        run_dir=str(run_dir.path),
-        **fields,
-    )
-    with contextlib.suppress(OSError):
-        write_summary(run_dir.summary, summary)
 
 
 def find_culprit(members: list[_Member]) -> _Member:
@@ -260,7 +237,7 @@ def find_culprit(members: list[_Member]) -> _Member:
 
     def blame(member: _Member) -> tuple[int, float]:
         victim = member.failed is not None and member.failed.kind == "peer"
-        healthy = member.died is None or member.process.returncode in (0, 130)
+        healthy = member.died is None or member.process.returncode in (0, Interrupted.exit_code)
         return (2 if healthy else 1 if victim else 0, member.died or float("inf"))
 
     return min(members, key=blame)

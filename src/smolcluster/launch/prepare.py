@@ -9,10 +9,11 @@ from typing import Any
 
 from smolcluster.config import Config, load_config, resolve
 from smolcluster.engine.run_dir import Resume, RunDir, find_resume, new_run_dir
-from smolcluster.errors import UserError
+from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.registry import check_name
 
 DEFAULT_CONFIG = "default"
+BACKENDS = ("gloo", "nccl", "mpi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,27 @@ def prepare(
     sets: Mapping[str, Any] | None = None,
     run_dir: Path | None = None,
     resume: str | None = None,
+    backend: str | None = None,
+    lead: bool = True,
 ) -> Prepared:
     """Read and check the configuration; decide where the run lives and where it starts from.
 
     Sources are YAML files, built-in names and at most one `file.py:Task`. With none: the built-in default, or the
-    configuration of the run that is resumed.
+    configuration of the run that is resumed. Only the lead rank of a job needs the files of the run: it hands them on.
     """
+    if backend is not None and backend not in BACKENDS:
+        raise unknown_name("backend", backend, BACKENDS)
     tasks = [s for s in sources if s.endswith(".py") or ".py:" in s]
     files = [s for s in sources if s not in tasks]
     if len(tasks) > 1:
         raise UserError(f"one task at a time, not {', '.join(tasks)}")
-    found: Resume | None = find_resume(resume, run_dir=run_dir) if resume is not None else None
+    found: Resume | None = None
+    if resume is not None:
+        try:
+            found = find_resume(resume, run_dir=run_dir)
+        except UserError:
+            if lead:
+                raise
     if not files and not tasks:
         files = [str(found.run.config)] if found is not None and found.run.config.is_file() else [DEFAULT_CONFIG]
 
@@ -61,11 +72,10 @@ def prepare(
         place = found.run
     else:
         place = new_run_dir(task_name(config), config.strategy.name)
-    if place.holds_a_run() and found is None:
-        raise UserError(
-            f"{place.path} already holds a run; continue it with --resume {place.path}, or choose another --run-dir"
-        )
-    return Prepared(config=config, workers=workers, run_dir=place, resume=found.source if found is not None else None)
+    if lead:
+        place.check_free(resume=found is not None)
+    source = found.source if found is not None else resume
+    return Prepared(config=config, workers=workers, run_dir=place, resume=None if source is None else Path(source))
 
 
 def task_name(config: Config) -> str:

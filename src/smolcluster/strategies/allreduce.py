@@ -27,7 +27,6 @@ distributed ML via a stale synchronous parallel parameter server", 2013.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -38,9 +37,10 @@ from torch import Tensor
 from smolcluster.comm.buckets import GradientBuckets
 from smolcluster.comm.group import gather_json
 from smolcluster.compute.replica import Batch
+from smolcluster.compute.timing import Span
 from smolcluster.errors import UserError
 from smolcluster.strategies.base import Cost, Node, Options, Shape, State, StepReport
-from smolcluster.strategies.replicated import Replicated
+from smolcluster.strategies.replicated import Replicated, train_alone
 from smolcluster.tasks.base import Task
 
 
@@ -91,6 +91,8 @@ class AllReduce(Replicated):
         self._stop = _DelayedFlag(self.context.device)
 
     def step(self, batch: Batch) -> StepReport:
+        if self._group.size == 1 and self._num_slots == 1:
+            return train_alone(self.replica, batch, stop=self.context.stop_requested())
         replica, slot = self.replica, self._sent % self._num_slots
         rate, staleness = replica.learning_rate, self._sent - replica.updates
 
@@ -105,9 +107,9 @@ class AllReduce(Replicated):
         self._sent += 1
 
         # The oldest gradient in flight, once there are more than K of them.
-        norm, comm_s, stop = None, 0.0, False
+        norm, comm, stop = None, None, False
         if self._sent - replica.updates > self.options.staleness_bound:
-            norm, comm_s, stop = self._apply_oldest()
+            norm, comm, stop = self._apply_oldest()
         return StepReport(
             loss=loss,
             grad_norm=norm,
@@ -115,19 +117,19 @@ class AllReduce(Replicated):
             samples=batch.samples,
             tokens=batch.tokens,
             staleness=staleness,
-            comm_s=comm_s,
+            comm=comm,
             stop=stop,
         )
 
-    def _apply_oldest(self) -> tuple[Tensor, float, bool]:
+    def _apply_oldest(self) -> tuple[Tensor, Span, bool]:
         slot = self.replica.updates % self._num_slots
-        started = time.perf_counter()
+        comm = Span(self.context.device)
         self._buckets.wait(slot)
-        comm_s = time.perf_counter() - started
+        comm.end()
         stop = self._stop.read(self._buckets.stop_count(slot))
         self._buckets.give(slot)
         norm = self.replica.apply(scale=self._buckets.scale_of(slot))
-        return norm, comm_s, stop
+        return norm, comm, stop
 
     def drain(self) -> None:
         while self.replica.updates < self._sent:
@@ -140,9 +142,12 @@ class AllReduce(Replicated):
 
     def _broadcast(self, tensors: dict[str, Tensor]) -> None:
         """Rank 0's values for everybody."""
-        works = [self._group.broadcast(t, source=0) for t in tensors.values() if t.numel()]
-        for work in works:
-            work.wait()
+        for tensor in tensors.values():
+            if tensor.numel():
+                exchanged = tensor.to(self._group.buffer_device(tensor.device))
+                self._group.broadcast(exchanged, source=0).wait()
+                if exchanged is not tensor:
+                    tensor.copy_(exchanged)
 
     def _check_same_model(self) -> None:
         """A rank with another model would end the run in the backend, without a word."""

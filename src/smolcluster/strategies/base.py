@@ -20,6 +20,7 @@ from smolcluster.comm.group import Group
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.rng import seed_everything
+from smolcluster.compute.timing import Span
 from smolcluster.config.schema import Config
 from smolcluster.tasks.base import Task
 
@@ -80,7 +81,7 @@ class StepReport:
     samples: int
     tokens: int
     staleness: int = 0
-    comm_s: float = 0.0
+    comm: Span | None = None  # waiting for other ranks, as far as computing did not hide it
     stop: bool = False  # every rank leaves after this step
 
 

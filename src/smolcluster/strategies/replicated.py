@@ -1,11 +1,11 @@
-"""What every strategy with a whole model on each worker shares: saving and loading are those of its replica."""
+"""What every strategy with a whole model on each worker shares: saving and loading, and the step that needs nobody."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from smolcluster.compute.replica import Replica
-from smolcluster.strategies.base import State, Strategy, build_replica
+from smolcluster.compute.replica import Batch, Replica
+from smolcluster.strategies.base import State, StepReport, Strategy, build_replica
 from smolcluster.tasks.base import Task
 
 
@@ -28,3 +28,13 @@ class Replicated(Strategy):
 
     def gradient_norms(self) -> dict[str, Tensor]:
         return self.replica.gradient_norms
+
+
+def train_alone(replica: Replica, batch: Batch, *, stop: bool) -> StepReport:
+    """One step of a worker without peers."""
+    rate = replica.learning_rate
+    loss = replica.compute(batch)
+    norm = replica.apply()
+    return StepReport(
+        loss=loss, grad_norm=norm, learning_rate=rate, samples=batch.samples, tokens=batch.tokens, stop=stop
+    )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from smolcluster.compute.replica import Batch
 from smolcluster.errors import UserError
 from smolcluster.strategies.base import Cost, Node, Options, Seat, Shape, StepReport
-from smolcluster.strategies.replicated import Replicated
+from smolcluster.strategies.replicated import Replicated, train_alone
 
 
 class Single(Replicated):
@@ -43,14 +43,4 @@ class Single(Replicated):
         )
 
     def step(self, batch: Batch) -> StepReport:
-        rate = self.replica.learning_rate
-        loss = self.replica.compute(batch)
-        norm = self.replica.apply()
-        return StepReport(
-            loss=loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            samples=batch.samples,
-            tokens=batch.tokens,
-            stop=self.context.stop_requested(),
-        )
+        return train_alone(self.replica, batch, stop=self.context.stop_requested())

@@ -1,0 +1,65 @@
+"""What became of a run: remembered from its events, told at its end. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from smolcluster.config.schema import Config
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.summary import failed_summary, write_summary
+from smolcluster.errors import SmolclusterError
+from smolcluster.observe.events import Event, Failed, RunFinished, StepLogged, plain
+
+_KEPT = ("step", "samples", "tokens", "loss", "val_loss", "bytes_sent", "bytes_received")
+
+
+class Interrupted(SmolclusterError):
+    """The user stopped the run."""
+
+    exit_code = 130
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A sink that keeps what the last message and summary.json are made of."""
+
+    summary: dict[str, Any] | None = None
+    failed: Failed | None = None
+    last_row: dict[str, Any] | None = None
+    started: float = field(default_factory=time.time)
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case RunFinished():
+                self.summary = event.summary
+            case Failed():
+                self.failed = event
+            case StepLogged(rank=0):
+                self.last_row = plain({name: getattr(event, name) for name in _KEPT})
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def interrupted(self, run_dir: RunDir) -> Interrupted:
+        """The message for a run that was stopped, honest about what is left of it."""
+        if run_dir.has_checkpoints():
+            return Interrupted(f"interrupted; continue with: smolcluster train --resume {run_dir.path}")
+        return Interrupted("interrupted; nothing was saved")
+
+    def write_summary(self, run_dir: RunDir, config: Config, *, world_size: int, **fields: Any) -> None:
+        """summary.json of a run that did not come to its end. A full disk must not hide why."""
+        summary = failed_summary(
+            strategy=config.strategy.name,
+            world_size=world_size,
+            last_row=self.last_row,
+            wall_s=time.time() - self.started,
+            run_dir=str(run_dir.path),
+            **fields,
+        )
+        with contextlib.suppress(OSError):
+            write_summary(run_dir.summary, summary)

@@ -1,0 +1,206 @@
+"""The real command in temporary folders, and ways to wait for what it does.
+
+Nothing here sleeps and hopes: `eventually` asks until the answer is yes, and gives up loudly at a deadline. Every process
+that a test starts is ended with it, by its id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# A GPT of 22 thousand parameters on the embedded text: a step takes milliseconds.
+TINY = (
+    *("model.model_dim=32", "model.num_layers=1", "model.num_heads=2", "model.max_seq_len=32"),
+    *("training.batch_size=4", "training.eval_batches=2", "training.device=cpu", "logging.log_interval=1"),
+)
+# What would change how the command behaves, left over from whoever runs the tests.
+_FOREIGN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SMOLCLUSTER_TOKEN"),
+    *(
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "PY_COLORS",
+        "CLICOLOR",
+        "CLICOLOR_FORCE",
+        "GITHUB_ACTIONS",
+        "TERM",
+        "COLUMNS",
+        "LINES",
+    ),
+)
+
+
+def eventually(question: Callable[[], T | None], *, within_s: float = 30.0, what: str) -> T:
+    """The first answer that is neither None nor false."""
+    deadline = time.monotonic() + within_s
+    while True:
+        answer = question()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
+        time.sleep(0.005)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+    def ok(self) -> Ended:
+        assert self.status == 0, f"exit status {self.status}\n{self.out}\n{self.err}"
+        return self
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, told from a later one with the same id by when it started. Linux only."""
+
+    pid: int
+    started: str
+
+    def alive(self) -> bool:
+        stat = _stat(self.pid)
+        return stat is not None and stat[19] == self.started and stat[0] != "Z"
+
+    def state(self) -> str | None:
+        stat = _stat(self.pid)
+        return stat[0] if stat is not None and stat[19] == self.started else None
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        if self.alive():
+            os.kill(self.pid, number)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """/proc/<pid>/stat after the name: state, parent, ...; the start time is number 19."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def children(pid: int) -> list[Process]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (stat := _stat(int(folder.name))) is not None and stat[1] == str(pid):
+            found.append(Process(int(folder.name), stat[19]))
+    return [process for process in found if process.alive()]
+
+
+class Running:
+    """A command under way. Its output goes to files, so that no pipe can fill up."""
+
+    def __init__(
+        self, arguments: list[str], *, cwd: Path, env: dict[str, str], output: Path, group: bool = False
+    ) -> None:
+        self._out, self._err = output.with_suffix(".out"), output.with_suffix(".err")
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                arguments, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=group
+            )
+        self._workers: dict[int, Process] = {}
+
+    @property
+    def output(self) -> str:
+        return self._out.read_text(encoding="utf-8", errors="replace")
+
+    def workers(self, count: int) -> list[Process]:
+        """Its `count` worker processes, in rank order: the launcher starts them so."""
+
+        def all_there() -> list[Process] | None:
+            assert self.process.poll() is None, f"the command has ended: {self.end()}"
+            for child in children(self.process.pid):
+                self._workers[child.pid] = child
+            return list(self._workers.values()) if len(self._workers) >= count else None
+
+        found = eventually(all_there, what=f"{count} workers")
+        return sorted(found, key=lambda process: (int(process.started), process.pid))
+
+    def until(self, question: Callable[[], T | None], *, what: str, within_s: float = 60.0) -> T:
+        """Like `eventually`, but a command that ends in the meantime is an error at once."""
+
+        def ask() -> T | None:
+            answer = question()
+            assert answer or self.process.poll() is None, f"{what}: the command has ended: {self.end()}"
+            return answer
+
+        return eventually(ask, within_s=within_s, what=what)
+
+    def end(self, *, within_s: float = 60.0) -> Ended:
+        status = self.process.wait(within_s)
+        out, err = (p.read_text(encoding="utf-8", errors="replace") for p in (self._out, self._err))
+        return Ended(status, out, err)
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Smol:
+    """`python -m smolcluster ...`, as a user would type it."""
+
+    def __init__(self, cache: Path, output: Path) -> None:
+        kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+        self.env = kept | {"OMP_NUM_THREADS": "1", "SMOLCLUSTER_CACHE": str(cache), "PYTHONIOENCODING": "utf-8"}
+        self._output = output
+        self._count = itertools.count()
+        self._stack = contextlib.ExitStack()
+
+    def start(
+        self,
+        *arguments: str | Path,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        python: tuple[str, ...] = ("-m", "smolcluster"),
+        group: bool = False,
+    ) -> Running:
+        """`python` is what the interpreter is given; `group`: in a process group of its own, like a job in a terminal."""
+        command = [sys.executable, *python, *map(str, arguments)]
+        output = self._output / f"command-{next(self._count)}"
+        running = Running(command, cwd=cwd, env=self.env | dict(env or {}), output=output, group=group)
+        self._stack.callback(running.close)
+        return running
+
+    def run(self, *arguments: str | Path, cwd: Path, within_s: float = 90.0, **options: Any) -> Ended:
+        running = self.start(*arguments, cwd=cwd, **options)
+        try:
+            return running.end(within_s=within_s)
+        finally:
+            running.close()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The whole rows of metrics.jsonl so far."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (run_dir / "metrics.jsonl").read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    return summary

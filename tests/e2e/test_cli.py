@@ -1,0 +1,399 @@
+"""The command line as the contract gives it: help, configurations, a whole run directory, ranks, resuming."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.e2e.command import TINY, Ended, Smol, read_rows, read_summary
+
+STEPS = 8
+COMMANDS = ["", "train", "strategies", "config", "config check", "config show", "config schema"]
+ROW = (
+    *("step", "rank", "role", "host", "time", "loss", "lr", "grad_norm", "samples", "tokens", "tokens_per_s"),
+    *("step_time_s", "compute_s", "comm_s", "bytes_sent", "bytes_received", "staleness"),
+)
+SUMMARY = (
+    *("status", "strategy", "workers", "world_size", "steps", "samples", "tokens", "wall_s", "tokens_per_s"),
+    *("train_loss", "val_loss", "val_accuracy", "bytes_sent", "bytes_received", "staleness_mean", "staleness_max"),
+    *("stale_rejected", "restarts", "members_lost", "members_joined", "peak_memory_bytes"),
+    *("weights_sha256", "checkpoint"),
+)
+# The same run in every test of this file, whoever starts its ranks.
+SETTINGS = (*TINY, "training.checkpoint_steps=4", "training.eval_steps=4")
+# Makes the import of torch an error in every process but a worker.
+GUARD = """
+import sys
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" or name.startswith("torch."):
+            raise AssertionError("the launcher imports torch")
+
+if "smolcluster.engine.process" not in sys.orig_argv:
+    sys.meta_path.insert(0, Guard())
+"""
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("guard")
+    (folder / "sitecustomize.py").write_text(GUARD, encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
+def is_plain(text: str) -> bool:
+    """No escape codes, no carriage returns, no bar."""
+    return not re.search("[\x1b\r\u2501\u2588]", text)
+
+
+# Commands that train nothing
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_needs_no_torch(
+    smol: Smol, tmp_path: Path, guard: dict[str, str], command: str
+) -> None:
+    ended = smol.run(*command.split(), "--help", cwd=tmp_path, env=guard).ok()
+    assert "Example" in ended.out
+    assert f"smolcluster {command}".strip() in " ".join(ended.out.split())
+    assert is_plain(ended.out)
+    assert ended.err == ""
+
+
+def test_the_guard_would_notice(smol: Smol, tmp_path: Path, guard: dict[str, str]) -> None:
+    ended = smol.run("strategies", cwd=tmp_path, env=guard)
+    assert "the launcher imports torch" in ended.err
+
+
+def test_version_by_every_name(smol: Smol, tmp_path: Path) -> None:
+    expected = "smolcluster 0.1.0\n"
+    assert smol.run("--version", cwd=tmp_path).ok().out == expected
+    scripts = Path(sysconfig.get_path("scripts"))
+    for name in ("smolcluster", "smol"):
+        if (scripts / name).is_file():
+            out = subprocess.run([scripts / name, "--version"], capture_output=True, text=True, check=True).stdout
+            assert out == expected
+
+
+def test_strategies(smol: Smol, tmp_path: Path) -> None:
+    text = smol.run("strategies", cwd=tmp_path).ok().out
+    listed = json.loads(smol.run("strategies", "--json", cwd=tmp_path).ok().out)
+    by_name = {strategy["name"]: strategy for strategy in listed}
+    assert {"single", "allreduce"} <= set(by_name)
+    assert "classicdp" in by_name["allreduce"]["aliases"]
+    assert "staleness_bound" in by_name["allreduce"]["options"]
+    for strategy in listed:
+        assert strategy["summary"] in text
+        assert set(strategy) == {"name", "algorithm", "aliases", "summary", "options"}
+
+
+def test_config_check_show_and_schema(smol: Smol, tmp_path: Path, guard: dict[str, str]) -> None:
+    (tmp_path / "mine.yaml").write_text("training:\n  batch_size: 3\n  steps: 7\n", encoding="utf-8")
+    (tmp_path / "yours.yaml").write_text("training:\n  steps: 9\n", encoding="utf-8")
+    ended = smol.run("config", "check", "gpt", "mine.yaml", cwd=tmp_path, env=guard).ok()
+    assert ended.out == "gpt, mine.yaml: ok\n"
+
+    # Later ones win, then overrides: several in one go and again.
+    overrides = ("--override", "model.num_layers=2", "seed=5", "--override", "model.dropout=0.3")
+    ended = smol.run("config", "show", "gpt", "mine.yaml", "yours.yaml", *overrides, cwd=tmp_path, env=guard).ok()
+    shown = yaml.safe_load(ended.out)
+    assert (shown["training"]["batch_size"], shown["training"]["steps"], shown["training"]["seed"]) == (3, 9, 5)
+    assert (shown["model"]["num_layers"], shown["model"]["dropout"], shown["model"]["model_dim"]) == (2, 0.3, 256)
+
+    default = yaml.safe_load(smol.run("config", "show", cwd=tmp_path, env=guard).ok().out)
+    assert (default["data"]["name"], default["cluster"]["num_workers"]) == ("embedded", 2)
+
+    schema = json.loads(smol.run("config", "schema", cwd=tmp_path, env=guard).ok().out)
+    assert set(schema["properties"]) == set(shown)
+
+
+def test_a_dry_run_writes_nothing(smol: Smol, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("model: {model_dim: 16, num_heads: 2, max_seq_len: 16}\n", encoding="utf-8")
+    ended = smol.run("train", "gpt", "small.yaml", "--workers", "3", "--dry-run", cwd=tmp_path).ok()
+    plan = ended.out
+    assert yaml.safe_load(plan)["model"]["model_dim"] == 16
+    assert "strategy allreduce on 3 worker(s)" in plan
+    assert "rank 2: worker" in plan
+    assert re.search(r"# run directory: runs.gpt-allreduce-\d{8}-\d{6}\n", plan)
+    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
+
+
+# A run and its directory
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    ended: Ended
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "runs" / "base"
+
+    @property
+    def sha256(self) -> str:
+        return str(read_summary(self.path)["weights_sha256"])
+
+
+@pytest.fixture(scope="module")
+def base(smol: Smol, guard: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Eight steps on two workers, by our launcher, in runs/base. The launcher itself may not import torch."""
+    folder = tmp_path_factory.mktemp("base")
+    command = ("train", "--workers", "2", "--steps", str(STEPS), "--run-dir", "runs/base", "--override", *SETTINGS)
+    return Run(folder, smol.run(*command, cwd=folder, env=guard).ok())
+
+
+def test_the_run_directory_is_complete(base: Run) -> None:
+    assert {path.name for path in base.path.iterdir() if not path.name.startswith(".")} == {
+        *("config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "logs"),
+    }
+    checkpoints = base.path / "checkpoints"
+    steps = sorted(path.name for path in checkpoints.glob("step-*"))
+    assert steps == [f"step-{step:08d}" for step in (4, 8)]
+    for name in steps:
+        manifest = json.loads((checkpoints / name / "manifest.json").read_text(encoding="utf-8"))
+        assert manifest["step"] == int(name.removeprefix("step-"))
+        assert set(manifest["files"]) == {"weights.safetensors", "optimizer.safetensors", "state.json"}
+    assert (checkpoints / "latest").read_text(encoding="utf-8") == "step-00000008\n"
+    assert (checkpoints / "best").read_text(encoding="utf-8").strip() in steps
+
+
+def test_the_configuration_is_kept_resolved(smol: Smol, base: Run) -> None:
+    config = yaml.safe_load((base.path / "config.yaml").read_text(encoding="utf-8"))
+    assert config["training"]["steps"] == STEPS
+    assert config["training"]["seed"] == 42
+    assert config["model"]["ff_dim"] == 128
+    assert config["cluster"]["num_workers"] == 2
+    smol.run("config", "check", base.path / "config.yaml", cwd=base.folder).ok()
+
+
+def test_metrics_have_a_row_per_step_and_rank(base: Run) -> None:
+    rows = read_rows(base.path)
+    assert sorted((row["step"], row["rank"]) for row in rows) == [(s, r) for s in range(1, STEPS + 1) for r in (0, 1)]
+    for row in rows:
+        assert set(ROW) <= set(row)
+        assert row["role"] == "worker"
+        assert row["samples"] == 4 * row["step"]
+        assert row["tokens"] == 32 * row["samples"]
+    assert {row["step"] for row in rows if "val_loss" in row} == {4, 8}
+    assert all("val_ppl" in row for row in rows if "val_loss" in row)
+
+
+def test_the_summary_adds_up(base: Run) -> None:
+    summary, rows = read_summary(base.path), read_rows(base.path)
+    assert set(SUMMARY) <= set(summary)
+    assert (summary["status"], summary["strategy"]) == ("finished", "allreduce")
+    assert (summary["workers"], summary["world_size"], summary["steps"]) == (2, 2, STEPS)
+    assert (summary["samples"], summary["tokens"]) == (2 * 4 * STEPS, 2 * 4 * STEPS * 32)
+    last = [row for row in rows if row["step"] == STEPS]
+    assert summary["train_loss"] == pytest.approx(sum(row["loss"] for row in last) / 2)
+    assert summary["val_loss"] == pytest.approx(last[0]["val_loss"])
+    assert summary["bytes_sent"] == summary["bytes_received"] > 0
+    assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
+    assert (base.folder / summary["checkpoint"]).name == "step-00000008"
+
+
+def test_logs_are_json_lines_by_rank(base: Run) -> None:
+    host = socket.gethostname()
+    files = {path.name: path for path in (base.path / "logs").iterdir()}
+    assert set(files) == {f"worker-rank{rank}-{host}.log" for rank in (0, 1)}
+    for rank in (0, 1):
+        lines = files[f"worker-rank{rank}-{host}.log"].read_text(encoding="utf-8").splitlines()
+        assert lines
+        for line in map(json.loads, lines):
+            assert {"time", "level", "message"} <= set(line)
+            assert (line["role"], line["rank"], line["host"]) == ("worker", rank, host)
+
+
+def test_a_pipe_gets_plain_lines(base: Run) -> None:
+    assert is_plain(base.ended.out)
+    assert base.ended.err == ""
+    assert "gpt | allreduce | 2 workers" in base.ended.out
+    for step in range(1, STEPS + 1):
+        assert len(re.findall(rf"^step {step}/{STEPS}  loss \d", base.ended.out, flags=re.MULTILINE)) == 1
+
+
+def on_a_terminal(smol: Smol, *arguments: str, cwd: Path, **env: str) -> str:
+    """The command with a terminal for its output; returns all that it wrote there."""
+    pty = pytest.importorskip("pty")
+    master, slave = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "smolcluster", *arguments],
+            cwd=cwd,
+            env=smol.env | {"TERM": "xterm-256color", **env},
+            stdin=subprocess.DEVNULL,
+            stdout=slave,
+            stderr=slave,
+        )
+        os.close(slave)
+        written = b""
+        with contextlib.suppress(OSError):  # how Linux says that nobody has the other end any more
+            while block := os.read(master, 65536):
+                written += block
+        assert process.wait(60) == 0, written.decode()
+    finally:
+        os.close(master)
+    return written.decode(errors="replace")
+
+
+def test_a_terminal_gets_a_picture_unless_no_color_is_set(smol: Smol, tmp_path: Path) -> None:
+    """The second run continues the first, with more steps than it had."""
+    settings = ("--override", *TINY)
+    plain = on_a_terminal(smol, "train", "--workers", "1", "--steps", "2", *settings, cwd=tmp_path, NO_COLOR="1")
+    assert "\x1b" not in plain
+    assert "step 2/2  loss" in plain
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"gpt-single-\d{8}-\d{6}", run_dir.name)
+
+    live = on_a_terminal(smol, "train", "--resume", "latest", "--steps", "5", cwd=tmp_path)
+    assert "\x1b[" in live
+    assert [row["step"] for row in read_rows(run_dir)] == [1, 2, 3, 4, 5]
+    assert read_summary(run_dir)["steps"] == 5
+    assert yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["training"]["steps"] == 5
+
+
+def test_the_flags_of_the_multi_node_guide(smol: Smol, tmp_path: Path) -> None:
+    """They are other names for keys; and --world-size without --rank is --workers."""
+    flags = (
+        *("--world-size", "2", "--no-nccl", "--mixed-precision", "--use-gradient-checkpointing"),
+        *("--hidden-size", "16", "--layers", "2", "--attention-heads", "2", "--max-seq-length", "16"),
+        *("--vocab-size", "300", "--learning-rate", "0.002", "--batch-size", "3", "--epochs", "1"),
+        *("--gradient-clip-norm", "0.5", "--save-interval", "2", "--steps", "3", "--seed", "7"),
+    )
+    fixed = ("--override", "training.device=cpu", "training.eval_batches=1")
+    smol.run("train", "gpt", *flags, *fixed, cwd=tmp_path).ok()
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("gpt-allreduce-")
+    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    wanted: dict[str, dict[str, Any]] = {
+        "model": {"model_dim": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 16, "vocab_size": 300},
+        "training": {
+            **{"learning_rate": 0.002, "batch_size": 3, "epochs": 1, "grad_clip_norm": 0.5, "checkpoint_steps": 2},
+            **{"steps": 3, "seed": 7, "precision": "bf16", "gradient_checkpointing": True},
+        },
+        "cluster": {"num_workers": 2},
+    }
+    assert {name: {key: config[name][key] for key in keys} for name, keys in wanted.items()} == wanted
+    summary = read_summary(run_dir)
+    assert (summary["workers"], summary["steps"]) == (2, 3)
+    assert {path.name for path in (run_dir / "checkpoints").glob("step-*")} >= {"step-00000002", "step-00000003"}
+
+
+# Ranks that somebody else starts
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def test_ranks_started_by_hand_train_the_same_weights(smol: Smol, base: Run, tmp_path: Path) -> None:
+    port = free_port()
+    command = ("train", "--world-size", "2", "--master-port", port, "--steps", str(STEPS), "--run-dir", "run")
+    ranks = [smol.start(*command, "--rank", str(rank), "--override", *SETTINGS, cwd=tmp_path) for rank in (0, 1)]
+    ended = [rank.end(within_s=90).ok() for rank in ranks]
+    assert read_summary(tmp_path / "run")["weights_sha256"] == base.sha256
+    assert len(read_rows(tmp_path / "run")) == 2 * STEPS
+    assert f"step {STEPS}/{STEPS}" in ended[0].out
+    assert [each.err for each in ended] == ["", ""]
+
+
+def test_torchrun_trains_the_same_weights(smol: Smol, base: Run, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "smolcluster")
+    command = ("train", "--steps", str(STEPS), "--run-dir", "run", "--override", *SETTINGS)
+    smol.run(*command, cwd=tmp_path, python=torchrun).ok()
+    assert read_summary(tmp_path / "run")["weights_sha256"] == base.sha256
+    assert sorted({row["rank"] for row in read_rows(tmp_path / "run")}) == [0, 1]
+
+
+def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
+    port = free_port()
+    command = ("train", "--world-size", "2", "--master-port", port, "--steps", "2", "--run-dir", "run")
+    ranks = [
+        smol.start(
+            *command, "--rank", str(rank), "--override", *TINY, f"training.learning_rate=0.{rank + 1}", cwd=tmp_path
+        )
+        for rank in (0, 1)
+    ]
+    ended = [rank.end(within_s=90) for rank in ranks]
+    assert ended[1].status == 2
+    expected = "training.learning_rate is 0.2 on rank 1 and 0.1 on rank 0; start all ranks alike"
+    assert ended[1].err == f"smolcluster: {expected}\n"
+    assert ended[0].status != 0
+
+
+# Resuming
+
+
+@pytest.fixture(scope="module")
+def halfway(base: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a copy of the run as a crash after step 4 might have left it: later rows are there, later checkpoints not."""
+
+    def copy(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        shutil.copytree(base.path, folder / "runs" / "copy")
+        shutil.rmtree(folder / "runs" / "copy" / "checkpoints" / "step-00000008")
+        (folder / "runs" / "copy" / "summary.json").unlink()
+        return folder
+
+    return copy
+
+
+def test_resume_latest_replaces_later_rows(smol: Smol, base: Run, halfway: Callable[[str], Path]) -> None:
+    folder = halfway("latest")
+    ended = smol.run("train", "--resume", "latest", cwd=folder).ok()
+    run_dir = folder / "runs" / "copy"
+    assert "resumed at step 4; 8 rows logged after it are dropped" in ended.out
+    rows, original = read_rows(run_dir), read_rows(base.path)
+    assert sorted((r["step"], r["rank"]) for r in rows) == sorted((r["step"], r["rank"]) for r in original)
+    by_place = {(row["step"], row["rank"]): row for row in original}
+    for row in rows:
+        before = by_place[row["step"], row["rank"]]
+        assert (row["loss"], row["samples"], row["lr"]) == (before["loss"], before["samples"], before["lr"])
+    assert read_summary(run_dir)["weights_sha256"] == base.sha256
+    assert (run_dir / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_resume_a_checkpoint_in_a_new_directory(smol: Smol, base: Run) -> None:
+    before = {path: path.stat().st_mtime_ns for path in base.path.rglob("*")}
+    checkpoint = "runs/base/checkpoints/step-00000004"
+    smol.run("train", "--resume", checkpoint, "--run-dir", "elsewhere", cwd=base.folder).ok()
+    run_dir = base.folder / "elsewhere"
+    assert {row["step"] for row in read_rows(run_dir)} == {5, 6, 7, 8}
+    assert read_summary(run_dir)["weights_sha256"] == base.sha256
+    assert {path: path.stat().st_mtime_ns for path in base.path.rglob("*")} == before
+
+
+def test_resume_with_another_number_of_workers(smol: Smol, base: Run, halfway: Callable[[str], Path]) -> None:
+    """One worker with the whole batch reads what two would have read, so it goes on along the same curve."""
+    folder = halfway("alone")
+    smol.run("train", "--resume", "runs/copy", "--workers", "1", "--batch-size", "8", cwd=folder).ok()
+    run_dir = folder / "runs" / "copy"
+
+    def global_losses(path: Path) -> dict[int, float]:
+        losses: dict[int, list[float]] = {}
+        for row in read_rows(path):
+            losses.setdefault(row["step"], []).append(row["loss"])
+        return {step: sum(values) / len(values) for step, values in losses.items() if step > 4}
+
+    # Sums are taken in another order, in fp32.
+    assert global_losses(run_dir) == pytest.approx(global_losses(base.path), rel=1e-5)
+    states = [path / "checkpoints" / "step-00000008" / "state.json" for path in (run_dir, base.path)]
+    positions = [json.loads(state.read_text(encoding="utf-8"))["sampler"]["position"] for state in states]
+    assert positions == [8 * STEPS, 8 * STEPS]
+    assert read_summary(run_dir)["workers"] == 1

@@ -1,0 +1,350 @@
+"""Launching and dying: whatever ends a run, it ends quickly, says why, leaves no process behind, and can go on later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.command import TINY, Ended, Process, Running, Smol, eventually, read_rows, read_summary
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc")
+
+STEPS = 120
+TASKS = '''
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from smolcluster import Task
+
+
+class Endless(Task):
+    def model(self):
+        return nn.Linear(4, 1)
+
+    def train_data(self):
+        return (torch.randn(4096, 4),)
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().mean()
+
+
+class Cursed(Endless):
+    """Rank 1 fails in its third step."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == 3 and dist.get_rank() == 1:
+            raise ValueError("the third batch is cursed")
+        return super().loss(model, batch)
+
+
+class Stuck(Endless):
+    """Hangs in its third step."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        while self.calls == 3:
+            time.sleep(0.01)
+        return super().loss(model, batch)
+'''
+FOREVER = ("--steps", "1000000", "--override", "logging.log_interval=1", "training.device=cpu", "training.batch_size=4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("launch")
+    (path / "tasks.py").write_text(TASKS, encoding="utf-8")
+    return path
+
+
+def train_gpt(name: str, *, workers: int) -> list[str]:
+    """A run of `STEPS` steps with dropout, which saves every five."""
+    settings = ["model.dropout=0.1", "training.checkpoint_steps=5", "training.eval_steps=50"]
+    where = ["--run-dir", f"runs/{name}", "--workers", str(workers), "--steps", str(STEPS)]
+    return ["train", *where, "--override", *TINY, *settings]
+
+
+def wait_for_step(running: Running, run_dir: Path, step: int, *, ranks: int = 1) -> None:
+    """Until every rank has logged a step as late as this one."""
+
+    def reached() -> bool:
+        last = {row["rank"]: row["step"] for row in read_rows(run_dir)}
+        return len(last) == ranks and min(last.values()) >= step
+
+    running.until(reached, what=f"step {step}")
+
+
+def all_gone(processes: list[Process], *, within_s: float) -> None:
+    eventually(lambda: not any(p.alive() for p in processes), within_s=within_s, what="every worker to leave")
+
+
+# A worker dies
+
+
+def test_a_killed_worker_ends_the_run_with_one_message(smol: Smol, folder: Path) -> None:
+    run_dir = folder / "runs" / "killed-worker"
+    running = smol.start("train", "tasks.py:Endless", "--workers", "3", "--run-dir", run_dir, *FOREVER, cwd=folder)
+    workers = running.workers(3)
+    wait_for_step(running, run_dir, 5, ranks=3)
+    rank = random.randrange(3)
+    killed = time.monotonic()
+    workers[rank].kill()
+    ended = running.end(within_s=10)
+
+    assert time.monotonic() - killed < 5
+    assert ended.status == 1
+    assert f"worker rank {rank} failed: killed by SIGKILL" in ended.err
+    assert ended.err.count("failed") == 1
+    assert re.search(
+        rf"  \| .*rank {rank} of 3 starts as process {workers[rank].pid}\n", ended.err
+    )  # its log's last lines
+    assert "Traceback" not in ended.err
+    all_gone(workers, within_s=1)
+    summary = read_summary(run_dir)
+    assert summary["status"] == "failed"
+    assert summary["members_lost"] == 1
+    assert summary["steps"] >= 5
+    assert f"rank {rank}" in summary["error"]
+
+
+def test_a_task_that_raises_is_quoted(smol: Smol, folder: Path) -> None:
+    run_dir = folder / "runs" / "cursed"
+    ended = smol.run("train", "tasks.py:Cursed", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
+    assert ended.status == 1
+    assert ended.err.startswith("smolcluster: worker rank 1 failed: ValueError: the third batch is cursed\n")
+    assert re.search(r'  \|   File ".*tasks\.py", line \d+, in loss\n', ended.err)
+    assert '  |     raise ValueError("the third batch is cursed")\n' in ended.err
+    assert re.search(r"\nthe whole log: .*worker-rank1-.*\.log\n$", ended.err)
+    assert read_summary(run_dir)["status"] == "failed"
+
+
+# The launcher is stopped or dies
+
+
+def test_the_second_interrupt_ends_a_run_that_is_stuck(smol: Smol, folder: Path) -> None:
+    run_dir = folder / "runs" / "stuck"
+    running = smol.start("train", "tasks.py:Stuck", "--workers", "1", "--run-dir", run_dir, *FOREVER, cwd=folder)
+    workers = running.workers(1)
+    wait_for_step(running, run_dir, 2)
+    running.process.send_signal(signal.SIGINT)
+    running.until(lambda: "once more to stop at once" in running.output, what="the answer to the first interrupt")
+    started = time.monotonic()
+    running.process.send_signal(signal.SIGINT)
+    ended = running.end(within_s=10)
+    assert time.monotonic() - started < 2
+    assert ended.status == 130
+    assert ended.err == "smolcluster: interrupted; nothing was saved\n"
+    all_gone(workers, within_s=1)
+    assert read_summary(run_dir)["status"] == "interrupted"
+
+
+def test_a_stopped_worker_cannot_survive_two_interrupts(smol: Smol, folder: Path) -> None:
+    run_dir = folder / "runs" / "frozen"
+    running = smol.start("train", "tasks.py:Endless", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
+    workers = running.workers(2)
+    wait_for_step(running, run_dir, 3, ranks=2)
+    workers[1].kill(signal.SIGSTOP)
+    eventually(lambda: workers[1].state() == "T", what="the worker to stand still")
+    running.process.send_signal(signal.SIGINT)
+    running.until(lambda: "once more to stop at once" in running.output, what="the answer to the first interrupt")
+    running.process.send_signal(signal.SIGINT)
+    assert running.end(within_s=5).status == 130
+    all_gone(workers, within_s=1)
+
+
+def test_workers_leave_when_the_launcher_is_killed(smol: Smol, folder: Path) -> None:
+    run_dir = folder / "runs" / "orphans"
+    running = smol.start("train", "tasks.py:Endless", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
+    workers = running.workers(2)
+    wait_for_step(running, run_dir, 5, ranks=2)
+    running.process.kill()
+    all_gone(workers, within_s=5)
+    # They saved before they left, so nothing is lost.
+    assert list((run_dir / "checkpoints").glob("step-*"))
+
+
+def test_an_interrupt_before_the_first_step_is_heard(smol: Smol, folder: Path) -> None:
+    """Ctrl-C reaches everything in a terminal's process group, and workers that still import torch must not die of it."""
+    run_dir = folder / "runs" / "early"
+    command = ("train", "tasks.py:Endless", "--workers", "1", "--run-dir", run_dir, *FOREVER)
+    running = smol.start(*command, cwd=folder, group=True)
+    workers = running.workers(1)
+    os.killpg(running.process.pid, signal.SIGINT)
+    ended = running.end(within_s=30)
+    assert ended.status == 130
+    assert "continue with: smolcluster train --resume" in ended.err
+    all_gone(workers, within_s=1)
+    assert read_summary(run_dir)["status"] == "interrupted"
+    assert {row["step"] for row in read_rows(run_dir)} == {1}
+
+
+# One rank by hand
+
+
+def by_hand(smol: Smol, folder: Path, name: str, rank: int, port: int) -> Running:
+    place = ("--rank", str(rank), "--world-size", "2", "--master-port", str(port), "--run-dir", f"runs/{name}")
+    return smol.start("train", "tasks.py:Endless", *place, *FOREVER, cwd=folder)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_rank_that_waits_for_the_others_can_be_interrupted(smol: Smol, folder: Path) -> None:
+    port = free_port()
+    running = by_hand(smol, folder, "lonely", 0, port)
+
+    def listens() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+        return False
+
+    running.until(listens, what="rank 0 to listen")
+    running.process.send_signal(signal.SIGINT)
+    running.until(lambda: "once more to stop at once" in running.output, what="the answer to the first interrupt")
+    running.process.send_signal(signal.SIGINT)
+    assert running.end(within_s=2).status == 130
+
+
+def test_a_rank_whose_peer_is_killed_says_so(smol: Smol, folder: Path) -> None:
+    port = free_port()
+    ranks = [by_hand(smol, folder, "widow", rank, port) for rank in (0, 1)]
+    run_dir = folder / "runs" / "widow"
+    wait_for_step(ranks[0], run_dir, 3, ranks=2)
+    ranks[1].process.kill()
+    ended = ranks[0].end(within_s=5)
+    assert ended.status == 1
+    assert ended.err.startswith("smolcluster: rank 0 failed: lost another rank: ")
+    assert ended.err.count("\n") == 1
+    summary = read_summary(run_dir)
+    assert summary["status"] == "failed"
+    assert summary["steps"] >= 3
+
+
+# Stopped, killed, damaged: the run goes on to the same weights as one that was left alone
+
+
+@pytest.fixture(scope="module")
+def weights(smol: Smol, folder: Path) -> Callable[[int], str]:
+    """The hash of the weights after an undisturbed run on so many workers. Both runs share the two cores."""
+    known: dict[int, Future[str]] = {}
+
+    def run(workers: int) -> str:
+        smol.run(*train_gpt(f"undisturbed-{workers}", workers=workers), cwd=folder).ok()
+        return str(read_summary(folder / "runs" / f"undisturbed-{workers}")["weights_sha256"])
+
+    pool = ThreadPoolExecutor(max_workers=1)
+    for workers in (1, 2):
+        known[workers] = pool.submit(run, workers)
+    pool.shutdown(wait=False)
+    return lambda workers: known[workers].result()
+
+
+def check_whole(run_dir: Path, *, workers: int) -> dict[str, Any]:
+    """Every step is there once, and the summary is that of a finished run."""
+    steps: dict[int, list[int]] = {}
+    for row in read_rows(run_dir):
+        steps.setdefault(row["rank"], []).append(row["step"])
+    assert steps[0] == list(range(1, STEPS + 1))
+    for rank in range(1, workers):
+        # Its row of the checkpoint's own step may have been lost with it.
+        assert len(set(steps[rank])) == len(steps[rank]) >= STEPS - 1
+    summary = read_summary(run_dir)
+    assert (summary["status"], summary["steps"], summary["workers"]) == ("finished", STEPS, workers)
+    return summary
+
+
+def resumed(ended: Ended) -> int:
+    match = re.search(r"resumed at step (\d+)", ended.ok().out)
+    assert match is not None, ended.out
+    return int(match[1])
+
+
+@pytest.mark.parametrize(("workers", "number"), [(2, signal.SIGINT), (1, signal.SIGTERM)])
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
+    smol: Smol, folder: Path, weights: Callable[[int], str], workers: int, number: signal.Signals
+) -> None:
+    run_dir = folder / "runs" / f"interrupted-{number.name}"
+    running = smol.start(*train_gpt(run_dir.name, workers=workers), cwd=folder)
+    processes = running.workers(workers)
+    wait_for_step(running, run_dir, 20, ranks=workers)
+    running.process.send_signal(number)
+    ended = running.end()
+
+    assert ended.status == 130
+    assert ended.err == f"smolcluster: interrupted; continue with: smolcluster train --resume runs/{run_dir.name}\n"
+    all_gone(processes, within_s=1)
+    summary = read_summary(run_dir)
+    assert summary["status"] == "interrupted"
+    assert 20 <= summary["steps"] < STEPS
+    assert summary["checkpoint"].endswith(f"step-{summary['steps']:08d}")
+
+    again = smol.run("train", "--resume", f"runs/{run_dir.name}", cwd=folder)
+    assert resumed(again) == summary["steps"]
+    assert check_whole(run_dir, workers=workers)["weights_sha256"] == weights(workers)
+
+
+def kill_everything(running: Running, processes: list[Process]) -> None:
+    os.kill(running.process.pid, signal.SIGKILL)
+    for process in processes:
+        process.kill()
+    running.process.wait()
+    all_gone(processes, within_s=5)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_killed_at_a_random_step_goes_on_bitwise(
+    smol: Smol, folder: Path, weights: Callable[[int], str], workers: int
+) -> None:
+    run_dir = folder / "runs" / f"killed-{workers}"
+    step = random.randrange(15, STEPS - 30)
+    running = smol.start(*train_gpt(run_dir.name, workers=workers), cwd=folder)
+    processes = running.workers(workers)
+    wait_for_step(running, run_dir, step, ranks=workers)
+    kill_everything(running, processes)
+    assert not (run_dir / "summary.json").exists()
+    damaged_dir = folder / "runs" / "damaged"
+    if workers == 1:
+        shutil.copytree(run_dir, damaged_dir)
+
+    again = smol.run("train", "--resume", "latest", "--run-dir", f"runs/{run_dir.name}", cwd=folder)
+    assert 5 <= resumed(again) < STEPS
+    assert check_whole(run_dir, workers=workers)["weights_sha256"] == weights(workers), f"killed at step {step}"
+
+    if workers == 1:
+        go_on_from_a_damaged_checkpoint(smol, folder, damaged_dir, weights(workers))
+
+
+def go_on_from_a_damaged_checkpoint(smol: Smol, folder: Path, run_dir: Path, sha256: str) -> None:
+    """One flipped bit in the newest checkpoint: it is named, the one before it is used."""
+    *_, before, newest = sorted((run_dir / "checkpoints").glob("step-*"))
+    file = newest / "weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+
+    again = smol.run("train", "--resume", f"runs/{run_dir.name}", cwd=folder)
+    assert resumed(again) == int(before.name.removeprefix("step-"))
+    error = next(line for line in again.out.splitlines() if "is damaged" in line)
+    assert error.startswith("error: rank 0: ")
+    assert f"{newest.name}/weights.safetensors" in error
+    assert check_whole(run_dir, workers=1)["weights_sha256"] == sha256

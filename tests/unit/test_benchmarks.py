@@ -1,0 +1,306 @@
+"""The benchmark harness with variants whose samples are known, and one benchmark in its smallest form."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from benchmarks import BENCHMARKS
+from benchmarks.__main__ import main
+from benchmarks.harness import Comparison, Measured, Session, Target, Variant, machine, measure, table
+from benchmarks.network import Network, check_possible, hosts, parse_rate
+from benchmarks.p7 import check_same_work
+from benchmarks.peers.bare import Recipe
+
+from smolcluster.compute.optim import warmup_cosine
+from smolcluster.errors import SmolclusterError, UserError
+
+
+def variant(name: str, samples: Iterable[float], role: str = "ours", target: Target | None = None) -> Variant:
+    values = iter(samples)
+    return Variant(name=name, run=lambda: next(values), role=role, target=target)
+
+
+def seen(ours: list[list[float]], peer: list[list[float]], *, unit: str = "s", **fields: object) -> Measured:
+    """As if these had been measured: a list of rounds per repeat."""
+    variants = [variant("peer", [], "peer"), variant("ours", [], **fields)]
+    return Measured(Comparison(name="c", variants=variants, unit=unit), {"peer": peer, "ours": ours})
+
+
+# Order
+
+
+def test_variants_take_turns_and_the_order_turns_with_every_round() -> None:
+    calls: list[str] = []
+
+    def call(name: str) -> Callable[[], float]:
+        def run() -> float:
+            calls.append(name)
+            return 1.0
+
+        return run
+
+    variants = [Variant(name=n, run=call(n), role="peer" if n == "a" else "ours") for n in "abc"]
+    measured = measure(Comparison(name="c", variants=variants, rounds=3, warmup=0), repeats=2)
+    assert "".join(calls) == "abccbaabccbaabccba"
+    assert {len(rounds) for repeats in measured.samples.values() for rounds in repeats} == {3}
+    assert {len(repeats) for repeats in measured.samples.values()} == {2}
+
+
+def test_warmup_is_run_and_not_kept() -> None:
+    variants = [variant("peer", [9.0, 9.0, 1.0, 2.0], "peer"), variant("ours", [9.0, 9.0, 3.0, 4.0])]
+    measured = measure(Comparison(name="c", variants=variants, rounds=1, warmup=2), repeats=2)
+    assert measured.samples == {"peer": [[1.0], [2.0]], "ours": [[3.0], [4.0]]}
+
+
+def test_samples_belong_to_their_round_although_the_order_turns() -> None:
+    variants = [variant("peer", [1.0, 2.0, 3.0, 4.0], "peer"), variant("ours", [10.0, 20.0, 30.0, 40.0])]
+    measured = measure(Comparison(name="c", variants=variants, rounds=2, warmup=0), repeats=2)
+    assert measured.samples["ours"] == [[10.0, 20.0], [30.0, 40.0]]
+    assert measured.ratios("ours", "peer") == [10.0, 10.0]
+
+
+# Numbers
+
+
+def test_the_median_is_that_of_repeats_and_a_ratio_is_taken_within_a_round() -> None:
+    measured = seen(ours=[[2.0, 3.0, 100.0], [4.0, 4.0, 4.0]], peer=[[1.0, 1.0, 50.0], [4.0, 2.0, 1.0]])
+    assert measured.medians("ours") == [3.0, 4.0]
+    assert measured.median("ours") == 3.5
+    assert measured.ratios("ours", "peer") == [2.0, 2.0]
+    assert measured.ratio("ours", "peer") == 2.0
+
+
+def test_drift_that_hits_all_alike_leaves_the_ratio_alone() -> None:
+    drift = [1.0, 1.5, 4.0, 2.0, 9.0]
+    measured = seen(ours=[[1.2 * d] for d in drift], peer=[[d] for d in drift])
+    assert measured.ratio("ours", "peer") == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(
+    ("unit", "limit", "ours", "verdict"),
+    [
+        ("s", 1.03, 1.03, "met"),
+        ("s", 1.03, 1.04, "missed"),
+        ("1/s", 2.0, 2.0, "met"),
+        ("1/s", 2.0, 1.9, "missed"),
+    ],
+)
+def test_seconds_stay_below_a_target_and_rates_above(unit: str, limit: float, ours: float, verdict: str) -> None:
+    measured = seen(ours=[[ours]], peer=[[1.0]], unit=unit, target=Target(limit=limit))
+    assert measured.verdict(measured.comparison.variants[1]) == verdict
+
+
+def test_a_target_may_bound_the_median_itself() -> None:
+    measured = seen(ours=[[0.2], [0.25], [0.4]], peer=[[0.01]] * 3, target=Target(limit=0.3, of="median"))
+    assert measured.verdict(measured.comparison.variants[1]) == "met"
+    assert "<= 300 ms" in table(measured, repeats=3)
+
+
+def test_the_ratio_to_every_peer_counts() -> None:
+    variants = [
+        variant("slow", [], "peer"),
+        variant("fast", [], "peer"),
+        variant("ours", [], target=Target(limit=1.0)),
+    ]
+    samples = {"slow": [[2.0]], "fast": [[1.0]], "ours": [[1.5]]}
+    measured = Measured(Comparison(name="c", variants=variants), samples)
+    assert measured.ratio("ours", "slow") < 1.0
+    assert measured.verdict(variants[2]) == "missed"
+    assert "/ slow" in table(measured, repeats=1)
+    assert "/ fast" in table(measured, repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("twin", "ours", "verdict"),
+    [
+        (1.02, 1.01, "within noise"),
+        (1.02, 1.03, "missed"),
+        (1.02, 0.99, "met"),
+        (1.20, 1.10, "unclear"),
+        (1.20, 0.90, "unclear"),
+        (1.20, 0.70, "met"),
+        (1.20, 1.30, "missed"),
+    ],
+)
+def test_noise_is_how_far_a_peer_lies_from_itself(twin: float, ours: float, verdict: str) -> None:
+    variants = [
+        variant("peer", [], "peer"),
+        variant("ours", [], target=Target(limit=1.0)),
+        variant("twin", [], "noise"),
+    ]
+    samples = {"peer": [[1.0]] * 2, "ours": [[ours]] * 2, "twin": [[twin], [2.0 - twin]]}
+    measured = Measured(Comparison(name="c", variants=variants), samples)
+    assert measured.noise == pytest.approx(twin - 1.0)
+    assert measured.verdict(variants[1]) == verdict
+    assert f"{twin - 1:.1%}" in table(measured, repeats=2)
+
+
+def test_a_comparison_needs_a_peer_and_distinct_names() -> None:
+    with pytest.raises(ValueError, match="no peer"):
+        Comparison(name="c", variants=[variant("ours", [])])
+    with pytest.raises(ValueError, match="same name"):
+        Comparison(name="c", variants=[variant("a", [], "peer"), variant("a", [])])
+
+
+# What is kept
+
+
+def test_the_file_holds_raw_samples_figures_and_the_machine(tmp_path: Path) -> None:
+    session = Session("fake", repeats=2)
+    session.parameters = {"link": "loopback"}
+    variants = [variant("peer", [2.0] * 4, "peer"), variant("ours", [1.0, 3.0, 1.0, 1.0], target=Target(limit=1.5))]
+    session.compare(Comparison(name="c", variants=variants, rounds=2, warmup=0, parameters={"workers": 2}))
+    path = session.write(tmp_path / "new")
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    assert path.name == "fake.json"
+    assert (kept["benchmark"], kept["repeats"], kept["quick"]) == ("fake", 2, False)
+    assert kept["parameters"] == {"link": "loopback"}
+    assert kept["date"].endswith("+00:00")
+    (comparison,) = kept["comparisons"]
+    assert comparison["parameters"] == {"workers": 2}
+    ours = comparison["variants"]["ours"]
+    assert ours["samples"] == [[1.0, 3.0], [1.0, 1.0]]
+    assert ours["median"] == 1.5
+    assert ours["spread"] == [1.0, 2.0]
+    assert ours["ratio"] == {"peer": 0.75}
+    assert ours["ratios"] == {"peer": [1.0, 0.5]}
+    assert ours["target"] == {"limit": 1.5, "of": "ratio"}
+    assert ours["verdict"] == "met"
+    assert comparison["variants"]["peer"]["verdict"] is None
+
+
+def test_the_machine_is_described_without_its_name() -> None:
+    described = machine()
+    assert described["cores"] == os.cpu_count()
+    assert described["python"].startswith("3.")
+    assert described["torch"]
+    assert socket.gethostname() not in json.dumps(described)
+    assert "/" not in described["cpu"]
+
+
+# The command
+
+
+def test_without_a_name_every_benchmark_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed and summary in listed for name, (_, summary) in BENCHMARKS.items())
+    assert "Example: python -m benchmarks" in listed
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"Example: python -m benchmarks {name}" in shown
+    assert "Target" in shown
+
+
+def test_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["p77"]) == 2
+    assert "did you mean 'p7'" in capsys.readouterr().err
+
+
+def test_p7_in_its_smallest_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole way: data, the real loop with two strategies, the bare loop, equal losses, a file."""
+    assert main(["p7", "--quick", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    assert "allreduce" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "p7.json").read_text(encoding="utf-8"))
+    assert kept["quick"]
+    samples = {name: v["samples"] for name, v in kept["comparisons"][0]["variants"].items()}
+    assert samples.keys() == {"bare loop", "single", "allreduce", "bare loop again"}
+    assert all(0 < seconds < 60 for repeats in samples.values() for rounds in repeats for seconds in rounds)
+
+
+# Parts
+
+
+def test_unequal_work_is_refused() -> None:
+    check_same_work({10: 2.5, 20: 2.0}, {1: 5.5, 10: 2.5, 20: 2.0}, name="single", exact=True)
+    with pytest.raises(SmolclusterError, match="at step 20"):
+        check_same_work({10: 2.5, 20: 2.0}, {10: 2.5, 20: 2.1}, name="single", exact=True)
+    with pytest.raises(SmolclusterError, match="no step"):
+        check_same_work({10: 2.5}, {5: 2.5}, name="single", exact=True)
+
+
+def test_the_peers_learning_rates_are_ours() -> None:
+    recipe = Recipe(learning_rate=1e-3, min_lr=1e-4, warmup=5, steps=40, weight_decay=0.1, betas=(0.9, 0.95), clip=1.0)
+    ours = warmup_cosine(peak=1e-3, floor=1e-4, warmup=5, steps=40)
+    assert all(math.isclose(recipe.rate(n), ours(n)) for n in range(50))
+
+
+def test_link_rates_are_read_as_tc_spells_them() -> None:
+    assert parse_rate("100mbit") == 1e8
+    assert parse_rate("1gbit") == 1e9
+    assert parse_rate("1.5mbit") == 1.5e6
+    with pytest.raises(UserError, match="like 100mbit"):
+        parse_rate("fast")
+
+
+def test_hosts_have_names_and_addresses_of_their_own() -> None:
+    network = Network(3, "100mbit")
+    assert network.namespace(1) == f"smolbench-{os.getpid()}-1"
+    assert [network.address(i) for i in range(3)] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    assert network.environment({"A": "1"}) == {"A": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+
+
+def test_limited_links_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("shutil.which", lambda tool: None)
+    with pytest.raises(UserError, match="iproute2"):
+        check_possible()
+    monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr("os.geteuid", lambda: 1000, raising=False)
+    with pytest.raises(UserError, match="root"):
+        check_possible()
+
+
+def namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"smolbench-{os.getpid()}-")]
+
+
+def test_hosts_reach_each_other_and_nobody_else_and_are_gone_afterwards() -> None:
+    try:
+        with hosts(2, rate="100mbit"):
+            pass
+    except UserError as error:
+        pytest.skip(str(error))
+    probe = "import socket, sys; socket.create_connection((sys.argv[1], 9), 2)"
+
+    def connect(network: Network, address: str) -> str:
+        command = [sys.executable, "-c", probe, address]
+        return str(network.run(0, command, capture_output=True, text=True).stderr)
+
+    with hosts(2, rate="100mbit") as network:
+        assert len(namespaces()) == 3  # two hosts and the bridge
+        assert "ConnectionRefusedError" in connect(network, network.address(1)), "the other host was not reached"
+        assert "Network is unreachable" in connect(network, "192.0.2.1")
+        waiting = network.popen(1, [sys.executable, "-c", "import signal; signal.pause()"])
+    assert namespaces() == []
+    assert waiting.returncode == -9
+
+
+def test_hosts_are_gone_after_an_error_too() -> None:
+    def fail() -> None:
+        with hosts(1, rate=None):
+            assert len(namespaces()) == 2
+            raise RuntimeError("in the middle")
+
+    try:
+        fail()
+    except UserError as error:
+        pytest.skip(str(error))
+    except RuntimeError:
+        pass
+    assert namespaces() == []
