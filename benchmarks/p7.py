@@ -173,7 +173,7 @@ def make_bare(config: Config, device: torch.device) -> BareLoop:
     assert training.batch_size is not None
     assert training.steps is not None
     order = Sampler(len(data), seed=training.seed or 0).indices(0, training.steps * training.batch_size)
-    seed_everything(training.seed or 0, "weights")
+    seed_everything(training.seed or 0, "weights", device=device)
     model = task.model()
     assert isinstance(model, GPT)
     return BareLoop(

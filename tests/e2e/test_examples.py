@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -41,3 +42,62 @@ def test_training_from_python(smol: Smol, tmp_path: Path) -> None:
         assert summary["val_loss"] == pytest.approx(float(loss), abs=1e-6)
         losses.append(summary["val_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+SCRIPT = """
+import json
+
+import torch
+from torch import nn
+
+import smolcluster
+from smolcluster.errors import UserError
+from smolcluster.observe.events import StepLogged
+
+
+class Line(smolcluster.Task):
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def train_data(self):
+        return (torch.linspace(-1, 1, 64)[:, None],)
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - 2 * batch[0]).square().mean()
+
+
+class Losses(list):
+    def handle(self, event):
+        if isinstance(event, StepLogged):
+            self.append(event.loss)
+
+    def close(self):
+        self.append("closed")
+
+
+if __name__ == "__main__":
+    losses = Losses()
+    summary = smolcluster.train(Line, steps=3, seed=1, run_dir="run", overrides=["logging.log_interval=1"], sinks=[losses])
+    problems = []
+    for wrong in ({"training.batch_sise": 4}, {"data.name": "wikitxt"}):
+        try:
+            smolcluster.train("gpt", workers=1, overrides=wrong, sinks=[])
+        except UserError as error:
+            problems.append(str(error))
+    print(json.dumps({"summary": summary, "losses": losses, "problems": problems}))
+"""
+
+
+def test_a_task_class_of_the_calling_script(smol: Smol, tmp_path: Path) -> None:
+    """The class itself is a source; a sink of one's own sees every event; mistakes are exceptions."""
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    said = json.loads(smol.run(cwd=tmp_path, python=("script.py",)).ok().out)
+    assert (said["summary"]["status"], said["summary"]["steps"], said["summary"]["run_dir"]) == ("finished", 3, "run")
+    assert said["summary"] == read_summary(tmp_path / "run")
+    assert len(said["losses"]) == 4
+    assert said["losses"][0] > said["losses"][2]
+    assert said["losses"][3] == "closed"
+    unknown_key, unknown_dataset = said["problems"]
+    assert "did you mean 'training.batch_size'?" in unknown_key
+    assert "did you mean 'wikitext'?" in unknown_dataset
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["run", "script.py"]

@@ -120,7 +120,7 @@ def test_replicas_are_bit_identical(tmp_path: Path, size: int, bound: int) -> No
 
 def delayed_gradients(*, workers: int, batch: int, bound: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Gradient of step s at weights version max(0, s - K), averaged over the global batch, applied in order."""
-    seed_everything(COMMON["training.seed"], "weights")
+    seed_everything(COMMON["training.seed"], "weights", device=torch.device("cpu"))
     model = Double(config=None).model()
     x, y = spirals()
     decayed = [p for p in model.parameters() if p.ndim >= 2]

@@ -55,7 +55,8 @@ def choose_backend(requested: str | None, device: torch.device, *, local_world_s
     if requested == "nccl" and local_world_size > torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise UserError(
-            f"{local_world_size} workers here but {count} GPU(s): NCCL needs a GPU for each; use --workers {count} or --backend gloo"
+            f"{local_world_size} workers here but {count} GPU(s): NCCL needs a GPU for each; "
+            f"use --workers {count} or --backend gloo"
         )
     if requested == "mpi" and not dist.is_mpi_available():
         raise UserError(

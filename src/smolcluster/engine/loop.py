@@ -90,7 +90,7 @@ class Loop:
 
     def _step(self, step: int) -> StepReport:
         # Everything random in this step follows from (seed, step, rank): a resumed run repeats it.
-        seed_everything(self._config.seed or 0, step, self.context.seat.rank)
+        seed_everything(self._config.seed or 0, step, self.context.seat.rank, device=self.context.device)
         batch = self._read(step)
         started = time.perf_counter()
         report = self.strategy.step(batch)

@@ -13,6 +13,7 @@ import torch
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
 from smolcluster.comm.rendezvous import Place, choose_backend, connect
 from smolcluster.compute.device import choose_device, peak_memory_bytes, share_cores
+from smolcluster.config import public_dict
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.data.sampler import Sampler, ShardedSampler
@@ -122,7 +123,7 @@ class Worker:
             or (0 if self.lead or spec.world_size == 1 else self.channel.rendezvous_port()),
         )
         self.group: Group = connect(place, device=self.device, backend=self.backend, announce=self.channel.announce)
-        everyone = gather_json(self.group, self.config.model_dump(mode="json"))
+        everyone = gather_json(self.group, public_dict(self.config))
         check_same_config(everyone[0], everyone[spec.rank], rank=spec.rank)
         named = gather_json(self.group, spec.run_dir)[0]
         if not spec.run_dir:
@@ -252,7 +253,7 @@ class Worker:
             global_batch=sum(self.counts),
             learning_rate=config.training.learning_rate,
             project_name=config.logging.project_name or "smolcluster",
-            config=config.model_dump(mode="json"),
+            config=public_dict(config),
         )
         self.observer.add(MetricsFile(self.run_dir.metrics))
         if config.logging.tensorboard:

@@ -169,7 +169,7 @@ class Strategy(ABC):
 def build_replica(task: Task, context: Context) -> Replica:
     """A whole model on this rank's device, alike on every rank that calls it."""
     config = context.config.training
-    seed_everything(config.seed or 0, "weights")
+    seed_everything(config.seed or 0, "weights", device=context.device)
     model = task.model().to(context.device)
     if config.gradient_checkpointing:
         if hasattr(model, "gradient_checkpointing"):
