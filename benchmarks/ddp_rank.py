@@ -27,7 +27,7 @@ Run = Callable[[Sequence[tuple[Tensor, Tensor]]], float]
 def make_variant(variant: dict[str, Any], config: Config, task: Task, group: Group) -> Run:
     """A function that trains on some batches and returns the last loss."""
     if variant["kind"] == "ddp":
-        seed_everything(config.training.seed or 0, "weights", device=device)
+        seed_everything(config.training.seed or 0, "weights", device=torch.device("cpu"))
         training = DDPTraining(task.model(), recipe_of(config), gradient_as_bucket_view=variant["bucket_view"])
         return training.run
     config = config.model_copy(deep=True)

@@ -15,9 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -189,6 +192,27 @@ class Smol:
 
     def close(self) -> None:
         self._stack.close()
+
+
+class Beside:
+    """Jobs done one after the other beside the tests that wait for them: what needs one core leaves the others free.
+
+    A job is named after the test that asks for it, and is done only when that test was selected.
+    """
+
+    def __init__(self, request: pytest.FixtureRequest, jobs: Mapping[str, Callable[[], Any]]) -> None:
+        selected = {getattr(item, "originalname", item.name) for item in request.session.items}
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._results = {name: self._pool.submit(job) for name, job in jobs.items() if name in selected}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._results[name].result()
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -11,14 +11,14 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.e2e.command import TINY, Ended, Smol, read_rows, read_summary
+from tests.e2e.command import TINY, Beside, Ended, Smol, read_rows, read_summary
 
 STEPS = 8
 COMMANDS = ["", "train", "strategies", "config", "config check", "config show", "config schema"]
@@ -60,6 +60,25 @@ def is_plain(text: str) -> bool:
     return not re.search("[\x1b\r\u2501\u2588]", text)
 
 
+def read_config(run_dir: Path) -> Any:
+    return yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def beside(smol: Smol, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Beside]:
+    folder = tmp_path_factory.mktemp
+    jobs: dict[str, Callable[[], Any]] = {
+        "test_strategies": lambda: [smol.run("strategies", *more, cwd=folder("list")) for more in ((), ("--json",))],
+        "test_a_dry_run_writes_nothing": lambda: (where := folder("dry"), dry_run(smol, where)),
+        "test_a_terminal_gets_a_picture_unless_no_color_is_set": lambda: (
+            (where := folder("terminal")),
+            on_terminals(smol, where),
+        ),
+    }
+    with Beside(request, jobs) as running:
+        yield running
+
+
 # Commands that train nothing
 
 
@@ -89,18 +108,6 @@ def test_version_by_every_name(smol: Smol, tmp_path: Path) -> None:
             assert out == expected
 
 
-def test_strategies(smol: Smol, tmp_path: Path) -> None:
-    text = smol.run("strategies", cwd=tmp_path).ok().out
-    listed = json.loads(smol.run("strategies", "--json", cwd=tmp_path).ok().out)
-    by_name = {strategy["name"]: strategy for strategy in listed}
-    assert {"single", "allreduce"} <= set(by_name)
-    assert "classicdp" in by_name["allreduce"]["aliases"]
-    assert "staleness_bound" in by_name["allreduce"]["options"]
-    for strategy in listed:
-        assert strategy["summary"] in text
-        assert set(strategy) == {"name", "algorithm", "aliases", "summary", "options"}
-
-
 def test_config_check_show_and_schema(smol: Smol, tmp_path: Path, guard: dict[str, str]) -> None:
     (tmp_path / "mine.yaml").write_text("training:\n  batch_size: 3\n  steps: 7\n", encoding="utf-8")
     (tmp_path / "yours.yaml").write_text("training:\n  steps: 9\n", encoding="utf-8")
@@ -119,17 +126,6 @@ def test_config_check_show_and_schema(smol: Smol, tmp_path: Path, guard: dict[st
 
     schema = json.loads(smol.run("config", "schema", cwd=tmp_path, env=guard).ok().out)
     assert set(schema["properties"]) == set(shown)
-
-
-def test_a_dry_run_writes_nothing(smol: Smol, tmp_path: Path) -> None:
-    (tmp_path / "small.yaml").write_text("model: {model_dim: 16, num_heads: 2, max_seq_len: 16}\n", encoding="utf-8")
-    ended = smol.run("train", "gpt", "small.yaml", "--workers", "3", "--dry-run", cwd=tmp_path).ok()
-    plan = ended.out
-    assert yaml.safe_load(plan)["model"]["model_dim"] == 16
-    assert "strategy allreduce on 3 worker(s)" in plan
-    assert "rank 2: worker" in plan
-    assert re.search(r"# run directory: runs.gpt-allreduce-\d{8}-\d{6}\n", plan)
-    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
 
 
 # A run and its directory
@@ -173,7 +169,7 @@ def test_the_run_directory_is_complete(base: Run) -> None:
 
 
 def test_the_configuration_is_kept_resolved(smol: Smol, base: Run) -> None:
-    config = yaml.safe_load((base.path / "config.yaml").read_text(encoding="utf-8"))
+    config = read_config(base.path)
     assert config["training"]["steps"] == STEPS
     assert config["training"]["seed"] == 42
     assert config["model"]["ff_dim"] == 128
@@ -227,73 +223,6 @@ def test_a_pipe_gets_plain_lines(base: Run) -> None:
         assert len(re.findall(rf"^step {step}/{STEPS}  loss \d", base.ended.out, flags=re.MULTILINE)) == 1
 
 
-def on_a_terminal(smol: Smol, *arguments: str, cwd: Path, **env: str) -> str:
-    """The command with a terminal for its output; returns all that it wrote there."""
-    pty = pytest.importorskip("pty")
-    master, slave = pty.openpty()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "smolcluster", *arguments],
-            cwd=cwd,
-            env=smol.env | {"TERM": "xterm-256color", **env},
-            stdin=subprocess.DEVNULL,
-            stdout=slave,
-            stderr=slave,
-        )
-        os.close(slave)
-        written = b""
-        with contextlib.suppress(OSError):  # how Linux says that nobody has the other end any more
-            while block := os.read(master, 65536):
-                written += block
-        assert process.wait(60) == 0, written.decode()
-    finally:
-        os.close(master)
-    return written.decode(errors="replace")
-
-
-def test_a_terminal_gets_a_picture_unless_no_color_is_set(smol: Smol, tmp_path: Path) -> None:
-    """The second run continues the first, with more steps than it had."""
-    settings = ("--override", *TINY)
-    plain = on_a_terminal(smol, "train", "--workers", "1", "--steps", "2", *settings, cwd=tmp_path, NO_COLOR="1")
-    assert "\x1b" not in plain
-    assert "step 2/2  loss" in plain
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(r"gpt-single-\d{8}-\d{6}", run_dir.name)
-
-    live = on_a_terminal(smol, "train", "--resume", "latest", "--steps", "5", cwd=tmp_path)
-    assert "\x1b[" in live
-    assert [row["step"] for row in read_rows(run_dir)] == [1, 2, 3, 4, 5]
-    assert read_summary(run_dir)["steps"] == 5
-    assert yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["training"]["steps"] == 5
-
-
-def test_the_flags_of_the_multi_node_guide(smol: Smol, tmp_path: Path) -> None:
-    """They are other names for keys; and --world-size without --rank is --workers."""
-    flags = (
-        *("--world-size", "2", "--no-nccl", "--mixed-precision", "--use-gradient-checkpointing"),
-        *("--hidden-size", "16", "--layers", "2", "--attention-heads", "2", "--max-seq-length", "16"),
-        *("--vocab-size", "300", "--learning-rate", "0.002", "--batch-size", "3", "--epochs", "1"),
-        *("--gradient-clip-norm", "0.5", "--save-interval", "2", "--steps", "3", "--seed", "7"),
-    )
-    fixed = ("--override", "training.device=cpu", "training.eval_batches=1")
-    smol.run("train", "gpt", *flags, *fixed, cwd=tmp_path).ok()
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert run_dir.name.startswith("gpt-allreduce-")
-    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    wanted: dict[str, dict[str, Any]] = {
-        "model": {"model_dim": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 16, "vocab_size": 300},
-        "training": {
-            **{"learning_rate": 0.002, "batch_size": 3, "epochs": 1, "grad_clip_norm": 0.5, "checkpoint_steps": 2},
-            **{"steps": 3, "seed": 7, "precision": "bf16", "gradient_checkpointing": True},
-        },
-        "cluster": {"num_workers": 2},
-    }
-    assert {name: {key: config[name][key] for key in keys} for name, keys in wanted.items()} == wanted
-    summary = read_summary(run_dir)
-    assert (summary["workers"], summary["steps"]) == (2, 3)
-    assert {path.name for path in (run_dir / "checkpoints").glob("step-*")} >= {"step-00000002", "step-00000003"}
-
-
 # Ranks that somebody else starts
 
 
@@ -303,14 +232,31 @@ def free_port() -> str:
 
 
 def test_ranks_started_by_hand_train_the_same_weights(smol: Smol, base: Run, tmp_path: Path) -> None:
-    port = free_port()
-    command = ("train", "--world-size", "2", "--master-port", port, "--steps", str(STEPS), "--run-dir", "run")
-    ranks = [smol.start(*command, "--rank", str(rank), "--override", *SETTINGS, cwd=tmp_path) for rank in (0, 1)]
+    """With the flags of the multi-node guide, which are other names for the keys that `base` was given."""
+    guide = (
+        *("--hidden-size", "32", "--layers", "1", "--attention-heads", "2", "--max-seq-length", "32"),
+        *("--batch-size", "4", "--learning-rate", "0.001", "--gradient-clip-norm", "1.0", "--save-interval", "4"),
+        *("--steps", str(STEPS), "--use-gradient-checkpointing", "--no-nccl"),
+        *(
+            "--override",
+            "training.eval_batches=2",
+            "training.eval_steps=4",
+            "training.device=cpu",
+            "logging.log_interval=1",
+        ),
+    )
+    place = ("--world-size", "2", "--master-port", free_port(), "--run-dir", "run")
+    ranks = [smol.start("train", *place, "--rank", str(rank), *guide, cwd=tmp_path) for rank in (0, 1)]
     ended = [rank.end(within_s=90).ok() for rank in ranks]
-    assert read_summary(tmp_path / "run")["weights_sha256"] == base.sha256
-    assert len(read_rows(tmp_path / "run")) == 2 * STEPS
     assert f"step {STEPS}/{STEPS}" in ended[0].out
     assert [each.err for each in ended] == ["", ""]
+
+    config, expected = read_config(tmp_path / "run"), read_config(base.path)
+    assert config["training"].pop("gradient_checkpointing") is True
+    assert expected["training"].pop("gradient_checkpointing") is False
+    assert config == expected
+    assert read_summary(tmp_path / "run")["weights_sha256"] == base.sha256
+    assert len(read_rows(tmp_path / "run")) == 2 * STEPS
 
 
 def test_torchrun_trains_the_same_weights(smol: Smol, base: Run, tmp_path: Path) -> None:
@@ -340,60 +286,117 @@ def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
 # Resuming
 
 
-@pytest.fixture(scope="module")
-def halfway(base: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes a copy of the run as a crash after step 4 might have left it: later rows are there, later checkpoints not."""
-
-    def copy(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        shutil.copytree(base.path, folder / "runs" / "copy")
-        shutil.rmtree(folder / "runs" / "copy" / "checkpoints" / "step-00000008")
-        (folder / "runs" / "copy" / "summary.json").unlink()
-        return folder
-
-    return copy
-
-
-def test_resume_latest_replaces_later_rows(smol: Smol, base: Run, halfway: Callable[[str], Path]) -> None:
-    folder = halfway("latest")
-    ended = smol.run("train", "--resume", "latest", cwd=folder).ok()
-    run_dir = folder / "runs" / "copy"
+def test_resume_latest_replaces_later_rows(smol: Smol, base: Run, tmp_path: Path) -> None:
+    """A copy of the run as a crash after step 4 might have left it: later rows are there, later checkpoints are not."""
+    run_dir = tmp_path / "runs" / "copy"
+    shutil.copytree(base.path, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000008")
+    (run_dir / "summary.json").unlink()
+    ended = smol.run("train", "--resume", "latest", cwd=tmp_path).ok()
     assert "resumed at step 4; 8 rows logged after it are dropped" in ended.out
-    rows, original = read_rows(run_dir), read_rows(base.path)
-    assert sorted((r["step"], r["rank"]) for r in rows) == sorted((r["step"], r["rank"]) for r in original)
-    by_place = {(row["step"], row["rank"]): row for row in original}
-    for row in rows:
-        before = by_place[row["step"], row["rank"]]
-        assert (row["loss"], row["samples"], row["lr"]) == (before["loss"], before["samples"], before["lr"])
+
+    def losses(path: Path) -> list[tuple[int, int, float, float, int]]:
+        return sorted((row["step"], row["rank"], row["loss"], row["lr"], row["samples"]) for row in read_rows(path))
+
+    assert losses(run_dir) == losses(base.path)
     assert read_summary(run_dir)["weights_sha256"] == base.sha256
     assert (run_dir / "checkpoints" / "step-00000008").is_dir()
 
 
-def test_resume_a_checkpoint_in_a_new_directory(smol: Smol, base: Run) -> None:
+def test_resume_elsewhere_with_another_number_of_workers(smol: Smol, base: Run) -> None:
+    """From a checkpoint into a new directory. One worker with the whole batch reads what two would have read."""
     before = {path: path.stat().st_mtime_ns for path in base.path.rglob("*")}
-    checkpoint = "runs/base/checkpoints/step-00000004"
-    smol.run("train", "--resume", checkpoint, "--run-dir", "elsewhere", cwd=base.folder).ok()
+    alone = ("--workers", "1", "--batch-size", "8", "--run-dir", "elsewhere")
+    smol.run("train", "--resume", "runs/base/checkpoints/step-00000004", *alone, cwd=base.folder).ok()
     run_dir = base.folder / "elsewhere"
-    assert {row["step"] for row in read_rows(run_dir)} == {5, 6, 7, 8}
-    assert read_summary(run_dir)["weights_sha256"] == base.sha256
     assert {path: path.stat().st_mtime_ns for path in base.path.rglob("*")} == before
 
-
-def test_resume_with_another_number_of_workers(smol: Smol, base: Run, halfway: Callable[[str], Path]) -> None:
-    """One worker with the whole batch reads what two would have read, so it goes on along the same curve."""
-    folder = halfway("alone")
-    smol.run("train", "--resume", "runs/copy", "--workers", "1", "--batch-size", "8", cwd=folder).ok()
-    run_dir = folder / "runs" / "copy"
-
-    def global_losses(path: Path) -> dict[int, float]:
-        losses: dict[int, list[float]] = {}
-        for row in read_rows(path):
-            losses.setdefault(row["step"], []).append(row["loss"])
-        return {step: sum(values) / len(values) for step, values in losses.items() if step > 4}
-
-    # Sums are taken in another order, in fp32.
-    assert global_losses(run_dir) == pytest.approx(global_losses(base.path), rel=1e-5)
+    together: dict[int, list[float]] = {}
+    for row in read_rows(base.path):
+        together.setdefault(row["step"], []).append(row["loss"])
+    losses = {row["step"]: row["loss"] for row in read_rows(run_dir)}
+    # The same curve, but for sums taken in another order in fp32.
+    assert losses == pytest.approx({step: sum(together[step]) / 2 for step in (5, 6, 7, 8)}, rel=1e-5)
     states = [path / "checkpoints" / "step-00000008" / "state.json" for path in (run_dir, base.path)]
     positions = [json.loads(state.read_text(encoding="utf-8"))["sampler"]["position"] for state in states]
     assert positions == [8 * STEPS, 8 * STEPS]
     assert read_summary(run_dir)["workers"] == 1
+
+
+# Done beside the tests above
+
+
+def test_strategies(beside: Beside) -> None:
+    text, as_json = beside["test_strategies"]
+    listed = json.loads(as_json.ok().out)
+    by_name = {strategy["name"]: strategy for strategy in listed}
+    assert {"single", "allreduce"} <= set(by_name)
+    assert "classicdp" in by_name["allreduce"]["aliases"]
+    assert "staleness_bound" in by_name["allreduce"]["options"]
+    for strategy in listed:
+        assert strategy["summary"] in text.ok().out
+        assert set(strategy) == {"name", "algorithm", "aliases", "summary", "options"}
+
+
+def dry_run(smol: Smol, folder: Path) -> Ended:
+    (folder / "small.yaml").write_text("model: {model_dim: 16, num_heads: 2, max_seq_len: 16}\n", encoding="utf-8")
+    flags = ("--world-size", "3", "--mixed-precision", "--vocab-size", "300", "--epochs", "2", "--seed", "7")
+    return smol.run("train", "gpt", "small.yaml", *flags, "--dry-run", cwd=folder)
+
+
+def test_a_dry_run_writes_nothing(beside: Beside) -> None:
+    """It prints the configuration and the plan. --world-size without --rank is --workers."""
+    folder, ended = beside["test_a_dry_run_writes_nothing"]
+    plan = ended.ok().out
+    config = yaml.safe_load(plan)
+    assert (config["model"]["model_dim"], config["model"]["vocab_size"]) == (16, 300)
+    assert (config["training"]["precision"], config["training"]["epochs"]) == ("bf16", 2)
+    assert (config["training"]["seed"], config["cluster"]["num_workers"]) == (7, 3)
+    assert "strategy allreduce on 3 worker(s)" in plan
+    assert "rank 2: worker" in plan
+    assert re.search(r"# run directory: runs.gpt-allreduce-\d{8}-\d{6}\n", plan)
+    assert [path.name for path in folder.iterdir()] == ["small.yaml"]
+
+
+def on_a_terminal(smol: Smol, *arguments: str, cwd: Path, **env: str) -> str:
+    """The command with a terminal for its output; returns all that it wrote there."""
+    pty = pytest.importorskip("pty")
+    master, slave = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "smolcluster", *arguments],
+            cwd=cwd,
+            env=smol.env | {"TERM": "xterm-256color", **env},
+            stdin=subprocess.DEVNULL,
+            stdout=slave,
+            stderr=slave,
+        )
+        os.close(slave)
+        written = b""
+        with contextlib.suppress(OSError):  # how Linux says that nobody has the other end any more
+            while block := os.read(master, 65536):
+                written += block
+        assert process.wait(60) == 0, written.decode()
+    finally:
+        os.close(master)
+    return written.decode(errors="replace")
+
+
+def on_terminals(smol: Smol, folder: Path) -> tuple[str, str]:
+    """One run with NO_COLOR; then, without it, the same run continued with more steps than it had."""
+    settings = ("--override", *TINY)
+    plain = on_a_terminal(smol, "train", "--workers", "1", "--steps", "2", *settings, cwd=folder, NO_COLOR="1")
+    return plain, on_a_terminal(smol, "train", "--resume", "latest", "--steps", "5", cwd=folder)
+
+
+def test_a_terminal_gets_a_picture_unless_no_color_is_set(beside: Beside) -> None:
+    folder, (plain, live) = beside["test_a_terminal_gets_a_picture_unless_no_color_is_set"]
+    assert "\x1b" not in plain
+    assert "step 2/2  loss" in plain
+    assert "\x1b[" in live
+
+    (run_dir,) = (folder / "runs").iterdir()
+    assert re.fullmatch(r"gpt-single-\d{8}-\d{6}", run_dir.name)
+    assert [row["step"] for row in read_rows(run_dir)] == [1, 2, 3, 4, 5]
+    assert read_summary(run_dir)["steps"] == 5
+    assert read_config(run_dir)["training"]["steps"] == 5

@@ -5,12 +5,23 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.command import Smol, read_summary
+from tests.e2e.command import Beside, Ended, Smol, read_summary
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def beside(smol: Smol, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Beside]:
+    def from_python() -> tuple[Path, Ended]:
+        folder = tmp_path_factory.mktemp("from-python")
+        return folder, smol.run(cwd=folder, python=(str(EXAMPLES / "from_python.py"),)).ok()
+
+    with Beside(request, {"test_training_from_python": from_python}) as running:
+        yield running
 
 
 def test_a_task_of_your_own_fits_on_a_screen() -> None:
@@ -29,19 +40,6 @@ def test_my_task_as_its_docstring_says(smol: Smol, tmp_path: Path) -> None:
     assert (summary["strategy"], summary["workers"], summary["steps"]) == ("allreduce", 2, 300)
     assert summary["val_loss"] < 0.02  # the noise alone is 0.0025; untrained it is 0.6
     assert re.search(r"sin\(2\) is 0\.91; the model says 0\.[89]", ended.out)
-
-
-def test_training_from_python(smol: Smol, tmp_path: Path) -> None:
-    ended = smol.run(cwd=tmp_path, python=(str(EXAMPLES / "from_python.py"),)).ok()
-    found = re.findall(r"^(\d) worker\(s\): validation loss (\S+), in (\S+)$", ended.out, flags=re.MULTILINE)
-    assert [workers for workers, _, _ in found] == ["1", "2"]
-    losses = []
-    for workers, loss, run_dir in found:
-        summary = read_summary(tmp_path / run_dir)
-        assert summary["workers"] == int(workers)
-        assert summary["val_loss"] == pytest.approx(float(loss), abs=1e-6)
-        losses.append(summary["val_loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 SCRIPT = """
@@ -101,3 +99,16 @@ def test_a_task_class_of_the_calling_script(smol: Smol, tmp_path: Path) -> None:
     assert "did you mean 'training.batch_size'?" in unknown_key
     assert "did you mean 'wikitext'?" in unknown_dataset
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["run", "script.py"]
+
+
+def test_training_from_python(beside: Beside) -> None:
+    folder, ended = beside["test_training_from_python"]
+    found = re.findall(r"^(\d) worker\(s\): validation loss (\S+), in (\S+)$", ended.out, flags=re.MULTILINE)
+    assert [workers for workers, _, _ in found] == ["1", "2"]
+    losses = []
+    for workers, loss, run_dir in found:
+        summary = read_summary(folder / run_dir)
+        assert summary["workers"] == int(workers)
+        assert summary["val_loss"] == pytest.approx(float(loss), abs=1e-6)
+        losses.append(summary["val_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

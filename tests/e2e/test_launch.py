@@ -11,20 +11,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.command import TINY, Ended, Process, Running, Smol, eventually, read_rows, read_summary
+from tests.e2e.command import TINY, Beside, Process, Running, Smol, eventually, read_rows, read_summary
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc")
 
 STEPS = 120
 TASKS = '''
-import time
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -52,18 +49,6 @@ class Cursed(Endless):
         if self.calls == 3 and dist.get_rank() == 1:
             raise ValueError("the third batch is cursed")
         return super().loss(model, batch)
-
-
-class Stuck(Endless):
-    """Hangs in its third step."""
-
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += 1
-        while self.calls == 3:
-            time.sleep(0.01)
-        return super().loss(model, batch)
 '''
 FOREVER = ("--steps", "1000000", "--override", "logging.log_interval=1", "training.device=cpu", "training.batch_size=4")
 
@@ -73,6 +58,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("launch")
     (path / "tasks.py").write_text(TASKS, encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def beside(smol: Smol, folder: Path, request: pytest.FixtureRequest) -> Iterator[Beside]:
+    jobs = {
+        "test_one_worker_through_a_hard_life_ends_bitwise_the_same": lambda: hard_life(
+            smol, folder, workers=1, number=signal.SIGTERM
+        ),
+        "test_an_interrupt_before_the_first_step_is_heard": lambda: interrupt_early(smol, folder),
+    }
+    with Beside(request, jobs) as running:
+        yield running
 
 
 def train_gpt(name: str, *, workers: int) -> list[str]:
@@ -113,9 +110,8 @@ def test_a_killed_worker_ends_the_run_with_one_message(smol: Smol, folder: Path)
     assert ended.status == 1
     assert f"worker rank {rank} failed: killed by SIGKILL" in ended.err
     assert ended.err.count("failed") == 1
-    assert re.search(
-        rf"  \| .*rank {rank} of 3 starts as process {workers[rank].pid}\n", ended.err
-    )  # its log's last lines
+    last_lines = rf"  \| .*rank {rank} of 3 starts as process {workers[rank].pid}\n"
+    assert re.search(last_lines, ended.err)
     assert "Traceback" not in ended.err
     all_gone(workers, within_s=1)
     summary = read_summary(run_dir)
@@ -139,24 +135,7 @@ def test_a_task_that_raises_is_quoted(smol: Smol, folder: Path) -> None:
 # The launcher is stopped or dies
 
 
-def test_the_second_interrupt_ends_a_run_that_is_stuck(smol: Smol, folder: Path) -> None:
-    run_dir = folder / "runs" / "stuck"
-    running = smol.start("train", "tasks.py:Stuck", "--workers", "1", "--run-dir", run_dir, *FOREVER, cwd=folder)
-    workers = running.workers(1)
-    wait_for_step(running, run_dir, 2)
-    running.process.send_signal(signal.SIGINT)
-    running.until(lambda: "once more to stop at once" in running.output, what="the answer to the first interrupt")
-    started = time.monotonic()
-    running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=10)
-    assert time.monotonic() - started < 2
-    assert ended.status == 130
-    assert ended.err == "smolcluster: interrupted; nothing was saved\n"
-    all_gone(workers, within_s=1)
-    assert read_summary(run_dir)["status"] == "interrupted"
-
-
-def test_a_stopped_worker_cannot_survive_two_interrupts(smol: Smol, folder: Path) -> None:
+def test_the_second_interrupt_ends_even_a_worker_that_is_frozen(smol: Smol, folder: Path) -> None:
     run_dir = folder / "runs" / "frozen"
     running = smol.start("train", "tasks.py:Endless", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
     workers = running.workers(2)
@@ -165,9 +144,15 @@ def test_a_stopped_worker_cannot_survive_two_interrupts(smol: Smol, folder: Path
     eventually(lambda: workers[1].state() == "T", what="the worker to stand still")
     running.process.send_signal(signal.SIGINT)
     running.until(lambda: "once more to stop at once" in running.output, what="the answer to the first interrupt")
+    assert all(worker.alive() for worker in workers)
+    interrupted = time.monotonic()
     running.process.send_signal(signal.SIGINT)
-    assert running.end(within_s=5).status == 130
+    ended = running.end(within_s=5)
+    assert time.monotonic() - interrupted < 2
+    assert ended.status == 130
+    assert ended.err == "smolcluster: interrupted; nothing was saved\n"
     all_gone(workers, within_s=1)
+    assert read_summary(run_dir)["status"] == "interrupted"
 
 
 def test_workers_leave_when_the_launcher_is_killed(smol: Smol, folder: Path) -> None:
@@ -179,21 +164,6 @@ def test_workers_leave_when_the_launcher_is_killed(smol: Smol, folder: Path) -> 
     all_gone(workers, within_s=5)
     # They saved before they left, so nothing is lost.
     assert list((run_dir / "checkpoints").glob("step-*"))
-
-
-def test_an_interrupt_before_the_first_step_is_heard(smol: Smol, folder: Path) -> None:
-    """Ctrl-C reaches everything in a terminal's process group, and workers that still import torch must not die of it."""
-    run_dir = folder / "runs" / "early"
-    command = ("train", "tasks.py:Endless", "--workers", "1", "--run-dir", run_dir, *FOREVER)
-    running = smol.start(*command, cwd=folder, group=True)
-    workers = running.workers(1)
-    os.killpg(running.process.pid, signal.SIGINT)
-    ended = running.end(within_s=30)
-    assert ended.status == 130
-    assert "continue with: smolcluster train --resume" in ended.err
-    all_gone(workers, within_s=1)
-    assert read_summary(run_dir)["status"] == "interrupted"
-    assert {row["step"] for row in read_rows(run_dir)} == {1}
 
 
 # One rank by hand
@@ -240,23 +210,13 @@ def test_a_rank_whose_peer_is_killed_says_so(smol: Smol, folder: Path) -> None:
     assert summary["steps"] >= 3
 
 
-# Stopped, killed, damaged: the run goes on to the same weights as one that was left alone
+# Interrupted, killed, damaged: the run goes on to the same weights as one that was left alone
 
 
-@pytest.fixture(scope="module")
-def weights(smol: Smol, folder: Path) -> Callable[[int], str]:
-    """The hash of the weights after an undisturbed run on so many workers. Both runs share the two cores."""
-    known: dict[int, Future[str]] = {}
-
-    def run(workers: int) -> str:
-        smol.run(*train_gpt(f"undisturbed-{workers}", workers=workers), cwd=folder).ok()
-        return str(read_summary(folder / "runs" / f"undisturbed-{workers}")["weights_sha256"])
-
-    pool = ThreadPoolExecutor(max_workers=1)
-    for workers in (1, 2):
-        known[workers] = pool.submit(run, workers)
-    pool.shutdown(wait=False)
-    return lambda workers: known[workers].result()
+def undisturbed(smol: Smol, folder: Path, *, workers: int) -> str:
+    """The hash of the weights after a run that nothing happens to."""
+    smol.run(*train_gpt(f"undisturbed-{workers}", workers=workers), cwd=folder).ok()
+    return str(read_summary(folder / "runs" / f"undisturbed-{workers}")["weights_sha256"])
 
 
 def check_whole(run_dir: Path, *, workers: int) -> dict[str, Any]:
@@ -273,37 +233,32 @@ def check_whole(run_dir: Path, *, workers: int) -> dict[str, Any]:
     return summary
 
 
-def resumed(ended: Ended) -> int:
-    match = re.search(r"resumed at step (\d+)", ended.ok().out)
-    assert match is not None, ended.out
+def resumed(output: str) -> int:
+    match = re.search(r"resumed at step (\d+)", output)
+    assert match is not None, output
     return int(match[1])
 
 
-@pytest.mark.parametrize(("workers", "number"), [(2, signal.SIGINT), (1, signal.SIGTERM)])
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
-    smol: Smol, folder: Path, weights: Callable[[int], str], workers: int, number: signal.Signals
-) -> None:
-    run_dir = folder / "runs" / f"interrupted-{number.name}"
-    running = smol.start(*train_gpt(run_dir.name, workers=workers), cwd=folder)
+def interrupt(running: Running, run_dir: Path, number: int, *, workers: int) -> int:
+    """After 20 steps or more. Returns the step at which all ranks left, with their state saved."""
     processes = running.workers(workers)
     wait_for_step(running, run_dir, 20, ranks=workers)
     running.process.send_signal(number)
     ended = running.end()
-
     assert ended.status == 130
     assert ended.err == f"smolcluster: interrupted; continue with: smolcluster train --resume runs/{run_dir.name}\n"
     all_gone(processes, within_s=1)
     summary = read_summary(run_dir)
     assert summary["status"] == "interrupted"
-    assert 20 <= summary["steps"] < STEPS
+    assert 20 <= summary["steps"] < 70
     assert summary["checkpoint"].endswith(f"step-{summary['steps']:08d}")
-
-    again = smol.run("train", "--resume", f"runs/{run_dir.name}", cwd=folder)
-    assert resumed(again) == summary["steps"]
-    assert check_whole(run_dir, workers=workers)["weights_sha256"] == weights(workers)
+    return int(summary["steps"])
 
 
-def kill_everything(running: Running, processes: list[Process]) -> None:
+def kill_everything(running: Running, run_dir: Path, *, workers: int) -> None:
+    """At a random step, launcher and workers at once."""
+    processes = running.workers(workers)
+    wait_for_step(running, run_dir, random.randrange(71, STEPS - 20), ranks=workers)
     os.kill(running.process.pid, signal.SIGKILL)
     for process in processes:
         process.kill()
@@ -311,40 +266,63 @@ def kill_everything(running: Running, processes: list[Process]) -> None:
     all_gone(processes, within_s=5)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_killed_at_a_random_step_goes_on_bitwise(
-    smol: Smol, folder: Path, weights: Callable[[int], str], workers: int
-) -> None:
-    run_dir = folder / "runs" / f"killed-{workers}"
-    step = random.randrange(15, STEPS - 30)
-    running = smol.start(*train_gpt(run_dir.name, workers=workers), cwd=folder)
-    processes = running.workers(workers)
-    wait_for_step(running, run_dir, step, ranks=workers)
-    kill_everything(running, processes)
-    assert not (run_dir / "summary.json").exists()
-    damaged_dir = folder / "runs" / "damaged"
-    if workers == 1:
-        shutil.copytree(run_dir, damaged_dir)
-
-    again = smol.run("train", "--resume", "latest", "--run-dir", f"runs/{run_dir.name}", cwd=folder)
-    assert 5 <= resumed(again) < STEPS
-    assert check_whole(run_dir, workers=workers)["weights_sha256"] == weights(workers), f"killed at step {step}"
-
-    if workers == 1:
-        go_on_from_a_damaged_checkpoint(smol, folder, damaged_dir, weights(workers))
-
-
-def go_on_from_a_damaged_checkpoint(smol: Smol, folder: Path, run_dir: Path, sha256: str) -> None:
-    """One flipped bit in the newest checkpoint: it is named, the one before it is used."""
-    *_, before, newest = sorted((run_dir / "checkpoints").glob("step-*"))
-    file = newest / "weights.safetensors"
+def flip_a_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[random.randrange(len(content))] ^= 1 << random.randrange(8)
     file.write_bytes(content)
 
-    again = smol.run("train", "--resume", f"runs/{run_dir.name}", cwd=folder)
-    assert resumed(again) == int(before.name.removeprefix("step-"))
-    error = next(line for line in again.out.splitlines() if "is damaged" in line)
-    assert error.startswith("error: rank 0: ")
-    assert f"{newest.name}/weights.safetensors" in error
-    assert check_whole(run_dir, workers=1)["weights_sha256"] == sha256
+
+def hard_life(smol: Smol, folder: Path, *, workers: int, number: int) -> None:
+    """Interrupted; resumed; killed with everything; resumed. With one worker also with its newest checkpoint damaged."""
+    sha256 = undisturbed(smol, folder, workers=workers)
+    run_dir = folder / "runs" / f"hard-life-{workers}"
+    running = smol.start(*train_gpt(run_dir.name, workers=workers), cwd=folder)
+    step = interrupt(running, run_dir, number, workers=workers)
+
+    running = smol.start("train", "--resume", f"runs/{run_dir.name}", cwd=folder)
+    kill_everything(running, run_dir, workers=workers)
+    assert resumed(running.output) == step
+    damaged_dir = folder / "runs" / "damaged"
+    if workers == 1:
+        shutil.copytree(run_dir, damaged_dir)
+
+    ended = smol.run("train", "--resume", "latest", "--run-dir", f"runs/{run_dir.name}", cwd=folder).ok()
+    assert step < resumed(ended.out) < STEPS
+    assert check_whole(run_dir, workers=workers)["weights_sha256"] == sha256
+
+    if workers == 1:
+        *_, before, newest = sorted((damaged_dir / "checkpoints").glob("step-*"))
+        flip_a_bit(newest / "weights.safetensors")
+        ended = smol.run("train", "--resume", "runs/damaged", cwd=folder).ok()
+        assert resumed(ended.out) == int(before.name.removeprefix("step-"))
+        error = next(line for line in ended.out.splitlines() if "is damaged" in line)
+        assert error.startswith("error: rank 0: ")
+        assert f"{newest.name}/weights.safetensors" in error
+        assert check_whole(damaged_dir, workers=1)["weights_sha256"] == sha256
+
+
+def test_two_workers_through_a_hard_life_end_bitwise_the_same(smol: Smol, folder: Path) -> None:
+    hard_life(smol, folder, workers=2, number=signal.SIGINT)
+
+
+def test_one_worker_through_a_hard_life_ends_bitwise_the_same(beside: Beside) -> None:
+    beside["test_one_worker_through_a_hard_life_ends_bitwise_the_same"]
+
+
+def test_an_interrupt_before_the_first_step_is_heard(beside: Beside) -> None:
+    beside["test_an_interrupt_before_the_first_step_is_heard"]
+
+
+def interrupt_early(smol: Smol, folder: Path) -> None:
+    """Ctrl-C reaches everything in a terminal's process group, and workers that still import torch must not die of it."""
+    run_dir = folder / "runs" / "early"
+    command = ("train", "tasks.py:Endless", "--workers", "1", "--run-dir", run_dir, *FOREVER)
+    running = smol.start(*command, cwd=folder, group=True)
+    workers = running.workers(1)
+    os.killpg(running.process.pid, signal.SIGINT)
+    ended = running.end(within_s=30)
+    assert ended.status == 130
+    assert "continue with: smolcluster train --resume" in ended.err
+    all_gone(workers, within_s=1)
+    assert read_summary(run_dir)["status"] == "interrupted"
+    assert {row["step"] for row in read_rows(run_dir)} == {1}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from smolcluster.config import FLAGS, Config, builtin_configs, canonical_strategy, dump, flag_sets, load_config, resolve
@@ -501,6 +501,7 @@ SUBSETS = st.fixed_dictionaries({}, optional=FREE)
 
 
 @settings(deadline=None, max_examples=60)
+@example({"strategy.options": {"\x85": None}})
 @given(SUBSETS)
 def test_any_overrides_round_trip(tmp_path_factory: pytest.TempPathFactory, given_values: dict[str, Any]) -> None:
     config = load_config([], sets=given_values)

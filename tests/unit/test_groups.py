@@ -147,14 +147,17 @@ def _kernel_bytes() -> tuple[int, int]:
     """Bytes acknowledged and received over all TCP sockets of this process, as the kernel counts them."""
     import os
     import socket
+    import stat
     import struct
 
     sent = received = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
-            connection = socket.socket(fileno=os.dup(int(link.name)))
-        except OSError:
+            if not stat.S_ISSOCK(os.fstat(int(link.name)).st_mode):
+                continue
+        except OSError:  # the folder we are reading was in its own list
             continue
+        connection = socket.socket(fileno=os.dup(int(link.name)))
         try:
             info = connection.getsockopt(socket.IPPROTO_TCP, 11, 256)  # TCP_INFO
             acked, got = struct.unpack_from("QQ", info, 120)  # tcpi_bytes_acked, tcpi_bytes_received
@@ -175,8 +178,9 @@ def _measured_traffic(group: Group) -> tuple[float, float, float]:
     for _ in range(5):
         group.all_reduce(tensor).wait()
     group.barrier()
-    after = _kernel_bytes()
-    return after[0] - before[0], after[1] - before[1], group.traffic.bytes_sent - counted
+    after, counted = _kernel_bytes(), group.traffic.bytes_sent - counted
+    group.barrier()  # nobody closes a connection before everybody has counted
+    return after[0] - before[0], after[1] - before[1], counted
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

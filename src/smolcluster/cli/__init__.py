@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -40,6 +41,7 @@ def _top(version: bool = typer.Option(False, "--version", help="Print the versio
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
     arguments = spread_overrides(sys.argv[1:] if argv is None else argv)
+    logging.getLogger("smolcluster").addHandler(logging.NullHandler())  # what a person must read is printed, not logged
     try:
         status = app(arguments, prog_name="smolcluster", standalone_mode=False)
     except SmolclusterError as error:
@@ -56,9 +58,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if message:  # none when the help was shown because nothing was asked
             print(f"{command}: {message.rstrip('.')}; see {command} --help", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:
+        status = 1
+    try:
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output went away: that is its right
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)
 
 

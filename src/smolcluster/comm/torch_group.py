@@ -12,6 +12,7 @@ torch.distributed neither authenticates nor encrypts. `rendezvous.connect` says 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -100,5 +101,5 @@ class TorchGroup(Group):
 
 
 def _first_line(error: BaseException) -> str:
-    """Backends append stack traces to their messages; the first line says it."""
-    return str(error).strip().split("\n")[0]
+    """Backends put a source path before their messages and a stack trace behind; what is between says it."""
+    return re.sub(r"^\[\S*:\d+\] ", "", str(error).strip().split("\n")[0])

@@ -104,7 +104,7 @@ def nearest(name: str) -> tuple[str, float]:
     def likeness(spelling: str) -> float:
         its_section, _, its_leaf = spelling.rpartition(".")
         same_leaf = difflib.SequenceMatcher(None, leaf, its_leaf).ratio()
-        same_section = difflib.SequenceMatcher(None, section, its_section).ratio()
+        same_section = difflib.SequenceMatcher(None, section, its_section).ratio() if section else 1.0
         return 0.75 * same_leaf + 0.25 * same_section
 
     best = max(_spellings(), key=likeness)

@@ -125,7 +125,10 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 
 def to_yaml(value: Any) -> str:
     """YAML that `parse` reads back to the same value. Keys keep their order."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    if "\x85" in text:  # an old line break that PyYAML writes in a way it cannot read: escape everything
+        text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
+    return text
 
 
 def parse(text: str, *, place: Place, name: str = "") -> tuple[Node, list[Problem]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from smolcluster.config.schema import Config
 from smolcluster.errors import UserError
+from smolcluster.observe.text import size
 
 
 def batch_size_of(config: Config, rank: int) -> int:
@@ -20,7 +21,8 @@ def batch_size_of(config: Config, rank: int) -> int:
 def check_enough_samples(num_samples: int, counts: list[int]) -> None:
     if len(counts) > num_samples:
         raise UserError(
-            f"{len(counts)} workers but only {num_samples} training samples; use at most --workers {num_samples}"
+            f"{len(counts)} workers but only {num_samples} training sample{'s' * (num_samples != 1)}; "
+            f"use at most --workers {num_samples}"
         )
     if sum(counts) > num_samples:
         raise UserError(
@@ -45,6 +47,6 @@ def check_disk_space(folder: Path, *, need_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < need_bytes:
         raise UserError(
-            f"a checkpoint needs about {need_bytes / 2**20:.0f} MiB and {folder} has {free / 2**20:.0f} MiB free; "
+            f"a checkpoint needs about {size(need_bytes)} and {folder} has {size(free)} free; "
             "choose another --run-dir, or set training.checkpoint_steps=0"
         )

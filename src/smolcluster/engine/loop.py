@@ -172,8 +172,6 @@ class Loop:
             state={
                 "strategy": state.numbers,
                 "sampler": self._sampler.state_dict(),
-                "samples": self.progress.samples,
-                "tokens": self.progress.tokens,
                 "best_val_loss": self.progress.best_val_loss if math.isfinite(self.progress.best_val_loss) else None,
             },
             metrics=dict(self.last_evaluation),
@@ -189,12 +187,18 @@ class Loop:
         )
         self._sampler.load_state_dict(state["sampler"])
         best = state.get("best_val_loss")
+        samples = self._share(self._sampler.position)
         self.progress = Progress(
             step=snapshot.step,
-            samples=int(state["samples"]),
-            tokens=int(state["tokens"]),
+            samples=samples,
+            tokens=samples * self.task.tokens_per_sample,
             best_val_loss=math.inf if best is None else float(best),
         )
+
+    def _share(self, total: int) -> int:
+        """This rank's part of the samples read before, perhaps by another number of workers; the parts add up."""
+        counts, shard = self.context.samples_per_step, self.context.seat.shard or 0
+        return total * sum(counts[: shard + 1]) // sum(counts) - total * sum(counts[:shard]) // sum(counts)
 
     def final_weights(self) -> dict[str, torch.Tensor] | None:
         self.strategy.drain()

@@ -305,7 +305,10 @@ class Worker:
                 checkpoint=self.checkpoint if self.saver is not None else None,
                 run_dir=str(self.run_dir.path),
             )
-            write_summary(self.run_dir.summary, summary)
+            try:
+                write_summary(self.run_dir.summary, summary)
+            except OSError as error:
+                log.error("%s could not be written: %s", self.run_dir.summary, error.strerror or error)
             if not loop.interrupted:
                 self._sample()
             self.observer.emit(RunFinished(summary=summary))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smolcluster.config import Config, load_config, resolve
+from smolcluster.config import Config, canonical_strategy, load_config, resolve
+from smolcluster.data.names import is_text
 from smolcluster.engine.run_dir import Resume, RunDir, find_resume, new_run_dir
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.registry import check_name
@@ -58,6 +59,8 @@ def prepare(
     sets = dict(sets or {})
     if tasks:
         sets["task"] = str(_absolute(tasks[0]))
+    if files == [DEFAULT_CONFIG] and not sources and canonical_strategy(sets.get("strategy.name") or "") == "single":
+        sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # two workers were not the user's wish
     config = load_config(files, overrides=overrides, sets=sets)
     named = "name" in config.strategy.model_fields_set
     config = resolve(config)
@@ -65,6 +68,8 @@ def prepare(
     if not named and workers == 1:
         config.strategy.name = "single"
     config.strategy.name = check_name(config.strategy.name)
+    if config.task is None:
+        is_text(config.data.name)  # an unknown dataset is refused before anything starts
 
     if run_dir is not None:
         place = RunDir(run_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,7 +44,13 @@ def load_task_class(spec: str) -> type[Task]:
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # the user's own code: it may raise anything
+        frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+        line = error.lineno if isinstance(error, SyntaxError) else frames[-1] if frames else None
+        place = f"{path}, line {line}" if line else str(path)
+        raise UserError(f"{place}: {type(error).__name__}: {error}") from error
     found = {
         key: value
         for key, value in vars(module).items()
