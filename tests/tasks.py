@@ -130,3 +130,54 @@ class Digits(Classification):
         x, y = self._data()
         kept = torch.arange(len(x)) % 5 == 0
         return x[kept], y[kept]
+
+
+# Mistakes
+
+
+class LossIsAnInt(Tiny):
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return 3  # type: ignore[return-value]
+
+
+class LossIsAVector(Tiny):
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return model(batch[0])
+
+
+class LossIsDetached(Tiny):
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss(model, batch).detach()
+
+
+class NoParameters(Tiny):
+    def model(self) -> nn.Module:
+        return nn.Tanh()
+
+
+class NotAModel(Tiny):
+    def model(self) -> nn.Module:
+        return None  # type: ignore[return-value]
+
+
+class Lazy(Tiny):
+    def model(self) -> nn.Module:
+        return nn.LazyLinear(2)
+
+
+class NoData(Tiny):
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros(0, 12), torch.zeros(0, dtype=torch.long)
+
+
+class TurnsToNan(Tiny):
+    """From the fourth step on."""
+
+    calls = 0
+
+    def val_data(self) -> None:  # type: ignore[override]
+        return None
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        TurnsToNan.calls += 1
+        return super().loss(model, batch) * (float("nan") if TurnsToNan.calls > 3 else 1.0)

@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         status = app(arguments, prog_name="smolcluster", standalone_mode=False)
     except SmolclusterError as error:
-        print(f"smolcluster: {error}", file=sys.stderr)
+        from smolcluster.observe.text import printable
+
+        print("smolcluster:", printable(str(error), keep="\t\n"), file=sys.stderr)
         sys.exit(error.exit_code)
     except typer.Exit as done:
         sys.exit(done.exit_code)

@@ -7,13 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-EXAMPLES = (
-    "Examples: smolcluster train    (the embedded text on 2 workers)   |   "
-    "smolcluster train gpt --strategy allreduce --workers 4 --override training.batch_size=16 model.num_layers=4   |   "
-    "smolcluster train mnist --override data.root=path/to/mnist   |   "
-    "smolcluster train my_task.py:MyTask --workers 2   |   "
-    "smolcluster train --resume latest"
-)
+EXAMPLES = """Examples:
+
+smolcluster train
+
+smolcluster train gpt --workers 4 --override training.batch_size=16 model.num_layers=4
+
+smolcluster train mnist --override data.root=path/to/mnist
+
+smolcluster train my_task.py:MyTask --workers 2
+
+smolcluster train --resume latest
+"""
 _GUIDE = "Model and training (the same as --override)"
 _RANK = "One rank of a job that others start"
 
@@ -22,7 +27,7 @@ def train(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG]...",
+            metavar="CONFIG",
             help="YAML files, built-in names (gpt, mnist, ...), or a task as file.py:Class. Merged left to right.",
         ),
     ] = None,

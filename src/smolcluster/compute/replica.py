@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.precision import LossScale, autocast
+from smolcluster.errors import UserError
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -77,6 +78,8 @@ class Replica:
             part = to_device(part, self.device)
             with autocast(self._precision, self.device):
                 loss = self._loss(self.model, part)
+            if self.updates == 0:
+                check_loss(loss)
             if before_last is not None and number == len(batch.parts):
                 before_last()
             factor = self.loss_scale / len(batch.parts)
@@ -132,6 +135,20 @@ class Replica:
         self.updates = int(numbers["updates"])
         if self.scale is not None and "loss_scale" in numbers:
             self.scale.load_state_dict(numbers["loss_scale"])
+
+
+def check_loss(loss: Any) -> None:
+    """A task's mistake, told before torch stumbles over it."""
+    if not isinstance(loss, Tensor):
+        raise UserError(f"loss() must return a tensor, the mean over the batch, not {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise UserError(
+            f"loss() must return one number, the mean over the batch, not a tensor of shape {tuple(loss.shape)}"
+        )
+    if not loss.requires_grad:
+        raise UserError(
+            "loss() does not depend on the model's parameters: is it detached, or computed without the model?"
+        )
 
 
 def to_device(part: Any, device: torch.device) -> Any:

@@ -22,7 +22,7 @@ smolcluster train gpt my.yaml --override training.batch_size=16 training.epochs=
 ```
 
 - Mappings merge, key by key; lists and single values replace what was there.
-- `null` means automatic, or the default. `smolcluster config show` prints what it becomes.
+- `null` means automatic, or the default. `smolcluster config show` prints what can be known before the data is opened.
 - An unknown key is an error, and so is a key given twice in one file.
 - Numbers may be written `6e-4` or `1e3`. Text that looks like a number needs quotes.
 - `training.batch_size: 16` at the top level of a file is the same as `batch_size: 16` in `training`.

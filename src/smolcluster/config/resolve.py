@@ -26,6 +26,8 @@ def resolve(config: Config) -> Config:
     _resolve_data(config)
 
     config.cluster.num_workers = config.cluster.num_workers or len(config.cluster.workers) or 1
+    if "name" not in config.strategy.model_fields_set and config.cluster.num_workers == 1:
+        config.strategy.name = "single"
     config.strategy.name = canonical_strategy(config.strategy.name)
     return config
 

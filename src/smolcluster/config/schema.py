@@ -204,7 +204,7 @@ class StrategyConfig(Section):
     Each strategy reads its own; one it does not know has no effect and is warned of.
     """
 
-    name: str = Field("allreduce", description="see `smolcluster strategies`")
+    name: str = Field("allreduce", description="see `smolcluster strategies`; on one worker and not said: single")
     staleness_bound: Natural | None = Field(
         None, description="allreduce, fsdp: gradients may be so many steps old; 0: synchronous"
     )

@@ -68,7 +68,7 @@ def fetch(
         listed = "\n".join(reasons)
         raise UserError(
             f"could not download {target.name}:\n{listed}\n"
-            f"Put the file (sha256 {sha256}) at {target} yourself, then start again."
+            f"Put the file (sha256 {sha256}) at {target} yourself, or name a folder that has it as data.root, then start again."
         )
 
     try:

@@ -19,6 +19,8 @@ def batch_size_of(config: Config, rank: int) -> int:
 
 
 def check_enough_samples(num_samples: int, counts: list[int]) -> None:
+    if num_samples == 0:
+        raise UserError("the training data is empty; see data.name and data.root, or train_data() of your task")
     if len(counts) > num_samples:
         raise UserError(
             f"{len(counts)} workers but only {num_samples} training sample{'s' * (num_samples != 1)}; "

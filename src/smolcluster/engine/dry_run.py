@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from smolcluster.comm.rendezvous import choose_backend
@@ -28,6 +30,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     samples = len(as_dataset(task.train_data()))
     counts = [nodes[s.rank].batch_size * config.training.grad_accumulation for s in seats if s.shard is not None]
     check_enough_samples(samples, counts)
+    steps = config.training.steps or math.ceil((config.training.epochs or 1) * samples / sum(counts))
     with torch.device("meta"):
         model = task.model()
     shape = Shape(parameters=sum(p.numel() for p in model.parameters()))
@@ -47,5 +50,6 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         f"# a worker holds {memory / 2**20:.1f} MiB of weights, gradients and optimizer state, before activations"
     )
     lines.append(f"# a step sends {cost.bytes_sent / 2**20:.2f} MiB from each worker")
+    lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
     lines.append(f"# run directory: {run_dir.path}")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ for each step: read a batch, strategy.step, and when they are due: evaluate, log
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from smolcluster.observe.events import StepLogged
 from smolcluster.observe.observer import Observer
 from smolcluster.strategies.base import Context, State, StepReport, Strategy
 from smolcluster.tasks.base import Task
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -163,6 +166,10 @@ class Loop:
         state = self.strategy.state()
         self._saved_step = step
         if self._saver is None:
+            return
+        broken = [n for n, t in state.weights.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+        if broken:  # good checkpoints must not give way to this one
+            log.error("step %d is not saved: %s has NaN or infinite values", step, broken[0])
             return
         started = time.perf_counter()
         snapshot = Snapshot(

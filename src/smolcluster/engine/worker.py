@@ -212,9 +212,16 @@ class Worker:
             )
         weights = broadcast_tensors(self.group, snapshot.weights if snapshot else None)
         optimizer = broadcast_tensors(self.group, snapshot.optimizer if snapshot else None)
-        self.loop.load(
-            Snapshot(step=head["step"], weights=weights, optimizer=optimizer, state=head["state"], metrics={}, info={})
+        found = Snapshot(
+            step=head["step"], weights=weights, optimizer=optimizer, state=head["state"], metrics={}, info={}
         )
+        try:
+            self.loop.load(found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"state.json of {self.spec.resume} is not what this version writes ({type(error).__name__}: {error}); "
+                "resume from another checkpoint"
+            ) from error
         if self.lead:
             dropped = truncate_metrics(self.run_dir.metrics, after_step=head["step"])
             if self.saver is not None:

@@ -46,7 +46,7 @@ def assigned_place(
     environ: Mapping[str, str] = os.environ,
 ) -> Assigned | None:
     """Where this process stands in a world somebody else made; None when we make the world ourselves."""
-    if rank is None and "RANK" not in environ:
+    if rank is None and not environ.get("RANK"):
         if master_addr is not None or master_port is not None:
             raise UserError("--master-addr and --master-port need --rank: which rank of the job is this?")
         return None
@@ -57,6 +57,9 @@ def assigned_place(
         world_size = _number("WORLD_SIZE", environ)
     if not 0 <= rank < world_size:
         raise UserError(f"--rank {rank} is not in a world of {world_size}: ranks go from 0 to {world_size - 1}")
+    port = master_port or _number("MASTER_PORT", environ, default=29500)
+    if not 0 < port < 65536:
+        raise UserError(f"port {port} (MASTER_PORT) is not between 1 and 65535")
     by_torchrun = "LOCAL_RANK" in environ
     return Assigned(
         rank=rank,
@@ -64,7 +67,7 @@ def assigned_place(
         local_rank=_number("LOCAL_RANK", environ) if by_torchrun else 0,
         local_world_size=_number("LOCAL_WORLD_SIZE", environ, default=1) if by_torchrun else 1,
         master_addr=master_addr or environ.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=master_port or _number("MASTER_PORT", environ, default=29500),
+        master_port=port,
     )
 
 

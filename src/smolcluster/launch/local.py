@@ -33,6 +33,7 @@ from smolcluster.observe.events import Event, Failed, Notice, Phase, from_json
 from smolcluster.observe.logs import log_path, tail
 from smolcluster.observe.observer import Observer, Sink
 
+WORKER_MARK = "SMOLCLUSTER_WORKER"  # in the environment of every worker
 SETTLE_S = 0.5  # after the first death: others may have died of the same cause a moment earlier
 GRACE_S = 2.0  # between asking a worker to end and ending it
 
@@ -48,6 +49,7 @@ class _Member:
     process: subprocess.Popen[bytes]
     log: Path
     failed: Failed | None = None
+    finished: bool = False  # it said so itself; an exit status alone proves nothing
     died: float | None = None
 
 
@@ -65,6 +67,11 @@ def run_local(
     sinks: list[Sink],
 ) -> dict[str, Any]:
     """Train on `workers` processes of this machine. Returns the summary; raises when the run fails or is interrupted."""
+    if WORKER_MARK in os.environ:
+        raise UserError(
+            "a worker tried to start workers of its own: it imports the file that your task is in, and that file calls train; "
+            'put the call under: if __name__ == "__main__":'
+        )
     with run_dir.opened(dump(config), resume=resume is not None):
         return _run(config, workers=workers, run_dir=run_dir, resume=resume, backend=backend, sinks=sinks)
 
@@ -117,7 +124,7 @@ def _start(spec: WorkerSpec) -> _Member:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", WORKER_MARK: str(spec.rank)},
             **_APART,
         )
     member = _Member(spec.rank, process, log)
@@ -154,7 +161,7 @@ def _watch(members: list[_Member], inbox: _Inbox, observer: Observer) -> None:
         open_members -= 1
         member.died = time.monotonic()
         status = member.process.wait()
-        if status not in (0, Interrupted.exit_code) and deadline is None:
+        if not member.finished and status != Interrupted.exit_code and deadline is None:
             deadline = time.monotonic() + SETTLE_S
 
 
@@ -179,6 +186,8 @@ def _handle(event: Event, member: _Member | None, members: list[_Member], observ
     elif isinstance(event, Failed):
         member.failed = event
         return
+    elif isinstance(event, Phase) and event.name == "finished":
+        member.finished = True
     observer.emit(event)
 
 
@@ -237,7 +246,7 @@ def find_culprit(members: list[_Member]) -> _Member:
 
     def blame(member: _Member) -> tuple[int, float]:
         victim = member.failed is not None and member.failed.kind == "peer"
-        healthy = member.died is None or member.process.returncode in (0, Interrupted.exit_code)
+        healthy = member.died is None or member.finished
         return (2 if healthy else 1 if victim else 0, member.died or float("inf"))
 
     return min(members, key=blame)
@@ -249,8 +258,8 @@ def describe_failure(member: _Member) -> str:
         reason = failed.message if failed.kind != "peer" else f"lost another rank: {failed.message}"
     elif status is not None and status < 0:
         reason = f"killed by {_signal_name(-status)}"
-    elif status == 0:
-        reason = "ended early without a word"
+    elif status in (0, Interrupted.exit_code):
+        reason = f"left in the middle of the run, with status {status}"
     else:
         reason = f"exited with status {status}"
     lines = (failed.traceback.rstrip().splitlines() if failed and failed.traceback else tail(member.log, 12))[-12:]

@@ -54,19 +54,17 @@ def prepare(
             if lead:
                 raise
     if not files and not tasks:
-        files = [str(found.run.config)] if found is not None and found.run.config.is_file() else [DEFAULT_CONFIG]
+        if found is not None and not found.run.config.is_file():
+            raise UserError(f"{found.run.path} has no config.yaml; name the configuration to continue with, e.g. gpt")
+        files = [str(found.run.config)] if found is not None else [DEFAULT_CONFIG]
 
     sets = dict(sets or {})
     if tasks:
         sets["task"] = str(_absolute(tasks[0]))
     if files == [DEFAULT_CONFIG] and not sources and canonical_strategy(sets.get("strategy.name") or "") == "single":
         sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # two workers were not the user's wish
-    config = load_config(files, overrides=overrides, sets=sets)
-    named = "name" in config.strategy.model_fields_set
-    config = resolve(config)
+    config = resolve(load_config(files, overrides=overrides, sets=sets))
     workers = config.cluster.num_workers or 1
-    if not named and workers == 1:
-        config.strategy.name = "single"
     config.strategy.name = check_name(config.strategy.name)
     if config.task is None:
         is_text(config.data.name)  # an unknown dataset is refused before anything starts

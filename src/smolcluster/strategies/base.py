@@ -22,6 +22,7 @@ from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.rng import seed_everything
 from smolcluster.compute.timing import Span
 from smolcluster.config.schema import Config
+from smolcluster.errors import UserError
 from smolcluster.tasks.base import Task
 
 
@@ -170,7 +171,14 @@ def build_replica(task: Task, context: Context) -> Replica:
     """A whole model on this rank's device, alike on every rank that calls it."""
     config = context.config.training
     seed_everything(config.seed or 0, "weights", device=context.device)
-    model = task.model().to(context.device)
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model() of {task.name} must return a torch.nn.Module, not {type(model).__name__}")
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise UserError(f"model() of {task.name} has lazy layers; give them their input size")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"model() of {task.name} has no parameters to train")
+    model = model.to(context.device)
     if config.gradient_checkpointing:
         if hasattr(model, "gradient_checkpointing"):
             setattr(model, "gradient_checkpointing", True)  # noqa: B010 - not every module has it
