@@ -169,6 +169,7 @@ def test_staleness_equals_a_simulation_of_delayed_gradients(tmp_path: Path, boun
     assert world.summary["staleness_max"] == min(bound, STEPS - 1)
     assert world.summary["staleness_mean"] == pytest.approx(sum(staleness) / STEPS)
     assert world.summary["stale_rejected"] == 0
+    assert world.ranks[0].rows()[-1].staleness_max == min(bound, STEPS - 1)
 
 
 def test_running_means_are_those_of_rank_0_everywhere(tmp_path: Path) -> None:

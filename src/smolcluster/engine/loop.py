@@ -144,6 +144,8 @@ class Loop:
                 time=self._clock(),
                 bytes_sent=traffic.bytes_sent,
                 bytes_received=traffic.bytes_received,
+                staleness_max=self.meter.staleness_max,
+                stale_rejected=self.strategy.stale_rejected,
                 gradient_norms={name: float(norm) for name, norm in norms.items()} or None,
                 **row,
                 **(self.last_evaluation if with_evaluation else {}),  # type: ignore[arg-type]

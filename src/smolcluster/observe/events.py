@@ -71,6 +71,8 @@ class StepLogged(Event):
     bytes_sent: int  # since the start of this process
     bytes_received: int
     staleness: float
+    staleness_max: int = 0  # since the start of this process, like the next
+    stale_rejected: int = 0
     val_loss: float | None = None
     val_accuracy: float | None = None
     val_ppl: float | None = None

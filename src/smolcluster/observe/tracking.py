@@ -18,6 +18,8 @@ METRICS = {
     "compute_s": "compute_s",
     "comm_s": "comm_s",
     "staleness": "staleness",
+    "staleness_max": "staleness_max",
+    "stale_rejected": "stale_rejected",
     "bytes_sent": "bytes_sent",
     "bytes_received": "bytes_received",
     "samples": "samples",

@@ -1,0 +1,77 @@
+"""Strategies by name: built in, aliased, planned, and from other packages; their options, seats and costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smolcluster.config.schema import StrategyConfig
+from smolcluster.errors import UserError
+from smolcluster.strategies.base import Node, Shape
+from smolcluster.strategies.registry import check_name, find_strategy, known_strategies, read_options
+
+NODES = [Node(name=f"n{i}") for i in range(4)]
+
+
+@pytest.mark.parametrize("name", ["allreduce", "AllReduce", "ClassicDP", "classic_dp", "ddp"])
+def test_every_spelling_finds_the_strategy(name: str) -> None:
+    assert find_strategy(name).name == "allreduce"
+
+
+def test_unknown_names_list_the_known_and_suggest_the_nearest() -> None:
+    with pytest.raises(
+        UserError, match=r"unknown strategy 'alreduce'; did you mean 'allreduce'\? known: allreduce, single"
+    ):
+        check_name("alreduce")
+    with pytest.raises(UserError, match="'edp' is not built yet"):
+        check_name("edp")
+
+
+def test_a_package_registers_its_strategy_by_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real distribution on the path, as pip would leave it."""
+    (tmp_path / "lonely.py").write_text(
+        "from smolcluster.strategies.single import Single\nclass Lonely(Single):\n    name = 'lonely'\n",
+        encoding="utf-8",
+    )
+    info = tmp_path / "lonely-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lonely\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[smolcluster.strategies]\nlonely = lonely:Lonely\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert known_strategies()["lonely"] == "lonely:Lonely"
+    assert find_strategy("lonely").name == "lonely"
+    sys.modules.pop("lonely", None)
+
+
+def test_names_are_known_without_importing_torch() -> None:
+    code = "import sys\nfrom smolcluster.strategies.registry import check_name as f; f('ddp'); print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout == "False\n"
+
+
+def test_options_are_the_strategys_own_and_the_others_are_named() -> None:
+    section = StrategyConfig(name="allreduce", staleness_bound=3, polyak_alpha=0.5, timeout=1.0)
+    options, ignored = read_options(find_strategy("allreduce"), section)
+    assert options.staleness_bound == 3
+    assert options.bucket_mb == 25.0
+    assert ignored == ["polyak_alpha", "timeout"]
+
+
+def test_seats() -> None:
+    seats = find_strategy("allreduce").seats(None, NODES)
+    assert [(s.rank, s.node, s.role, s.shard) for s in seats] == [(i, f"n{i}", "worker", i) for i in range(4)]
+    with pytest.raises(UserError, match="one worker, not 4"):
+        find_strategy("single").seats(None, NODES)
+
+
+@pytest.mark.parametrize(("workers", "bound"), [(1, 0), (2, 0), (4, 3)])
+def test_cost_is_the_formula_of_the_docstring(workers: int, bound: int) -> None:
+    strategy = find_strategy("allreduce")
+    options = strategy.Config(staleness_bound=bound)
+    cost = strategy.cost(options, Shape(parameters=1000), NODES[:workers])
+    assert cost.bytes_sent == cost.bytes_received == 2 * (workers - 1) * 4000 // workers
+    assert cost.gradient_bytes == 4000 * (bound + 1)
+    assert cost.optimizer_bytes == 8000
