@@ -1,10 +1,11 @@
-"""How long something took where it ran: on the host's clock, or on the GPU's own."""
+"""Learning something from a device without making it wait: how long a stretch took, what a number is."""
 
 from __future__ import annotations
 
 import time
 
 import torch
+from torch import Tensor
 
 
 class Span:
@@ -34,3 +35,26 @@ class Span:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+class DelayedFlag:
+    """Reads a number from the device without making it wait.
+
+    On a CPU the number is there at once. On a GPU it is copied aside and read one step later, which every rank does alike.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = torch.zeros(1, pin_memory=True) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+
+    def read(self, value: Tensor) -> bool:
+        if self._pinned is None:
+            return bool(value.item())
+        earlier = False
+        if self._copied is not None:
+            self._copied.synchronize()
+            earlier = bool(self._pinned.item())
+        self._pinned.copy_(value, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+        return earlier

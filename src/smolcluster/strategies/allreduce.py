@@ -30,14 +30,13 @@ import hashlib
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from smolcluster.comm.buckets import GradientBuckets
 from smolcluster.comm.group import gather_json
 from smolcluster.compute.replica import Batch
-from smolcluster.compute.timing import Span
+from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
 from smolcluster.strategies.base import Cost, Node, Options, Shape, State, StepReport
 from smolcluster.strategies.replicated import Replicated, train_alone
@@ -88,7 +87,7 @@ class AllReduce(Replicated):
             bucket_bytes=int(self.options.bucket_mb * 2**20),
             num_slots=self._num_slots,
         )
-        self._stop = _DelayedFlag(self.context.device)
+        self._stop = DelayedFlag(self.context.device)
 
     def step(self, batch: Batch) -> StepReport:
         if self._group.size == 1 and self._num_slots == 1:
@@ -159,26 +158,3 @@ class AllReduce(Replicated):
             raise UserError(
                 f"ranks {others} built another model than rank 0; start all ranks with the same configuration"
             )
-
-
-class _DelayedFlag:
-    """Reads a number from the device without making it wait.
-
-    On a CPU the number is there at once. On a GPU it is copied aside and read one step later, which every rank does alike.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = torch.zeros(1, pin_memory=True) if device.type == "cuda" else None
-        self._copied: torch.cuda.Event | None = None
-
-    def read(self, value: Tensor) -> bool:
-        if self._pinned is None:
-            return bool(value.item())
-        earlier = False
-        if self._copied is not None:
-            self._copied.synchronize()
-            earlier = bool(self._pinned.item())
-        self._pinned.copy_(value, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-        return earlier
