@@ -235,7 +235,7 @@ def test_ranks_started_by_hand_train_the_same_weights(smol: Smol, base: Run, tmp
     """With the flags of the multi-node guide, which are other names for the keys that `base` was given."""
     guide = (
         *("--hidden-size", "32", "--layers", "1", "--attention-heads", "2", "--max-seq-length", "32"),
-        *("--batch-size", "4", "--learning-rate", "0.001", "--gradient-clip-norm", "1.0", "--save-interval", "4"),
+        *("--batch-size", "4", "--learning-rate", "0.003", "--gradient-clip-norm", "1.0", "--save-interval", "4"),
         *("--steps", str(STEPS), "--use-gradient-checkpointing", "--no-nccl"),
         *(
             "--override",
