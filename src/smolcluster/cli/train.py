@@ -142,9 +142,10 @@ def train(
     from smolcluster.observe.report import EndReport
 
     if place is not None:
+        from smolcluster.engine.process import leave
         from smolcluster.launch.environment import run_assigned
 
-        return run_assigned(
+        status = run_assigned(
             prepared.config,
             place,
             run_dir=prepared.run_dir,
@@ -152,6 +153,7 @@ def train(
             backend=backend,
             sinks=[ConsoleSink(), EndReport()] if place.rank == 0 else [],
         )
+        leave(status)
     from smolcluster.launch.local import run_local
 
     run_local(

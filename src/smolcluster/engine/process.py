@@ -6,11 +6,13 @@ its own, under torchrun or as one rank started by hand (`run_worker`).
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import sys
 import traceback
+from typing import NoReturn
 
 from smolcluster.comm.group import PeerLost
 from smolcluster.engine.channel import Channel, PipeChannel
@@ -81,10 +83,15 @@ def main() -> None:
     sink = PipeSink(events)
     sys.stdout = _PrintedLines(sink, spec.rank)
     channel = PipeChannel(rest, announce=lambda port: sink.handle(Phase(rank=spec.rank, name="port", detail=str(port))))
-    status = run_worker(spec, channel, [sink])
+    leave(run_worker(spec, channel, [sink]))
+
+
+def leave(status: int) -> NoReturn:
+    """End this process now. Threads of a backend may still be waiting for a dead peer, or abort in a destructor."""
     logging.shutdown()
-    # Threads of a backend may still be waiting for a dead peer: leave without them.
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the reader went away: that is its right
+            stream.flush()
     os._exit(status)
 
 
