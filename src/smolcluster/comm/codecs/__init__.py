@@ -1,0 +1,45 @@
+"""How gradients are encoded on the wire.
+
+    codec = make_codec("topk", fraction=0.01)
+    packer = Packer([("weight", (512, 128)), ("bias", (512,))], codec)      one bucket, alike at both ends
+
+    feedback = Feedback() if codec.feedback else None                        the sender's, for all its buckets
+    payload = packer.encode(gradients, key=step, feedback=feedback)          uint8, always packer.nbytes
+    ... sent, and taken ...
+    feedback.commit()                                                        or undo(), if it was refused
+
+    packer.decode(payload, gradients)                                        the receiver
+
+`base.py` has the interface; one file per family has its method, bounds and bytes. docs/codecs.md compares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from smolcluster.comm.codecs.base import Codec, CodecError
+from smolcluster.comm.codecs.casts import Bf16, Fp16, Fp32
+from smolcluster.comm.codecs.feedback import Feedback
+from smolcluster.comm.codecs.int8 import Int8
+from smolcluster.comm.codecs.packer import Packer
+from smolcluster.comm.codecs.powersgd import PowerSGD
+from smolcluster.comm.codecs.sparse import RandK, TopK
+from smolcluster.errors import UserError, suggest, unknown_name
+
+CODECS: dict[str, type[Codec]] = {c.name: c for c in (Fp32, Bf16, Fp16, Int8, TopK, RandK, PowerSGD)}
+
+__all__ = ["CODECS", "Codec", "CodecError", "Feedback", "Packer", "make_codec"]
+
+
+def make_codec(name: str, **options: Any) -> Codec:
+    """A codec by name. Raises UserError for a name, an option or a value that does not exist."""
+    if name not in CODECS:
+        raise unknown_name("codec", name, CODECS)
+    codec = CODECS[name]
+    known = [f.name for f in dataclasses.fields(codec)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in known:
+            hint = suggest(option, known) if known else "it has none"
+            raise UserError(f"codec {name} has no option '{option}'; {hint}")
+    return codec(**options)

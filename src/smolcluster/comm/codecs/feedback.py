@@ -1,0 +1,96 @@
+"""Error feedback: what a lossy codec left out of one step is added to the next.
+
+    e = g + r
+    payload = encode(e)
+    r = e - decode(payload)
+
+So after T steps the decoded gradients sum to the true ones less r, whatever the codec does, and r stays bounded where the
+codec is a contraction (topk, randk, int8, powersgd: the bounds in their files).
+
+Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech DNNs",
+2014. Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from smolcluster.errors import UserError
+
+RESIDUAL = "residual"
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a sender keeps of one tensor."""
+
+    residual: Tensor
+    state: dict[str, Tensor] = field(default_factory=dict)  # the codec's own
+
+
+class Feedback:
+    """A sender's memory of every tensor, by name. Tensors in it are replaced at every step, never changed.
+
+    A payload that was refused, or is encoded anew, must leave no trace: `undo` takes the last encoding of every tensor back,
+    `commit` makes it final. Encoding a tensor again without either makes the one before it final.
+    """
+
+    def __init__(self) -> None:
+        self._memories: dict[str, Memory] = {}
+        self._before: dict[str, Memory | None] = {}
+
+    def add(self, name: str, gradient: Tensor) -> Memory:
+        """g + r, in memory of its own, and the codec's state. Nothing is kept until it is given to `keep`."""
+        gradient = gradient.detach().to(device="cpu", dtype=torch.float32)
+        memory = self._memories.get(name)
+        if memory is None:
+            return Memory(gradient.clone(memory_format=torch.contiguous_format))
+        if memory.residual.shape != gradient.shape:
+            raise UserError(
+                f"the saved residual of {name} has shape {tuple(memory.residual.shape)}, its gradient "
+                f"{tuple(gradient.shape)}; resume with the model that was saved"
+            )
+        return Memory(torch.add(memory.residual, gradient, out=torch.empty(gradient.shape)), dict(memory.state))
+
+    def keep(self, memories: Mapping[str, Memory]) -> None:
+        """After an encoding: each residual is now what the payload left out."""
+        for name, memory in memories.items():
+            self._before[name] = self._memories.get(name)
+            self._memories[name] = memory
+
+    def commit(self) -> None:
+        """What was encoded has been taken."""
+        self._before.clear()
+
+    def undo(self) -> None:
+        """What was encoded since the last commit was not taken: as if it had not been."""
+        for name, memory in self._before.items():
+            if memory is None:
+                del self._memories[name]
+            else:
+                self._memories[name] = memory
+        self._before.clear()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`residual/<name>` and `<state>/<name>`; not copied. An encoding neither committed nor undone counts as taken."""
+        tensors = {}
+        for name, memory in self._memories.items():
+            tensors[f"{RESIDUAL}/{name}"] = memory.residual
+            tensors |= {f"{key}/{name}": tensor for key, tensor in memory.state.items()}
+        return tensors
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace everything by what `state_dict` gave."""
+        states: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            states.setdefault(name, {})[kind] = tensor.detach().to(device="cpu", dtype=torch.float32)
+        lost = sorted(name for name, state in states.items() if RESIDUAL not in state)
+        if lost:
+            raise UserError(f"the saved error feedback has no residual for {', '.join(lost)}; resume without it")
+        self._memories = {name: Memory(state.pop(RESIDUAL), state) for name, state in states.items()}
+        self._before.clear()

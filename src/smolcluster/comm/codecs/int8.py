@@ -1,0 +1,98 @@
+"""int8: one byte per number and one float32 per block of them.
+
+    scale = the largest magnitude of the block
+    level = round(127 x / scale), from -127 to 127
+    decoded = level / 127 scale
+
+Bytes for n numbers:   n + 4 ceil(n / block)
+
+Rounded to nearest, |x - decoded| <= scale / 254, and training needs error feedback. With `unbiased`, a level is rounded up
+with the probability of its fraction, so that the expected decoded tensor is the tensor and no feedback is needed; then
+|x - decoded| < scale / 127. Both bounds up to 1 part in 10^4, which is float32's own rounding. Zeros are exact, and so is
+every number whose magnitude is its block's largest: a block of equal numbers decodes to itself.
+
+Payload: the scales, then the levels.
+
+Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", 2017. Blocks: Dettmers et al.,
+"8-bit optimizers via block-wise quantization", 2022.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smolcluster.comm.codecs.base import Codec, CodecError, check_count, numbers, random_words, store
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    name = "int8"
+    block: int = 1024
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        check_count(self.name, "block", self.block)
+
+    @property
+    def feedback(self) -> bool:
+        return not self.unbiased
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        count = math.prod(shape)
+        return count + 4 * self._num_blocks(count)
+
+    def _encode(self, source: Tensor, out: Tensor, *, key: int, state: dict[str, Tensor]) -> None:
+        flat = source.view(-1)
+        scales, levels = torch.empty(self._num_blocks(flat.numel())), torch.empty_like(flat)
+        for blocks, scale, level in self._cut(flat, scales, levels):
+            torch.maximum(blocks.amax(dim=1, keepdim=True), -blocks.amin(dim=1, keepdim=True), out=scale)
+            # First the ratio, then 127 times that: 127 / scale would overflow for the smallest scales.
+            torch.div(blocks, torch.where(scale > 0, scale, 1.0), out=level).mul_(127)
+        if self.unbiased:
+            levels.add_(_draws(key, flat.numel())).floor_()
+        else:
+            levels.round_()
+        store(scales, out[: scales.nbytes], dtype=torch.float32)
+        out[scales.nbytes :].view(torch.int8).copy_(levels)
+
+    def _decode(self, data: Tensor, target: Tensor) -> None:
+        size = 4 * self._num_blocks(target.numel())
+        scales, levels = numbers(data[:size], torch.float32), data[size:].view(torch.int8)
+        if levels.min() == -128 or not bool((scales >= 0).all()):
+            raise CodecError("a level of -128, or a scale that is negative or NaN: not made by int8")
+        flat = target.view(-1)
+        # 127 times the float32 nearest to 1/127 is exactly 1: the largest magnitude of a block comes back as it was.
+        flat.copy_(levels).mul_(1 / 127)
+        for blocks, scale, _ in self._cut(flat, scales, flat):
+            blocks.mul_(scale)
+
+    def _num_blocks(self, count: int) -> int:
+        return -(-count // self.block)
+
+    def _cut(self, flat: Tensor, scales: Tensor, levels: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """All whole blocks as the rows of a matrix, each with its scale, and the shorter last block as another."""
+        whole, rest = divmod(flat.numel(), self.block)
+        end = whole * self.block
+        parts = []
+        if whole:
+            rows = (whole, self.block)
+            parts.append((flat[:end].view(rows), scales[:whole].view(-1, 1), levels[:end].view(rows)))
+        if rest:
+            parts.append((flat[end:].view(1, -1), scales[whole:].view(-1, 1), levels[end:].view(1, -1)))
+        return parts
+
+
+def _draws(key: int, count: int) -> Tensor:
+    """Random numbers between 0 and 1, all of them odd multiples of 2^-17.
+
+    Next to a level of up to 127 float32 holds these exactly, so a level that is whole stays as it is. The chance to round up
+    is off by at most 2^-17: less than float32 itself rounds.
+    """
+    words = torch.from_numpy(random_words(key, -(-count // 4)).view(np.int16)[:count])
+    return words.float().mul_(2**-16).add_(0.5 + 2**-17)
