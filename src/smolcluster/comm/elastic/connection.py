@@ -1,0 +1,427 @@
+"""One TCP connection of the elastic plane, from its first byte to its last.
+
+Reading. asyncio asks where the next bytes belong; while a payload is under way that is the rest of the tensor that
+`Handler.place` named, so nothing is copied in between.
+
+Writing. `send` puts a frame into the queue, from any thread, and wakes the loop if it sleeps. The loop writes slices as long
+as the socket takes them. asyncio's own buffer is kept empty: once a payload's last slice is gone nobody holds its memory
+any more, and its `Work` is done. Messages leave in the order of `send`; only a BEAT may go between two of them.
+
+The end. `close` says BYE behind what is queued, and the other side hangs up. A fault on either side ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
+
+from smolcluster.comm.elastic import frames
+from smolcluster.comm.elastic.frames import Frame, FrameError, Parser
+from smolcluster.comm.elastic.handshake import MAX_REASON, Handshake, Refusal, printable
+from smolcluster.comm.elastic.security import Credentials, Refused, open_credentials
+from smolcluster.comm.elastic.sockets import set_options
+from smolcluster.comm.elastic.transport import Handler, Head, Kind, Link, Message
+from smolcluster.comm.group import Done, PeerLost, Traffic, Work
+
+if TYPE_CHECKING:
+    from smolcluster.comm.elastic.tcp import TcpTransport
+
+LINGER_S = 1.0  # a link that is being closed ends when nothing has moved for so long
+TURN_BYTES = 1 << 22  # what one link may write before the others have their turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a peer may ask of us, and how long we wait for it."""
+
+    meta_bytes: int = frames.META_BYTES
+    payload_bytes: int = frames.PAYLOAD_BYTES  # of one message
+    queued_bytes: int = 1 << 33  # of one link; these are references to the sender's tensors, not copies
+    messages_per_s: int = 50_000
+    unauthenticated: int = 256  # connections at once
+    handshake_s: float = 5.0
+    beat_s: float = 0.3
+    silence_s: float = 1.75
+
+
+class _Sending:
+    """A payload on its way out."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._lost = ""
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self._lost:
+            raise PeerLost(self._lost)
+
+    def finish(self, *, lost: str = "") -> None:
+        self._lost = lost
+        self._over.set()
+
+
+class TcpLink(Link, asyncio.BufferedProtocol):
+    """A stranger's until the handshake is done; then `linked` is set and the handler is told.
+
+    Everything that is not said to be for any thread belongs to the transport's.
+    """
+
+    def __init__(self, owner: TcpTransport, handler: Handler, *, address: str, dialing: bool) -> None:
+        self.traffic = Traffic()
+        self.address = address
+        self.linked = False
+        self.refusal = ""  # why there will be no link to the address we dialled
+        self.reason = "not linked yet"  # why it ended
+        self.decided: asyncio.Future[None] = owner.loop.create_future()  # linked, or over
+        self.over: asyncio.Future[None] = owner.loop.create_future()
+        self.gone: asyncio.Future[None] = owner.loop.create_future()  # asyncio has let go of the socket
+
+        self._owner, self._handler, self._dialing = owner, handler, dialing
+        self._encrypted = owner.keyring is not None
+        self._transport: asyncio.Transport | None = None
+        self._handshake: Handshake | None = None
+        self._parser = Parser(
+            place=self._place,
+            run=lambda: owner.run,
+            cluster=None,
+            meta_bytes=owner.limits.meta_bytes,
+            payload_bytes=owner.limits.payload_bytes,
+            checked=not self._encrypted,
+        )
+        self._heard = time.monotonic()
+        self._second, self._messages = 0, 0  # how many came in this second
+        self._leaving = False  # we close; what still comes is not looked at
+
+        self._lock = threading.Lock()  # over these
+        self._queue: deque[tuple[Frame, _Sending | None]] = deque()
+        self._awake = False  # the loop knows that there is something in the queue
+        self._accepting = False
+        self._accepted_bytes = 0
+
+        self._chunks: Iterator[bytes | memoryview] | None = None  # of the frame that is being written
+        self._sending: _Sending | None = None
+        self._left_bytes = 0  # of it
+        self._handed: list[_Sending] = []  # asyncio has all of these, and perhaps still holds a part
+        self._handed_bytes = self._handed_at_beat = 0
+        self._paused = False
+
+    # For any thread
+
+    def send(self, message: Message) -> Work:
+        frame = self._encode(message)
+        work = _Sending() if frame.payload is not None else None
+        with self._lock:
+            if not self._accepting:
+                lost = _Sending()
+                lost.finish(lost=self._name(self.reason))
+                return lost
+            self._queue.append((frame, work))
+            self._accepted_bytes += frame.nbytes
+            wake, self._awake = not self._awake, True
+        if self.queued_bytes > self._owner.limits.queued_bytes:
+            self._owner.post(self.end, f"too slow: {self.queued_bytes} bytes are waiting to be sent")
+        elif wake:
+            self._owner.post(self._pump)
+        return work if work is not None else Done()
+
+    @property
+    def queued_bytes(self) -> int:
+        return 0 if self.over.done() else max(0, self._accepted_bytes - self.traffic.bytes_sent)
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard
+
+    @property
+    def open(self) -> bool:
+        return self._accepting
+
+    def close(self, reason: str) -> None:
+        with self._lock:
+            if not self._accepting:
+                return
+            self._accepting, self.reason = False, reason
+        self._owner.post(self.leave, reason)
+
+    # Life
+
+    def beat(self) -> None:
+        """Say something, unless something was said since the last time. Inside a frame bytes flow anyhow."""
+        quiet = self._handed_bytes == self._handed_at_beat and self._chunks is None and not self._queue
+        if quiet and not self._paused and not self._leaving:
+            self._say(Message(kind=Kind.BEAT))
+        self._handed_at_beat = self._handed_bytes
+
+    def check_life(self, now: float, *, stood_still_s: float) -> None:
+        """End the link if the peer has been silent for too long.
+
+        Time in which we stood still ourselves does not count, and after it everybody has half the time anew: the peer may
+        have stood still with us.
+        """
+        limits = self._owner.limits
+        if stood_still_s > limits.beat_s:
+            self._heard = max(self._heard + stood_still_s, now - limits.silence_s / 2)
+        silent_s = now - self._heard
+        if silent_s > limits.silence_s:
+            self.end(f"silent for {silent_s:.1f} s")
+
+    # Writing
+
+    def _encode(self, message: Message) -> Frame:
+        return frames.encode(
+            message,
+            cluster=self._parser.cluster or frames.NO_CLUSTER,
+            run=self._owner.run,
+            checked=not self._encrypted,
+            meta_bytes=self._owner.limits.meta_bytes,
+        )
+
+    def _pump(self) -> None:
+        """Write until the socket is full, the queue is empty, or others should have a turn."""
+        transport, turn_ends = self._transport, self._handed_bytes + TURN_BYTES
+        if transport is None:
+            return
+        while not self._paused and not transport.is_closing() and self._next_frame():
+            if self._handed_bytes > turn_ends:
+                self._owner.loop.call_soon(self._pump)
+                break
+            assert self._chunks is not None
+            chunk = next(self._chunks)
+            transport.write(chunk)
+            self._handed_bytes += len(chunk)
+            self._left_bytes -= len(chunk)
+            if self._left_bytes == 0:
+                self._chunks = None
+                if self._sending is not None:
+                    self._handed.append(self._sending)
+                    self._sending = None
+        self._settle(transport)
+
+    def _next_frame(self) -> bool:
+        """Whether there is something to write."""
+        if self._chunks is not None:
+            return True
+        with self._lock:
+            if not self._queue:
+                self._awake = False
+                return False
+            frame, self._sending = self._queue.popleft()
+        self._chunks, self._left_bytes = frame.chunks(), frame.nbytes
+        return True
+
+    def _settle(self, transport: asyncio.Transport) -> None:
+        """Payloads that asyncio holds no part of any more are done."""
+        if transport.is_closing():
+            return  # what it held is lost, and the end will tell
+        waiting = transport.get_write_buffer_size()
+        self.traffic.bytes_sent = max(self.traffic.bytes_sent, self._handed_bytes - waiting)
+        if waiting == 0 and self._handed:
+            for work in self._handed:
+                work.finish()
+            self._handed.clear()
+
+    def _say(self, message: Message) -> None:
+        """A small message of our own, between two frames and ahead of the queue."""
+        assert self._chunks is None
+        if self._transport is None or self._transport.is_closing():
+            return
+        frame = self._encode(message)
+        with self._lock:
+            self._accepted_bytes += frame.nbytes
+        self._handed_bytes += frame.nbytes
+        self._transport.write(frame.head)
+        self._settle(self._transport)
+
+    # Reading
+
+    def _place(self, head: Head) -> Tensor | None:
+        return self._handler.place(self, head)
+
+    def _take(self, message: Message) -> None:
+        self._count()
+        if message.kind is Kind.BYE:
+            self.end(printable(message.meta.get("reason"), limit=MAX_REASON) or "left without a reason")
+        elif not self.linked:
+            self._get_acquainted(message)
+        elif message.kind is not Kind.BEAT:
+            self._handler.received(self, message)
+
+    def _count(self) -> None:
+        second = int(time.monotonic())
+        self._messages = self._messages + 1 if second == self._second else 1
+        self._second = second
+        if self._messages > self._owner.limits.messages_per_s:
+            raise frames.TooLarge(f"more than {self._owner.limits.messages_per_s} messages in a second")
+
+    def _get_acquainted(self, message: Message) -> None:
+        assert self._handshake is not None
+        assert self._parser.cluster is not None
+        for answer in self._handshake.hear(message, cluster=self._parser.cluster):
+            self._say(answer)
+        if self._handshake.peer is None:
+            return
+        self.peer = self._handshake.peer
+        self.linked = self._accepting = self._parser.authenticated = True
+        self._owner.links.add(self)
+        self.decided.set_result(None)
+        self._handler.linked(self)
+
+    # The end
+
+    def leave(self, reason: str) -> None:
+        """Say BYE behind what is queued; end when the peer has hung up, or nothing moves any more."""
+        if self.over.done() or self._leaving:
+            return
+        self._leaving = True
+        frame = self._encode(Message(kind=Kind.BYE, meta={"reason": reason[:MAX_REASON]}))
+        with self._lock:
+            self._accepting, self.reason = False, reason
+            self._queue.append((frame, None))
+            self._accepted_bytes += frame.nbytes
+        self._pump()
+        self._linger(-1)
+
+    def _linger(self, sent_before: int) -> None:
+        if self.traffic.bytes_sent == sent_before:
+            self.end(self.reason)
+        elif not self.over.done():
+            self._owner.loop.call_later(LINGER_S, self._linger, self.traffic.bytes_sent)
+
+    def _refuse(self, error: Refusal) -> None:
+        """No link will come of this; tell the other side, if it does not know."""
+        if error.tell:
+            self._say(Message(kind=Kind.REFUSE, meta={"reason": str(error)}))
+        self.end(str(error), flush=True)
+        if self._dialing:
+            self.refusal = str(error)
+        else:
+            self._handler.refused(self.address, str(error))
+
+    def _break(self, error: FrameError) -> None:
+        """The peer's bytes are of no use any more."""
+        if self.linked:
+            if self._chunks is None and not self._paused:
+                self._say(Message(kind=Kind.BYE, meta={"reason": f"cannot use what you sent: {error}"[:MAX_REASON]}))
+            self.end(str(error), flush=True)
+        elif isinstance(error, frames.WrongVersion) or (self._dialing and isinstance(error, frames.ForeignBytes)):
+            self._refuse(Refusal(str(error)))
+        else:
+            self._owner.note_stranger(self.address, str(error))
+            foreign = isinstance(error, frames.ForeignBytes)
+            if foreign:
+                self._say(Message(kind=Kind.REFUSE))  # one who speaks TLS learns from any answer that we do not
+            self.end(str(error), flush=foreign)
+
+    def end(self, reason: str, *, flush: bool = False) -> None:
+        """At once. Whoever waits for a payload of this link is told, and so is the handler. `flush`: after our last words."""
+        if self.over.done():
+            return
+        self.over.set_result(None)
+        with self._lock:
+            self._accepting, self.reason = False, reason
+            works = [*self._handed, self._sending, *(work for _, work in self._queue)]
+            self._queue.clear()
+        self._handed.clear()
+        for work in works:
+            if work is not None:
+                work.finish(lost=self._name(reason))
+        if self._transport is not None and not flush:
+            self._transport.abort()
+        elif self._transport is not None:
+            self._transport.close()
+            self._owner.loop.call_later(LINGER_S, self._transport.abort)
+        self._owner.links.discard(self)
+        if not self.decided.done():
+            self.decided.set_result(None)
+        if self.linked:
+            self._handler.unlinked(self, reason)
+
+    def abort(self) -> None:
+        """Drop the connection, even one that is being closed."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _name(self, reason: str) -> str:
+        return f"{self.peer.name}: {reason}" if self.linked else reason
+
+    # What asyncio tells
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._owner.connections.add(self)
+        if self.over.done():
+            transport.abort()
+            return
+        # Nothing may stay in asyncio's buffer unnoticed. Under TLS a buffer as large as the mark counts as full already.
+        transport.set_write_buffer_limits(high=1 if self._encrypted else 0)
+        set_options(transport.get_extra_info("socket"), buffer_size=self._owner.buffer_size)
+        try:
+            self._handshake = self._new_handshake(transport)
+        except Refused as error:
+            self._refuse(Refusal(str(error), tell=False))
+            return
+        for message in self._handshake.begin():
+            self._say(message)
+
+    def _new_handshake(self, transport: asyncio.Transport) -> Handshake:
+        keyring, me = self._owner.keyring, self._owner.me
+        if not self._dialing:
+            return Handshake(me, find=_find_open if keyring is None else keyring.find)
+        if keyring is None:
+            credentials = open_credentials()
+        else:
+            credentials = keyring.check_certificate(
+                transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            )
+        self._parser.cluster = credentials.cluster
+        return Handshake(me, credentials=credentials)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._owner.waste if self._leaving or self.over.done() else self._parser.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._heard = time.monotonic()
+        self.traffic.bytes_received += nbytes
+        if self._leaving or self.over.done():
+            return
+        try:
+            for message in self._parser.fed(nbytes):
+                self._take(message)
+                if self._leaving or self.over.done():
+                    return
+        except FrameError as error:
+            self._break(error)
+        except Refusal as error:
+            self._refuse(error)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._pump()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.connections.discard(self)
+        if not self.gone.done():
+            self.gone.set_result(None)
+        if self._leaving:
+            self.end(self.reason)
+        elif exc is not None:
+            self.end(f"the connection broke: {exc}")
+        elif self._dialing and self.traffic.bytes_received == 0:
+            self.end("it hung up without a word" + ("" if self._encrypted else "; does it want a token?"))
+        else:
+            self.end("the connection was closed")
+
+
+def _find_open(cluster: bytes) -> Credentials | None:
+    return open_credentials() if cluster == frames.NO_CLUSTER else None

@@ -1,0 +1,368 @@
+"""A transport inside one process, for tests: the same interface as TCP, and faults on demand.
+
+    network = Switchboard()
+    server, worker = network.transport(peer_a), network.transport(peer_b)
+    network.cut(server, worker)      # nothing passes, and nobody is told; after `silence_s` both find each other silent
+    network.heal(server, worker)     # what was held passes now, if the link still stands; else the dialer comes through
+    network.drop(server, worker)     # their links end at once
+    network.delay(server, worker, seconds=0.1)
+    network.kill(worker)             # as by SIGKILL: it hears and says nothing more, its links end
+
+Everything happens on the switchboard's thread, one thing after the other. With `manual=True` there is no thread and no clock:
+`advance` does what is due, in the caller's thread, and moves the time on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from smolcluster.comm.elastic import frames
+from smolcluster.comm.elastic.transport import Dialer, Handler, Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.group import Done, PeerLost, Traffic, Work
+from smolcluster.errors import UserError
+
+REDIAL_S = 0.02
+
+
+class _Lost:
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def wait(self) -> None:
+        raise PeerLost(self._reason)
+
+
+class _Timer:
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self.callback: Callable[[], object] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class Switchboard:
+    """The network between the transports it makes."""
+
+    def __init__(self, *, silence_s: float = 1.75, manual: bool = False) -> None:
+        self.silence_s = silence_s
+        self.listeners: dict[str, tuple[MemoryTransport, Handler]] = {}
+        self.ports = itertools.count(40_000)
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._due: list[tuple[float, int, _Timer]] = []
+        self._numbers = itertools.count()
+        self._cuts: dict[frozenset[MemoryTransport], float] = {}  # since when
+        self._delays_s: dict[frozenset[MemoryTransport], float] = {}
+        self._time_s = 0.0
+        self._closed = False
+        self._thread = None if manual else threading.Thread(target=self._work, name="switchboard", daemon=True)
+        if self._thread is not None:
+            self._thread.start()
+
+    def transport(self, me: Peer) -> MemoryTransport:
+        return MemoryTransport(self, me)
+
+    # Faults
+
+    def cut(self, a: MemoryTransport, b: MemoryTransport) -> None:
+        with self.lock:
+            since = self._cuts.setdefault(frozenset((a, b)), self.now)
+        self.at(self.silence_s, lambda: self._check_silence(a, b, since))
+
+    def heal(self, a: MemoryTransport, b: MemoryTransport) -> None:
+        with self.lock:
+            self._cuts.pop(frozenset((a, b)), None)
+        self.at(0, lambda: self._reconnect(a, b))
+
+    def drop(self, a: MemoryTransport, b: MemoryTransport, *, reason: str = "the connection was closed") -> None:
+        self.at(0, lambda: self._drop(a, b, reason))
+
+    def delay(self, a: MemoryTransport, b: MemoryTransport, *, seconds: float) -> None:
+        with self.lock:
+            self._delays_s[frozenset((a, b))] = seconds
+
+    def kill(self, transport: MemoryTransport) -> None:
+        transport.dead = True
+        self.at(0, lambda: transport.hang_up("the connection was closed"))
+
+    # For transports and links
+
+    @property
+    def now(self) -> float:
+        return self._time_s if self._thread is None else time.monotonic()
+
+    def at(self, delay_s: float, callback: Callable[[], object]) -> _Timer:
+        timer = _Timer(callback)
+        with self._changed:
+            heapq.heappush(self._due, (self.now + delay_s, next(self._numbers), timer))
+            self._changed.notify_all()
+        return timer
+
+    def silent_s(self, a: MemoryTransport, b: MemoryTransport) -> float:
+        with self.lock:
+            since = self._cuts.get(frozenset((a, b)))
+        return 0.0 if since is None else self.now - since
+
+    def cut_off(self, a: MemoryTransport, b: MemoryTransport) -> bool:
+        return frozenset((a, b)) in self._cuts
+
+    def delay_s(self, a: MemoryTransport, b: MemoryTransport) -> float:
+        return self._delays_s.get(frozenset((a, b)), 0.0)
+
+    def between(self, a: MemoryTransport, b: MemoryTransport) -> list[MemoryLink]:
+        return [link for link in a.links if link.twin.owner is b] + [link for link in b.links if link.twin.owner is a]
+
+    def _reconnect(self, a: MemoryTransport, b: MemoryTransport) -> None:
+        for link in self.between(a, b):
+            link.flush()
+            if link.twin not in link.twin.owner.links:  # it ended behind the cut
+                link.end_alone("the connection was closed")
+
+    def _drop(self, a: MemoryTransport, b: MemoryTransport, reason: str) -> None:
+        for link in self.between(a, b):
+            link.end_alone(reason)
+
+    def _check_silence(self, a: MemoryTransport, b: MemoryTransport, since: float) -> None:
+        if self._cuts.get(frozenset((a, b))) == since:
+            for link in self.between(a, b):
+                link.end_alone(f"silent for {self.now - since:.1f} s")
+
+    # Time
+
+    def advance(self, seconds: float = 0.0) -> None:
+        """With `manual`: do everything that is due until so many seconds from now."""
+        assert self._thread is None, "the switchboard has a thread for this"
+        until = self._time_s + seconds
+        while self._due and self._due[0][0] <= until:
+            due, _, timer = heapq.heappop(self._due)
+            self._time_s = max(self._time_s, due)
+            if timer.callback is not None:
+                timer.callback()
+        self._time_s = until
+
+    def on_thread(self) -> bool:
+        """Whether the caller may act at once: it is the switchboard's thread, or there is none."""
+        return self._thread is None or not self._thread.is_alive() or threading.get_ident() == self._thread.ident
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None and not self.on_thread():
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (not self._due or self._due[0][0] > self.now):
+                    self._changed.wait(self._due[0][0] - self.now if self._due else None)
+                if self._closed:
+                    return
+                timer = heapq.heappop(self._due)[2]
+            if timer.callback is not None:
+                timer.callback()
+
+
+class MemoryLink(Link):
+    """One end; `twin` is the other."""
+
+    twin: MemoryLink
+
+    def __init__(self, owner: MemoryTransport, handler: Handler, peer: Peer) -> None:
+        self.owner, self.peer, self.traffic = owner, peer, Traffic()
+        self._handler, self._network = handler, owner.network
+        self._held: deque[tuple[Message, int]] = deque()  # sent, not yet received
+        self._queued_bytes = 0
+        self._last_due = 0.0
+        self._open = True
+        self._reason = ""
+        owner.links.append(self)
+
+    def send(self, message: Message) -> Work:
+        # What the wire would do to it: JSON there and back, the payload as it is now.
+        frame = frames.encode(message)
+        meta = frames.decode_meta(frames.encode_meta(message.meta))
+        payload = None if message.payload is None else message.payload.detach().clone()
+        copy = Message(
+            kind=message.kind,
+            step=message.step,
+            channel=message.channel,
+            epoch=message.epoch,
+            codec=message.codec,
+            meta=meta,
+            payload=payload,
+        )
+        network = self._network
+        with network.lock:
+            if not self._open:
+                return _Lost(f"{self.peer.name}: {self._reason}")
+            self._held.append((copy, frame.nbytes))
+            self._queued_bytes += frame.nbytes
+            delay_s = network.delay_s(self.owner, self.twin.owner)
+            self._last_due = max(self._last_due, network.now + delay_s)  # none overtakes another
+            network.at(self._last_due - network.now, self._deliver)
+        return Done()
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queued_bytes
+
+    @property
+    def silent_s(self) -> float:
+        return self._network.silent_s(self.owner, self.twin.owner)
+
+    @property
+    def open(self) -> bool:
+        return self._open
+
+    def close(self, reason: str) -> None:
+        with self._network.lock:
+            if not self._open:
+                return
+            self._open, self._reason = False, reason
+            self._held.append((Message(kind=Kind.BYE, meta={"reason": reason}), frames.HEADER.size))
+            self._network.at(max(0.0, self._last_due - self._network.now), self._deliver)
+
+    def flush(self) -> None:
+        for _ in range(len(self._held)):
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Bring the oldest message to the other end, unless the line is cut: then it waits."""
+        twin, network = self.twin, self._network
+        if network.cut_off(self.owner, twin.owner) or not self._held or self.owner.dead:
+            return
+        message, nbytes = self._held.popleft()
+        with network.lock:
+            self._queued_bytes = max(0, self._queued_bytes - nbytes)
+        self.traffic.bytes_sent += nbytes
+        if message.kind is Kind.BYE:
+            self.end(message.meta["reason"])
+        elif twin._open and not twin.owner.dead:
+            twin.traffic.bytes_received += nbytes
+            twin._receive(message)
+
+    def _receive(self, message: Message) -> None:
+        if message.payload is not None:
+            try:
+                message.payload = self._copy_to_its_place(message, message.payload)
+            except frames.NotWanted as error:
+                self.end_alone(str(error))
+                self.twin.end_alone(f"cannot use what you sent: {error}")
+                return
+        self._handler.received(self, message)
+
+    def _copy_to_its_place(self, message: Message, payload: Tensor) -> Tensor:
+        head = Head(
+            kind=message.kind,
+            step=message.step,
+            channel=message.channel,
+            epoch=message.epoch,
+            codec=message.codec,
+            dtype=str(payload.dtype).removeprefix("torch."),
+            shape=tuple(payload.shape),
+            nbytes=payload.nbytes,
+            meta=message.meta,
+        )
+        place = frames.checked_place(self._handler.place(self, head), head)
+        frames.memory(place)[:] = frames.memory(payload)
+        return place
+
+    def end(self, reason: str) -> None:
+        """Both ends, unless the other cannot hear of it."""
+        self.end_alone(reason)
+        if not self._network.cut_off(self.owner, self.twin.owner):
+            self.twin.end_alone(reason)
+
+    def end_alone(self, reason: str) -> None:
+        with self._network.lock:
+            if self not in self.owner.links:
+                return
+            self.owner.links.remove(self)
+            self._open, self._reason = False, reason
+            self._held.clear()
+            self._queued_bytes = 0
+        if not self.owner.dead:
+            self._handler.unlinked(self, reason)
+
+
+class MemoryDialer(Dialer):
+    def __init__(self, owner: MemoryTransport, address: str, handler: Handler) -> None:
+        self._owner, self._address, self._handler = owner, address, handler
+        self._link: MemoryLink | None = None
+        self._closed = False
+        owner.network.at(0, self._try)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _try(self) -> None:
+        me, network = self._owner, self._owner.network
+        if self._closed or me.dead:
+            return
+        there = network.listeners.get(self._address)
+        lost = self._link is None or self._link not in me.links
+        if lost and there is not None and not network.cut_off(me, there[0]):
+            other, handler = there
+            if me.me.run and other.me.run and me.me.run != other.me.run:
+                reason = f"{me.me.name} belongs to run {me.me.run}, {other.me.name} to run {other.me.run}"
+                handler.refused(me.me.name, reason)
+                self._handler.refused(self._address, reason)
+                return
+            self._link = MemoryLink(me, self._handler, other.me)
+            twin = MemoryLink(other, handler, me.me)
+            self._link.twin, twin.twin = twin, self._link
+            handler.linked(twin)
+            self._handler.linked(self._link)
+        network.at(REDIAL_S, self._try)
+
+
+class MemoryTransport(Transport):
+    def __init__(self, network: Switchboard, me: Peer) -> None:
+        self.network, self.me = network, me
+        self.links: list[MemoryLink] = []
+        self.dead = False
+        self._dialers: list[MemoryDialer] = []
+
+    def listen(self, host: str, port: int, handler: Handler) -> str:
+        address = f"{host}:{port or next(self.network.ports)}"
+        if address in self.network.listeners:
+            raise UserError(f"cannot listen on {address}: somebody does already; choose another port, or 0 for any")
+        self.network.listeners[address] = (self, handler)
+        return address
+
+    def dial(self, address: str, handler: Handler) -> MemoryDialer:
+        dialer = MemoryDialer(self, address, handler)
+        self._dialers.append(dialer)
+        return dialer
+
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> _Timer:
+        return self.network.at(delay_s, lambda: None if self.dead else callback())
+
+    def close(self) -> None:
+        if self.network.on_thread():
+            self.hang_up("it has left")
+            return
+        done = threading.Event()
+        self.network.at(0, lambda: self.hang_up("it has left"))
+        self.network.at(0, done.set)
+        done.wait()
+
+    def hang_up(self, reason: str) -> None:
+        for dialer in self._dialers:
+            dialer.close()
+        for address, (owner, _) in list(self.network.listeners.items()):
+            if owner is self:
+                del self.network.listeners[address]
+        for link in list(self.links):
+            if not self.dead:
+                link.flush()
+            link.end(reason)
+        self.dead = True

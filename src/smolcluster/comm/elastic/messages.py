@@ -1,0 +1,99 @@
+"""What processes of the elastic plane say to each other: every kind of message, and what is known of a peer.
+
+`frames.py` has their bytes, `transport.py` how they move.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+class Kind(enum.IntEnum):
+    """Every message there is. `step`, `channel` and `meta` mean what the line says; a payload only where one is named."""
+
+    # The handshake, before anything else is listened to.
+    HELLO = 1  # who I am, my versions, a nonce
+    PROOF = 2  # that I hold the token, over both nonces and the certificate
+    ACCEPT = 3  # you are in
+    REFUSE = 4  # and why; the link ends
+
+    # Life.
+    BEAT = 8  # I am alive
+    BYE = 9  # I leave on purpose, and why; the link ends
+
+    # Membership.
+    ASK = 16  # worker: what is trained here?
+    PLAN = 17  # server: the configuration, the run's id
+    JOIN = 18  # worker: I am ready; my model's layout, my batch size
+    WELCOME = 19  # server: you take part from this step on; what STATE will follow, the lease
+    STATE = 20  # one tensor of weights or optimizer state; channel is its number in the list that came before
+    VIEW = 21  # coordinator: the members and their addresses from now on
+    EVENT = 22  # worker: one line of its record, for the run directory
+    STOP = 23  # server: the run is over
+    REPORT = 24  # worker: its counters at the end
+
+    # Parameter servers.
+    PUSH = 32  # worker: a bucket of my gradient of this step (payload, encoded); channel is the bucket
+    AVERAGE = 33  # server: a bucket of the averaged gradient of this step (payload, encoded)
+    PULL = 34  # worker: send me your weights
+    WEIGHTS = 35  # server: a bucket of its weights at this version (payload)
+    ACK = 36  # server: your gradient of this step is taken, or refused and why; meta may have the next lease
+
+    # Agreement without a parameter server.
+    DONE = 48  # worker: I hold the sum of this step; its norm, and mine
+    COMMIT = 49  # coordinator: this step counts, with these samples
+    REDO = 50  # coordinator: sum this step again, without these ranks
+    SUSPECT = 51  # worker: I cannot reach this peer
+
+    # Groups.
+    CHUNK = 64  # a piece of a collective (payload); step is the operation, channel the piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Who is at an end of a link. Names itself in the handshake; the token proves only that it belongs to the cluster."""
+
+    role: str  # worker, server
+    rank: int
+    host: str
+    instance: str  # of the process: 16 hex digits, new at every start
+    run: str = ""  # run id, 16 hex digits; empty for one that does not know it yet
+    versions: Mapping[str, str] = field(default_factory=dict)  # smolcluster, python, torch, platform
+
+    @property
+    def name(self) -> str:
+        """For messages: `worker 2 (pi5)`."""
+        return f"{self.role} {self.rank} ({self.host})" if self.role == "worker" else f"{self.role} ({self.host})"
+
+
+@dataclass(slots=True, kw_only=True)
+class Message:
+    """One frame. The payload is a contiguous CPU tensor; its dtype and shape travel with it."""
+
+    kind: Kind
+    step: int = 0
+    channel: int = 0
+    epoch: int = 0  # of the view it belongs to; receivers drop what is older
+    codec: str = "fp32"
+    meta: dict[str, Any] = field(default_factory=dict)
+    payload: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What is known of a message before its payload is received."""
+
+    kind: Kind
+    step: int
+    channel: int
+    epoch: int
+    codec: str
+    dtype: str  # "float32"
+    shape: tuple[int, ...]
+    nbytes: int
+    meta: Mapping[str, Any]

@@ -1,0 +1,108 @@
+"""Addresses and socket options: what TCP needs from the operating system, where it has it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from typing import Any
+
+from smolcluster.errors import UserError
+
+BACKLOG = 1024
+# A peer that vanished without a word is noticed by the kernel too. macOS has its own name for the first.
+KEEPALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+UNSENT_BYTES = 1 << 19  # what the kernel may hold back unsent: more would only hide how far the peer is behind
+
+
+class Listener(socket.socket):
+    """Keeps what it accepted until somebody takes it on: a task that is cancelled at that moment would never see it."""
+
+    def __init__(self, family: int, kind: int, protocol: int) -> None:
+        super().__init__(family, kind, protocol)
+        self.unclaimed: set[socket.socket] = set()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        sock, name = super().accept()
+        self.unclaimed.add(sock)
+        return sock, name
+
+    def close(self) -> None:
+        for sock in self.unclaimed:
+            sock.close()
+        super().close()
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UserError(f"'{address}' is not an address; write HOST:PORT, for example 192.168.1.10:5555")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def set_options(sock: socket.socket, *, buffer_size: int | None) -> None:
+    """A system that lacks one of these does without."""
+    options = [(socket.IPPROTO_TCP, "TCP_NODELAY", 1), (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES)]
+    options += [(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)]
+    options += [(socket.IPPROTO_TCP, name, value) for name, value in KEEPALIVE_S.items()]
+    if buffer_size is not None:
+        options += [(socket.SOL_SOCKET, name, buffer_size) for name in ("SO_SNDBUF", "SO_RCVBUF")]
+    for level, name, value in options:
+        if hasattr(socket, name):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(level, getattr(socket, name), value)
+
+
+def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[Listener]:
+    """A listening socket for every address that `host` stands for, IPv4 and IPv6, all on one port. Port 0: any."""
+    where = join_address(host, port)
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {where}: '{host}' is no address of this machine ({error.strerror})"
+        ) from error
+    sockets: list[Listener] = []
+    problem = "no address"
+    for family, kind, protocol, _, name in dict.fromkeys(found):
+        port = sockets[0].getsockname()[1] if sockets else port
+        try:
+            sockets.append(_listener(family, kind, protocol, (name[0], port, *name[2:]), buffer_size))
+        except OSError as error:
+            problem = error.strerror or str(error)
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # those: no IPv6 here, so do without
+                for sock in sockets:
+                    sock.close()
+                sockets.clear()
+                break
+    if not sockets:
+        raise UserError(
+            f"cannot listen on {where}: {problem}; is another run using it? Choose another port, or 0 for any that is free"
+        )
+    return sockets
+
+
+def _listener(family: int, kind: int, protocol: int, name: Any, buffer_size: int | None) -> Listener:
+    sock = Listener(family, kind, protocol)
+    try:
+        if os.name == "posix":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        elif hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # there SO_REUSEADDR would let others take the port from us
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if buffer_size is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_size)  # a peer is told of it when it connects
+        sock.bind(name)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock

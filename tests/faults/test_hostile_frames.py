@@ -1,0 +1,520 @@
+"""A listening transport under fire: whatever strangers and members send, nothing false is delivered and nobody else suffers.
+
+SMOLCLUSTER_FUZZ_FRAMES sets how many mutated streams are sent; a million take about half an hour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import secrets
+import socket
+import struct
+import threading
+import time
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import torch
+from torch import Tensor
+
+from smolcluster.comm.elastic import frames
+from smolcluster.comm.elastic.frames import Parser
+from smolcluster.comm.elastic.handshake import Handshake
+from smolcluster.comm.elastic.security import Keyring, new_token, open_credentials
+from smolcluster.comm.elastic.sockets import split_address
+from smolcluster.comm.elastic.tcp import Limits, TcpTransport
+from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer
+
+COUNT = int(os.environ.get("SMOLCLUSTER_FUZZ_FRAMES", "2500"))
+WAIT_S = 20.0
+GROWTH_BYTES = 16 << 20
+
+
+def make_peer(role: str = "worker") -> Peer:
+    return Peer(role=role, rank=0, host="here", instance=secrets.token_hex(8))
+
+
+def place(head: Head) -> Tensor | None:
+    """As a real receiver would: only what is expected."""
+    return torch.empty(head.shape, dtype=frames.DTYPES[head.dtype]) if head.nbytes <= 1 << 20 else None
+
+
+class Server:
+    """A handler that keeps what it was told, by the sender's instance."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, list[Message]] = defaultdict(list)
+        self.ends: dict[str, str] = {}
+        self.refusals: list[str] = []
+        self.linked_ones: set[str] = set()
+        self.changed = threading.Condition()
+
+    def linked(self, link: Link) -> None:
+        with self.changed:
+            self.linked_ones.add(link.peer.instance)
+            self.changed.notify_all()
+
+    def place(self, link: Link, head: Head) -> Tensor | None:
+        return place(head)
+
+    def received(self, link: Link, message: Message) -> None:
+        with self.changed:
+            self.messages[link.peer.instance].append(message)
+            self.changed.notify_all()
+        if message.kind is Kind.PULL:
+            link.send(Message(kind=Kind.WEIGHTS, step=message.step, payload=torch.full((1000,), float(message.step))))
+
+    def unlinked(self, link: Link, reason: str) -> None:
+        with self.changed:
+            self.ends[link.peer.instance] = reason
+            self.changed.notify_all()
+
+    def refused(self, address: str, reason: str) -> None:
+        self.refusals.append(reason)
+
+    def end_of(self, instance: str) -> str:
+        with self.changed:
+            assert self.changed.wait_for(lambda: instance in self.ends, WAIT_S), "the link did not end"
+        return self.ends[instance]
+
+
+class Witness:
+    """A well-behaved member that stays linked and is answered all the time."""
+
+    def __init__(self, address: str, keyring: Keyring | None = None) -> None:
+        self.transport = TcpTransport(make_peer(), keyring=keyring)
+        self.ends: list[str] = []
+        self._link: Link | None = None
+        self._answers: list[Message] = []
+        self._changed = threading.Condition()
+        self.transport.dial(address, self)
+        self._wait(lambda: self._link is not None)
+
+    def linked(self, link: Link) -> None:
+        with self._changed:
+            self._link = link
+            self._changed.notify_all()
+
+    def place(self, link: Link, head: Head) -> Tensor | None:
+        return place(head)
+
+    def received(self, link: Link, message: Message) -> None:
+        with self._changed:
+            self._answers.append(message)
+            self._changed.notify_all()
+
+    def unlinked(self, link: Link, reason: str) -> None:
+        self.ends.append(reason)
+
+    def refused(self, address: str, reason: str) -> None:
+        self.ends.append(reason)
+
+    def ask(self) -> None:
+        """One question, answered in full."""
+        assert self._link is not None
+        step = len(self._answers) + 1
+        self._link.send(Message(kind=Kind.PULL, step=step))
+        self._wait(lambda: len(self._answers) == step)
+        payload = self._answers[-1].payload
+        assert payload is not None
+        assert (payload == step).all()
+
+    def _wait(self, ready: object) -> None:
+        with self._changed:
+            assert self._changed.wait_for(ready, WAIT_S), f"no answer; {self.ends}"  # type: ignore[arg-type]
+
+
+class Field:
+    """A server under fire, and its witness."""
+
+    def __init__(self, *, tokens: list[str] | None = None, **limits: float) -> None:
+        keyring = Keyring(tokens) if tokens else None
+        self.server = Server()
+        self.transport = TcpTransport(make_peer("server"), keyring=keyring, limits=Limits(**limits))  # type: ignore[arg-type]
+        self.address = self.transport.listen("127.0.0.1", 0, self.server)
+        self.witness = Witness(self.address, Keyring(tokens) if tokens else None)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(split_address(self.address), timeout=WAIT_S)
+
+    def close(self) -> None:
+        try:
+            self.witness.ask()
+            assert self.witness.ends == []
+        finally:
+            self.witness.transport.close()
+            self.transport.close()
+
+
+@pytest.fixture
+def field() -> Iterator[Field]:
+    field = Field()
+    yield field
+    field.close()
+
+
+class RawMember:
+    """Makes the handshake by hand, so that anything can be said afterwards."""
+
+    def __init__(self, field: Field) -> None:
+        self.me = make_peer()
+        self.said = b""
+        self.sock = field.connect()
+        self._handshake = Handshake(self.me, credentials=open_credentials())
+        self._parser = Parser(place=place)
+
+    def greet(self) -> RawMember:
+        for message in self._handshake.begin():
+            self.say(to_bytes(message))
+        while self._handshake.peer is None:
+            for message in self.hear():
+                for answer in self._handshake.hear(message, cluster=frames.NO_CLUSTER):
+                    self.say(to_bytes(answer))
+        self._parser.authenticated = True
+        return self
+
+    def say(self, data: bytes) -> None:
+        self.said += data
+        self.sock.sendall(data)
+
+    def hear(self) -> list[Message]:
+        count = self.sock.recv_into(self._parser.buffer())
+        if count == 0:
+            raise EOFError
+        return list(self._parser.fed(count))
+
+    def last_words(self) -> list[Message]:
+        """Everything until the other side hangs up."""
+        heard: list[Message] = []
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                heard += self.hear()
+        self.sock.close()
+        return heard
+
+
+def to_bytes(message: Message) -> bytes:
+    return b"".join(frames.encode(message).chunks())
+
+
+def hung_up(sock: socket.socket) -> bytes:
+    """What the other side said before it hung up."""
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while data := sock.recv(1 << 16):
+            said += data
+    sock.close()
+    return said
+
+
+def provoke(sock: socket.socket, data: bytes) -> None:
+    """Say this and nothing more, and see that the other side hangs up. It may do so before we are through."""
+    with contextlib.suppress(ConnectionError):
+        sock.sendall(data)
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+    hung_up(sock)
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    if not Path("/proc/self/statm").exists():
+        return 0  # only Linux tells so cheaply
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+HELLO = to_bytes(Message(kind=Kind.HELLO, meta={"nonce": "00" * 32, "role": "worker", "rank": 0}))
+PUSH = Message(kind=Kind.PUSH, step=3, channel=1, meta={"samples": 4}, payload=torch.arange(100, dtype=torch.float32))
+CORPUS = [
+    Message(kind=Kind.BEAT),
+    Message(kind=Kind.JOIN, meta={"batch_size": 4, "layout": [["weight", [3, 4]], ["bias", [3]]]}),
+    Message(kind=Kind.EVENT, meta={"line": "x" * 20_000}),
+    PUSH,
+    Message(kind=Kind.STATE, payload=torch.tensor([[True, False]])),
+    Message(kind=Kind.CHUNK, step=2**40, codec="int8", payload=torch.ones(70_000, dtype=torch.int8)),
+]
+
+
+def refit(data: bytearray) -> None:
+    """Make the header's checksum fit again, so that what is behind it is tried too."""
+    if len(data) >= 128:
+        struct.pack_into("<I", data, 124, crc32(data[:124]))
+
+
+def mutated(rng: random.Random, *, honest_header: bool) -> bytes:
+    """Some frames of the corpus, damaged in one of many ways."""
+    data = bytearray(b"".join(to_bytes(rng.choice(CORPUS)) for _ in range(rng.randint(1, 3))))
+    if rng.random() < 0.15:
+        data = bytearray(HELLO) + data
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data)) if rng.random() < 0.4 else rng.randrange(min(len(data), 160))
+        match rng.randrange(7):
+            case 0:
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                data[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            case 2:
+                data = data[: max(1, at)]
+            case 3:
+                data[at:at] = rng.randbytes(rng.randint(1, 200))
+            case 4:
+                del data[at : at + rng.randint(1, 200)]
+                data = data or bytearray(b"S")
+            case 5:
+                start = rng.randrange(len(data))
+                data[at:at] = data[start : start + 300]
+            case 6:
+                data[at : at + 8] = struct.pack("<Q", rng.choice((2**63, 2**32, 2**64 - 1, 0, len(data))))
+    if honest_header:
+        refit(data)
+    return bytes(data)
+
+
+def same(a: Message, b: Message) -> bool:
+    return to_bytes(a) == to_bytes(b)
+
+
+class TestStrangers:
+    """Nobody has proved anything yet."""
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
+            bytes(4096),
+            b"SMOL",
+            HELLO[:100],
+            HELLO[:-1],
+            HELLO[:4] + b"\x09\x00" + HELLO[6:],
+            to_bytes(PUSH),
+            to_bytes(Message(kind=Kind.STOP)),
+            to_bytes(Message(kind=Kind.PROOF, meta={"proof": "00" * 32})),
+            to_bytes(Message(kind=Kind.ACCEPT, meta={})),
+            to_bytes(Message(kind=Kind.HELLO)),
+            to_bytes(Message(kind=Kind.HELLO, meta={"x": "y" * 5000})),
+        ],
+        ids=range(13),
+    )
+    def test_what_is_no_handshake_ends_at_once(self, field: Field, data: bytes) -> None:
+        began = time.monotonic()
+        provoke(field.connect(), data)
+        assert time.monotonic() - began < 2.0
+        assert len(field.server.linked_ones) == 1  # the witness
+
+    @pytest.mark.parametrize(
+        ("offset", "layout", "value"), [(44, "I", 2**32 - 1), (48, "Q", 2**63), (48, "Q", 2**64 - 1)]
+    )
+    def test_a_monstrous_length_costs_nothing(self, field: Field, offset: int, layout: str, value: int) -> None:
+        data = bytearray(to_bytes(PUSH))
+        struct.pack_into("<" + layout, data, offset, value)
+        refit(data)
+        for member in (None, RawMember(field).greet()):
+            sock = member.sock if member is not None else field.connect()
+            tracemalloc.start()
+            try:
+                began = time.monotonic()
+                sock.sendall(bytes(data))
+                hung_up(sock)
+                assert time.monotonic() - began < 1.0
+                assert tracemalloc.get_traced_memory()[1] < 1 << 20
+            finally:
+                tracemalloc.stop()
+
+    def test_a_recorded_handshake_is_worth_nothing(self, field: Field) -> None:
+        member = RawMember(field).greet()
+        recording = member.said
+        member.sock.close()
+        before = len(field.server.linked_ones)
+        again = RawMember(field)
+        again.say(recording)
+        (hello, refusal) = again.last_words()
+        assert (hello.kind, refusal.kind) == (Kind.HELLO, Kind.REFUSE)
+        assert "token" in refusal.meta["reason"]
+        assert len(field.server.linked_ones) == before
+        assert field.server.refusals == [refusal.meta["reason"]]
+
+    def test_a_thousand_idle_connections_go_and_nobody_suffers(self) -> None:
+        allow_files(3000)
+        field = Field(handshake_s=1.0, unauthenticated=100)
+        idle: list[socket.socket] = []
+        try:
+            before = resident_bytes()
+            for number in range(1000):
+                idle.append(field.connect())
+                if number % 100 == 0:
+                    field.witness.ask()
+            RawMember(field).greet().sock.close()  # a member still gets in
+            deadline = time.monotonic() + 5.0
+            for sock in idle:
+                sock.settimeout(max(0.1, deadline - time.monotonic()))
+                assert hung_up(sock) == b""
+            assert resident_bytes() - before < GROWTH_BYTES
+        finally:
+            for sock in idle:
+                sock.close()
+            field.close()
+
+    def test_one_who_says_a_byte_at_a_time_has_no_more_time_than_others(self) -> None:
+        field = Field(handshake_s=0.5)
+        try:
+            began = time.monotonic()
+            with field.connect() as sock, contextlib.suppress(ConnectionError):
+                sock.settimeout(0.02)
+                for byte in HELLO:
+                    sock.sendall(bytes([byte]))
+                    with contextlib.suppress(TimeoutError):
+                        if not sock.recv(100):
+                            break
+            assert 0.4 < time.monotonic() - began < 4.0
+        finally:
+            field.close()
+
+    def test_noise_at_a_listener_with_a_token(self) -> None:
+        pytest.importorskip("cryptography")
+        field = Field(tokens=[new_token()], handshake_s=1.0)
+        rng = random.Random(1)
+        try:
+            for number in range(150):
+                start = rng.choice((b"", b"\x16\x03\x01", HELLO))
+                provoke(field.connect(), start + rng.randbytes(rng.randint(1, 3000)))
+                if number % 30 == 0:
+                    field.witness.ask()
+            assert len(field.server.linked_ones) == 1
+        finally:
+            field.close()
+
+
+class TestMembers:
+    """The handshake is done; what follows is not believed any more than before."""
+
+    def test_every_flipped_bit_of_a_header_and_some_of_a_payload_end_the_link(self, field: Field) -> None:
+        data = to_bytes(PUSH)
+        rng = random.Random(2)
+        bits = rng.sample(range(8 * 128), 60) + rng.sample(range(8 * 128, 8 * len(data)), 60)
+        for bit in bits:
+            damaged = bytearray(data)
+            damaged[bit // 8] ^= 1 << bit % 8
+            member = RawMember(field).greet()
+            member.say(bytes(damaged))
+            member.last_words()
+            assert field.server.end_of(member.me.instance)
+            assert member.me.instance not in field.server.messages
+
+    def test_a_damaged_payload_is_told_to_both_sides(self, field: Field) -> None:
+        damaged = bytearray(to_bytes(PUSH))
+        damaged[-10] ^= 1
+        member = RawMember(field).greet()
+        member.say(to_bytes(PUSH) + damaged + to_bytes(PUSH))
+        *_, bye = member.last_words()
+        assert bye.kind is Kind.BYE
+        assert "the payload of a PUSH was damaged on the way" in bye.meta["reason"]
+        assert field.server.end_of(member.me.instance) == "the payload of a PUSH was damaged on the way"
+        assert len(field.server.messages[member.me.instance]) == 1  # only what came before
+
+    def test_half_a_frame_and_then_nothing(self, field: Field) -> None:
+        member = RawMember(field).greet()
+        member.say(to_bytes(PUSH)[:300])
+        member.sock.close()
+        assert field.server.end_of(member.me.instance) == "the connection was closed"
+        assert member.me.instance not in field.server.messages
+
+    def test_another_handshake_in_the_middle(self, field: Field) -> None:
+        member = RawMember(field).greet()
+        member.say(HELLO)
+        member.last_words()
+        assert field.server.end_of(member.me.instance) == "HELLO after the handshake"
+
+    def test_a_bomb_of_brackets(self, field: Field) -> None:
+        meta = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+        data = bytearray(to_bytes(Message(kind=Kind.EVENT)))
+        struct.pack_into("<I", data, 44, len(meta))
+        struct.pack_into("<I", data, 120, crc32(meta))
+        refit(data)
+        member = RawMember(field).greet()
+        member.say(bytes(data) + meta)
+        member.last_words()
+        assert "nested deeper" in field.server.end_of(member.me.instance)
+
+
+@pytest.mark.timeout(max(120, COUNT // 50))
+def test_fuzz(field: Field) -> None:
+    """Thousands of damaged streams from strangers and members: no crash, no hang, no growth, nothing false delivered."""
+    rng = random.Random(3)
+    strict: set[str] = set()
+    before = 0
+    for number in range(COUNT):
+        if number == COUNT // 5:  # by then everything that is loaded late is loaded
+            before = resident_bytes()
+        honest_header = rng.random() < 0.5
+        data = mutated(rng, honest_header=honest_header)
+        if rng.random() < 0.5:
+            sock = field.connect()
+        else:
+            member = RawMember(field).greet()
+            sock = member.sock
+            if not honest_header:
+                strict.add(member.me.instance)
+        provoke(sock, data)
+        if number % 100 == 0:
+            field.witness.ask()
+            for instance in strict & field.server.messages.keys():
+                for message in field.server.messages[instance]:
+                    assert any(same(message, original) for original in CORPUS), message
+            strict.clear()
+            field.server.messages.clear()
+            field.server.ends.clear()
+            field.server.linked_ones.clear()
+    assert resident_bytes() - before < GROWTH_BYTES
+
+
+def test_a_dialer_is_as_careful_as_a_listener() -> None:
+    """What waits at the other end may be anything too."""
+    rng = random.Random(4)
+    said: list[bytes] = [mutated(rng, honest_header=rng.random() < 0.5) for _ in range(40)]
+
+    handler = Server()
+    worker = TcpTransport(make_peer())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(WAIT_S)
+        host, port = listener.getsockname()
+        try:
+            for data in said:
+                dialer = worker.dial(f"{host}:{port}", handler)
+                sock, _ = listener.accept()
+                provoke(sock, data)
+                dialer.close()
+            assert not handler.linked_ones
+        finally:
+            worker.close()
+
+
+def test_the_raw_member_is_one() -> None:
+    """Otherwise all of the above would prove nothing."""
+    field = Field()
+    try:
+        member = RawMember(field).greet()
+        member.say(to_bytes(Message(kind=Kind.PULL, step=7)))
+        heard = member.hear()
+        while not any(message.kind is Kind.WEIGHTS for message in heard):
+            heard += member.hear()
+        member.sock.close()
+        field.server.end_of(member.me.instance)
+    finally:
+        field.close()
+
+
+def allow_files(count: int) -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count:
+        if hard < count:
+            pytest.skip(f"only {hard} open files are allowed here")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

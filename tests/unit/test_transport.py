@@ -1,0 +1,880 @@
+"""Transports: the same promises over memory, over TCP with both loops, and over TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from smolcluster.comm.elastic import frames, tcp
+from smolcluster.comm.elastic.connection import TcpLink
+from smolcluster.comm.elastic.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
+from smolcluster.comm.elastic.memory import Switchboard
+from smolcluster.comm.elastic.security import Credentials, Keyring, new_token, open_credentials
+from smolcluster.comm.elastic.sockets import join_address, split_address
+from smolcluster.comm.elastic.tcp import Limits, TcpTransport
+from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.group import PeerLost
+from smolcluster.errors import UserError
+
+WAIT_S = 20.0
+HERE = "127.0.0.1"
+
+
+def make_peer(role: str = "worker", rank: int = 0, *, run: str = "") -> Peer:
+    return Peer(
+        role=role, rank=rank, host="here", instance=secrets.token_hex(8), run=run, versions={"smolcluster": "0.1.0"}
+    )
+
+
+class Recorder:
+    """A handler that keeps everything it is told, and lets tests wait for it."""
+
+    def __init__(self, place: Callable[[Head], Tensor | None] | None = None) -> None:
+        self.links: list[Link] = []
+        self.messages: list[Message] = []
+        self.ends: list[str] = []
+        self.refusals: list[tuple[str, str]] = []
+        self.on_message: Callable[[Link, Message], None] = lambda link, message: None
+        self._place = place or (lambda head: torch.empty(head.shape, dtype=frames.DTYPES[head.dtype]))
+        self._changed = threading.Condition()
+
+    def _note(self, where: list[Any], what: Any) -> None:
+        with self._changed:
+            where.append(what)
+            self._changed.notify_all()
+
+    def linked(self, link: Link) -> None:
+        self._note(self.links, link)
+
+    def place(self, link: Link, head: Head) -> Tensor | None:
+        return self._place(head)
+
+    def received(self, link: Link, message: Message) -> None:
+        self._note(self.messages, message)
+        self.on_message(link, message)
+
+    def unlinked(self, link: Link, reason: str) -> None:
+        self._note(self.ends, reason)
+
+    def refused(self, address: str, reason: str) -> None:
+        self._note(self.refusals, (address, reason))
+
+    def wait(self, ready: Callable[[Recorder], object]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: ready(self), WAIT_S), (
+                f"waited in vain: {len(self.links)} links, {len(self.messages)} messages, "
+                f"ends {self.ends}, refusals {self.refusals}"
+            )
+
+    def link(self, number: int = 0) -> Link:
+        self.wait(lambda self: len(self.links) > number)
+        return self.links[number]
+
+
+class World:
+    """Makes transports of one sort, and closes them in the end."""
+
+    def __init__(self, sort: str) -> None:
+        self.sort = sort
+        self.network = Switchboard(silence_s=0.5) if sort == "memory" else None
+        self.token = new_token() if sort == "tls" else None
+        self._transports: list[Transport] = []
+
+    def transport(self, role: str = "worker", rank: int = 0, *, run: str = "", **limits: Any) -> Any:
+        me = make_peer(role, rank, run=run)
+        transport: Transport
+        if self.network is not None:
+            transport = self.network.transport(me)
+        else:
+            keyring = Keyring([self.token]) if self.token else None
+            transport = TcpTransport(me, keyring=keyring, limits=Limits(**limits), uvloop=self.sort != "asyncio")
+        self._transports.append(transport)
+        return transport
+
+    def pair(self, **options: Any) -> tuple[Link, Recorder, Link, Recorder]:
+        """A server's and a worker's end of one link."""
+        server, worker = self.transport("server", **options), self.transport("worker", 1, **options)
+        at_server, at_worker = Recorder(), Recorder()
+        worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        return at_server.link(), at_server, at_worker.link(), at_worker
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+        if self.network is not None:
+            self.network.close()
+
+
+def sorts(*names: str) -> Any:
+    needs_cluster = {"uvloop": "uvloop", "tls": "cryptography"}
+    return pytest.mark.parametrize(
+        "world",
+        [
+            pytest.param(
+                name, marks=pytest.mark.skipif(not _installed(needs_cluster.get(name)), reason="not installed")
+            )
+            for name in names
+        ],
+        indirect=True,
+    )
+
+
+def _installed(module: str | None) -> bool:
+    import importlib.util
+
+    return module is None or importlib.util.find_spec(module) is not None
+
+
+ALL = sorts("memory", "asyncio", "uvloop", "tls")
+TCP = sorts("asyncio", "uvloop", "tls")
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(request.param)
+    yield world
+    world.close()
+
+
+@ALL
+class TestLinks:
+    def test_both_ends_know_each_other(self, world: World) -> None:
+        server, worker = world.transport("server", run="0123456789abcdef"), world.transport("worker", 3)
+        at_server, at_worker = Recorder(), Recorder()
+        worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        assert at_server.link().peer == worker.me
+        assert at_worker.link().peer == server.me
+        assert at_server.link().peer.name == "worker 3 (here)"
+
+    def test_messages_both_ways(self, world: World) -> None:
+        _, at_server, worker_link, at_worker = world.pair()
+        at_server.on_message = lambda link, message: link.send(Message(kind=Kind.ACK, step=message.step))
+        meta = {"samples": 16, "loss": 1.5, "names": ["a", "ä"], "none": None}
+        worker_link.send(Message(kind=Kind.DONE, step=7, channel=2, epoch=3, meta=meta)).wait()
+        at_worker.wait(lambda r: r.messages)
+        (got,) = at_server.messages
+        assert (got.kind, got.step, got.channel, got.epoch, got.meta) == (Kind.DONE, 7, 2, 3, meta)
+        assert at_worker.messages[0].kind is Kind.ACK
+
+    @pytest.mark.parametrize("count", [1, 5000, 3_000_000])
+    def test_a_payload_lands_in_its_place(self, world: World, count: int) -> None:
+        place = torch.zeros(count, dtype=torch.bfloat16)
+        heads: list[Head] = []
+        server, worker = world.transport("server"), world.transport()
+        at_server = Recorder(lambda head: (heads.append(head), place)[1])  # type: ignore[func-returns-value]
+        at_worker = Recorder()
+        worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        sent = torch.rand(count).to(torch.bfloat16)
+        expected = sent.clone()
+        message = Message(kind=Kind.PUSH, step=1, channel=4, codec="bf16", payload=sent, meta={"a": 1})
+        at_worker.link().send(message).wait()
+        sent.zero_()  # its memory is ours again
+        at_server.wait(lambda r: r.messages)
+        assert at_server.messages[0].payload is place
+        assert torch.equal(place, expected)
+        (head,) = heads
+        assert (head.kind, head.channel, head.codec, head.dtype, head.shape, head.nbytes, dict(head.meta)) == (
+            Kind.PUSH,
+            4,
+            "bf16",
+            "bfloat16",
+            (count,),
+            2 * count,
+            {"a": 1},
+        )
+
+    def test_messages_keep_their_order(self, world: World) -> None:
+        """From several threads, large and small: each thread's arrive as it sent them."""
+        _, at_server, link, _ = world.pair()
+
+        def send(thread: int) -> None:
+            for step in range(100):
+                payload = torch.full((40_000 if step % 10 == 0 else 10,), float(step)) if step % 2 else None
+                kind = Kind.CHUNK if payload is not None else Kind.ACK
+                link.send(Message(kind=kind, step=step, channel=thread, payload=payload))
+
+        threads = [threading.Thread(target=send, args=(n,)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        at_server.wait(lambda r: len(r.messages) == 300)
+        for n in range(3):
+            assert [m.step for m in at_server.messages if m.channel == n] == list(range(100))
+        assert all((m.payload == m.step).all() for m in at_server.messages if m.payload is not None)
+
+    def test_a_payload_without_a_place_ends_the_link_and_nothing_else(self, world: World) -> None:
+        server, worker, other = world.transport("server"), world.transport(), world.transport("worker", 1)
+        at_server = Recorder(lambda head: None if head.channel == 9 else torch.empty(head.shape))
+        at_worker, at_other = Recorder(), Recorder()
+        address = server.listen(HERE, 0, at_server)
+        other.dial(address, at_other)
+        worker.dial(address, at_worker)
+        at_worker.link().send(Message(kind=Kind.PUSH, channel=9, payload=torch.zeros(100_000)))
+        at_worker.wait(lambda r: r.ends)
+        at_server.wait(lambda r: r.ends)
+        assert "PUSH of step 0: no place for float32 of shape [100000]" in at_server.ends[0]
+        at_other.link().send(Message(kind=Kind.PUSH, payload=torch.zeros(10)))
+        at_server.wait(lambda r: r.messages)
+        assert not at_other.ends
+
+    def test_closing_tells_both_ends_why_after_what_was_sent(self, world: World) -> None:
+        server_link, at_server, _, at_worker = world.pair()
+        for step in range(50):
+            server_link.send(Message(kind=Kind.WEIGHTS, step=step, payload=torch.zeros(20_000)))
+        server_link.close("the run is over")
+        assert not server_link.open
+        at_worker.wait(lambda r: r.ends)
+        at_server.wait(lambda r: r.ends)
+        assert at_worker.ends[0] == at_server.ends[0] == "the run is over"
+        assert [m.step for m in at_worker.messages] == list(range(50))
+        server_link.close("twice does no harm")
+
+    def test_sending_on_a_link_that_has_ended(self, world: World) -> None:
+        server_link, at_server, _, at_worker = world.pair()
+        server_link.close("done here")
+        at_server.wait(lambda r: r.ends)
+        for payload in (None, torch.zeros(10), torch.zeros(100_000)):
+            work = server_link.send(Message(kind=Kind.CHUNK, payload=payload))
+            with pytest.raises(PeerLost, match=r"worker 1 \(here\): done here"):
+                work.wait()
+        assert server_link.queued_bytes == 0
+        at_worker.wait(lambda r: r.ends)
+        assert not at_worker.messages
+
+    def test_the_dialer_comes_back_after_a_loss(self, world: World) -> None:
+        _, at_server, _, at_worker = world.pair()
+        for number in range(3):
+            at_server.link(number).close("again")
+            at_worker.link(number + 1).send(Message(kind=Kind.JOIN, step=number))
+            at_server.wait(lambda r, number=number: len(r.messages) == number + 1)
+
+    def test_the_dialer_comes_before_the_listener(self, world: World) -> None:
+        server, worker = world.transport("server"), world.transport()
+        at_server, at_worker = Recorder(), Recorder()
+        port = free_port()
+        worker.dial(f"{HERE}:{port}", at_worker)
+        assert server.listen(HERE, port, at_server) == f"{HERE}:{port}"
+        at_worker.link()
+
+    def test_a_closed_dialer_leaves_its_link_alone_and_does_not_come_back(self, world: World) -> None:
+        server, worker = world.transport("server"), world.transport()
+        at_server, at_worker = Recorder(), Recorder()
+        dialer = worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        link = at_worker.link()
+        dialer.close()
+        link.send(Message(kind=Kind.ACK))
+        at_server.wait(lambda r: r.messages)
+        link.close("enough")
+        at_worker.wait(lambda r: r.ends)
+        pause(worker, 0.3)
+        assert len(at_worker.links) == 1
+
+    def test_another_run_is_refused_by_both_and_for_good(self, world: World) -> None:
+        server, worker = world.transport("server", run="a" * 16), world.transport(run="b" * 16)
+        at_server, at_worker = Recorder(), Recorder()
+        address = server.listen(HERE, 0, at_server)
+        worker.dial(address, at_worker)
+        at_worker.wait(lambda r: r.refusals)
+        at_server.wait(lambda r: r.refusals)
+        assert at_worker.refusals[0][0] == address
+        assert f"belongs to run {'b' * 16}, server (here) to run {'a' * 16}" in at_worker.refusals[0][1]
+        assert not at_server.links
+        assert not at_worker.links
+
+    def test_one_without_a_run_may_come(self, world: World) -> None:
+        server, worker = world.transport("server", run="a" * 16), world.transport()
+        at_server, at_worker = Recorder(), Recorder()
+        worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        assert at_worker.link().peer.run == "a" * 16
+
+    def test_later_means_on_the_transports_thread(self, world: World) -> None:
+        transport = world.transport()
+        threads: list[int] = []
+        done = threading.Event()
+        called_off = transport.call_later(0.02, lambda: threads.append(-1))
+        called_off.cancel()
+        transport.call_later(0, lambda: threads.append(threading.get_ident()))
+        transport.call_later(0.05, lambda: (threads.append(threading.get_ident()), done.set()))
+        assert done.wait(WAIT_S)
+        assert len(threads) == 2
+        assert len(set(threads)) == 1
+        assert threads[0] not in (-1, threading.get_ident())
+
+    def test_a_port_that_is_taken(self, world: World) -> None:
+        server, other = world.transport("server"), world.transport("server")
+        address = server.listen(HERE, 0, Recorder())
+        port = int(address.rpartition(":")[2])
+        with pytest.raises(UserError, match=f"cannot listen on {address}: .*[Cc]hoose another port"):
+            other.listen(HERE, port, Recorder())
+
+    def test_leaving_sends_what_is_queued_and_says_goodbye(self, world: World) -> None:
+        server, worker = world.transport("server"), world.transport()
+        at_server, at_worker = Recorder(), Recorder()
+        worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        link = at_worker.link()
+        for step in range(20):
+            link.send(Message(kind=Kind.STATE, step=step, payload=torch.zeros(50_000)))
+        link.send(Message(kind=Kind.REPORT, meta={"steps": 3}))
+        worker.close()
+        assert at_worker.ends == ["it has left"]
+        at_server.wait(lambda r: r.ends)
+        assert at_server.ends == ["it has left"]
+        assert at_server.messages[-1].meta == {"steps": 3}
+        assert len(at_server.messages) == 21
+        worker.close()
+        assert worker.call_later(0, lambda: None)  # nothing happens, and nothing breaks
+        with pytest.raises(PeerLost):
+            link.send(Message(kind=Kind.ACK)).wait()
+
+    def test_traffic_is_what_crossed(self, world: World) -> None:
+        server_link, at_server, worker_link, _ = world.pair()
+        before = worker_link.traffic.bytes_sent, server_link.traffic.bytes_received
+        worker_link.send(Message(kind=Kind.PUSH, payload=torch.zeros(1_000_000))).wait()
+        at_server.wait(lambda r: r.messages)
+        sent, received = worker_link.traffic.bytes_sent - before[0], server_link.traffic.bytes_received - before[1]
+        assert 4_000_128 <= sent <= 4_001_000  # a beat may have slipped in
+        assert 4_000_128 <= received <= 4_001_000
+        assert worker_link.queued_bytes == 0
+        assert worker_link.silent_s < 1.0
+
+
+@TCP
+class TestTcp:
+    def test_queued_bytes_show_how_far_the_peer_is_behind(self, world: World) -> None:
+        server_link, at_server, worker_link, _ = world.pair(silence_s=WAIT_S)
+        with hold(server_link):
+            works = [worker_link.send(Message(kind=Kind.PUSH, payload=torch.zeros(5_000_000))) for _ in range(4)]
+            assert worker_link.queued_bytes > 40_000_000
+        for work in works:
+            work.wait()
+        at_server.wait(lambda r: len(r.messages) == 4)
+        assert worker_link.queued_bytes == 0
+
+    def test_a_peer_that_is_too_slow_is_given_up(self, world: World) -> None:
+        server_link, _, worker_link, at_worker = world.pair(queued_bytes=30_000_000, silence_s=WAIT_S)
+        with hold(server_link):
+            works = [worker_link.send(Message(kind=Kind.PUSH, payload=torch.zeros(2_500_000))) for _ in range(5)]
+            at_worker.wait(lambda r: r.ends)
+            assert "too slow" in at_worker.ends[0]
+            with pytest.raises(PeerLost, match="too slow"):
+                works[-1].wait()
+
+    def test_a_silent_peer_is_noticed(self, world: World) -> None:
+        server_link, _, _, at_worker = world.pair(silence_s=0.6, beat_s=0.1)
+        with hold(server_link):
+            at_worker.wait(lambda r: r.ends)
+        assert at_worker.ends[0].startswith("silent for 0.")
+        at_worker.link(1)  # and comes back
+
+    def test_beats_keep_a_quiet_link(self, world: World) -> None:
+        _, at_server, worker_link, at_worker = world.pair(silence_s=0.4, beat_s=0.05)
+        pause(owner_of(worker_link), 1.2)
+        assert worker_link.open
+        assert not at_worker.ends
+        assert not at_server.messages, "beats are nobody's business"
+
+    def test_our_own_standing_still_is_not_the_peers_silence(self, world: World) -> None:
+        """A laptop that was asleep, and its peer with it: the first to wake has an old clock and no beat from the other."""
+        server, worker = world.transport("server", silence_s=WAIT_S), world.transport(silence_s=1.0, beat_s=0.1)
+        at_server, at_worker = Recorder(), Recorder()
+        worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        link = at_worker.link()
+        with hold(at_server.link()):
+            with hold(link):
+                time.sleep(1.5)
+            pause(worker, 0.1)  # awake for a beat, and nothing heard
+        pause(worker, 1.0)
+        assert link.open, at_worker.ends
+
+    def test_the_memory_of_a_payload_is_free_when_its_work_is_done(self, world: World) -> None:
+        """Changed at once after `wait`, many times, it always arrives as it was sent."""
+        _, at_server, link, _ = world.pair()
+        payload = torch.zeros(700_000)
+        for step in range(20):
+            payload.fill_(float(step))
+            link.send(Message(kind=Kind.PUSH, step=step, payload=payload)).wait()
+        at_server.wait(lambda r: len(r.messages) == 20)
+        assert all((m.payload == m.step).all() for m in at_server.messages if m.payload is not None)
+
+    def test_a_flood_of_messages_ends_the_link(self, world: World) -> None:
+        _, at_server, link, _ = world.pair(messages_per_s=200)
+        for _ in range(1000):
+            link.send(Message(kind=Kind.ACK))
+        at_server.wait(lambda r: r.ends)
+        assert at_server.ends[0] == "more than 200 messages in a second"
+
+    def test_a_run_learnt_later_counts_from_then_on(self, world: World) -> None:
+        server, worker = world.transport("server", run="a" * 16), world.transport()
+        at_server, at_worker = Recorder(), Recorder()
+        worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        worker.me = dataclasses.replace(worker.me, run="a" * 16)
+        at_worker.link().send(Message(kind=Kind.JOIN))
+        at_server.wait(lambda r: r.messages)
+        worker.me = dataclasses.replace(worker.me, run="b" * 16)
+        at_worker.link().send(Message(kind=Kind.JOIN))
+        at_server.wait(lambda r: r.ends)
+        assert at_server.ends[0] == f"JOIN of run {'b' * 16}; this is run {'a' * 16}"
+
+    def test_an_error_in_a_handler_ends_that_link_only(self, world: World, caplog: pytest.LogCaptureFixture) -> None:
+        server, bad, good = world.transport("server"), world.transport(), world.transport("worker", 1)
+        at_server, at_bad, at_good = Recorder(), Recorder(), Recorder()
+
+        def stumble(link: Link, message: Message) -> None:
+            if message.step == 13:
+                raise RuntimeError("a mistake of ours")
+
+        at_server.on_message = stumble
+        address = server.listen(HERE, 0, at_server)
+        bad.dial(address, at_bad)
+        good.dial(address, at_good)
+        at_good.link()
+        at_bad.link().send(Message(kind=Kind.ACK, step=13))
+        at_bad.wait(lambda r: r.ends)
+        at_good.link().send(Message(kind=Kind.ACK, step=14))
+        at_server.wait(lambda r: any(m.step == 14 for m in r.messages))
+        assert "a mistake of ours" in caplog.text
+
+    def test_addresses(self, world: World) -> None:
+        server, worker = world.transport("server"), world.transport()
+        at_server, at_worker = Recorder(), Recorder()
+        address = server.listen("localhost", 0, at_server)
+        assert address.startswith("localhost:")
+        worker.dial(address, at_worker)
+        at_worker.link()
+        with pytest.raises(UserError, match="'nowhere' is not an address; write HOST:PORT"):
+            worker.dial("nowhere", at_worker)
+        with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1:0"):
+            server.listen("192.0.2.1", 0, at_server)
+
+    def test_ipv6(self, world: World) -> None:
+        if not has_ipv6():
+            pytest.skip("no IPv6 here")
+        server, worker = world.transport("server"), world.transport()
+        at_server, at_worker = Recorder(), Recorder()
+        address = server.listen("::1", 0, at_server)
+        assert address.startswith("[::1]:")
+        worker.dial(address, at_worker)
+        at_worker.link()
+
+    def test_socket_options(self, world: World) -> None:
+        _, _, link, _ = world.pair()
+        assert isinstance(link, TcpLink)
+        assert link._transport is not None
+        sock = link._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+    def test_waiting_is_told_once(self, world: World, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        worker, address = world.transport(), f"{HERE}:{free_port()}"
+        worker.dial(address, Recorder())
+        wait_until(lambda: "waiting for a peer" in caplog.text)
+        pause(worker, 0.5)
+        assert caplog.text.count(f"waiting for a peer at {address}") == 1
+
+
+class TestBuffers:
+    def test_buffer_size_reaches_both_ends(self) -> None:
+        world = World("asyncio")
+        try:
+            me = make_peer("server")
+            server, worker = (TcpTransport(me, buffer_size=1 << 16) for _ in range(2))
+            at_server, at_worker = Recorder(), Recorder()
+            worker.dial(server.listen(HERE, 0, at_server), at_worker)
+            for link in (at_worker.link(), at_server.link()):
+                assert isinstance(link, TcpLink)
+                assert link._transport is not None
+                sock = link._transport.get_extra_info("socket")
+                assert 1 << 16 <= sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) <= 1 << 18
+            payload = torch.rand(1_000_000)
+            at_worker.link().send(Message(kind=Kind.PUSH, payload=payload)).wait()
+            at_server.wait(lambda r: r.messages)
+            assert torch.equal(at_server.messages[0].payload, payload)  # type: ignore[arg-type]
+        finally:
+            worker.close()
+            server.close()
+            world.close()
+
+
+@pytest.mark.skipif(not _installed("cryptography"), reason="a token needs cryptography")
+class TestTokens:
+    @contextlib.contextmanager
+    def meeting(self, server_tokens: list[str], worker_tokens: list[str]) -> Iterator[tuple[Recorder, Recorder]]:
+        transports = [
+            TcpTransport(make_peer(role), keyring=Keyring(tokens) if tokens else None)
+            for role, tokens in (("server", server_tokens), ("worker", worker_tokens))
+        ]
+        at_server, at_worker = Recorder(), Recorder()
+        try:
+            transports[1].dial(transports[0].listen(HERE, 0, at_server), at_worker)
+            yield at_server, at_worker
+        finally:
+            for transport in transports:
+                transport.close()
+
+    def test_a_wrong_token(self) -> None:
+        with self.meeting([new_token()], [new_token(), new_token()]) as (at_server, at_worker):
+            at_worker.wait(lambda r: r.refusals)
+            assert "does not have our token" in at_worker.refusals[0][1]
+            assert not at_server.links
+
+    def test_no_token_where_one_is_needed(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The other side cannot answer in a way that we could read: we keep trying, and say what may be wrong."""
+        caplog.set_level(logging.INFO)
+        with self.meeting([new_token()], []) as (at_server, _):
+            wait_until(lambda: "it hung up without a word; does it want a token?" in caplog.text)
+            assert not at_server.links
+
+    def test_a_token_where_none_is_used(self) -> None:
+        with self.meeting([], [new_token()]) as (at_server, at_worker):
+            at_worker.wait(lambda r: r.refusals)
+            assert "has it no token?" in at_worker.refusals[0][1]
+            assert not at_server.links
+
+    def test_during_a_change_of_tokens_either_will_do(self) -> None:
+        old, new = new_token(), new_token()
+        for server_tokens, worker_tokens in (([new, old], [old]), ([old], [new, old]), ([old, new], [new, old])):
+            with self.meeting(server_tokens, worker_tokens) as (at_server, at_worker):
+                at_worker.link()
+                at_server.link()
+
+    def test_an_impostor_on_the_servers_side_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has the certificate, by whatever means, and not the proof key."""
+        token = new_token()
+        keyring = Keyring([token])
+        server = TcpTransport(make_peer("server"), keyring=keyring)
+        worker = TcpTransport(make_peer(), keyring=Keyring([token]))
+        at_server, at_worker = Recorder(), Recorder()
+        try:
+            monkeypatch.setattr(keyring.current, "prove", lambda role, *, mine, theirs: bytes(32))
+            monkeypatch.setattr(keyring.current, "verify", lambda proof, *, role, mine, theirs: True)
+            worker.dial(server.listen(HERE, 0, at_server), at_worker)
+            at_worker.wait(lambda r: r.refusals)
+            assert at_worker.refusals[0][1] == NOT_A_MEMBER
+            assert not at_worker.links
+        finally:
+            worker.close()
+            server.close()
+
+
+class TestVersions:
+    """Somebody speaks another version of the protocol: both sides say which two do not fit."""
+
+    def test_a_newer_dialer(self) -> None:
+        at_server = Recorder()
+        server = TcpTransport(make_peer("server"))
+        try:
+            host, port = split_address(server.listen(HERE, 0, at_server))
+            with socket.create_connection((host, port), timeout=WAIT_S) as sock:
+                sock.sendall(b"SMOL" + (7).to_bytes(2, "little") + bytes(200))
+                answer = sock.recv(4096)
+            assert answer[:6] == b"SMOL" + frames.VERSION.to_bytes(2, "little")  # from which it learns ours
+            at_server.wait(lambda r: r.refusals)
+            assert "version 7 of the protocol and this side version 1" in at_server.refusals[0][1]
+        finally:
+            server.close()
+
+    @pytest.mark.parametrize(
+        ("says", "words"),
+        [
+            (b"SMOL\x07\x00" + bytes(100), "version 7 of the protocol and this side version 1"),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the peer speaks something else: it begins with b'HTTP'"),
+        ],
+    )
+    def test_a_listener_of_another_kind(self, says: bytes, words: str) -> None:
+        at_worker = Recorder()
+        worker = TcpTransport(make_peer())
+        with socket.create_server((HERE, 0)) as listener:
+            try:
+                worker.dial(join_address(*listener.getsockname()), at_worker)
+                sock, _ = listener.accept()
+                with sock:
+                    sock.sendall(says)
+                    at_worker.wait(lambda r: r.refusals)
+                assert words in at_worker.refusals[0][1]
+            finally:
+                worker.close()
+
+
+class TestHandshake:
+    def meet(self, client: Handshake, server: Handshake, *, cluster: bytes = bytes(8)) -> None:
+        """Carry messages to and fro until nobody has anything to say."""
+        to_server, to_client = client.begin(), server.begin()
+        while to_server or to_client:
+            for message in to_server:
+                to_client += server.hear(message, cluster=cluster)
+            to_server = []
+            for message in to_client:
+                to_server += client.hear(message, cluster=cluster)
+            to_client = []
+
+    def server(self, credentials: Credentials | None = None, **options: Any) -> Handshake:
+        return Handshake(make_peer("server", **options), find=lambda cluster: credentials or open_credentials())
+
+    def client(self, credentials: Credentials | None = None, **options: Any) -> Handshake:
+        return Handshake(make_peer("worker", 2, **options), credentials=credentials or open_credentials())
+
+    def test_two_meet(self) -> None:
+        client, server = self.client(), self.server()
+        self.meet(client, server)
+        assert server.peer is not None
+        assert client.peer is not None
+        assert (server.peer.role, server.peer.rank, client.peer.role) == ("worker", 2, "server")
+
+    def test_the_server_says_nothing_of_itself_before_the_proof(self) -> None:
+        client, server = self.client(), self.server()
+        (answer,) = server.hear(client.begin()[0], cluster=bytes(8))
+        assert set(answer.meta) == {"nonce"}
+
+    @pytest.mark.skipif(not _installed("cryptography"), reason="a token needs cryptography")
+    def test_wrong_unknown_and_missing_tokens_are_told_the_same(self) -> None:
+        mine, other = Credentials(new_token()), Credentials(new_token())
+        for find in (lambda cluster: mine, lambda cluster: None):
+            for client in (self.client(other), self.client()):
+                with pytest.raises(Refusal) as refusal:
+                    self.meet(client, Handshake(make_peer("server"), find=find))
+                assert refusal.value.tell
+                assert str(refusal.value) == NOT_A_MEMBER
+
+    def test_a_recorded_handshake_cannot_be_played_again(self) -> None:
+        client, server = self.client(), self.server()
+        (hello,) = client.begin()
+        (answer,) = server.hear(hello, cluster=bytes(8))
+        (proof,) = client.hear(answer, cluster=bytes(8))
+        server.hear(proof, cluster=bytes(8))
+        assert server.peer is not None
+        again = self.server()
+        again.hear(hello, cluster=bytes(8))
+        with pytest.raises(Refusal, match=NOT_A_MEMBER):
+            again.hear(proof, cluster=bytes(8))
+
+    def test_a_servers_proof_does_not_pass_for_a_clients(self) -> None:
+        """Whoever sends our own words back to us proves nothing."""
+        server = self.server()
+        (answer,) = server.hear(
+            Message(kind=Kind.HELLO, meta={"nonce": "00" * 32, **describe(make_peer())}), cluster=bytes(8)
+        )
+        nonce = bytes.fromhex(answer.meta["nonce"])
+        reflected = open_credentials().prove("server", mine=nonce, theirs=bytes(32))
+        with pytest.raises(Refusal, match=NOT_A_MEMBER):
+            server.hear(Message(kind=Kind.PROOF, meta={"proof": reflected.hex()}), cluster=bytes(8))
+
+    @pytest.mark.parametrize("kind", [Kind.PROOF, Kind.ACCEPT, Kind.BEAT])
+    def test_out_of_order(self, kind: Kind) -> None:
+        for side in (self.client(), self.server()):
+            with pytest.raises(Refusal, match=f"{kind.name} where HELLO was due"):
+                side.hear(Message(kind=kind), cluster=bytes(8))
+
+    def test_refused_by_the_other_side(self) -> None:
+        client = self.client()
+        with pytest.raises(Refusal, match="go away  really") as refusal:
+            client.hear(Message(kind=Kind.REFUSE, meta={"reason": "go away\n\x1breally"}), cluster=bytes(8))
+        assert not refusal.value.tell
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"role": "admin"}, {"role": 1}, {"role": None},
+            {"rank": -1}, {"rank": 1.0}, {"rank": True}, {"rank": "1"}, {"rank": 1 << 20},
+            {"host": ""}, {"host": "x" * 256}, {"host": "a\nb"}, {"host": 5},
+            {"instance": ""}, {"instance": "x" * 16}, {"instance": "a" * 15}, {"instance": " " * 14 + "aa"},
+            {"run": "abc"}, {"run": 7}, {"run": ["a"]},
+            {"versions": []}, {"versions": {"a": 1}}, {"versions": {"a": "b" * 101}}, {"versions": {"a": "\x00"}},
+            {"versions": {str(n): "" for n in range(17)}},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_nothing_in_a_hello_is_believed(self, change: dict[str, Any]) -> None:
+        meta = describe(make_peer())
+        assert read_peer(meta).role == "worker"
+        with pytest.raises(Refusal):
+            read_peer({**meta, **change})
+        with pytest.raises(Refusal):
+            read_peer({name: value for name, value in meta.items() if name != "instance"})
+
+    @pytest.mark.parametrize("nonce", [None, "", "00" * 31, "zz" * 32, 5, ["00"]])
+    def test_nonces(self, nonce: Any) -> None:
+        with pytest.raises(Refusal, match="nonce must be 64 hex digits"):
+            self.server().hear(
+                Message(kind=Kind.HELLO, meta={**describe(make_peer()), "nonce": nonce}), cluster=bytes(8)
+            )
+
+
+class TestMemory:
+    """What only the transport for tests can do."""
+
+    def setup_method(self) -> None:
+        self.network = Switchboard(silence_s=1.0, manual=True)
+        self.server = self.network.transport(make_peer("server"))
+        self.worker = self.network.transport(make_peer())
+        self.at_server, self.at_worker = Recorder(), Recorder()
+        self.worker.dial(self.server.listen("server", 0, self.at_server), self.at_worker)
+        self.network.advance(0)
+        self.link = self.at_worker.links[0]
+
+    def send(self, step: int) -> None:
+        self.link.send(Message(kind=Kind.ACK, step=step))
+
+    def steps(self) -> list[int]:
+        return [message.step for message in self.at_server.messages]
+
+    def test_nothing_happens_by_itself(self) -> None:
+        self.send(1)
+        assert self.steps() == []
+        self.network.advance()
+        assert self.steps() == [1]
+
+    def test_a_short_cut_delays_and_loses_nothing(self) -> None:
+        self.network.cut(self.server, self.worker)
+        self.send(1)
+        self.network.advance(0.9)
+        assert (self.steps(), self.at_worker.ends) == ([], [])
+        assert self.link.silent_s == pytest.approx(0.9)
+        assert self.link.queued_bytes > 0
+        self.network.heal(self.server, self.worker)
+        self.send(2)
+        self.network.advance(2)
+        assert (self.steps(), self.at_worker.ends) == ([1, 2], [])
+
+    def test_a_long_cut_ends_the_link_on_both_sides_and_a_heal_brings_a_new_one(self) -> None:
+        self.network.cut(self.server, self.worker)
+        self.send(1)
+        self.network.advance(1.5)
+        assert self.at_worker.ends == self.at_server.ends == ["silent for 1.0 s"]
+        assert len(self.at_worker.links) == 1
+        self.network.heal(self.server, self.worker)
+        self.network.advance(0.1)
+        assert len(self.at_worker.links) == 2
+        assert self.steps() == []
+
+    def test_dropping(self) -> None:
+        self.network.drop(self.server, self.worker)
+        self.network.advance(0.1)
+        assert self.at_worker.ends == self.at_server.ends == ["the connection was closed"]
+        assert len(self.at_worker.links) == 2
+
+    def test_delay_keeps_the_order(self) -> None:
+        self.network.delay(self.server, self.worker, seconds=0.5)
+        self.send(1)
+        self.network.delay(self.server, self.worker, seconds=0.0)
+        self.send(2)
+        self.network.advance(0.4)
+        assert self.steps() == []
+        self.network.advance(0.2)
+        assert self.steps() == [1, 2]
+
+    def test_a_killed_process_hears_nothing_and_sends_nothing_more(self) -> None:
+        self.send(1)
+        self.network.kill(self.worker)
+        self.network.advance(0.1)
+        assert self.at_server.ends == ["the connection was closed"]
+        assert self.at_worker.ends == []
+        assert self.steps() == []
+        assert len(self.at_worker.links) == 1
+
+    def test_behind_a_cut_a_death_is_only_silence(self) -> None:
+        self.network.cut(self.server, self.worker)
+        self.network.kill(self.worker)
+        self.network.advance(0.9)
+        assert self.at_server.ends == []
+        self.network.advance(0.2)
+        assert self.at_server.ends == ["silent for 1.0 s"]
+
+    def test_what_json_changes_is_changed_here_too(self) -> None:
+        self.link.send(Message(kind=Kind.ACK, meta={"pair": (1, 2)}))
+        self.network.advance()
+        assert self.at_server.messages[0].meta == {"pair": [1, 2]}
+        with pytest.raises(ValueError):
+            self.link.send(Message(kind=Kind.ACK, meta={"loss": float("nan")}))
+
+
+def test_only_small_things_are_needed_to_import_it() -> None:
+    """A worker without the extra still finds out what to install, instead of falling over an import."""
+    code = "import sys; sys.modules['uvloop'] = sys.modules['cryptography'] = None; import smolcluster.comm.elastic.tcp as t; "
+    code += "t._new_loop(True).close()"
+    import subprocess
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_pauses_between_dials_grow_and_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    enough = threading.Event()
+
+    def draw(low: float, high: float) -> float:
+        pauses.append(high)
+        if len(pauses) == 8:
+            enough.set()
+        return 0.0
+
+    monkeypatch.setattr(tcp.random, "uniform", draw)
+    worker = TcpTransport(make_peer())
+    try:
+        worker.dial(f"{HERE}:{free_port()}", Recorder())
+        assert enough.wait(WAIT_S)
+    finally:
+        worker.close()
+    assert pauses[:8] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+
+
+# Help
+
+
+@contextlib.contextmanager
+def hold(link: Link) -> Iterator[None]:
+    """Keep a transport's thread from doing anything, as a stopped process would be."""
+    held, release = threading.Event(), threading.Event()
+    owner_of(link).call_later(0, lambda: (held.set(), release.wait(WAIT_S)))
+    assert held.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        release.set()
+
+
+def pause(transport: Transport, seconds: float) -> None:
+    """Give a transport time to do what it should not."""
+    done = threading.Event()
+    transport.call_later(seconds, done.set)
+    assert done.wait(WAIT_S)
+
+
+def wait_until(ready: Callable[[], bool]) -> None:
+    """For what nobody tells."""
+    deadline = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def owner_of(link: Link) -> TcpTransport:
+    assert isinstance(link, TcpLink)
+    return link._owner
+
+
+def free_port() -> int:
+    with socket.create_server((HERE, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
