@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import ipaddress
 import logging
 import os
 import socket
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from smolcluster.comm.addresses import is_loopback
 from smolcluster.comm.group import Group, PeerLost
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.torch_group import TorchGroup
@@ -155,14 +155,6 @@ def _check_port(host: str, port: int) -> None:
                 f"--master-port {port} on {host} cannot be used: {error.strerror}; "
                 "is another run using it? Choose another with --master-port"
             ) from error
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def _stay_on_loopback() -> None:
