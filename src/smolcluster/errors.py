@@ -4,7 +4,11 @@
     ├── UserError             exit status 2: the input is wrong; one message, no traceback
     │   └── MissingExtra      an optional package is needed; says what to install
     ├── WorkerFailed          a process of the run died; names the rank and the reason
-    └── DamagedCheckpoint     a checkpoint exists but its bytes are not what was saved
+    ├── DamagedCheckpoint     a checkpoint exists but its bytes are not what was saved
+    ├── DamagedJournal        a server's journal is not what was written (engine/journal.py)
+    ├── JournalFull           a step cannot be recorded, so it is not committed (engine/journal.py)
+    ├── CodecError            a tensor or payload that a codec cannot carry (comm/codecs)
+    └── PeerLost              another process stopped answering (comm/group.py)
 
 A message says what was found, where, and what to do about it.
 """

@@ -1,0 +1,179 @@
+"""Who may read which part of the sample stream, so that every sample counts exactly once though workers come and go.
+
+`sampler.py` makes all samples one infinite stream. A worker is granted ranges of it for one step. When that step is
+committed the ranges are settled, for good; when the worker dies or its step is refused they return, and go out again
+before anything fresh does. So each position below the frontier is in exactly one place:
+
+    0                                                    frontier
+    | settled | held | returned | settled | held | settled |  never granted ...
+
+Between two commits only the settled part is a fact. `state_dict` therefore counts what is held as not read: a server that
+starts again from it grants those ranges anew. With nothing lost the state is one number, the same that a `ShardedSampler`
+has, so either can go on where the other stopped.
+
+Pure bookkeeping, for one thread. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from smolcluster.data.sampler import Indices, Sampler
+from smolcluster.errors import UserError
+
+_LIMIT = 2**63  # what a position may be: it travels as a signed 64-bit number
+
+
+class Range(NamedTuple):
+    """Stream positions `start .. start + count - 1`."""
+
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Leases:
+    """The ledger. `position` is how far the stream was read before, `returned` what was left out on the way."""
+
+    def __init__(self, *, position: int = 0, returned: Sequence[Range] = ()) -> None:
+        _check(position, returned)
+        self._frontier = position  # the first position never granted
+        self._returned = _joined(returned)
+        self._held: dict[str, dict[int, list[Range]]] = {}
+        self._fold()
+
+    def grant(self, holder: str, step: int, count: int) -> list[Range]:
+        """`count` positions for this holder's step: returned ranges first, lowest first, then fresh ones."""
+        if count < 1:
+            raise ValueError(f"a lease has at least one sample, not {count}")
+        self._check_free(holder, step)
+        granted = []
+        while count and self._returned:
+            first = self._returned[0]
+            part = Range(first.start, min(count, first.count))
+            rest = Range(part.end, first.count - part.count)
+            self._returned[:1] = [rest] if rest.count else []
+            granted.append(part)
+            count -= part.count
+        if count:
+            granted.append(Range(self._frontier, count))
+            self._frontier += count
+        self._held.setdefault(holder, {})[step] = granted
+        return list(granted)
+
+    def claim(self, holder: str, step: int, ranges: Iterable[Range | Sequence[int]]) -> bool:
+        """A lease of exactly these positions, as far as nobody holds or has settled any of them; else False.
+
+        For ranges that were granted before this ledger began: by a server that has died, to a worker that has not, or in
+        a record of the journal that is replayed.
+        """
+        self._check_free(holder, step)
+        wanted = _joined(Range(*r) for r in ranges)
+        if not wanted or min(wanted).start < 0 or any(r.count < 1 for r in wanted):
+            raise ValueError(f"a lease is of samples that exist, at least one: {wanted}")
+        frontier = max(self._frontier, wanted[-1].end)
+        free = _joined([*self._returned, Range(self._frontier, frontier - self._frontier)])
+        left = _without(free, wanted)
+        if left is None:
+            return False
+        self._frontier, self._returned = frontier, left
+        self._held.setdefault(holder, {})[step] = wanted
+        return True
+
+    def settle(self, holder: str, step: int) -> list[Range]:
+        """A committed step counted this lease: it will never be granted again."""
+        if step not in self._held.get(holder, {}):
+            raise ValueError(f"'{holder}' has no lease for step {step}: it was settled or given back before")
+        return self._take(holder, step)
+
+    def give_back(self, holder: str, step: int | None = None) -> list[Range]:
+        """The samples of this lease were not counted, and go to others. None: of every lease this holder has."""
+        held = self._held.get(holder, {})
+        steps = [s for s in sorted(held) if step in (None, s)]
+        given = _joined(r for s in steps for r in self._take(holder, s))
+        self._returned = _joined([*self._returned, *given])
+        self._fold()
+        return given
+
+    def held(self, holder: str) -> dict[int, list[Range]]:
+        """This holder's leases by step."""
+        return {step: list(ranges) for step, ranges in self._held.get(holder, {}).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For JSON. `position`: nothing at or after it was settled; `holes`: what was not settled before it."""
+        held = [r for leases in self._held.values() for ranges in leases.values() for r in ranges]
+        settled = Leases(position=self._frontier, returned=[*self._returned, *held])
+        return {"position": settled._frontier, "holes": [list(r) for r in settled._returned]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Leases:
+        """Go on from a saved state; that of a `ShardedSampler` has no holes."""
+        holes = state.get("holes", [])
+        if not isinstance(holes, list) or not all(isinstance(h, list | tuple) and len(h) == 2 for h in holes):
+            raise _nonsense(f"holes {holes!r} is not a list of [start, count]")
+        return cls(position=state.get("position", 0), returned=[Range(*hole) for hole in holes])
+
+    def _check_free(self, holder: str, step: int) -> None:
+        if step in self._held.get(holder, {}):
+            raise ValueError(f"'{holder}' already has a lease for step {step}")
+
+    def _take(self, holder: str, step: int) -> list[Range]:
+        leases = self._held[holder]
+        ranges = leases.pop(step)
+        if not leases:
+            del self._held[holder]
+        return ranges
+
+    def _fold(self) -> None:
+        """What returned from the very end is as good as never granted."""
+        if self._returned and self._returned[-1].end == self._frontier:
+            self._frontier = self._returned.pop().start
+
+
+def indices(sampler: Sampler, ranges: Iterable[Range | Sequence[int]]) -> Indices:
+    """The sample numbers of a lease, in its order."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *(sampler.indices(start, count) for start, count in ranges)])
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """In order, without empty ones, neighbours made one."""
+    joined: list[Range] = []
+    for part in sorted(r for r in ranges if r.count != 0):
+        if joined and joined[-1].end == part.start:
+            part = Range(joined[-1].start, joined.pop().count + part.count)
+        joined.append(part)
+    return joined
+
+
+def _without(free: Sequence[Range], wanted: Sequence[Range]) -> list[Range] | None:
+    """`free` less `wanted`; None when some of it is not there. Both are joined, so each part lies within one of `free`."""
+    left = list(free)
+    for part in wanted:
+        index = next((i for i, r in enumerate(left) if r.start <= part.start and part.end <= r.end), None)
+        if index is None:
+            return None
+        whole = left[index]
+        pieces = Range(whole.start, part.start - whole.start), Range(part.end, whole.end - part.end)
+        left[index : index + 1] = [r for r in pieces if r.count]
+    return left
+
+
+def _check(position: int, holes: Sequence[Range]) -> None:
+    for number in (position, *(n for hole in holes for n in hole)):
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < _LIMIT:
+            raise _nonsense(f"{number!r} is not a position or a count")
+    end = 0
+    for hole in sorted(holes):
+        if hole.count < 1 or hole.start < end or hole.end > position:
+            raise _nonsense(f"the hole {list(hole)} is empty, overlaps another or lies beyond position {position}")
+        end = hole.end
+
+
+def _nonsense(what: str) -> UserError:
+    return UserError(f"the saved data position makes no sense: {what}; resume from another checkpoint")
