@@ -1,0 +1,784 @@
+"""Collectives over the elastic transport: every operation, many at once, and what happens when members come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from smolcluster.comm.elastic import schedule
+from smolcluster.comm.elastic.group import FAR_AHEAD, ElasticGroup
+from smolcluster.comm.elastic.memory import MemoryTransport, Switchboard
+from smolcluster.comm.elastic.peers import Peers
+from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.elastic.view import Member, View, ViewChanged
+from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
+from smolcluster.comm.memory_group import MemoryGroup
+
+SECONDS = 20.0
+
+
+def instance(rank: int, life: int = 0) -> str:
+    return f"{life:08x}{rank:08x}"
+
+
+class World:
+    """Workers of one process, each with a transport and peers of its own."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.network = Switchboard() if kind == "memory" else None
+        self.transports: dict[str, Transport] = {}
+        self.peers: dict[str, Peers] = {}
+        self.lost: list[tuple[str, Member, str]] = []  # who told, whom
+
+    def add(self, rank: int, *, life: int = 0, **options: Any) -> Member:
+        me = Peer(role="worker", rank=rank, host="here", instance=instance(rank, life))
+        transport = self.transport(me)
+        peers = self.peers[me.instance] = Peers(transport, **{"timeout_s": SECONDS, **options})
+        peers.on_lost(lambda member, reason: self.lost.append((me.instance, member, reason)))
+        address = peers.listen("127.0.0.1", 0)
+        return Member(rank, me.instance, "here", address)
+
+    def transport(self, me: Peer) -> Transport:
+        made = TcpTransport(me) if self.network is None else self.network.transport(me)
+        self.transports[me.instance] = made
+        return made
+
+    def form(self, view: View) -> list[ElasticGroup]:
+        return [self.peers[member.instance].form(view) for member in view.members]
+
+    def groups(self, size: int) -> list[ElasticGroup]:
+        return self.form(View(1, 0, tuple(self.add(rank) for rank in range(size))))
+
+    def kill(self, member: Member) -> None:
+        transport = self.transports.pop(member.instance)
+        if isinstance(transport, MemoryTransport):
+            transport.network.kill(transport)
+        else:
+            transport.close()
+
+    def close(self) -> None:
+        for peers in self.peers.values():
+            peers.close()
+        closing = [threading.Thread(target=transport.close) for transport in self.transports.values()]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(SECONDS)
+        if self.network is not None:
+            self.network.close()
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with contextlib.closing(World(request.param)) as world:
+        yield world
+
+
+def everywhere(groups: Sequence[Group], work: Callable[[Any], Any]) -> list[Any]:
+    """`work(group)` for every rank, in threads; what each returned."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return [future.result(SECONDS) for future in [pool.submit(work, group) for group in groups]]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """For what has no event: look often, not for ever."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
+SIZES = pytest.mark.parametrize(
+    ("kind", "size"), [*(("memory", n) for n in (1, 2, 3, 4, 5)), *(("tcp", n) for n in (2, 3))]
+)
+SEVERAL = pytest.mark.parametrize(
+    ("kind", "size"), [*(("memory", n) for n in (2, 3, 4, 5)), *(("tcp", n) for n in (2, 3))]
+)
+
+
+@pytest.fixture
+def groups(kind: str, size: int) -> Iterator[list[ElasticGroup]]:
+    with contextlib.closing(World(kind)) as world:
+        yield world.groups(size)
+
+
+# Every operation, against the group in memory
+
+
+def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers, so that the sum is exact in every type and any order."""
+    generator = torch.Generator().manual_seed(1000 * count + rank)
+    return torch.randint(0, 20, (count,), generator=generator).to(dtype)
+
+
+def everything(group: Group) -> dict[str, torch.Tensor]:
+    n, rank = group.size, group.rank
+    results: dict[str, torch.Tensor] = {}
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8):
+        for count in (0, 1, 3, 4099):
+            name = f"{dtype} {count}"
+            summed = values(rank, count, dtype)
+            group.all_reduce(summed).wait()
+            part, gathered = torch.zeros(count, dtype=dtype), torch.zeros(n * count, dtype=dtype)
+            group.reduce_scatter(part, values(rank, n * count, dtype)).wait()
+            group.all_gather(gathered, values(rank, count, dtype)).wait()
+            copied = values(rank, count, dtype)
+            group.broadcast(copied, source=n - 1).wait()
+            results |= {f"{name} sum": summed, f"{name} part": part, f"{name} all": gathered, f"{name} copy": copied}
+    ring = torch.zeros(2, 3)
+    if n > 1:
+        sent = group.send(torch.full((2, 3), float(rank)), to=(rank + 1) % n, tag=3)
+        group.recv(ring, source=(rank - 1) % n, tag=3).wait()
+        sent.wait()
+    group.barrier()
+    return {**results, "ring": ring}
+
+
+@SIZES
+def test_every_operation_gives_what_the_group_in_memory_gives(groups: list[ElasticGroup]) -> None:
+    expected = everywhere(MemoryGroup.world(len(groups)), everything)
+    for ours, theirs in zip(everywhere(groups, everything), expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]), name
+
+
+@SIZES
+def test_tensors_of_many_pieces(groups: list[ElasticGroup]) -> None:
+    count, n = 700_001, len(groups)
+
+    def work(group: Group) -> list[torch.Tensor]:
+        tensor = torch.full((count,), group.rank + 1.0)
+        group.all_reduce(tensor).wait()
+        copied = torch.arange(count, dtype=torch.float32) if group.rank == n - 1 else torch.zeros(count)
+        group.broadcast(copied, source=n - 1).wait()
+        gathered = torch.zeros(n * 300_000, dtype=torch.float16)
+        group.all_gather(gathered, torch.full((300_000,), float(group.rank), dtype=torch.float16)).wait()
+        return [tensor, copied, gathered]
+
+    for tensor, copied, gathered in everywhere(groups, work):
+        assert torch.equal(tensor, torch.full((count,), n * (n + 1) / 2))
+        assert torch.equal(copied, torch.arange(count, dtype=torch.float32))
+        assert torch.equal(gathered, torch.arange(n, dtype=torch.float16).repeat_interleave(300_000))
+
+
+@SIZES
+def test_sums_have_the_same_bits_everywhere_and_every_time(groups: list[ElasticGroup]) -> None:
+    def work(group: Group) -> list[bytes]:
+        results = []
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = torch.randn(100_003, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+            group.all_reduce(tensor).wait()
+            results.append(tensor.view(torch.uint8).numpy().tobytes())
+        return results
+
+    first, *others = everywhere(groups, work) + everywhere(groups, work)
+    assert all(other == first for other in others)
+
+
+@SIZES
+def test_tensors_that_do_not_lie_in_a_row(groups: list[ElasticGroup]) -> None:
+    n = len(groups)
+
+    def work(group: Group) -> None:
+        matrix = torch.arange(12, dtype=torch.float32).view(3, 4)
+        columns = matrix[:, 1:3]
+        group.all_reduce(columns).wait()
+        assert matrix[:, 1:3].equal(n * torch.arange(12.0).view(3, 4)[:, 1:3])
+        assert matrix[:, 0].equal(torch.tensor([0.0, 4.0, 8.0])), "what lies between is left alone"
+        output = torch.zeros(n, 2).t()
+        group.all_gather(output, torch.ones(4)[::2] * group.rank).wait()
+        assert output.reshape(-1).equal(torch.arange(n, dtype=torch.float32).repeat_interleave(2))
+        whole = torch.ones(3 * n, 2)[:, 0]
+        part = torch.zeros(3, 2)[:, 1]
+        group.reduce_scatter(part, whole).wait()
+        assert part.equal(torch.full((3,), float(n)))
+        assert whole.equal(torch.ones(3 * n))
+        weights = torch.zeros(3, requires_grad=True) if group.rank else torch.ones(3, requires_grad=True)
+        group.broadcast(weights, source=0).wait()
+        assert weights.detach().equal(torch.ones(3))
+
+    everywhere(groups, work)
+
+
+@SIZES
+def test_the_helpers_of_every_group_work(groups: list[ElasticGroup]) -> None:
+    def work(group: Group) -> None:
+        said = gather_json(group, {"rank": group.rank, "text": "ä" * group.rank})
+        assert said == [{"rank": r, "text": "ä" * r} for r in range(group.size)]
+        tensors = {"half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.zeros(0), "n": torch.tensor(7)}
+        copied = broadcast_tensors(group, tensors if group.rank == 0 else None)
+        assert {name: t.tolist() for name, t in copied.items()} == {"half": [1.0] * 3, "empty": [], "n": 7}
+
+    everywhere(groups, work)
+
+
+def test_alone_every_operation_is_done_at_once(world: World) -> None:
+    (group,) = world.groups(1)
+    expected = everything(MemoryGroup.world(1)[0])
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in everything(group).items())
+    assert group.traffic.bytes_sent == group.traffic.bytes_received == 0
+    group.abort(ViewChanged("not any more"))
+    with pytest.raises(ViewChanged, match="not any more"):
+        group.barrier()
+
+
+def test_wrong_use_is_told(world: World) -> None:
+    group, _ = world.groups(2)
+    with pytest.raises(ValueError, match="not 2 x 3"):
+        group.all_gather(torch.zeros(5), torch.zeros(3))
+    with pytest.raises(ValueError, match="no rank 2"):
+        group.broadcast(torch.zeros(1), source=2)
+    with pytest.raises(ValueError, match="itself"):
+        group.send(torch.zeros(1), to=0)
+    with pytest.raises(ValueError, match="complex64"):
+        group.all_reduce(torch.zeros(1, dtype=torch.complex64))
+
+
+# In flight together
+
+
+@SIZES
+def test_many_operations_in_flight(groups: list[ElasticGroup]) -> None:
+    n = len(groups)
+
+    def work(group: Group) -> None:
+        sums = [torch.full((1 + 9973 * i,), float(group.rank + i)) for i in range(12)]
+        copies = [torch.full((50_000,), float(group.rank * i)) for i in range(12)]
+        works = []
+        for i in range(12):
+            works += [group.all_reduce(sums[i]), group.broadcast(copies[i], source=i % n)]
+        for work in reversed(works):
+            work.wait()
+        for i in range(12):
+            assert sums[i].eq(sum(range(n)) + n * i).all()
+            assert copies[i].eq(i % n * i).all()
+
+    everywhere(groups, work)
+
+
+@SEVERAL
+def test_one_rank_comes_much_later(groups: list[ElasticGroup]) -> None:
+    """The others' pieces are there before it has called anything."""
+    *early, late = groups
+    tensors = [[torch.full((200_000,), float(r + i)) for i in range(4)] for r in range(len(groups))]
+    works = [[group.all_reduce(t) for t in tensors[r]] for r, group in enumerate(early)]
+    until(lambda: late._exchange._early != {})  # type: ignore[attr-defined]
+    works.append([late.all_reduce(t) for t in tensors[-1]])
+    for work in [work for rank in works for work in rank]:
+        work.wait()
+    for rank in tensors:
+        for i, tensor in enumerate(rank):
+            assert tensor.eq(sum(range(len(groups))) + len(groups) * i).all()
+
+
+@SEVERAL
+def test_sends_with_a_tag_keep_their_order_and_do_not_mix(groups: list[ElasticGroup]) -> None:
+    first, second = groups[0], groups[1]
+    sent = [first.send(torch.full((3,), float(i)), to=1, tag=i % 2) for i in range(6)]
+    odd = [torch.zeros(3) for _ in range(3)]
+    even = [torch.zeros(3) for _ in range(3)]
+    for work in [second.recv(t, source=0, tag=1) for t in odd] + [second.recv(t, source=0, tag=0) for t in even]:
+        work.wait()
+    for work in sent:
+        work.wait()
+    assert [t[0].item() for t in odd] == [1, 3, 5]
+    assert [t[0].item() for t in even] == [0, 2, 4]
+
+
+def test_groups_within_a_group(world: World) -> None:
+    groups = world.groups(4)
+
+    def work(group: ElasticGroup) -> None:
+        halves = [group.sub([0, 1]), group.sub([3, 2])]
+        half = halves[group.rank // 2]
+        assert half is not None
+        assert halves[1 - group.rank // 2] is None
+        assert (half.size, half.rank) == (2, [0, 1, 1, 0][group.rank])
+        tensor = torch.full((70_000,), 10.0**group.rank)
+        whole = torch.ones(10)
+        works = [half.all_reduce(tensor), group.all_reduce(whole)]  # both groups count for themselves
+        for work in works:
+            work.wait()
+        assert tensor[0].item() == (11, 11, 1100, 1100)[group.rank]
+        assert whole[0].item() == 4
+        alone = half.sub([1])
+        nested = half.sub([1, 0])
+        assert nested is not None
+        assert (alone is None) == (half.rank == 0)
+        said = gather_json(nested, group.rank)
+        assert said == [[1, 0], [2, 3]][group.rank // 2]
+        half.close()
+        group.barrier()
+
+    everywhere(groups, work)
+
+
+@pytest.mark.parametrize("count", [7, 1000, 300_000])
+def test_traffic_is_what_was_moved(world: World, count: int) -> None:
+    n = 4
+    groups = world.groups(n)
+    everywhere(groups, lambda group: group.all_reduce(torch.zeros(count)).wait())
+    plans = [schedule.choose(n, rank, count, itemsize=4) for rank in range(n)]
+    for group, plan in zip(groups, plans, strict=True):
+        acts = [(act, 4 * (chain.stop - chain.start)) for chain in plan for act in chain.acts]
+        assert group.traffic.bytes_sent == sum(size for act, size in acts if not act.verb.receives)
+        assert group.traffic.bytes_received == sum(size for act, size in acts if act.verb.receives)
+
+
+# Members come and go
+
+
+def next_view(view: View, members: Sequence[Member]) -> View:
+    return View(view.epoch + 1, view.step, tuple(members))
+
+
+def test_a_member_dies_in_the_middle_of_a_sum(world: World) -> None:
+    groups = world.groups(3)
+    members = groups[0].view.members
+    everywhere(groups, lambda group: group.barrier())
+
+    # The last one never calls the operation, and is gone.
+    tensors = [torch.full((400_000,), float(r + 1)) for r in range(2)]
+    works = [group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=False)]
+    world.kill(members[2])
+    until(lambda: {(who, member) for who, member, _ in world.lost} >= {(m.instance, members[2]) for m in members[:2]})
+    assert not any(work.finished.is_set() for work in works), "a loss alone raises nothing"  # type: ignore[attr-defined]
+
+    # The coordinator's word: the others go on without it, over the links they have.
+    link = _links(world, members[0], members[1])
+    second = world.form(next_view(groups[0].view, members[:2]))
+    for work in works:
+        with pytest.raises(ViewChanged, match="view 2 has 2"):
+            work.wait()
+    for rank, tensor in enumerate(tensors):
+        tensor.fill_(rank + 1.0)
+    everywhere(second, lambda group: group.all_reduce(tensors[group.rank]).wait())
+    assert all(tensor.eq(3.0).all() for tensor in tensors)
+    assert _links(world, members[0], members[1]) == link
+    assert _links(world, members[0], members[2]) == []
+
+    # It comes back as a new process and gets a place of its own.
+    again = world.add(2, life=1)
+    third = world.form(next_view(second[0].view, (*members[:2], again)))
+    assert everywhere(third, lambda group: gather_json(group, group.rank)) == [[0, 1, 2]] * 3
+    assert _links(world, members[0], members[1]) == link
+
+
+def test_a_member_dies_while_pieces_fly(world: World) -> None:
+    """Nothing of the broken sum is left in the memory that the next view uses."""
+    groups = world.groups(3)
+    members = groups[0].view.members
+    tensors = [torch.full((2_000_000,), float(r + 1)) for r in range(3)]
+    works = [group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)]
+    until(lambda: groups[0].traffic.bytes_received > 500_000)
+    world.kill(members[2])
+    second = world.form(next_view(groups[0].view, members[:2]))
+    for work in works[:2]:
+        with pytest.raises(ViewChanged):
+            work.wait()
+    for _ in range(3):
+        for rank, tensor in enumerate(tensors[:2]):
+            tensor.fill_(rank + 1.0)
+        everywhere(second, lambda group: group.all_reduce(tensors[group.rank]).wait())
+        assert all(tensor.eq(3.0).all() for tensor in tensors[:2])
+    assert world.peers[members[0].instance]._wires._kept_bytes == 0
+
+
+def _links(world: World, one: Member, other: Member) -> list[Link]:
+    outlet = world.peers[one.instance]._wires._outlets.get(other.instance)
+    return [] if outlet is None else list(outlet.links)
+
+
+def test_every_pair_has_one_link(world: World) -> None:
+    groups = world.groups(4)
+    everywhere(groups, lambda group: gather_json(group, 0))
+    members = groups[0].view.members
+    pairs = [(a, b) for a in members for b in members if a is not b]
+    until(lambda: all(len(_links(world, a, b)) == 1 for a, b in pairs))
+
+
+def test_abort_reaches_every_wait_at_once(world: World) -> None:
+    group, other = world.groups(2)
+    works = [group.all_reduce(torch.zeros(1000)) for _ in range(3)]
+    error = ViewChanged("enough")
+    waiting = threading.Event()
+
+    def wait() -> BaseException | None:
+        waiting.set()
+        with pytest.raises(ViewChanged, match="enough") as raised:
+            works[0].wait()
+        return raised.value
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(wait)
+        waiting.wait()
+        began = time.monotonic()
+        group.abort(error)
+        assert future.result(SECONDS) is error
+    for work in (*works, group.all_reduce(torch.zeros(3)), group.sub([0, 1]).broadcast(torch.zeros(3), source=1)):
+        with pytest.raises(ViewChanged, match="enough"):
+            work.wait()
+    assert time.monotonic() - began < SECONDS / 2
+    group.abort(PeerLost("the first word counts"))
+    with pytest.raises(ViewChanged, match="enough"):
+        group.barrier()
+    other.close()
+    with pytest.raises(PeerLost, match="closed"):
+        other.barrier()
+
+
+def test_chunks_of_an_older_view_are_dropped_and_counted(world: World) -> None:
+    ahead, behind = world.groups(2)
+    view = ahead.view
+    everywhere([ahead, behind], lambda group: group.barrier())
+    peers = [world.peers[member.instance] for member in view.members]
+    ahead = peers[0].form(next_view(view, view.members))
+    old = behind.all_reduce(torch.ones(10_000))
+    until(lambda: peers[0].dropped_chunks == 1)
+
+    # Its pieces of the new view wait where the view is not known yet.
+    ours, theirs = torch.ones(200_000), torch.ones(200_000)
+    work = ahead.all_reduce(ours)
+    until(lambda: peers[1]._ahead.get(2, []) != [])
+    behind = peers[1].form(next_view(view, view.members))
+    with pytest.raises(ViewChanged):
+        old.wait()
+    behind.all_reduce(theirs).wait()
+    work.wait()
+    assert ours.eq(2).all()
+    assert theirs.eq(2).all()
+    assert peers[1]._wires._kept_bytes == 0
+    assert world.lost == [], "the link outlived it all"
+
+
+def test_chunks_of_a_view_that_was_skipped_are_dropped(world: World) -> None:
+    groups = world.groups(2)
+    first = groups[0].view
+    peers = [world.peers[member.instance] for member in first.members]
+    second = next_view(first, first.members)
+    peers[0].form(second).broadcast(torch.ones(10), source=0)
+    until(lambda: peers[1]._ahead.get(2, []) != [])
+    third = next_view(second, first.members)
+    groups = world.form(third)
+    everywhere(groups, lambda group: group.barrier())
+    assert peers[1].dropped_chunks == 1
+    assert peers[1]._wires._kept_bytes == 0
+    with pytest.raises(ValueError, match="comes after"):
+        peers[0].form(second)
+    with pytest.raises(ValueError, match="not in view"):
+        peers[0].form(View(9, 0, first.members[1:]))
+
+
+def test_memory_is_the_callers_again_only_when_no_piece_is_half_way_in(world: World) -> None:
+    """A new view while a piece is being received: `form` waits for its end, or for the link's."""
+    groups = world.groups(2)
+    everywhere(groups, lambda group: group.barrier())
+    view = groups[0].view
+    peers, transport = world.peers[instance(0)], world.transports[instance(0)]
+    (link,) = _links(world, view.members[0], view.members[1])
+    tensor = torch.zeros(100)
+    groups[0].recv(tensor, source=1)
+    head = Head(
+        kind=Kind.CHUNK,
+        step=0,
+        channel=1,
+        epoch=1,
+        codec="fp32",
+        dtype="float32",
+        shape=(100,),
+        nbytes=400,
+        meta={"tag": 0},
+    )
+    placed = _on_thread(transport, lambda: peers.place(link, head))
+    assert placed.data_ptr() == tensor.data_ptr()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(peers.form, next_view(view, view.members[:1]))
+        until(lambda: peers._settling is not None or future.done())
+        future.result(SECONDS)  # the link of the member that is gone was closed, and that ended it
+    assert link not in peers._landings
+
+
+def test_a_piece_may_begin_before_its_view_and_end_after_its_operation_was_called(world: World) -> None:
+    groups = world.groups(2)
+    everywhere(groups, lambda group: group.barrier())
+    view = groups[0].view
+    peers, transport = world.peers[instance(0)], world.transports[instance(0)]
+    (link,) = _links(world, view.members[0], view.members[1])
+    head = Head(
+        kind=Kind.CHUNK,
+        step=0,
+        channel=1,
+        epoch=2,
+        codec="fp32",
+        dtype="float32",
+        shape=(3,),
+        nbytes=12,
+        meta={"tag": 0},
+    )
+    placed = _on_thread(transport, lambda: peers.place(link, head))
+    group = peers.form(next_view(view, view.members))
+    tensor = torch.zeros(3)
+    work = group.recv(tensor, source=1)
+    _on_thread(transport, lambda: placed.fill_(7.0))
+    _on_thread(transport, lambda: peers.received(link, Message(kind=Kind.CHUNK, payload=placed)))
+    work.wait()
+    assert tensor.eq(7).all()
+    assert peers._wires._kept_bytes == 0
+
+
+def _on_thread(transport: Transport, call: Callable[[], Any]) -> Any:
+    done, results = threading.Event(), []
+    transport.call_later(0, lambda: (results.append(call()), done.set()))
+    assert done.wait(SECONDS)
+    return results[0]
+
+
+def test_a_silent_peer_is_named(world: World) -> None:
+    view = View(1, 0, tuple(world.add(rank, timeout_s=0.05) for rank in range(2)))
+    group, _ = world.form(view)
+    with pytest.raises(PeerLost, match=r"all_reduce: nothing moved for 0\.05 s; waiting for worker 1 \(here\)"):
+        group.all_reduce(torch.zeros(1)).wait()
+
+
+def test_a_member_that_is_not_there_is_reported(world: World) -> None:
+    me = world.add(0, connect_s=0.05)
+    absent = Member(1, instance(1), "there", "127.0.0.1:9")
+    (group,) = [world.peers[me.instance].form(View(1, 0, (me, absent)))]
+    until(lambda: world.lost != [])
+    assert world.lost[0][1:] == (absent, "no connection within 0.05 s")
+    group.close()
+
+
+def test_another_process_at_a_members_address_is_not_that_member(world: World) -> None:
+    me, other = world.add(0), world.add(1)
+    world.peers[me.instance].form(View(1, 0, (me, Member(1, instance(1, life=7), "here", other.address))))
+    until(lambda: world.lost != [])
+    assert world.lost[0][2] == "another process has its address"
+
+
+# Hostile members
+
+
+class Hostile:
+    """A member that speaks for itself: it takes links, and sends what the test says."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.links: dict[str, Link] = {}
+        self.ended: dict[str, str] = {}
+        self.member = Member(rank, instance(rank), "there", "")
+        me = Peer(role="worker", rank=rank, host="there", instance=self.member.instance)
+        self.transport = world.transport(me)
+        address = self.transport.listen("127.0.0.1", 0, self)
+        self.member = Member(rank, instance(rank), "there", address)
+
+    def linked(self, link: Link) -> None:
+        self.links[link.peer.instance] = link
+
+    def place(self, link: Link, head: Head) -> torch.Tensor | None:
+        return torch.empty(head.shape, dtype=getattr(torch, head.dtype))
+
+    def received(self, link: Link, message: Message) -> None: ...
+
+    def unlinked(self, link: Link, reason: str) -> None:
+        self.ended[link.peer.instance] = reason
+
+    def refused(self, address: str, reason: str) -> None: ...
+
+
+def chunk(step: int, channel: int, count: int, **fields: Any) -> Message:
+    payload = torch.zeros(count, dtype=fields.pop("dtype", torch.float32))
+    return Message(kind=Kind.CHUNK, step=step, channel=channel, epoch=fields.pop("epoch", 1), payload=payload, **fields)
+
+
+HOSTILE = {
+    "wrong size": [chunk(0, 0, 999)],
+    "wrong type": [chunk(0, 0, 1000, dtype=torch.int32)],
+    "no such piece": [chunk(0, 12, 1000)],
+    "copied instead of added": [chunk(0, 1, 1000)],
+    "twice": [chunk(0, 0, 1000), chunk(0, 0, 1000)],
+    "far in the future": [chunk(2 + FAR_AHEAD, 0, 1000)],
+    "too large": [chunk(1, 0, schedule.MOST_PIECE_BYTES // 4 + 1)],
+    "empty": [chunk(1, 0, 0)],
+    "more than is kept": [chunk(1, i, 100_000) for i in range(5)],
+    "more than is kept, for a later view": [chunk(1, i, 100_000, epoch=2) for i in range(5)],
+    "many of nothing much": [chunk(1, i, 1, epoch=2) for i in range(2500)],
+    "no sub-group": [chunk(0, 0, 1000, meta={"group": "../1"})],
+    "no tag": [chunk(0, 0, 1000, meta={"tag": [1]})],
+    "early, and then it does not fit": [chunk(1, 0, 7)],
+    "another kind": [Message(kind=Kind.STOP)],
+    "state out of the blue": [Message(kind=Kind.STATE, channel=0, payload=torch.zeros(3))],
+    "state without a list": [Message(kind=Kind.STATE, meta={"tensors": 3})],
+    "state that is too large": [Message(kind=Kind.STATE, meta={"tensors": [["a", "float32", [2**39]]], "meta": {}})],
+}
+
+
+@pytest.mark.parametrize("messages", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_message_ends_only_its_link(world: World, messages: list[Message]) -> None:
+    members = [world.add(rank, limit_bytes=1_200_000) for rank in range(2)]
+    hostile = Hostile(world, 2)
+    view = View(1, 0, (*members, hostile.member))
+    groups = [world.peers[member.instance].form(view) for member in members]
+    until(lambda: set(hostile.links) == {member.instance for member in members})
+
+    # A ring, and the hostile one stands before rank 0 in it: 3000 elements are 1000 for each of the three.
+    groups[0].all_reduce(torch.zeros(3000))
+    for message in messages:
+        hostile.links[members[0].instance].send(message)
+    groups[0].all_reduce(torch.zeros(3000))
+    until(lambda: members[0].instance in hostile.ended)
+    assert members[1].instance not in hostile.ended
+    until(lambda: [(who, member) for who, member, _ in world.lost] == [(members[0].instance, hostile.member)])
+
+    # Nobody else is disturbed.
+    received = torch.zeros(5)
+    sent = groups[0].send(torch.ones(5), to=1)
+    groups[1].recv(received, source=0).wait()
+    sent.wait()
+    assert received.eq(1).all()
+    assert not [member for _, member, _ in world.lost if member is not hostile.member]
+
+
+def test_a_stranger_is_not_listened_to(world: World) -> None:
+    groups = world.groups(2)
+    stranger = Hostile(world, 7)
+    stranger.transport.dial(groups[0].view.members[0].address, stranger)
+    until(lambda: stranger.links != {})
+    stranger.links[instance(0)].send(chunk(0, 0, 10))
+    until(lambda: stranger.ended != {})
+    everywhere(groups, lambda group: group.barrier())
+
+
+# State
+
+
+def layout(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+STATE = {
+    "weight": torch.arange(300_000, dtype=torch.float32).view(300, 1000),
+    "half": torch.ones(5, dtype=torch.bfloat16),
+    "step": torch.tensor(7),
+    "empty": torch.zeros(0, 3),
+}
+
+
+def test_a_state_goes_to_a_member_that_nobody_has_met(world: World) -> None:
+    donor, joiner = world.add(0), world.add(1)
+    world.peers[joiner.instance].expect_state(layout(STATE))
+    work = world.peers[donor.instance].send_state(joiner, STATE, {"step": 12})
+    meta, tensors = world.peers[joiner.instance].receive_state(SECONDS)
+    work.wait()
+    assert meta == {"step": 12}
+    assert tensors.keys() == STATE.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in STATE.items())
+    assert layout(tensors) == layout(STATE)
+
+    # Their view uses the link that is there.
+    groups = world.form(View(1, 0, (donor, joiner)))
+    everywhere(groups, lambda group: group.barrier())
+    assert len(_links(world, donor, joiner)) == len(_links(world, joiner, donor)) == 1
+
+
+def test_states_travel_beside_operations(world: World) -> None:
+    groups = world.groups(2)
+    donor, joiner = groups[0].view.members
+    tensors = [torch.ones(500_000), torch.ones(500_000)]
+    world.peers[joiner.instance].expect_state(layout(STATE))
+    transfer = world.peers[donor.instance].send_state(joiner, STATE, {})
+    everywhere(groups, lambda group: group.all_reduce(tensors[group.rank]).wait())
+    transfer.wait()
+    _, received = world.peers[joiner.instance].receive_state(SECONDS)
+    assert torch.equal(received["weight"], STATE["weight"])
+    assert all(tensor.eq(2).all() for tensor in tensors)
+
+
+def test_a_state_that_is_not_as_expected_is_refused(world: World) -> None:
+    donor, joiner = world.add(0), world.add(1)
+    world.peers[joiner.instance].expect_state({**layout(STATE), "half": (torch.float16, (5,))})
+    world.peers[donor.instance].send_state(joiner, STATE, {})
+    with pytest.raises(PeerLost, match="1 tensors are not as expected, among them 'half'"):
+        world.peers[joiner.instance].receive_state(SECONDS)
+
+
+def test_a_state_that_breaks_off_is_told_on_both_sides(world: World) -> None:
+    joiner, donor = world.add(1), Hostile(world, 0)
+    donor.transport.dial(joiner.address, donor)
+    until(lambda: donor.links != {})
+    donor.links[joiner.instance].send(
+        Message(kind=Kind.STATE, meta={"tensors": [["a", "float32", [2]], ["b", "float32", [2]]], "meta": {}})
+    )
+    donor.links[joiner.instance].send(Message(kind=Kind.STATE, channel=0, payload=torch.zeros(2)))
+    donor.links[joiner.instance].close("enough")
+    with pytest.raises(PeerLost, match="was lost while it sent its state: enough"):
+        world.peers[joiner.instance].receive_state(SECONDS)
+    with pytest.raises(PeerLost, match="no member has sent"):
+        world.peers[joiner.instance].receive_state(0.01)
+
+
+def test_a_state_for_nobody_is_an_error_in_the_end(world: World) -> None:
+    donor = world.add(0, timeout_s=0.05)
+    work = world.peers[donor.instance].send_state(Member(1, instance(1), "there", "127.0.0.1:9"), STATE, {})
+    with pytest.raises(PeerLost, match=r"worker 1 \(there\) takes no state"):
+        work.wait()
+
+
+# Views on the wire
+
+
+VIEW = View(3, 17, (Member(0, "00" * 8, "mini1", "10.0.0.1:5000"), Member(4, "ab" * 8, "pi5", "[fe80::1]:5000")))
+
+
+def test_a_view_survives_the_wire() -> None:
+    import json
+
+    assert View.from_meta(json.loads(json.dumps(VIEW.to_meta()))) == VIEW
+    assert VIEW.index("ab" * 8) == 1
+    assert VIEW.index("cd" * 8) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1},
+        {"epoch": True},
+        {"epoch": "3"},
+        {"epoch": 2**63},
+        {"step": 1.0},
+        {"members": {}},
+        {"members": [1]},
+        {"members": [{}] * 5000},
+        {"members": [{**VIEW.members[0].to_meta(), "more": 1}]},
+        {"members": [{**VIEW.members[0].to_meta(), "instance": "0" * 15 + "G"}]},
+        {"members": [{**VIEW.members[0].to_meta(), "host": "a\nb"}]},
+        {"members": [{**VIEW.members[0].to_meta(), "host": ""}]},
+        {"members": [{**VIEW.members[0].to_meta(), "host": "a" * 256}]},
+        {"members": [{**VIEW.members[0].to_meta(), "address": "nowhere"}]},
+        {"members": [{**VIEW.members[0].to_meta(), "address": "a:0"}]},
+        {"members": [{**VIEW.members[0].to_meta(), "address": ":5000"}]},
+        {"members": [{**VIEW.members[0].to_meta(), "address": "a:٣"}]},
+        {"members": [VIEW.members[0].to_meta()] * 2},
+        {"members": [VIEW.members[1].to_meta(), VIEW.members[0].to_meta()]},
+        {"members": [VIEW.members[0].to_meta(), {**VIEW.members[0].to_meta(), "rank": 1}]},
+    ],
+    ids=str,
+)
+def test_what_is_no_view_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        View.from_meta({**VIEW.to_meta(), **change})
+
+
+@pytest.mark.parametrize("value", [None, [], "view", {"epoch": 1}, {**VIEW.to_meta(), "extra": 0}], ids=str)
+def test_what_is_no_object_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError):
+        View.from_meta(value)
