@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train test check format bench clean
+.PHONY: help train test check format bench chaos clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -40,6 +40,9 @@ format: $(VENV)/.dev ## Format the code and mend what the linter can
 
 bench: $(VENV)/.dev ## List the benchmarks
 	$(BIN)/python -m benchmarks
+
+chaos: $(VENV)/.dev ## Ten minutes of killed, frozen and cut-off machines, for each elastic strategy (about 45 minutes)
+	$(BIN)/python -m tools.chaos
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

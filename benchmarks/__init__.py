@@ -6,7 +6,11 @@ A new benchmark is one module and one line here. The module has a docstring (wha
 
 # Name -> module and one line about it. Nothing is imported to show the list.
 BENCHMARKS = {
+    "p3": ("benchmarks.p3", "bytes on the wire at the loss of torch DDP: every codec, on the parameter servers"),
+    "p4": ("benchmarks.p4", "time to a loss with one of two workers at a quarter of the speed, against torch DDP"),
     "ddp": ("benchmarks.ddp", "step time of allreduce against torch DDP, on loopback or a limited link"),
     "p7": ("benchmarks.p7", "one worker through the loop and a strategy against the bare PyTorch loop"),
+    "p9": ("benchmarks.p9", "kill -9 one of 4 workers: time to the next step, against elastic torchrun"),
+    "p12": ("benchmarks.p12", "bytes that each elastic strategy moves in a step, against its formula"),
     "p13": ("benchmarks.p13", "start-up: `smolcluster --help`, and `train` to the first step on 2 workers"),
 }

@@ -67,6 +67,13 @@ class Network:
         options["env"] = self.environment(options.get("env"))
         return subprocess.run(["ip", "netns", "exec", self.namespace(host), *command], **options)
 
+    def cut(self, host: int) -> None:
+        """Nothing reaches this host any more or leaves it; nobody is told."""
+        _ip("-n", self.namespace_of_bridge, "link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        _ip("-n", self.namespace_of_bridge, "link", "set", f"port{host}", "up")
+
     def _build(self) -> None:
         bridge = self.namespace_of_bridge
         _ip("netns", "add", bridge)
@@ -105,7 +112,7 @@ def hosts(count: int, *, rate: str | None) -> Iterator[Network]:
         raise UserError(f"{count} hosts were asked for; from 1 to {MAX_HOSTS} are possible")
     _remove_abandoned()
     network = Network(count, rate)
-    with _ended_by_sigterm():
+    with ended_by_sigterm():
         try:
             network._build()
             yield network
@@ -174,7 +181,7 @@ def _alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM unwinds like Ctrl-C does, so that the namespaces are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -36,6 +36,7 @@ from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.loop import Loop
+from smolcluster.engine.reader import StreamReader
 from smolcluster.errors import SmolclusterError
 from smolcluster.models import GPT
 from smolcluster.observe.jsonl import MetricsFile, read_metrics
@@ -141,11 +142,13 @@ class OurLoop:
         self._context = strategy.context
         self._metrics = folder / "metrics.jsonl"
         self._observer = Observer([MetricsFile(self._metrics)])
+        sampler = ShardedSampler(Sampler(len(data), seed=training.seed or 0), counts=[training.batch_size], shard=0)
+        self._reader = StreamReader(sampler, total_steps=0)
         self._loop = Loop(
             strategy=strategy,
             task=task,
             context=strategy.context,
-            sampler=ShardedSampler(Sampler(len(data), seed=training.seed or 0), counts=[training.batch_size], shard=0),
+            reader=self._reader,
             train_data=data,
             val_data=None,
             observer=self._observer,
@@ -155,7 +158,9 @@ class OurLoop:
         )
 
     def run(self, steps: int) -> None:
-        self._context.total_steps = self._loop.progress.step + steps  # the learning rates keep the whole run in view
+        self._context.total_steps = self._reader.total_steps = (
+            self._loop.progress.step + steps
+        )  # the learning rates keep the whole run in view
         self._loop.run()
 
     def losses(self) -> dict[int, float]:

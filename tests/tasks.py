@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smolcluster.models import SimpleNN
 from smolcluster.tasks.base import Task
+from smolcluster.tasks.gpt import GPTTask
 from smolcluster.tasks.mnist import Classification
 
 SAMPLES = 256
@@ -116,10 +123,12 @@ class Digits(Classification):
         return SimpleNN(input_dim=64, hidden=128, out=10)
 
     def _data(self) -> tuple[Tensor, Tensor]:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        return torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target)
+        # The file alone: importing scikit-learn takes a second in every process of a world.
+        spec = importlib.util.find_spec("sklearn")
+        assert spec is not None
+        assert spec.origin is not None
+        rows = torch.from_numpy(np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=","))
+        return rows[:, :-1].float() / 16.0, rows[:, -1].long()
 
     def train_data(self) -> tuple[Tensor, Tensor]:
         x, y = self._data()
@@ -130,6 +139,55 @@ class Digits(Classification):
         x, y = self._data()
         kept = torch.arange(len(x)) % 5 == 0
         return x[kept], y[kept]
+
+
+class Paced(GPTTask):
+    """The embedded text, on a machine whose every step takes PACE_S seconds longer: it sleeps, so that many fit onto one."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training:
+            time.sleep(float(os.environ["PACE_S"]))
+        return super().loss(model, batch)
+
+
+# Broken machines. A task knows its rank from TEST_RANK, which the world sets.
+
+
+class _Spoil(torch.autograd.Function):
+    """Leaves a loss as it is and multiplies its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class Spoiled(Digits):
+    """SPOIL is RANK:CALL:FACTOR,...: on this rank the gradient of this training batch (1: the first) is multiplied."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().loss(model, batch)
+        if not model.training:
+            return loss
+        Spoiled.calls += 1
+        for rank, call, factor in (part.split(":") for part in os.environ["SPOIL"].split(",")):
+            if rank == os.environ["TEST_RANK"] and int(call) == Spoiled.calls:
+                loss = _Spoil.apply(loss, float(factor))  # type: ignore[no-untyped-call]
+        return loss
+
+
+class Odd(Tiny):
+    """The worker whose rank is ODD builds another model."""
+
+    def model(self) -> nn.Module:
+        width = 32 if os.environ["TEST_RANK"] == os.environ["ODD"] else 24
+        return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 2))
 
 
 # Mistakes

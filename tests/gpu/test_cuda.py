@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.world import run_world
+from tests.world import run_elastic_world, run_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -70,3 +70,29 @@ def test_resume_is_bitwise(tmp_path: Path) -> None:
     checkpoint = tmp_path / "straight" / "checkpoints" / "step-00000020"
     again = run_world(1, tmp_path / "again", config, strategy="single", resume=checkpoint, timeout_s=200)
     assert again.summary["weights_sha256"] == straight.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("strategy", ["syncps", "allreduce", "fsdp"])
+def test_a_cpu_and_a_card_train_one_model(tmp_path: Path, strategy: str) -> None:
+    """Synchronous strategies over unlike devices follow one process; only the rounding differs."""
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 16}, strategy="single", timeout_s=200)
+    changes = {"training.device": "cpu", "strategy.timeout": 60, "strategy.worker_update_interval": 1}
+    unlike = run_elastic_world(
+        2,
+        tmp_path / "unlike",
+        COMMON | changes,
+        strategy=strategy,
+        overrides={0: {"training.device": "cuda"}},
+        timeout_s=200,
+    )
+    assert unlike.summary["status"] == "finished"
+    assert unlike.server.losses() == pytest.approx(one.global_losses(), rel=2e-3)
+
+
+@pytest.mark.parametrize("strategy", ["edp", "allreduce"])
+def test_precision_is_each_hosts_own(tmp_path: Path, strategy: str) -> None:
+    changes = {"training.device": "cpu", "cluster.batch_size": "auto"}
+    own = {0: {"training.device": "cuda", "training.precision": "bf16"}, 1: {"training.precision": "fp32"}}
+    world = run_elastic_world(2, tmp_path / "run", COMMON | changes, strategy=strategy, overrides=own, timeout_s=200)
+    assert world.server.losses()[-1] < 4.2
+    assert world.summary["stale_rejected"] == 0

@@ -135,27 +135,57 @@ def test_the_last_step_is_shown_at_the_end_even_if_a_rank_is_missing() -> None:
         assert [line.split("  ")[0] for line in lines] == [HEADER, "step 300/300"]
 
 
-def test_a_server_is_no_worker_and_its_versions_are_no_steps() -> None:
+SERVED = [started(3, role="server", world_size=3, strategy="edp"), started(0, strategy="edp", world_size=3)]
+
+
+def test_where_there_is_a_server_its_rows_are_the_run() -> None:
+    """Workers count steps of their own, and come and go."""
     events = [
-        started(0, role="server", world_size=2, strategy="edp"), started(1, strategy="edp"),
-        logged(0, 990, role="server", loss=99.0), logged(1, 10, loss=1.0), logged(0, 999, role="server"),
+        *SERVED, logged(3, 10, role="server", loss=1.0), logged(0, 17, loss=99.0), logged(1, 18, loss=99.0),
+        logged(3, 20, role="server", loss=0.5, val_loss=0.7), started(1, strategy="edp"), logged(1, 1, loss=99.0),
     ]  # fmt: skip
-    lines = plain(events)
-    assert lines[0].startswith("gpt | edp | 1 worker on cpu |")
-    assert [line.split("  ")[:2] for line in lines[1:]] == [["step 10/300", "loss 1.0000"]]
+    assert plain(events) == [
+        "gpt | edp | 3 workers + server on cpu | 4.83M parameters | 300 steps",
+        "step 10/300  loss 1.0000  6.15k tok/s  eta 0:46",
+        "step 20/300  loss 0.5000  val 0.7000  6.15k tok/s  eta 0:56",
+    ]
+    board = Board()
+    for event in events:
+        board.apply(event)
+    assert [(seat.rank, seat.last and seat.last.step) for seat in board.workers] == [(0, 17), (1, 1)]
+
+
+def test_a_server_that_comes_back_goes_on_where_it_was() -> None:
+    back = started(3, role="server", world_size=3, strategy="edp", first_step=21)
+    events = [
+        *SERVED, logged(3, 20, role="server"), Notice(level="WARNING", message="the server is back"),
+        back, logged(3, 30, role="server"), logged(3, 20, role="server", val_loss=1.0), logged(3, 40, role="server"),
+    ]  # fmt: skip
+    shown = [re.sub(r"  loss.*?(val \S+)?  6.15.*", r" \1", line) for line in plain(events)[1:]]
+    late = "step 20/300 val 1.0000"
+    assert shown == ["step 20/300 ", "warning: the server is back", "step 30/300 ", late, "step 40/300 "]
+
+
+def test_one_worker_of_many_by_itself() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, alone=True)
+    for event in (started(1, world_size=3, device="mps"), logged(1, 10), logged(1, 20)):
+        sink.handle(event)
+    assert [line[:56] for line in stream.getvalue().splitlines()] == [
+        "gpt | allreduce | worker 1 of 3 on mps | 4.83M parameter",
+        "step 10/300  loss 3.0000  6.15k tok/s  eta 0:46",
+        "step 20/300  loss 3.0000  6.15k tok/s  eta 0:56",
+    ]
 
 
 def test_an_evaluation_is_shown_once_whoever_made_it_and_however_late() -> None:
-    """By all workers, by one whose row came after the step was closed, by a server."""
+    """By all workers, or by one whose row came after the step was closed."""
     events: list[Event] = [
         *BOTH, logged(0, 10, val_loss=5.0), logged(1, 10, val_loss=5.0),
-        logged(0, 20), logged(0, 30), logged(1, 20, val_loss=4.0), logged(1, 30),
-        started(2, role="server", world_size=3), logged(2, 99, role="server", val_loss=3.0),
-        logged(0, 40), logged(1, 40), logged(0, 50), logged(1, 50),
+        logged(0, 20), logged(0, 30), logged(1, 20, val_loss=4.0), logged(1, 30), logged(0, 40), logged(1, 40),
     ]  # fmt: skip
     shown = [re.sub(r"  loss.*?(val \S+)?  12.*", r" \1", line) for line in plain(events)[1:]]
-    assert shown == ["step 10/300 val 5.0000", "step 20/300 ", "step 30/300 val 4.0000", "step 40/300 val 3.0000",
-                     "step 50/300 "]  # fmt: skip
+    assert shown == ["step 10/300 val 5.0000", "step 20/300 ", "step 30/300 val 4.0000", "step 40/300 "]
 
 
 def test_a_dead_worker_is_not_waited_for_and_its_speed_does_not_count() -> None:
@@ -506,11 +536,12 @@ def test_the_curve_is_the_loss_of_the_global_batch() -> None:
     rows = [
         to_dict(logged(0, 10, loss=1.0, samples=300)),
         to_dict(logged(1, 10, loss=2.0, samples=100)),
-        to_dict(logged(2, 10, loss=99.0, role="server")),
         to_dict(logged(0, 20, loss=5.0, samples=600)),
         to_dict(logged(0, 20, loss=1.0, samples=600)),  # repeated after a restart: the last one holds
     ]
     assert loss_curve(rows) == ([10, 20], [1.25, 1.0])
+    # A server tells it itself.
+    assert loss_curve([*rows, to_dict(logged(2, 7, loss=1.5, role="server"))]) == ([7], [1.5])
 
 
 # Numbers ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from smolcluster.cli import config, strategies, train
+from smolcluster.cli import config, server, strategies, token, train, worker
 from smolcluster.errors import SmolclusterError
 
 # Newer versions of typer carry click inside, older ones depend on it: this is the click that typer itself raises from.
@@ -25,8 +25,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("server", epilog=server.EXAMPLES)(server.server)
+app.command("worker", epilog=worker.EXAMPLES)(worker.worker)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
 app.add_typer(config.app, name="config")
+app.add_typer(token.app, name="token")
 
 
 @app.callback(invoke_without_command=True)

@@ -17,6 +17,8 @@ smolcluster train mnist --override data.root=path/to/mnist
 
 smolcluster train my_task.py:MyTask --workers 2
 
+smolcluster train gpt --strategy edp --workers 3
+
 smolcluster train --resume latest
 """
 _GUIDE = "Model and training (the same as --override)"
@@ -35,6 +37,12 @@ def train(
         str | None, typer.Option(help="How machines work together; see `smolcluster strategies`.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes on this machine.")] = None,
+    plane: Annotated[
+        str | None,
+        typer.Option(
+            help="mesh, or elastic: a server, and workers that may come and go. Default: as the strategy needs."
+        ),
+    ] = None,
     override: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
     ] = None,
@@ -120,6 +128,7 @@ def train(
     sets |= {
         "strategy.name": strategy,
         "cluster.num_workers": workers,
+        "cluster.plane": plane,
         "training.steps": steps,
         "training.seed": seed,
     }
@@ -135,13 +144,26 @@ def train(
     if dry_run:
         from smolcluster.engine.dry_run import describe_run
 
-        typer.echo(describe_run(prepared.config, workers=prepared.workers, run_dir=prepared.run_dir, backend=backend))
+        typer.echo(
+            describe_run(
+                prepared.config,
+                workers=prepared.workers,
+                run_dir=prepared.run_dir,
+                backend=backend,
+                plane=prepared.plane,
+            )
+        )
         return 0
 
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.report import EndReport
 
     if place is not None:
+        if prepared.plane == "elastic":
+            raise UserError(
+                f"strategy {prepared.config.strategy.name} has no ranks that start together: "
+                "start its server with `smolcluster server`, and `smolcluster worker RANK HOSTNAME` on every machine"
+            )
         from smolcluster.engine.process import leave
         from smolcluster.launch.environment import run_assigned
 
@@ -154,14 +176,7 @@ def train(
             sinks=[ConsoleSink(), EndReport()] if place.rank == 0 else [],
         )
         leave(status)
-    from smolcluster.launch.local import run_local
+    from smolcluster.launch.api import run_here
 
-    run_local(
-        prepared.config,
-        workers=prepared.workers,
-        run_dir=prepared.run_dir,
-        resume=prepared.resume,
-        backend=backend,
-        sinks=[ConsoleSink(), EndReport()],
-    )
+    run_here(prepared, backend=backend, sinks=[ConsoleSink(), EndReport()])
     return 0

@@ -8,6 +8,9 @@ One `slot` holds the gradients of one step. With `num_slots` = K + 1, up to K st
 
 The last bucket carries one number more than its gradients: how many ranks asked to stop. It costs four bytes and lets
 all ranks leave after the same step.
+
+Where members may be lost, `keep` keeps each step's own gradients beside the sums, so that a sum can be started again in
+another group (`restart`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.group import Group, Work
 
@@ -29,6 +33,9 @@ class _Slot:
     flats: list[Tensor]
     views: list[Tensor]
     stop_count: Tensor
+    mine: list[Tensor] = field(
+        default_factory=list
+    )  # with `keep`: my part of each bucket, which `views` then point into
     works: list[Work] = field(default_factory=list)
     scale: float = 1.0
 
@@ -43,8 +50,10 @@ class GradientBuckets:
         first_bucket_bytes: int = 2**20,
         num_slots: int = 1,
         buffer_device: torch.device | None = None,
+        keep: bool = False,
     ) -> None:
-        self._group = group
+        self.group = group
+        self._keep = keep
         self._parameters = list(parameters)
         device = self._parameters[0].device
         self._home = group.buffer_device(device) if buffer_device is None else buffer_device
@@ -66,6 +75,8 @@ class GradientBuckets:
     def arm(self, slot: int, *, weight: float, stop: bool, scale: float = 1.0) -> None:
         """The next backward is the last of its step: send each gradient, times `weight`, as it appears."""
         current = self._slots[slot]
+        if self._keep:
+            current.works.clear()  # of a group that is no more
         assert not current.works, "the slot is still in flight"
         current.scale = scale
         current.stop_count.fill_(float(stop))
@@ -91,9 +102,33 @@ class GradientBuckets:
             work.wait()
         current.works.clear()
 
-    def give(self, slot: int) -> None:
+    def done(self, slot: int) -> bool:
+        """Whether `wait` would return at once. Asked only of groups whose work can tell."""
+        return all(getattr(work, "done", False) for work in self._slots[slot].works)
+
+    def restart(self, slot: int, *, zero: bool = False) -> None:
+        """Sum the kept gradients of this slot again, in the present group; `zero`: without a part of mine."""
+        current = self._slots[slot]
+        current.works.clear()
+        for flat, mine in zip(current.flats, current.mine, strict=True):
+            if zero:
+                mine.zero_()
+            flat.copy_(mine)
+            current.works.append(self.group.all_reduce(flat))
+
+    def kept_norm(self, slot: int) -> float:
+        """Of my own part, weighted as it was given."""
+        return float(get_total_norm(self._slots[slot].mine))
+
+    def sum_norm(self, slot: int) -> float:
+        return float(get_total_norm(self._slots[slot].flats))
+
+    def give(self, slot: int, *, factor: float = 1.0) -> None:
         """Hand the sums to the parameters as their gradients."""
-        for parameter, view in zip(self._parameters, self._slots[slot].views, strict=True):
+        current = self._slots[slot]
+        if factor != 1.0:
+            torch._foreach_mul_(current.flats, factor)
+        for parameter, view in zip(self._parameters, self._views_of(current.flats), strict=True):
             parameter.grad = view.to(parameter.device) if self._staged else view
 
     def scale_of(self, slot: int) -> float:
@@ -124,24 +159,34 @@ class GradientBuckets:
         self._ready[j] = True
         self._missing[self._bucket_of[j]] -= 1
         while self._next_to_send < self._num_buckets and self._missing[self._next_to_send] == 0:
-            slot.works.append(self._group.all_reduce(slot.flats[self._next_to_send]))
+            flat = slot.flats[self._next_to_send]
+            if self._keep:
+                flat.copy_(slot.mine[self._next_to_send])
+            slot.works.append(self.group.all_reduce(flat))
             self._next_to_send += 1
 
     def _make_slot(self) -> _Slot:
-        flats: list[Tensor] = []
-        views: list[Tensor | None] = [None] * len(self._parameters)
+        flats = self._make_flats()
+        mine = self._make_flats() if self._keep else []
+        return _Slot(flats=flats, views=self._views_of(mine or flats), stop_count=(mine or flats)[-1][-1:], mine=mine)
+
+    def _make_flats(self) -> list[Tensor]:
+        flats = []
         for i, members in enumerate(self._members):
-            first = self._parameters[members[0]]
-            last = i == self._num_buckets - 1
-            length = sum(self._parameters[j].numel() for j in members)
-            flat = torch.zeros(length + last, dtype=first.dtype, device=self._home)
+            length = sum(self._parameters[j].numel() for j in members) + (i == self._num_buckets - 1)
+            flats.append(torch.zeros(length, dtype=self._parameters[members[0]].dtype, device=self._home))
+        return flats
+
+    def _views_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The part of each parameter, in the order of the parameters."""
+        views: list[Tensor | None] = [None] * len(self._parameters)
+        for flat, members in zip(flats, self._members, strict=True):
             offset = 0
             for j in members:
                 parameter = self._parameters[j]
                 views[j] = flat[offset : offset + parameter.numel()].view(parameter.shape)
                 offset += parameter.numel()
-            flats.append(flat)
-        return _Slot(flats=flats, views=[v for v in views if v is not None], stop_count=flats[-1][-1:])
+        return [view for view in views if view is not None]
 
 
 def assign_buckets(

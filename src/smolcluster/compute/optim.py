@@ -56,6 +56,15 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return tensors
 
 
+def put_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Add these to the state that is there, or replace it."""
+    parameters = dict(model.named_parameters())
+    for key, tensor in tensors.items():
+        state, name = key.split("/", 1)
+        # Beside the parameter, but for the counter of steps, which optimizers keep where it came from.
+        optimizer.state[parameters[name]][state] = tensor if tensor.ndim == 0 else tensor.to(parameters[name].device)
+
+
 def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Put back what `named_state` gave. torch's own loader moves each tensor to where the optimizer wants it."""
     by_parameter: dict[str, dict[str, Tensor]] = {}

@@ -69,6 +69,10 @@ class Replica:
         """Of the next update."""
         return self._learning_rate(self.updates)
 
+    def rate_of(self, update: int) -> float:
+        """The learning rate of any update, counted from 0."""
+        return self._learning_rate(update)
+
     def compute(self, batch: Batch, *, before_last: Callable[[], None] | None = None) -> Tensor:
         """Gradients of the mean loss over the batch's parts. `before_last` runs ahead of the last backward."""
         if not self.model.training:
@@ -88,23 +92,27 @@ class Replica:
         assert total is not None
         return total / len(batch.parts) if len(batch.parts) > 1 else total
 
-    def apply(self, *, scale: float | None = None) -> Tensor:
+    def apply(self, *, scale: float | None = None, norm: float | None = None) -> Tensor:
         """One update from the gradients on the parameters. Returns their norm before clipping.
 
-        A step whose gradients overflowed in fp16 counts as an update but changes no weight.
+        `norm` is given where only a part of the gradients is here, or where all must clip alike. A step whose gradients
+        overflowed in fp16 counts as an update but changes no weight.
         """
         parameters = [p for p in self.parameters if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         scale = self.loss_scale if scale is None else scale
         if scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / scale)
-        norm = get_total_norm(gradients)
+        if norm is None:
+            total = get_total_norm(gradients)
+        else:
+            total = torch.tensor(norm, dtype=self.parameters[0].dtype, device=self.device)
         if self._track:
             self.gradient_norms = {n: p.grad.norm() for n, p in self.model.named_parameters() if p.grad is not None}
-        overflow = self.scale is not None and not bool(torch.isfinite(norm))
+        overflow = self.scale is not None and not bool(torch.isfinite(total))
         if not overflow:
             if self._clip is not None:
-                clip_grads_with_norm_(parameters, self._clip, norm)
+                clip_grads_with_norm_(parameters, self._clip, total)
             rate = self.learning_rate
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)
@@ -114,7 +122,7 @@ class Replica:
         self.updates += 1
         for parameter in self.parameters:
             parameter.grad = None
-        return norm
+        return total
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers by name, not copied."""

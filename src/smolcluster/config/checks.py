@@ -74,7 +74,8 @@ def _machines(config: Config) -> Iterator[Conflict]:
         yield Conflict((("cluster", "num_workers"), ("cluster", "workers")), text)
 
     hosts = {*cluster.host_ip, *cluster.workers}
-    for key, per_host in (("batch_size", cluster.batch_size), ("buffer_size", cluster.buffer_size)):
+    batch_sizes = cluster.batch_size if isinstance(cluster.batch_size, dict) else {}
+    for key, per_host in (("batch_size", batch_sizes), ("buffer_size", cluster.buffer_size)):
         for host in per_host:
             if hosts and host not in hosts:
                 text = f"cluster.{key}: '{host}' is not a host here; known: {', '.join(sorted(hosts))}"

@@ -46,6 +46,8 @@ def _schema_at(path: KeyPath) -> dict[str, Any]:
 def _in_words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return ", or ".join(_in_words(option) for option in schema["anyOf"])
+    if "const" in schema:
+        return str(schema["const"])
     if "enum" in schema:
         *most, last = schema["enum"]
         return f"{', '.join(most)} or {last}"

@@ -23,12 +23,18 @@ FLAGS: dict[str, str] = {
     "use_gradient_checkpointing": "training.gradient_checkpointing",
 }
 
-# Other flags of `train` that set a key: with these, an error can name the flag.
+# Other flags of commands that set a key: with these, an error can name the flag.
 COMMAND_FLAGS: dict[str, str] = {
     "strategy": "strategy.name",
     "workers": "cluster.num_workers",
+    "plane": "cluster.plane",
+    "bind": "cluster.bind",
+    "port": "cluster.port",
     "steps": "training.steps",
     "seed": "training.seed",
+    "device": "training.device",
+    "precision": "training.precision",
+    "data_root": "data.root",
 }
 
 
@@ -45,7 +51,7 @@ def flag_sets(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def flag_of(key: str) -> str | None:
     """`model.model_dim` -> `--hidden-size`."""
-    for flag, name in (FLAGS | COMMAND_FLAGS).items():
+    for flag, name in (COMMAND_FLAGS | FLAGS).items():
         if name == key:
             return "--" + flag.replace("_", "-")
     return None

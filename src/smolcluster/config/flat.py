@@ -46,7 +46,7 @@ def _canonical(path: tuple[str, ...], node: Node) -> tuple[str, ...]:
         if not rest and head in SHORTHAND and isinstance(node.value, str):
             rest = [SHORTHAND[head]]
         path = (head, *rest)
-    elif head == "batch_size" and (rest or isinstance(node.value, dict)):
+    elif head == "batch_size" and (rest or isinstance(node.value, dict) or str(node.value).lower() == "auto"):
         path = ("cluster", "batch_size", *rest)
     elif head in FLAT:
         path = (*FLAT[head], *rest)

@@ -180,9 +180,11 @@ def _validate(known: Node) -> tuple[Config | None, list[Problem]]:
     try:
         return Config.model_validate(known.plain()), []
     except ValidationError as error:
-        # Several errors may lie inside one value, such as a list that is too short; one message per value is enough.
+        # Several errors may lie inside one value, such as a list that is too short; one message per value is enough. A key
+        # of several types has an error for each: the one that is most precise is told.
         bad = dict(known.reach(part["loc"]) for part in error.errors())
-        return None, [_bad_value(node, path) for path, node in bad.items()]
+        inner = [path for path in bad if not any(path == other[: len(path)] for other in bad if other != path)]
+        return None, [_bad_value(bad[path], path) for path in inner]
 
 
 def _bad_value(node: Node, path: KeyPath) -> Problem:

@@ -41,6 +41,7 @@ files and nn_config.yaml have them. These are not simply the key without its sec
 _FLAT_MEANINGS = [
     ("`batch_size: 32`", "`training.batch_size`"),
     ("`batch_size: {pi5: 8}`", "`cluster.batch_size`: per host"),
+    ("`batch_size: auto`", "`cluster.batch_size`: fitted on every host"),
     ("`num_epochs: 2`", "`training.epochs`"),
     ("`seed: 42`", "`cluster.seed`"),
     ("`gradient_clipping: {enabled: true, max_norm: 1.0}`", "`training.grad_clip_norm`; `null` when not enabled"),

@@ -78,7 +78,7 @@ def _resolve_data(config: Config) -> None:
 
 def public_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain values, fit for files and trackers: without the token."""
-    plain = config.model_dump()
+    plain = config.model_dump(mode="json")
     plain["cluster"]["token"] = None
     return plain
 

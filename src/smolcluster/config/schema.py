@@ -43,6 +43,7 @@ Positive = Annotated[float, Field(gt=0.0), Number]
 NonNegative = Annotated[float, Field(ge=0.0), Number]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0), Number]
+Auto = Annotated[Literal["auto"], Lower]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd"]
 
 
@@ -187,14 +188,24 @@ class ClusterConfig(Section):
         65432, description="TCP port of the server or coordinator"
     )
     bind: str = Field("127.0.0.1", description="address to listen on; beyond loopback a token is needed")
+    plane: Annotated[Literal["mesh", "elastic"], Lower] | None = Field(
+        None,
+        description="mesh: all workers start and end together; elastic: a server, and workers that come and go; "
+        "null: elastic for strategies that need it, else mesh",
+    )
     server: str | None = Field(None, description="host name of the server")
     workers: list[str] = Field(default_factory=list, description="host names of the workers, in rank order")
     num_workers: Count | None = Field(None, description="null: as many as workers lists, or 1")
-    batch_size: dict[str, Count] = Field(
-        default_factory=dict, description="per host, where it differs from training.batch_size"
+    batch_size: Auto | dict[str, Count | Auto] = Field(
+        default_factory=dict,
+        description="per host, where it differs from training.batch_size; auto, for one host or for all: fitted to "
+        "measured speed, so that all finish a step together",
     )
     buffer_size: dict[str, Count] = Field(default_factory=dict, description="socket buffer in bytes, per host")
     token: str | None = Field(None, repr=False, description="shared secret; better given in SMOLCLUSTER_TOKEN")
+    standby: bool = Field(
+        True, description="keep a second server process ready (about 250 MB): a server that dies is back seconds sooner"
+    )
     seed: Seed | None = Field(None, description="as in the cluster files; training.seed wins")
 
 
@@ -218,6 +229,16 @@ class StrategyConfig(Section):
     )
     use_quantization: bool | None = Field(None, description="edp: 8-bit gradients; the same as codec: int8")
     codec: Annotated[Codec, Lower] | None = Field(None, description="how gradients are encoded on the wire")
+    codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), Number] | None = Field(
+        None, description="topk, randk: share of the numbers that travels"
+    )
+    codec_rank: Count | None = Field(None, description="powersgd: rank of the approximation")
+    staleness_weighting: Annotated[Literal["inverse", "none"], Lower] | None = Field(
+        None, description="edp: inverse: a gradient s versions old counts 1/(1+s); none: all count alike"
+    )
+    server_batch: Count | None = Field(
+        None, description="edp: samples that make a step of the server; null: what all live workers read in one step"
+    )
     bucket_mb: Positive | None = Field(None, description="allreduce: gradients travel in buckets of this size")
     fsdp_stage: Annotated[int, Field(ge=0, le=3), Number] | None = Field(None, description="fsdp: ZeRO stage")
     schedule: str | None = Field(None, description="pipeline: gpipe, 1f1b, ...")

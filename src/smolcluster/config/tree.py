@@ -59,16 +59,16 @@ class Node:
         return self.value
 
     def reach(self, path: KeyPath) -> tuple[KeyPath, Node]:
-        """As far along `path` as the tree goes: that part of it, and the node there."""
-        node = self
-        for depth, key in enumerate(path):
+        """As far along `path` as the tree goes: that part of it, and the node there. Steps that are no key are left out."""
+        node, reached = self, []
+        for key in path:
             inside = (isinstance(node.value, dict) and key in node.value) or (
                 isinstance(node.value, list) and isinstance(key, int) and key < len(node.value)
             )
-            if not inside:
-                return path[:depth], node
-            node = node.value[key]
-        return path, node
+            if inside:
+                node = node.value[key]
+                reached.append(key)
+        return tuple(reached), node
 
     def find(self, path: KeyPath) -> Node | None:
         """The node at `path`, if it is there."""

@@ -15,12 +15,16 @@ change, so the order is the same on every platform and version.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from smolcluster.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Indices = npt.NDArray[np.int64]
 
@@ -89,7 +93,7 @@ class ShardedSampler:
     def state_dict(self) -> dict[str, int]:
         return {"position": self._position, "seed": self.sampler.seed, "num_samples": self.sampler.num_samples}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another sampler stood. The number of shards may differ; the data and the seed may not."""
         if state["num_samples"] != self.sampler.num_samples:
             raise UserError(
@@ -107,4 +111,8 @@ class ShardedSampler:
             raise UserError(
                 f"the checkpoint's data position {state['position']} is negative; resume from another checkpoint"
             )
+        if state.get("holes"):
+            # An elastic run was stopped in the middle of steps: what it had lent and not counted.
+            missed = sum(int(count) for _, count in state["holes"])
+            logger.warning("%d samples that the run before had not counted are left out", missed)
         self._position = state["position"]

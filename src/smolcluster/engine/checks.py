@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,20 @@ from smolcluster.observe.text import size
 def batch_size_of(config: Config, rank: int) -> int:
     """Samples per micro-step of a rank: its host's, where the cluster file gives one."""
     workers = config.cluster.workers
-    host = workers[rank] if rank < len(workers) else ""
-    return config.cluster.batch_size.get(host, config.training.batch_size or 1)
+    return batch_size_on(config, workers[rank] if rank < len(workers) else "")
+
+
+def batch_size_on(config: Config, host: str) -> int:
+    """Samples per micro-step of a worker on this host; `auto` begins with the size for all."""
+    said = config.cluster.batch_size
+    own = said if isinstance(said, str) else said.get(host, "auto")
+    return own if isinstance(own, int) else config.training.batch_size or 1
+
+
+def is_automatic(config: Config, host: str) -> bool:
+    """Whether this host's batch size is to follow its speed."""
+    said = config.cluster.batch_size
+    return (said if isinstance(said, str) else said.get(host)) == "auto"
 
 
 def check_enough_samples(num_samples: int, counts: list[int]) -> None:
@@ -33,15 +46,32 @@ def check_enough_samples(num_samples: int, counts: list[int]) -> None:
         )
 
 
-def check_same_config(first: dict[str, Any], mine: dict[str, Any], *, rank: int, path: str = "") -> None:
-    """Ranks started by hand must agree: name the first key that differs."""
-    for key in first:
-        if isinstance(first[key], dict) and isinstance(mine.get(key), dict):
-            check_same_config(first[key], mine[key], rank=rank, path=f"{path}{key}.")
-        elif first[key] != mine.get(key) and f"{path}{key}" not in ("training.device", "data.root", "data.cache_dir"):
-            raise UserError(
-                f"{path}{key} is {mine.get(key)!r} on rank {rank} and {first[key]!r} on rank 0; start all ranks alike"
-            )
+OWN_TO_A_HOST = {"training.device", "data.root", "data.cache_dir"}
+
+
+def check_same_config(
+    first: dict[str, Any],
+    mine: dict[str, Any],
+    *,
+    rank: int,
+    own: Collection[str] = OWN_TO_A_HOST,
+    first_is: str = "rank 0",
+) -> None:
+    """Ranks started by hand must agree: name the first key that differs. `own` keys and sections may."""
+
+    def compare(first: dict[str, Any], mine: dict[str, Any], path: str) -> None:
+        for key, value in first.items():
+            name = f"{path}{key}"
+            if name in own:
+                continue
+            if isinstance(value, dict) and isinstance(mine.get(key), dict):
+                compare(value, mine[key], f"{name}.")
+            elif value != mine.get(key):
+                raise UserError(
+                    f"{name} is {mine.get(key)!r} on rank {rank} and {value!r} on {first_is}; start all ranks alike"
+                )
+
+    compare(first, mine, "")
 
 
 def check_disk_space(folder: Path, *, need_bytes: int) -> None:

@@ -18,13 +18,13 @@ from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
 
-def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str | None) -> str:
+def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str | None, plane: str = "mesh") -> str:
     """Opens the data and builds the model without memory, so that a mistake shows here."""
     device = choose_device(config.training.device)
-    backend = choose_backend(backend, device, local_world_size=workers)
-    strategy = find_strategy(config.strategy.name)
+    strategy = find_strategy(config.strategy.name, plane=plane)
     options, ignored = read_options(strategy, config.strategy)
-    nodes = [Node(name=f"worker-{rank}", batch_size=batch_size_of(config, rank)) for rank in range(workers)]
+    names = [*config.cluster.workers, *(f"worker-{rank}" for rank in range(workers))]
+    nodes = [Node(name=names[rank], batch_size=batch_size_of(config, rank)) for rank in range(workers)]
     seats = strategy.seats(options, nodes)
     task = find_task(config)
     samples = len(as_dataset(task.train_data()))
@@ -41,8 +41,19 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         "",
         f"# task {task.name}: {shape.parameters:,} parameters, {samples:,} training samples",
     ]
-    lines.append(f"# strategy {strategy.name} on {len(seats)} worker(s), device {device}, backend {backend}")
-    lines += [f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}" for s in seats]
+    if plane == "elastic":
+        how = f"listening on {config.cluster.bind}"
+    else:
+        how = f"backend {choose_backend(backend, device, local_world_size=workers)}"
+    server = " and a server" if any(s.role == "server" for s in seats) else ""
+    lines.append(f"# strategy {strategy.name} on {workers} worker(s){server}, device {device}, {how}")
+    for s in seats:
+        if s.role == "server":
+            lines.append("#   server")
+        elif plane == "elastic":
+            lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, {nodes[s.rank].batch_size} samples at a time")
+        else:
+            lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}")
     if ignored:
         lines.append(f"# not used by {strategy.name}: {', '.join(ignored)}")
     memory = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes

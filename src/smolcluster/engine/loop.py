@@ -17,9 +17,10 @@ import torch
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything
 from smolcluster.data.dataset import Dataset
-from smolcluster.data.sampler import ShardedSampler
+from smolcluster.data.sampler import Indices
 from smolcluster.engine.evaluate import evaluate
 from smolcluster.engine.meter import Meter
+from smolcluster.engine.reader import Reader
 from smolcluster.engine.saver import Saver
 from smolcluster.engine.snapshot import Snapshot
 from smolcluster.observe.events import StepLogged
@@ -47,7 +48,7 @@ class Loop:
         strategy: Strategy,
         task: Task,
         context: Context,
-        sampler: ShardedSampler,
+        reader: Reader,
         train_data: Dataset,
         val_data: Dataset | None,
         observer: Observer,
@@ -61,7 +62,7 @@ class Loop:
         self.meter = Meter(context.device)
         self.last_evaluation: dict[str, float] = {}
         self.interrupted = False
-        self._sampler, self._train_data, self._val_data = sampler, train_data, val_data
+        self._reader, self._train_data, self._val_data = reader, train_data, val_data
         self._observer, self._saver = observer, saver
         self._host, self._info, self._clock = host, info, clock
         self._config = context.config.training
@@ -71,30 +72,34 @@ class Loop:
 
     def run(self) -> None:
         """From where we stand to the last step, or to the step at which all agree to stop."""
-        total = self.context.total_steps
-        first = self.progress.step + 1
-        for step in range(first, total + 1):
-            self.meter.start()
-            report = self._step(step)
+        total, first = self.context.total_steps, True
+        self.meter.start()
+        while (work := self._reader.next(self.progress.step)) is not None:
+            step = work[0]
+            report = self._step(*work)
             self.meter.stop()
-            if step == first and self._saver is not None:
+            if first and self._saver is not None:
                 self._reserve(self._saver)
 
             last = step == total or report.stop
-            evaluated = self._val_data is not None and (last or _due(step, self._config.eval_steps))
+            evaluated = self._val_data is not None and (last or due(step, self._config.eval_steps))
             improved = self._evaluate() if evaluated else False
-            if evaluated or last or step == first or step % self._log_interval == 0:
+            if evaluated or last or first or step % self._log_interval == 0:
                 self._log(step, with_evaluation=evaluated)
-            if last or improved or _due(step, self._config.checkpoint_steps):
+            if last or improved or due(step, self._config.checkpoint_steps):
                 self._save(step, best=improved, final=last)
             if report.stop and step < total:
                 self.interrupted = True
                 return
+            first = False
+            self.meter.start()
+        if self.meter.unlogged:
+            self._log(self.progress.step, with_evaluation=False)
 
-    def _step(self, step: int) -> StepReport:
+    def _step(self, step: int, indices: Indices) -> StepReport:
         # Everything random in this step follows from (seed, step, rank): a resumed run repeats it.
         seed_everything(self._config.seed or 0, step, self.context.seat.rank, device=self.context.device)
-        batch = self._read(step)
+        batch = self._read(step, indices)
         started = time.perf_counter()
         report = self.strategy.step(batch)
         self.meter.add(report, step_s=time.perf_counter() - started)
@@ -103,8 +108,7 @@ class Loop:
         self.progress.tokens += batch.tokens
         return report
 
-    def _read(self, step: int) -> Batch:
-        indices = self._sampler.next()
+    def _read(self, step: int, indices: Indices) -> Batch:
         size = len(indices) // self._config.grad_accumulation
         parts = [self._train_data.batch(indices[i : i + size]) for i in range(0, len(indices), size)]
         return Batch(parts=parts, samples=len(indices), tokens=len(indices) * self.task.tokens_per_sample, step=step)
@@ -134,7 +138,7 @@ class Loop:
             self._warned_of_loss = True
             self.context.warn(f"the loss is {row['loss']} at step {step}; try a lower training.learning_rate")
         norms = self.strategy.gradient_norms()
-        traffic = self.context.group.traffic
+        traffic = self.context.traffic
         self._observer.emit(
             StepLogged(
                 step=step,
@@ -180,7 +184,7 @@ class Loop:
             optimizer=self._saver.snapshot_tensors(state.optimizer),
             state={
                 "strategy": state.numbers,
-                "sampler": self._sampler.state_dict(),
+                "sampler": self._reader.state_dict(),
                 "best_val_loss": self.progress.best_val_loss if math.isfinite(self.progress.best_val_loss) else None,
             },
             metrics=dict(self.last_evaluation),
@@ -194,9 +198,9 @@ class Loop:
         self.strategy.load_state(
             State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=state["strategy"])
         )
-        self._sampler.load_state_dict(state["sampler"])
+        self._reader.load_state_dict(state["sampler"])
         best = state.get("best_val_loss")
-        samples = self._share(self._sampler.position)
+        samples = self._share(self._reader.position)
         self.progress = Progress(
             step=snapshot.step,
             samples=samples,
@@ -214,5 +218,5 @@ class Loop:
         return self.strategy.export()
 
 
-def _due(step: int, every: int | None) -> bool:
+def due(step: int, every: int | None) -> bool:
     return bool(every) and step % int(every or 1) == 0

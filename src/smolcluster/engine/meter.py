@@ -33,6 +33,11 @@ class Meter:
         self._norm: torch.Tensor | None = None
         self._report: StepReport | None = None
 
+    @property
+    def unlogged(self) -> bool:
+        """Steps were taken since the last row."""
+        return self._rows > 0
+
     def start(self) -> None:
         """The clock of the current step starts; what happened since `stop` does not count."""
         self._began = time.perf_counter()

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from smolcluster.comm.group import PeerLost
 from smolcluster.engine.channel import Channel, PipeChannel
+from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.spec import WorkerSpec
-from smolcluster.engine.worker import INTERRUPTED, Worker
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Failed, Notice, Phase
 from smolcluster.observe.observer import Sink
@@ -30,9 +30,9 @@ log.addHandler(logging.NullHandler())  # or Python would print them where no log
 
 def run_worker(spec: WorkerSpec, channel: Channel, sinks: list[Sink]) -> int:
     """Run one rank; returns its exit status. Its last words are an event."""
-    worker = Worker(spec, channel, sinks)
+    worker = _role(spec)(spec, channel, sinks)
     try:
-        log.info("rank %d of %d starts as process %d", spec.rank, spec.world_size, os.getpid())
+        log.info("%s, rank %d, starts as process %d", spec.role, spec.rank, os.getpid())
         status = worker.run()
         log.info("rank %d ends with status %d", spec.rank, status)
         return status
@@ -53,6 +53,21 @@ def run_worker(spec: WorkerSpec, channel: Channel, sinks: list[Sink]) -> int:
         return 1
     finally:
         worker.observer.close()
+
+
+def _role(spec: WorkerSpec) -> type[Role]:
+    """What this process is; only what it needs is imported."""
+    if spec.plane == "mesh":
+        from smolcluster.engine.worker import Worker
+
+        return Worker
+    if spec.role == "server":
+        from smolcluster.engine.server import Server
+
+        return Server
+    from smolcluster.engine.member import Member
+
+    return Member
 
 
 class _PrintedLines(io.TextIOBase):

@@ -39,11 +39,28 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def journal(self) -> Path:
+        """What a server of the elastic plane has committed; gone after a good end."""
+        return self.path / "journal"
+
+    @property
+    def history(self) -> Path:
+        return self.path / "history.jsonl"
+
+    @property
+    def run_id(self) -> Path:
+        return self.path / "run-id"
+
     def holds_a_run(self) -> bool:
         return any(p.exists() for p in (self.config, self.metrics, self.summary, self.checkpoints))
 
     def has_checkpoints(self) -> bool:
         return _has_checkpoints(self.checkpoints)
+
+    def can_continue(self) -> bool:
+        """It holds something to go on from."""
+        return self.has_checkpoints() or any(self.journal.glob("snapshots/step-*"))
 
     def create(self, config_text: str, *, resume: bool) -> None:
         """Make the folder and write the configuration."""
@@ -84,6 +101,26 @@ class RunDir:
             raise UserError(
                 f"{self.path} already holds a run; continue it with --resume {self.path}, or choose another --run-dir"
             )
+
+    @contextlib.contextmanager
+    def without_journal(self) -> Iterator[None]:
+        """Start from elsewhere than the journal of an earlier server here, which would come first.
+
+        A mistake that shows before a new server has begun its own brings the old one back.
+        """
+        aside = self.journal.with_suffix(".aside")
+        if self.journal.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+            with self._refusals():
+                self.journal.rename(aside)
+        try:
+            yield
+        except UserError:
+            if aside.is_dir() and not self.journal.exists():
+                aside.rename(self.journal)
+            raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
     @property
     def _lock_file(self) -> Path:
@@ -126,10 +163,14 @@ class RunDir:
         with contextlib.suppress(OSError):
             if config_before is not None:
                 self._write_config(config_before)
-            elif not (self.metrics.exists() or self.summary.exists() or self.has_checkpoints()):
-                self.config.unlink(missing_ok=True)
-                shutil.rmtree(self.checkpoints, ignore_errors=True)
-                shutil.rmtree(self.logs, ignore_errors=True)
+            elif not (self._has_rows() or self.summary.exists() or self.has_checkpoints()):
+                for file in (self.config, self.metrics, self.history, self.run_id):
+                    file.unlink(missing_ok=True)
+                for folder in (self.checkpoints, self.journal, self.logs):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _has_rows(self) -> bool:
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
 
 def new_run_dir(task: str, strategy: str) -> RunDir:
@@ -144,7 +185,11 @@ def new_run_dir(task: str, strategy: str) -> RunDir:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """`source` is a folder of checkpoints (take the latest good one) or one checkpoint; `run` is the run it belongs to."""
+    """`source` is a folder of checkpoints (take the latest good one) or one checkpoint; `run` is the run it belongs to.
+
+    A run of the elastic plane that was cut off goes on from its journal, when it is continued as a whole: that is newer than
+    its last checkpoint.
+    """
 
     source: Path
     run: RunDir
@@ -154,7 +199,7 @@ def find_resume(resume: str, *, run_dir: Path | None) -> Resume:
     """What `--resume` means: `latest` (in --run-dir, or of the newest run here), a run directory, or a checkpoint."""
     if resume == "latest":
         run = RunDir(run_dir) if run_dir is not None else _newest_run()
-        if run is None or not _has_checkpoints(run.checkpoints):
+        if run is None or not run.can_continue():
             where = run_dir if run_dir is not None else RUNS
             raise UserError(
                 f"--resume latest: there is no checkpoint in {where}; name a run directory, or start anew without --resume"
@@ -163,7 +208,7 @@ def find_resume(resume: str, *, run_dir: Path | None) -> Resume:
     path = Path(resume)
     if (path / "manifest.json").is_file():
         return Resume(path, RunDir(path.parent.parent))
-    if _has_checkpoints(path / "checkpoints"):
+    if RunDir(path).can_continue():
         return Resume(path / "checkpoints", RunDir(path))
     if path.name == "checkpoints" and _has_checkpoints(path):
         return Resume(path, RunDir(path.parent))
@@ -176,5 +221,8 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def _newest_run() -> RunDir | None:
-    runs = [p for p in RUNS.iterdir() if _has_checkpoints(p / "checkpoints")] if RUNS.is_dir() else []
-    return RunDir(max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime)) if runs else None
+    def last_saved(run: RunDir) -> float:
+        return max(folder.stat().st_mtime for folder in (run.checkpoints, run.journal) if folder.is_dir())
+
+    runs = [run for run in map(RunDir, RUNS.iterdir()) if run.can_continue()] if RUNS.is_dir() else []
+    return max(runs, key=last_saved, default=None)

@@ -21,6 +21,13 @@ class WorkerSpec:
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: the launcher passes on the one that rank 0 found
 
+    # The elastic plane.
+    plane: str = "mesh"
+    role: str = "worker"
+    server: str = ""  # host:port; for the server itself: where to listen, port 0 for any
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # this host's own values, by dotted name
+    strategy: str = ""  # what a worker expects the server to run; empty: whatever it is
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

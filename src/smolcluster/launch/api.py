@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smolcluster.launch.elastic import run_elastic
 from smolcluster.launch.local import run_local
-from smolcluster.launch.prepare import prepare
+from smolcluster.launch.prepare import Prepared, prepare
 
 if TYPE_CHECKING:
     from smolcluster.observe.observer import Sink
@@ -19,6 +20,7 @@ def train(
     *sources: str | Path | type[Task],
     strategy: str | None = None,
     workers: int | None = None,
+    plane: str | None = None,
     overrides: Mapping[str, Any] | Sequence[str] = (),
     steps: int | None = None,
     seed: int | None = None,
@@ -38,6 +40,7 @@ def train(
     sets = {
         "strategy.name": strategy,
         "cluster.num_workers": workers,
+        "cluster.plane": plane,
         "training.steps": steps,
         "training.seed": seed,
     }
@@ -57,13 +60,22 @@ def train(
         from smolcluster.observe.report import EndReport
 
         sinks = [ConsoleSink(), EndReport()]
+    return run_here(prepared, backend=backend, sinks=list(sinks))
+
+
+def run_here(prepared: Prepared, *, backend: str | None, sinks: list[Sink]) -> dict[str, Any]:
+    """Start a run's processes on this machine and see it through. Returns the summary, or raises."""
+    if prepared.plane == "elastic":
+        return run_elastic(
+            prepared.config, workers=prepared.workers, run_dir=prepared.run_dir, resume=prepared.resume, sinks=sinks
+        )
     return run_local(
         prepared.config,
         workers=prepared.workers,
         run_dir=prepared.run_dir,
         resume=prepared.resume,
         backend=backend,
-        sinks=list(sinks),
+        sinks=sinks,
     )
 
 

@@ -24,11 +24,13 @@ class Interrupted(SmolclusterError):
 
 @dataclass(slots=True)
 class Outcome:
-    """A sink that keeps what the last message and summary.json are made of."""
+    """A sink that keeps what the last message and summary.json are made of. `command` is what continues a run."""
 
+    command: str = "train"
     summary: dict[str, Any] | None = None
     failed: Failed | None = None
     last_row: dict[str, Any] | None = None
+    served: bool = False
     started: float = field(default_factory=time.time)
 
     def handle(self, event: Event) -> None:
@@ -37,7 +39,8 @@ class Outcome:
                 self.summary = event.summary
             case Failed():
                 self.failed = event
-            case StepLogged(rank=0):
+            case StepLogged(role="server") | StepLogged(rank=0) if event.role == "server" or not self.served:
+                self.served = event.role == "server"  # then its rows are the run's
                 self.last_row = plain({name: getattr(event, name) for name in _KEPT})
             case _:
                 pass
@@ -47,8 +50,8 @@ class Outcome:
 
     def interrupted(self, run_dir: RunDir) -> Interrupted:
         """The message for a run that was stopped, honest about what is left of it."""
-        if run_dir.has_checkpoints():
-            return Interrupted(f"interrupted; continue with: smolcluster train --resume {run_dir.path}")
+        if run_dir.can_continue():
+            return Interrupted(f"interrupted; continue with: smolcluster {self.command} --resume {run_dir.path}")
         return Interrupted("interrupted; nothing was saved")
 
     def write_summary(self, run_dir: RunDir, config: Config, *, world_size: int, **fields: Any) -> None:

@@ -11,7 +11,7 @@ from smolcluster.config import Config, canonical_strategy, load_config, resolve
 from smolcluster.data.names import is_text
 from smolcluster.engine.run_dir import Resume, RunDir, find_resume, new_run_dir
 from smolcluster.errors import UserError, unknown_name
-from smolcluster.strategies.registry import check_name
+from smolcluster.strategies.registry import ELASTIC, ELASTIC_ONLY, check_name, known_strategies
 
 DEFAULT_CONFIG = "default"
 BACKENDS = ("gloo", "nccl", "mpi")
@@ -23,6 +23,7 @@ class Prepared:
     workers: int
     run_dir: RunDir
     resume: Path | None
+    plane: str
 
 
 def prepare(
@@ -60,12 +61,15 @@ def prepare(
 
     sets = dict(sets or {})
     if tasks:
-        sets["task"] = str(_absolute(tasks[0]))
+        sets["task"] = absolute_task(tasks[0])
     if files == [DEFAULT_CONFIG] and not sources and canonical_strategy(sets.get("strategy.name") or "") == "single":
         sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # two workers were not the user's wish
     config = resolve(load_config(files, overrides=overrides, sets=sets))
     workers = config.cluster.num_workers or 1
     config.strategy.name = check_name(config.strategy.name)
+    plane = choose_plane(config)
+    if backend is not None and plane == "elastic":
+        raise UserError(f"--backend {backend} is for the mesh plane; {config.strategy.name} has a transport of its own")
     if config.task is None:
         is_text(config.data.name)  # an unknown dataset is refused before anything starts
 
@@ -78,7 +82,24 @@ def prepare(
     if lead:
         place.check_free(resume=found is not None)
     source = found.source if found is not None else resume
-    return Prepared(config=config, workers=workers, run_dir=place, resume=None if source is None else Path(source))
+    return Prepared(
+        config=config,
+        workers=workers,
+        run_dir=place,
+        resume=None if source is None else Path(source),
+        plane=plane,
+    )
+
+
+def choose_plane(config: Config) -> str:
+    """Where the strategy runs: as cluster.plane says, if it can."""
+    name, said = config.strategy.name, config.cluster.plane
+    elastic = name in ELASTIC_ONLY or name in ELASTIC
+    mesh = name not in ELASTIC_ONLY
+    if (said == "elastic" and not elastic) or (said == "mesh" and not mesh):
+        there = {*ELASTIC, *ELASTIC_ONLY} if said == "elastic" else set(known_strategies()) - ELASTIC_ONLY
+        raise UserError(f"strategy {name} does not run on the {said} plane; those that do: {', '.join(sorted(there))}")
+    return said or ("mesh" if mesh else "elastic")
 
 
 def task_name(config: Config) -> str:
@@ -88,7 +109,7 @@ def task_name(config: Config) -> str:
     return "mnist" if config.data.name == "mnist" else config.model.type
 
 
-def _absolute(task: str) -> str:
+def absolute_task(task: str) -> str:
     """Workers may run elsewhere: the path must hold there too."""
     path, colon, name = task.rpartition(":") if ".py:" in task else (task, "", "")
     return f"{Path(path).resolve()}{colon}{name}"

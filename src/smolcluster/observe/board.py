@@ -1,7 +1,8 @@
 """What the run looks like right now: events of all ranks folded into one picture.
 
 Ranks report on their own, in any order. The board gathers their rows by step and closes a step when every worker's row
-is in, or when a row of a later step shows that nobody should wait any longer. It prints nothing and reads no clock.
+is in, or when a row of a later step shows that nobody should wait any longer. Where there is a server, a step is closed by
+the server's row: workers count steps of their own there, and come and go. It prints nothing and reads no clock.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class StepLine:
     tokens_per_s: float  # sum over ranks
     samples_per_s: float
     eta_s: float | None  # until the slowest rank is done
+    late: bool = False  # later steps have been closed before: a server evaluates beside training
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,15 +80,14 @@ def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def loss_curve(rows: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
-    """Steps and losses of the whole cluster from the rows of metrics.jsonl; a server's rows do not count.
+    """Steps and losses of the whole cluster from the rows of metrics.jsonl: the server's, or else those of all workers.
 
     Where a rank repeated a step after a restart, its last row holds.
     """
     weights = BatchWeights()
     by_step: dict[int, dict[int, tuple[float, float]]] = {}
-    for row in rows:
-        if row.get("role") == "server" or row.get("loss") is None:
-            continue
+    known = [row for row in rows if row.get("loss") is not None]
+    for row in [row for row in known if row.get("role") == "server"] or known:
         step, rank = int(row["step"]), int(row.get("rank", 0))
         weight = weights.add(rank, step, int(row.get("samples", 0)))
         by_step.setdefault(step, {})[rank] = (float(row["loss"]), weight)
@@ -95,9 +96,13 @@ def loss_curve(rows: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[float
 
 
 class Board:
-    """The state behind a display. `apply` takes an event and returns the steps that it closed, in order."""
+    """The state behind a display. `apply` takes an event and returns the steps that it closed, in order.
 
-    def __init__(self) -> None:
+    `alone`: the events are those of one worker of many.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self._alone = alone
         self.seats: dict[int, Seat] = {}
         self.started: dict[int, RunStarted] = {}
         self.progress: dict[str, Progress] = {}  # long work before training that is not done yet
@@ -137,34 +142,49 @@ class Board:
         return [seat for _, seat in sorted(self.seats.items()) if seat.role != "server"]
 
     @property
+    def server(self) -> RunStarted | None:
+        """The server's start, where there is one. The size it tells is the number of workers."""
+        return next((started for started in self.started.values() if started.role == "server"), None)
+
+    @property
     def num_workers(self) -> int | None:
         """Workers of the run, also those that have not started yet; None before anybody has."""
-        if not self.started:
-            return None
-        num_servers = sum(seat.role == "server" for seat in self.seats.values())
-        return max(started.world_size for started in self.started.values()) - num_servers
+        if self._alone and self.started:
+            return 1
+        if self.server is not None:
+            return self.server.world_size
+        return max((started.world_size for started in self.started.values()), default=None)
 
     @property
     def all_started(self) -> bool:
-        return any(len(self.started) >= started.world_size for started in self.started.values())
+        return self.server is not None or len(self.started) >= (self.num_workers or 1)
 
     def header(self) -> str:
         """`gpt | allreduce | 2 workers on 2 x cpu | 4.83M parameters | 300 steps`."""
         if not self.started:
             return ""
-        first = self.started[min(self.started)]
-        num_workers = self.num_workers or 0
-        devices = Counter(seat.device for seat in self.workers if seat.device)
-        where = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(devices.items()))
+        first = self.server or self.started[min(self.started)]
         return " | ".join(
             [
                 first.task,
                 first.strategy,
-                f"{num_workers} worker{'s' * (num_workers != 1)}" + (f" on {where}" if where else ""),
+                self._crew(first),
                 f"{short(first.parameters)} parameters",
                 f"{first.steps} steps" + (f" from {first.first_step}" if first.first_step else ""),
             ]
         )
+
+    def _crew(self, first: RunStarted) -> str:
+        """`2 workers on 2 x cpu`, `3 workers + server on cpu`, or `worker 1 of 3 on mps`."""
+        if self._alone:
+            return f"worker {first.rank} of {first.world_size} on {first.device}"
+        num_workers = self.num_workers or 0
+        crew = f"{num_workers} worker{'s' * (num_workers != 1)}"
+        if self.server is not None:
+            return f"{crew} + server on {self.server.device}"
+        devices = Counter(seat.device for seat in self.workers if seat.device)
+        where = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(devices.items()))
+        return crew + (f" on {where}" if where else "")
 
     def _seat(self, rank: int) -> Seat:
         return self.seats.setdefault(rank, Seat(rank))
@@ -174,17 +194,23 @@ class Board:
         self.seats[event.rank] = Seat(event.rank, event.host, event.role, event.device, "training", event.steps)
         # When all workers went back to a checkpoint, the steps after it count again.
         behind = all(seat.last is None or seat.last.step <= event.first_step for seat in self.workers)
-        if behind:
+        if event.role == "server" or (behind and self.server is None):
             self._closed_step = min(self._closed_step, event.first_step)
             self._val_step = min(self._val_step, event.first_step)
 
     def _row(self, row: StepLogged) -> list[StepLine]:
         seat = self._seat(row.rank)
         seat.host, seat.role, seat.state = row.host, row.role, "training"
-        seat.first, seat.last = seat.first or row, row
+        late = row.step <= self._closed_step
+        if not (late and row.role == "server"):
+            seat.first, seat.last = seat.first or row, row
         self.progress.clear()  # what had to be done before training is done
-        # A server counts versions, not a worker's steps. A row behind the closed step came too late to change it.
-        if row.role == "server" or row.step <= self._closed_step:
+        if row.role == "server":
+            self._evaluated(row)
+            self._open[row.step] = {row.rank: (row, 1.0)}
+            return [self._close(row.step)]
+        # A row behind the closed step came too late to change it.
+        if late or self.server is not None:
             self._evaluated(row)
             return []
         closed = [self._close(step) for step in sorted(self._open) if step < row.step]
@@ -203,18 +229,21 @@ class Board:
             self._val_step, self._val_is_new = row.step, True
 
     def _close(self, step: int) -> StepLine:
-        rows, self._closed_step = self._open.pop(step), step
+        rows, late = self._open.pop(step), step <= self._closed_step
+        self._closed_step = max(step, self._closed_step)
         evaluated, self._val_is_new = self._val_is_new, False
-        live = [seat for seat in self.workers if seat.last is not None and seat.state not in _GONE]
+        counted = self.workers if self.server is None else [self._seat(self.server.rank)]
+        live = [seat for seat in counted if seat.last is not None and seat.state not in _GONE]
         latest = {seat.rank: seat.last for seat in live if seat.last} | {rank: row for rank, (row, _) in rows.items()}
         etas = [eta for seat in live if (eta := seat.eta_s()) is not None]
         return StepLine(
             step=step,
-            steps=max((seat.steps for seat in self.workers if seat.steps is not None), default=None),
+            steps=max((seat.steps for seat in counted if seat.steps is not None), default=None),
             loss=weighted_mean((row.loss, weight) for row, weight in rows.values()),
             val_loss=self.val_loss if evaluated else None,
             val_accuracy=self.val_accuracy if evaluated else None,
             tokens_per_s=sum(row.tokens_per_s for row in latest.values()),
             samples_per_s=sum(row.samples_per_s for row in latest.values()),
             eta_s=max(etas, default=None),
+            late=late,
         )

@@ -30,12 +30,13 @@ class Screen(Protocol):
 class ConsoleSink:
     """Shows the events of all ranks. `live` None: live on a terminal that can, unless NO_COLOR or TERM=dumb is set.
 
+    `alone`: there are only those of one worker of many.
     A `Failed` event only marks its worker: what became of the run is for the launcher to say, once.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, live: bool | None = None, alone: bool = False) -> None:
         stream = stream or sys.stdout
-        self._board = Board()
+        self._board = Board(alone=alone)
         make = _live_screen if _wants_live(stream, live) else PlainScreen
         self._screen: Screen | None = make(stream, self._board)
 

@@ -50,7 +50,8 @@ class LiveScreen:
         self._live = Live(console=console, get_renderable=lambda: self._picture, vertical_overflow="crop")
 
     def step(self, line: StepLine) -> None:
-        self._line, self._line_s = line, self._now()
+        if not line.late:
+            self._line, self._line_s = line, self._now()
 
     def show(self, event: Event) -> None:
         if not self._live.is_started:

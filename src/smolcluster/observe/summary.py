@@ -13,6 +13,12 @@ from smolcluster.observe.events import SampleText, restore
 from smolcluster.observe.plot import loss_plot
 from smolcluster.observe.text import clock, encodable, number, printable, short, size
 
+_COUNTS = (
+    ("stale_rejected", "stale gradient refused", "stale gradients refused"),
+    ("members_lost", "worker lost", "workers lost"),
+    ("restarts", "restart", "restarts"),
+)
+
 
 def render_summary(
     summary: Mapping[str, Any],
@@ -63,9 +69,9 @@ def _numbers(facts: Mapping[str, Any]) -> str:
     if facts.get("staleness_max"):
         mean = facts.get("staleness_mean") or 0.0
         cost.append(f"staleness {mean:.3g} mean, {facts['staleness_max']:g} max")
-    for field, text in (("stale_rejected", "stale gradients refused"), ("restarts", "restarts")):
-        if facts.get(field):
-            cost.append(f"{facts[field]} {text}")
+    for field, one, many in _COUNTS:
+        if count := facts.get(field):
+            cost.append(f"{count} {one if count == 1 else many}")
     if facts.get("peak_memory_bytes"):
         cost.append(f"{size(facts['peak_memory_bytes'])} peak memory")
     return "\n".join("   ".join(line) for line in (learned, cost) if line)

@@ -16,12 +16,15 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from smolcluster.comm.group import Group
+from smolcluster.comm.elastic.line import Lease, Line
+from smolcluster.comm.elastic.roster import Roster
+from smolcluster.comm.group import Group, Traffic
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.rng import seed_everything
 from smolcluster.compute.timing import Span
 from smolcluster.config.schema import Config
+from smolcluster.data.leases import Leases
 from smolcluster.errors import UserError
 from smolcluster.tasks.base import Task
 
@@ -56,6 +59,7 @@ class Shape:
     """What `cost` needs to know of a model."""
 
     parameters: int
+    tensors: Sequence[Sequence[int]] = ()  # the shape of each; what a codec makes of them depends on it
     bytes_per_parameter: int = 4
     optimizer_states: int = 2  # tensors of the parameters' size that the optimizer keeps: 2 for Adam
 
@@ -95,6 +99,33 @@ class State:
     numbers: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A step that counts: who contributed, and what is needed to do it again."""
+
+    step: int
+    contributors: Sequence[dict[str, Any]]  # rank, instance, seq, samples, ranges
+    gradient: Tensor | None = None  # the averaged gradient, flat; None where no one server applies it
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Office:
+    """What the engine hands to a seat that serves: the members, the samples to lend, a record that outlives it."""
+
+    roster: Roster
+    leases: Leases
+    expected: int  # members to wait for before the first step
+    fresh: bool = True  # False for a server that was started again: its workers are on their way back
+    first_step: int = 0  # steps that were committed before
+    recent: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of the last ones: view, samples, norm
+    established: Sequence[str] = ()  # instances of the members that committed the last of them
+    record: Callable[[Commit], None]  # the step is committed when this returns: a restart will know of it
+    committed: Callable[[StepReport], None]  # told of every step, so that it can log, evaluate and save
+    wants: Callable[[int], bool]  # whether the state after this step is needed, to evaluate or save
+    arrived: Callable[[int], None]  # the state after this step is here: `state()` gives it
+
+
 @dataclass(slots=True, kw_only=True)
 class Context:
     """What the engine hands to a strategy."""
@@ -108,10 +139,19 @@ class Context:
     samples_per_step: Sequence[int]  # of every data shard
     stop_requested: Callable[[], bool]
     warn: Callable[[str], None]
+    line: Line | None = None  # elastic plane: a worker's line to its server
+    office: Office | None = None  # elastic plane: a server's
+
+    @property
+    def traffic(self) -> Traffic:
+        if self.line is not None:
+            return self.line.traffic
+        return self.group.traffic if self.office is None else self.office.roster.traffic
 
 
 class Strategy(ABC):
     name: ClassVar[str]
+    server_has_weights: ClassVar[bool] = True  # elastic plane: or the workers alone have them
     algorithm: ClassVar[str]  # the name users know it by, as in run names
     summary: ClassVar[str]
     Config: ClassVar[type[Options]] = Options
@@ -154,6 +194,18 @@ class Strategy(ABC):
     def serve(self) -> None:
         """The life of every role but a worker's."""
         raise AssertionError(f"{self.name} has workers only")
+
+    def replay(self, commit: Commit) -> None:
+        """A server that was restarted does a committed step again."""
+        raise AssertionError(f"{self.name} has no server")
+
+    def introduction(self) -> dict[str, Any]:
+        """Elastic plane: what a worker says of itself when it joins, beside its rank and its model."""
+        return {}
+
+    def lease(self) -> Lease | None:
+        """Elastic plane: what this worker reads next; None when the run is over."""
+        raise AssertionError(f"{self.name} does not lend samples")
 
     def drain(self) -> None:  # noqa: B027 - nothing is in flight by default
         """Finish what is in flight: before evaluation, checkpoint and exit. Every rank calls it at the same step."""

@@ -19,10 +19,19 @@ from smolcluster.errors import UserError, unknown_name
 BUILT_IN = {
     "single": "smolcluster.strategies.single:Single",
     "allreduce": "smolcluster.strategies.allreduce:AllReduce",
+    "syncps": "smolcluster.strategies.syncps:SyncPS",
+    "edp": "smolcluster.strategies.edp:EDP",
+    "fsdp": "smolcluster.strategies.fsdp_elastic:ElasticFSDP",
 }
 
+# The same algorithms where members may come and go.
+ELASTIC = {"allreduce": "smolcluster.strategies.allreduce_elastic:ElasticAllReduce"}
+
+# Those that run on the elastic plane only.
+ELASTIC_ONLY = {"syncps", "edp", "fsdp"}
+
 # Named in the documentation and in ready cluster files, and still to come.
-PLANNED = {"edp", "syncps", "fsdp", "pipeline", "tensor", "mesh", "diloco", "dipaco", "swarm"}
+PLANNED = {"pipeline", "tensor", "mesh", "diloco", "dipaco", "swarm"}
 
 
 def known_strategies() -> dict[str, str]:
@@ -41,8 +50,10 @@ def check_name(name: str) -> str:
     return canonical
 
 
-def find_strategy(name: str) -> type[Any]:
-    module, _, attribute = known_strategies()[check_name(name)].partition(":")
+def find_strategy(name: str, *, plane: str = "mesh") -> type[Any]:
+    canonical = check_name(name)
+    where = ELASTIC.get(canonical) if plane == "elastic" else None
+    module, _, attribute = (where or known_strategies()[canonical]).partition(":")
     return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
 
 

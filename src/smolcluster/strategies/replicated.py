@@ -20,14 +20,18 @@ class Replicated(Strategy):
         return self.replica.model
 
     def state(self) -> State:
-        optimizer, numbers = self.replica.state_dict()
-        return State(weights=self.replica.weights(), optimizer=optimizer, numbers=numbers)
+        return replica_state(self.replica)
 
     def load_state(self, state: State) -> None:
         self.replica.load_state_dict(state.weights, state.optimizer, state.numbers)
 
     def gradient_norms(self) -> dict[str, Tensor]:
         return self.replica.gradient_norms
+
+
+def replica_state(replica: Replica) -> State:
+    optimizer, numbers = replica.state_dict()
+    return State(weights=replica.weights(), optimizer=optimizer, numbers=numbers)
 
 
 def train_alone(replica: Replica, batch: Batch, *, stop: bool) -> StepReport:

@@ -1,0 +1,201 @@
+"""Runs of the elastic plane for benchmarks: a server and workers, each in the process that the launcher would start.
+
+    with ElasticRun(config, folder) as run:
+        run.watch(lambda rows: rows[-1].loss < 2.5)      # the server's rows so far; until then, or the end of the run
+        run.summary
+
+Every process gets one thread for computing. Nobody starts again what ends: a benchmark of that uses the launcher itself
+(`p9.py`). At the end of the `with` nothing is left running, whatever happened in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.harness import Session
+from benchmarks.network import ended_by_sigterm
+from benchmarks.workload import ROOT, Shape, child_environment, make_config
+from smolcluster.config import dump
+from smolcluster.config.schema import Config
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.errors import SmolclusterError
+from smolcluster.launch.processes import Child, Inbox, end_all, last_lines, spawn, tell, why_it_ended
+from smolcluster.observe.events import Failed, Phase, RunFinished, StepLogged
+from smolcluster.strategies.registry import find_strategy, read_options
+
+Who = int | Literal["server"]
+HOST = "here"
+GRACE_S = 5.0
+
+
+def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, sets: Mapping[str, Any]) -> Config:
+    """Of a run on the CPU that logs little and saves nothing."""
+    common = {
+        "strategy.name": strategy,
+        "cluster.plane": "elastic",
+        "cluster.num_workers": workers,
+        "training.device": "cpu",
+        "training.eval_steps": 0,
+        "logging.log_interval": 10,
+    }
+    return make_config(shape, steps=steps, sets={**common, **sets})
+
+
+def options_of(config: Config) -> tuple[type[Any], Any]:
+    """The strategy's class and its options."""
+    strategy = find_strategy(config.strategy.name, plane="elastic")
+    return strategy, read_options(strategy, config.strategy)[0]
+
+
+class ElasticRun:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        cores: Mapping[Who, int] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`cores`: the one core that a process may use, where it may not use all."""
+        self.config, self.folder = config, folder
+        self.rows: list[StepLogged] = []  # the server's
+        self.summary: dict[str, Any] = {}
+        self._cores, self._environ = cores or {}, {**child_environment(), **(environ or {})}
+        self._inbox = Inbox()
+        self._children: list[Child] = []
+        self._running = 0
+
+    def __enter__(self) -> ElasticRun:
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(ended_by_sigterm())
+        self._stack.callback(lambda: end_all(self._children, grace_s=0.0))
+        try:
+            RunDir(self.folder).create(dump(self.config), resume=False)
+            self._start("server", "127.0.0.1:0")
+            workers = [self._spawn(rank) for rank in range(self.config.cluster.num_workers or 1)]
+            port = self._port()
+            for child in workers:
+                tell(child, self._spec(child.rank, f"127.0.0.1:{port}").to_json())
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def watch(self, enough: Callable[[Sequence[StepLogged]], bool] = lambda rows: False, *, within_s: float) -> bool:
+        """Until the server's rows are enough (True), or the run has come to its end (False)."""
+        deadline = time.monotonic() + within_s
+        while self._running:
+            child, event = self._next(deadline)
+            if event is None:
+                self._ended(child)
+            elif isinstance(event, Failed):
+                child.failed = event
+            elif isinstance(event, RunFinished):
+                self.summary = event.summary
+            elif isinstance(event, StepLogged) and event.role == "server":
+                self.rows.append(event)
+                if enough(self.rows):
+                    return True
+        return False
+
+    def pid(self, who: Who) -> int:
+        role, rank = ("server", None) if who == "server" else ("worker", who)
+        return next(c.process.pid for c in self._children if c.role == role and rank in (None, c.rank))
+
+    # Inside
+
+    def _spec(self, who: Who, server: str) -> WorkerSpec:
+        size = self.config.cluster.num_workers or 1
+        return WorkerSpec(
+            config=self.config.model_dump(mode="json"),
+            rank=size if who == "server" else who,
+            world_size=size,
+            local_rank=0,
+            local_world_size=size + 1,
+            host=HOST,
+            run_dir=str(self.folder),
+            plane="elastic",
+            role="server" if who == "server" else "worker",
+            server=server,
+        )
+
+    def _spawn(self, who: Who) -> Child:
+        with environment(self._environ):
+            child = spawn(self._spec(who, ""), self._inbox)
+        self._children.append(child)
+        self._running += 1
+        if who in self._cores:  # before it has any threads
+            os.sched_setaffinity(child.process.pid, {self._cores[who]})
+        return child
+
+    def _start(self, who: Who, server: str) -> None:
+        tell(self._spawn(who), self._spec(who, server).to_json())
+
+    def _port(self) -> int:
+        deadline = time.monotonic() + 120.0
+        while True:
+            child, event = self._next(deadline)
+            if isinstance(event, Phase) and event.name == "port":
+                return int(event.detail)
+            if isinstance(event, Failed):
+                child.failed = event
+            elif event is None:
+                self._ended(child)
+
+    def _next(self, deadline: float) -> tuple[Child, Any]:
+        try:
+            child, event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            done = self.rows[-1].step if self.rows else 0
+            raise SmolclusterError(f"a run of {self.config.strategy.name} stands still at step {done}") from None
+        assert child is not None
+        return child, event
+
+    def _ended(self, child: Child) -> None:
+        self._running -= 1
+        if child.process.wait() != 0:
+            name = self.config.strategy.name
+            raise SmolclusterError(f"{child.name} of {name} failed: {why_it_ended(child)}{last_lines(child)}")
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """For what is started inside."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# Figures that are not times: bytes, losses
+
+
+def show(session: Session, title: str, rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> None:
+    """Print a table, and keep all of its rows."""
+    session.parameters.setdefault("tables", {})[title] = [dict(row) for row in rows]
+    head = list(columns)
+    cells = [head] + [[_text(row.get(column)) for column in head] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    print("\n".join([title, *lines, ""]), flush=True)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return (
+        "" if value is None else f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    )

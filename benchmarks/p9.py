@@ -1,0 +1,300 @@
+"""P9: kill -9 one of 4 workers: time to the next step that counts.
+
+Work: a GPT of 0.8 M parameters, 4 samples per worker and step, 4 workers, each in a process with one thread.
+
+Compared: torchrun with DDP (gloo) and a checkpoint every 5 steps, as one agent with 4 workers (no agent has to find the others
+again) and as 4 agents with one worker each, as on 4 machines; against elastic allreduce, syncps, edp and fsdp stage 1, each
+started by `smolcluster train`, whose launcher starts the killed worker again. torchrun has the settings that let it re-form
+soonest: a look at its workers every 0.1 s, local addresses, all agents known to come back.
+
+How: when training runs, one worker is killed, in turn another one, and the clock starts. Ours: the first step in history.jsonl
+that was committed without that worker. torchrun: the first step taken after all were started again, although it may be one
+that was done before; how long until a step that is new is kept beside it. How long until the worker that was started again
+counts is also kept (torchrun: the same as the next step).
+
+Target: at most 1 s, and 1.2 times what the state takes over a plain loopback socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Comparison, Measured, Session, Target, Variant
+from benchmarks.network import ended_by_sigterm
+from benchmarks.p13 import smolcluster_command
+from benchmarks.workload import ROOT, Shape, child_environment
+from smolcluster.engine import history
+from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.launch.processes import WORKER_MARK
+
+EXAMPLE = "python -m benchmarks p9 --only syncps edp"
+SHAPE = Shape("0.8m", 128, 4, 4, 64, 4)
+WORKERS = 4
+STATE_BYTES = 3 * 4 * 827_136  # weights and two moments
+CHECKPOINT_EVERY = 5
+RUN_FIRST = 12  # steps before the kill
+WAIT_S = 90.0
+POLL_S = 0.1  # what is waited for has its time in a file
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "allreduce": ("allreduce", {}),
+    "syncps": ("syncps", {}),
+    "edp": ("edp", {}),
+    "fsdp 1": ("fsdp", {"strategy.fsdp_stage": 1}),
+}
+PEERS = {"torchrun, 1 agent": 1, "torchrun, 4 agents": WORKERS}
+
+Figures = dict[str, dict[str, list[float]]]  # what is kept beside the samples -> variant -> samples
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=list(OURS), nargs="+", help="of ours (default: all; quick: syncps)")
+    parser.add_argument(
+        "--agents", type=int, choices=[1, WORKERS], nargs="+", help="of torchrun (default: both; quick: 1)"
+    )
+
+
+def run(session: Session, arguments: argparse.Namespace) -> None:
+    if not Path("/proc/self/environ").is_file():
+        raise UserError("p9 finds the processes of a run in /proc; it needs Linux")
+    names = arguments.only or (["syncps"] if session.quick else list(OURS))
+    agents = arguments.agents or ([1] if session.quick else list(PEERS.values()))
+    transfer_s = transfer_seconds(STATE_BYTES)
+    limit = 1.0 + 1.2 * transfer_s
+    session.parameters = {**SHAPE.sets(), "workers": WORKERS, "state_bytes": STATE_BYTES, "transfer_s": transfer_s}
+    kept: Figures = {"counts again": {}, "a new step": {}}
+    measured = session.compare(
+        Comparison(
+            name=f"kill -9 one of {WORKERS} workers: time to the next step that counts",
+            variants=[
+                *(
+                    Variant(name=n, run=_torchrun(n, kept), role="peer")
+                    for n, count in PEERS.items()
+                    if count in agents
+                ),
+                *(Variant(name=n, run=_ours(n, kept), target=Target(limit=limit, of="median")) for n in names),
+            ],
+            warmup=0,
+        )
+    )
+    _add_figures(measured, kept)
+
+
+def _add_figures(measured: Measured, kept: Figures) -> None:
+    measured.comparison.parameters.update(kept)
+    for what, samples in kept.items():
+        for name, values in samples.items():
+            print(f"  {name:<20} {what}: {statistics.median(values):.2f} s", flush=True)
+    print(flush=True)
+
+
+def transfer_seconds(nbytes: int) -> float:
+    """So many bytes over a plain socket on this machine: the median of five."""
+
+    def send(listener: socket.socket) -> None:
+        with listener.accept()[0] as connection:
+            connection.sendall(bytes(nbytes))
+
+    seconds = []
+    buffer = memoryview(bytearray(1 << 20))
+    for _ in range(5):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            sender = threading.Thread(target=send, args=(listener,))
+            sender.start()
+            started = time.perf_counter()
+            with socket.create_connection(listener.getsockname()) as connection:
+                while connection.recv_into(buffer):
+                    pass
+            seconds.append(time.perf_counter() - started)
+            sender.join()
+    return statistics.median(seconds)
+
+
+# Ours
+
+
+def _ours(name: str, kept: Figures) -> Callable[[], float]:
+    turns = itertools.count(1)
+
+    def sample() -> float:
+        next_s, again_s = recover(*OURS[name], victim=next(turns) % WORKERS)
+        kept["counts again"].setdefault(name, []).append(again_s)
+        return next_s
+
+    return sample
+
+
+def recover(strategy: str, sets: dict[str, Any], *, victim: int) -> tuple[float, float]:
+    """Seconds from the kill to a step without the victim, and to one that it contributes to again."""
+    sets = {
+        **{key: value for key, value in SHAPE.sets().items() if value is not None},
+        "training.device": "cpu",
+        "training.eval_steps": 0,
+        "training.checkpoint_steps": 0,
+        "cluster.plane": "elastic",
+        **sets,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = [*smolcluster_command(), "train", "gpt", "--strategy", strategy, "--workers", str(WORKERS)]
+        command += ["--steps", "100000", "--run-dir", str(run_dir)]
+        command += ["--override", *(f"{key}={value}" for key, value in sets.items())]
+        with started(command) as process:
+
+            def commits() -> list[dict[str, Any]]:
+                return [line for line in history.read(run_dir / "history.jsonl") if line["kind"] == "commit"]
+
+            wait_until(lambda: len(commits()) >= RUN_FIRST, what=f"{strategy} to train", process=process)
+            pid = next(pid for pid in descendants(process.pid) if environment_of(pid).get(WORKER_MARK) == str(victim))
+            before = len(commits())
+            killed = time.time()
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: _again(commits(), before, victim) is not None, what="its return", process=process)
+            lines = commits()
+    again = _again(lines, before, victim)
+    assert again is not None
+    gone = next(line for line in lines[before:] if line["time"] >= killed and victim not in _ranks(line))
+    return gone["time"] - killed, again - killed
+
+
+def _ranks(commit: dict[str, Any]) -> set[int]:
+    return {part["rank"] for part in commit["contributors"]}
+
+
+def _again(commits: Sequence[dict[str, Any]], before: int, victim: int) -> float | None:
+    """When a new instance of the victim first counted."""
+    former = {part["instance"] for commit in commits[:before] for part in commit["contributors"]}
+    for commit in commits[before:]:
+        for part in commit["contributors"]:
+            if part["rank"] == victim and part["instance"] not in former:
+                return float(commit["time"])
+    return None
+
+
+# The peer
+
+
+def _torchrun(name: str, kept: Figures) -> Callable[[], float]:
+    turns = itertools.count(1)
+
+    def sample() -> float:
+        next_s, new_s = restart(agents=PEERS[name], victim=next(turns) % WORKERS)
+        kept["a new step"].setdefault(name, []).append(new_s)
+        return next_s
+
+    return sample
+
+
+def restart(*, agents: int, victim: int) -> tuple[float, float]:
+    """Seconds from the kill to the next step, and to one that was not done before."""
+    numbers = (SHAPE.model_dim, SHAPE.num_layers, SHAPE.num_heads, SHAPE.max_seq_len, SHAPE.batch_size)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.1"]
+        if agents == 1:
+            command += ["--standalone", "--nproc-per-node", str(WORKERS)]
+        else:
+            command += ["--nnodes", str(agents), "--nproc-per-node", "1", "--local-addr", "127.0.0.1"]
+            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+            command += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60"]
+        command += ["-m", "benchmarks.peers.elastic_ddp", folder, str(CHECKPOINT_EVERY), *map(str, numbers)]
+        processes = [stack.enter_context(started(command)) for _ in range(agents)]
+
+        def steps() -> list[tuple[float, int, int]]:
+            """Time, step and process of each."""
+            with contextlib.suppress(FileNotFoundError):
+                lines = (Path(folder) / "steps.txt").read_text(encoding="ascii").splitlines()
+                return [(float(when), int(step), int(pid)) for when, step, pid in map(str.split, lines)]
+            return []
+
+        wait_until(lambda: len(steps()) >= RUN_FIRST, what="torchrun to train", process=processes[0])
+        everybody = [pid for process in processes for pid in descendants(process.pid)]
+        pid = next(pid for pid in everybody if environment_of(pid).get("RANK") == str(victim))
+        before = steps()
+        killed = time.time()
+        os.kill(pid, signal.SIGKILL)
+
+        def after() -> list[tuple[float, int, int]]:
+            former = {pid for _, _, pid in before}
+            return [line for line in steps() if line[2] not in former]
+
+        done = max(step for _, step, _ in before) + 1  # one may have been under way
+        wait_until(lambda: any(step > done for _, step, _ in after()), what="torchrun's restart", process=processes[0])
+        lines = after()
+    return lines[0][0] - killed, next(when for when, step, _ in lines if step > done) - killed
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+# Processes
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A command, with everything it starts; nothing of it is left at the end."""
+    environ = {**child_environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with tempfile.TemporaryFile() as output, ended_by_sigterm():
+        process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=output, stderr=output)
+        try:
+            yield process
+        except SmolclusterError as error:
+            output.seek(0)
+            words = output.read().decode(errors="replace").strip()[-3000:]
+            raise SmolclusterError(f"{error}; `{' '.join(command[:4])} ...` said:\n{words}") from error
+        finally:
+            family = [process.pid, *descendants(process.pid)]
+            process.kill()  # first, so that it starts nobody again
+            process.wait()
+            for pid in family[1:]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes started by this one, and by those."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        children = parents.get(waiting.pop(), [])
+        found += children
+        waiting += children
+    return found
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it is gone
+        return {}
+    return dict(item.decode(errors="replace").partition("=")[::2] for item in raw.split(b"\0") if item)
+
+
+def wait_until(question: Callable[[], bool], *, what: str, process: subprocess.Popen[bytes]) -> None:
+    """Files are all there is to look at."""
+    deadline = time.monotonic() + WAIT_S
+    while not question():
+        if process.poll() is not None:
+            raise SmolclusterError(f"waited for {what}, and it ended with status {process.returncode}")
+        if time.monotonic() > deadline:
+            raise SmolclusterError(f"waited {WAIT_S:g} s for {what}")
+        time.sleep(POLL_S)

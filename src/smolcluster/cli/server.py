@@ -1,0 +1,80 @@
+"""`smolcluster server`: the server of a run whose workers join from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = """Examples:
+
+smolcluster server gpt --strategy edp --workers 3
+
+smolcluster server cluster_config_syncps.yaml gpt --bind 192.168.1.10
+
+On another machine: smolcluster worker 1 pi5 --server 192.168.1.10:65432
+"""
+
+
+def server(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="YAML files, built-in names (gpt, mnist, ...), or a task as file.py:Class. Merged left to right.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="edp, syncps, ...; see `smolcluster strategies`. Default: as CONFIG says.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers to wait for before the first step.")] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen on. Default: cluster.bind, 127.0.0.1. Beyond this machine a token is needed."
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0: any. Default: cluster.port, 65432.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is written. Default: runs/<name>.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
+    ] = None,
+    resume: Annotated[str | None, typer.Option(help="Continue: a run directory, a checkpoint, or `latest`.")] = None,
+) -> int:
+    """Serve a run: workers join it with `smolcluster worker`, and may come and go. A server that dies is started again."""
+    from smolcluster.launch.elastic import run_elastic
+    from smolcluster.launch.prepare import prepare
+
+    prepared = prepare(
+        sources or [],
+        overrides=override or [],
+        sets={
+            "strategy.name": strategy,
+            "cluster.num_workers": workers,
+            "cluster.plane": "elastic",
+            "cluster.bind": bind,
+            "cluster.port": port,
+            "training.steps": steps,
+            "training.seed": seed,
+        },
+        run_dir=run_dir,
+        resume=resume,
+    )
+    from smolcluster.observe.console import ConsoleSink
+    from smolcluster.observe.report import EndReport
+
+    run_elastic(
+        prepared.config,
+        workers=0,
+        run_dir=prepared.run_dir,
+        resume=prepared.resume,
+        port=prepared.config.cluster.port,
+        sinks=[ConsoleSink(), EndReport()],
+        command="server",
+    )
+    return 0

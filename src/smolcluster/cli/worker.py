@@ -1,0 +1,84 @@
+"""`smolcluster worker`: one worker of a run that a server somewhere serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = """Examples:
+
+smolcluster worker 1 pi5 --server 192.168.1.10:65432
+
+smolcluster worker 2 macbook cluster_config_edp.yaml gpt
+
+smolcluster worker 0 win --server mini1:65432 --device cuda --batch-size 64
+"""
+_HOST = "This machine"
+
+
+def worker(
+    rank: Annotated[
+        int,
+        typer.Argument(metavar="RANK", min=0, help="This worker's number; counted from 0 or from 1, each taken once."),
+    ],
+    hostname: Annotated[
+        str, typer.Argument(metavar="HOSTNAME", help="This machine's name, as in `workers` of the cluster file.")
+    ],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="The server's configuration, to be compared with it. Without any, all comes from the server.",
+        ),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where the server listens. Default: the one that CONFIG names."),
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="What the server must run; without: whatever it runs.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:CLASS", help="This machine's copy of a task of your own; code does not travel."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, mps. Default: the best one here.", rich_help_panel=_HOST)
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16. Default: the server's.", rich_help_panel=_HOST)
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples per step of this worker.", rich_help_panel=_HOST)
+    ] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Where the data lies here.", rich_help_panel=_HOST)] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE...", help="Set keys that are this machine's own.", rich_help_panel=_HOST),
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Write the log of this worker here. Default: no log.", rich_help_panel=_HOST)
+    ] = None,
+) -> int:
+    """Join a run. Waits for the server, also when it is gone for a while, and ends when the run does; Ctrl-C leaves it."""
+    from smolcluster.launch.joining import run_joined, worker_spec
+
+    spec = worker_spec(
+        rank,
+        hostname,
+        server=server,
+        sources=sources or [],
+        task=task,
+        strategy=strategy,
+        batch_size=batch_size,
+        overrides=override or [],
+        sets={
+            "training.device": device,
+            "training.precision": precision,
+            "data.root": None if data_root is None else str(data_root.resolve()),
+        },
+    )
+    from smolcluster.engine.process import leave
+    from smolcluster.observe.console import ConsoleSink
+
+    leave(run_joined(spec, log_dir=log_dir, sinks=[ConsoleSink(alone=True)]))

@@ -1,0 +1,211 @@
+"""A worker's line to its server: it comes back by itself after a loss.
+
+    ASK  ->  PLAN      once: what is trained here
+    JOIN ->  WELCOME, STATE ...    after every (re)connect: take part, from the server's weights
+
+Between them the strategy sends and receives what it likes. `get` gives the server's messages in order; after a loss the
+next one is a WELCOME, since the line has joined again. Leases travel in the meta of any message and gather here.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Payload, Received, Refused, Unlinked
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.sockets import split_address
+from smolcluster.comm.elastic.transport import Link, Transport
+from smolcluster.comm.group import Done, PeerLost, Traffic, Work
+from smolcluster.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """This worker was asked to leave while it waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Samples to read for one step: parts of the stream."""
+
+    step: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(count for _, count in self.ranges)
+
+    @classmethod
+    def from_meta(cls, value: Any) -> Lease:
+        return cls(int(value["step"]), tuple((int(start), int(count)) for start, count in value["ranges"]))
+
+
+class Line:
+    def __init__(
+        self,
+        transport: Transport,
+        address: str,
+        *,
+        stop_requested: Callable[[], bool] = lambda: False,
+        patience_s: float | None = None,
+    ) -> None:
+        """`patience_s`: how long to do without the server before giving up; None: for ever."""
+        self.transport, self.address = transport, address
+        self.leases: deque[Lease] = deque()
+        self.join: Callable[[], dict[str, Any]] | None = None  # what to say in JOIN, once there is something to say
+        self.losses = 0
+        self._mailbox = Mailbox()
+        self._link: Link | None = None
+        self._kept: Message | None = None  # read, and not yet answered for
+        self._past = Traffic()  # of links that have ended
+        self._stop_requested, self._patience_s = stop_requested, patience_s
+        self._away_since = time.monotonic()
+        self._dialer = transport.dial(address, self._mailbox)
+
+    # Sending
+
+    def send(
+        self,
+        kind: Kind,
+        *,
+        step: int = 0,
+        channel: int = 0,
+        epoch: int = 0,
+        codec: str = "fp32",
+        meta: Mapping[str, Any] | None = None,
+        payload: Tensor | None = None,
+    ) -> Work:
+        """Queue a message. While the server is away it is dropped: a WELCOME will come and start anew."""
+        if self._link is None:
+            return Done()
+        return self._link.send(
+            Message(
+                kind=kind,
+                step=step,
+                channel=channel,
+                epoch=epoch,
+                codec=codec,
+                meta=dict(meta or {}),
+                payload=payload,
+            )
+        )
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    @property
+    def own_host(self) -> str:
+        """The address of this machine on its way to the server: there other workers reach it, too."""
+        host, port = split_address(self.address)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as asked:
+            asked.connect(address)  # sends nothing: the system only chooses the way
+            return str(asked.getsockname()[0])
+
+    # Receiving
+
+    def expect(self, kind: Kind, payloads: Sequence[Payload]) -> None:
+        self._mailbox.expect(kind, payloads)
+
+    def allow(self, kind: Kind, *, most_bytes: int) -> None:
+        self._mailbox.allow(kind, most_bytes=most_bytes)
+
+    def at_once(self, kind: Kind | None, callback: Callable[[int], None]) -> None:
+        self._mailbox.at_once(kind, callback)
+
+    def release(self, payload: Tensor) -> None:
+        self._mailbox.release(payload)
+
+    def get(self, timeout_s: float | None = None) -> Message | None:
+        """The server's next message; None after `timeout_s`. Raises Stopped when this worker was asked to leave."""
+        if self._kept is not None:
+            message, self._kept = self._kept, None
+            return message
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if timeout_s != 0 and self._stop_requested():
+                raise Stopped
+            left = 0.1 if deadline is None else min(0.1, max(0.0, deadline - time.monotonic()))
+            event = self._mailbox.get(left)
+            if event is None:
+                if deadline is not None and time.monotonic() >= deadline:
+                    return None
+                self._check_patience()
+                continue
+            opened = self._handle(event)
+            if opened is not None:
+                return opened
+
+    def state(self, names: Sequence[str]) -> dict[str, Tensor] | None:
+        """The tensors whose names a WELCOME announced; None when the line was lost on the way: the next is a WELCOME."""
+        result: dict[str, Tensor] = {}
+        for number, name in enumerate(names):
+            message = self.get()
+            assert message is not None
+            if message.kind is not Kind.STATE or message.channel != number or message.payload is None:
+                if message.kind is Kind.WELCOME:
+                    self._kept = message
+                    return None
+                raise PeerLost(f"the server at {self.address} sent {message.kind.name} in the middle of its state")
+            result[name] = message.payload
+        return result
+
+    def _handle(self, event: object) -> Message | None:
+        match event:
+            case Linked(link):
+                self._link = link
+                self._away_since = float("inf")
+                if self.join is not None:
+                    link.send(Message(kind=Kind.JOIN, meta=self.join()))
+                else:
+                    link.send(Message(kind=Kind.ASK))
+            case Unlinked(link, reason):
+                if link is self._link:
+                    self.losses += 1
+                    self._past.add(link.traffic.bytes_sent, link.traffic.bytes_received)
+                    self._link, self._away_since = None, time.monotonic()
+                    log.warning("lost the server at %s: %s; trying again", self.address, reason)
+            case Refused(_, reason):
+                raise UserError(f"the server at {self.address} refuses this worker: {reason}")
+            case Received(link, message) if link is self._link:
+                return self._open(message)
+            case _:
+                pass  # from a link that has ended
+        return None
+
+    def _open(self, message: Message) -> Message | None:
+        if message.kind is Kind.REFUSE:
+            raise UserError(
+                f"the server at {self.address} refuses this worker: {message.meta.get('reason', 'no reason')}"
+            )
+        if message.kind is Kind.WELCOME:
+            self.leases.clear()
+        for lease in message.meta.get("leases", ()):
+            self.leases.append(Lease.from_meta(lease))
+        return message
+
+    def _check_patience(self) -> None:
+        away_s = time.monotonic() - self._away_since
+        if self._patience_s is not None and away_s > self._patience_s:
+            raise PeerLost(f"no server at {self.address} for {away_s:.0f} s")
+
+    @property
+    def traffic(self) -> Traffic:
+        """Over all links so far."""
+        link = self._link.traffic if self._link is not None else Traffic()
+        past = self._past
+        return Traffic(past.bytes_sent + link.bytes_sent, past.bytes_received + link.bytes_received)
+
+    def close(self) -> None:
+        self._dialer.close()
+        self.transport.close()

@@ -1,0 +1,140 @@
+"""Everything a transport tells, in one queue, for a thread that does one thing at a time.
+
+Payloads are received only where they were expected: `expect` says which messages may carry one, and its size. What was not
+announced is refused before a byte of it is read. Memory of payloads that were handed back by `release` is used again.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smolcluster.comm.elastic.messages import Head, Kind, Message
+from smolcluster.comm.elastic.transport import Link
+
+_FREE_PER_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Unlinked:
+    link: Link
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    link: Link
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    address: str
+    reason: str
+
+
+Event = Linked | Unlinked | Received | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a message of one kind and channel carries."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Mailbox:
+    """A transport's handler. `get` is for one thread; everything else may be called from any."""
+
+    def __init__(self, *, most_unread_bytes: int = 4 << 30) -> None:
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._expected: dict[Kind, Sequence[Payload]] = {}
+        self._allowed: dict[Kind, int] = {}
+        self._at_once: dict[Kind | None, Callable[[int], None]] = {}
+        self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = {}
+        self._lock = threading.Lock()
+        self._most_unread_bytes, self._unread_bytes = most_unread_bytes, 0
+
+    def expect(self, kind: Kind, payloads: Sequence[Payload]) -> None:
+        """Messages of this kind may come; channel i carries `payloads[i]`."""
+        with self._lock:
+            self._expected[kind] = list(payloads)
+
+    def allow(self, kind: Kind, *, most_bytes: int) -> None:
+        """Messages of this kind may come with any payload up to `most_bytes`: the reader checks what it is."""
+        with self._lock:
+            self._allowed[kind] = most_bytes
+
+    def at_once(self, kind: Kind | None, callback: Callable[[int], None]) -> None:
+        """Call this with its epoch when such a message comes (None: when a link ends), on the transport's thread.
+
+        For a reader that may be waiting for something else: it must be able to wake up.
+        """
+        self._at_once[kind] = callback
+
+    def get(self, timeout_s: float | None = None) -> Event | None:
+        """The next event; None when none came in time. `timeout_s` 0: do not wait."""
+        try:
+            event = self._queue.get(block=timeout_s != 0, timeout=timeout_s or None)
+        except queue.Empty:
+            return None
+        if isinstance(event, Received) and event.message.payload is not None:
+            with self._lock:
+                self._unread_bytes -= event.message.payload.nbytes
+        return event
+
+    def release(self, payload: Tensor) -> None:
+        """The memory of a payload that is not needed any more."""
+        with self._lock:
+            free = self._free.setdefault((payload.dtype, tuple(payload.shape)), [])
+            if len(free) < _FREE_PER_SIZE:
+                free.append(payload)
+
+    # The transport's side
+
+    def linked(self, link: Link) -> None:
+        self._queue.put(Linked(link))
+
+    def unlinked(self, link: Link, reason: str) -> None:
+        self._queue.put(Unlinked(link, reason))
+        if None in self._at_once:
+            self._at_once[None](-1)
+
+    def refused(self, address: str, reason: str) -> None:
+        self._queue.put(Refused(address, reason))
+
+    def received(self, link: Link, message: Message) -> None:
+        if message.payload is not None:
+            with self._lock:
+                self._unread_bytes += message.payload.nbytes
+        self._queue.put(Received(link, message))
+        if message.kind in self._at_once:
+            self._at_once[message.kind](message.epoch)
+
+    def place(self, link: Link, head: Head) -> Tensor | None:
+        with self._lock:
+            if self._unread_bytes + head.nbytes > self._most_unread_bytes:
+                return None
+            if head.nbytes <= self._allowed.get(head.kind, -1):
+                return torch.empty(head.shape, dtype=getattr(torch, head.dtype))
+            expected = self._expected.get(head.kind, ())
+            if head.channel >= len(expected):
+                return None
+            want = expected[head.channel]
+            if head.shape != want.shape or head.dtype != str(want.dtype).removeprefix("torch."):
+                return None
+            free = self._free.get((want.dtype, want.shape))
+            if free:
+                return free.pop()
+        return torch.empty(want.shape, dtype=want.dtype)

@@ -1,0 +1,239 @@
+"""Who takes part in a run, as its server knows it.
+
+    ASK   -> PLAN                      anyone with the token may ask what is trained here
+    JOIN  -> checked, then waiting     `newcomers`, until the strategy welcomes them at a step boundary
+    link lost, silent or closed        the member is gone, and what it was lent comes back
+
+Every change raises the epoch. The server's thread calls `get` and hears only of members: their messages, their going.
+What is not in order is refused, counted and logged with the peer's name, and nobody else is disturbed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Payload, Received, Unlinked
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.transport import Link
+from smolcluster.comm.group import Traffic
+
+log = logging.getLogger(__name__)
+
+JUST_HEARD_S = 1.0  # a rank whose holder was heard so recently is taken
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    rank: int
+    link: Link
+    batch_size: int
+    automatic: bool = False  # its batch size follows its speed
+    address: str = ""  # where it listens for other workers
+    epoch: int = 0  # of its welcome
+    step: int = 0  # what it has: its number of updates when it joined
+    speed: float = 0.0  # samples per second of computing, smoothed; 0: not known yet
+    said: Mapping[str, Any] = field(default_factory=dict)  # in its JOIN
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.link.peer.name
+
+    @property
+    def host(self) -> str:
+        return self.link.peer.host
+
+    @property
+    def instance(self) -> str:
+        return self.link.peer.instance
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message from a member."""
+
+    member: Member
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    member: Member
+    reason: str
+
+
+class Refusal(Exception):
+    """Why a peer may not join."""
+
+
+class Roster:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        *,
+        plan: Mapping[str, Any],
+        admit: Callable[[Link, Mapping[str, Any]], Member],
+        on_event: Callable[[Member, Mapping[str, Any]], None],
+        on_change: Callable[[str, Member, str], None],
+        epoch: int = 0,
+    ) -> None:
+        """`admit` reads a JOIN and makes the member, or raises Refusal. `on_change` hears joined, left, evicted."""
+        self.members: dict[int, Member] = {}
+        self.newcomers: list[Member] = []
+        self.former: list[Member] = []
+        self.epoch = epoch
+        self.joined = self.lost = 0
+        self.refused: Counter[str] = Counter()  # by peer name
+        self._mailbox, self._plan, self._admit = mailbox, plan, admit
+        self._on_event, self._on_change = on_event, on_change
+        self._past = Traffic()  # of links that have ended
+        self._links: set[Link] = set()
+        self._news: deque[Gone] = deque()
+
+    # Receiving
+
+    def expect(self, kind: Kind, payloads: Sequence[Payload]) -> None:
+        self._mailbox.expect(kind, payloads)
+
+    def allow(self, kind: Kind, *, most_bytes: int) -> None:
+        self._mailbox.allow(kind, most_bytes=most_bytes)
+
+    def release(self, payload: Tensor) -> None:
+        self._mailbox.release(payload)
+
+    def get(self, timeout_s: float | None = None) -> Said | Gone | None:
+        """The next thing a member said or did; None after `timeout_s`, or when only newcomers changed."""
+        if self._news:
+            return self._news.popleft()
+        event = self._mailbox.get(timeout_s)
+        match event:
+            case Linked(link):
+                self._links.add(link)
+            case Unlinked(link, reason):
+                self._unlinked(link, reason)
+            case Received(link, message) if link in self._links:
+                if (said := self._received(link, message)) is not None:
+                    return said
+            case _:
+                pass
+        # A going is told before anything else: whoever joins again is welcomed only after it.
+        return self._news.popleft() if self._news else None
+
+    def _received(self, link: Link, message: Message) -> Said | None:
+        member = self.members.get(link.peer.rank)
+        if member is not None and member.link is not link:
+            member = None
+        match message.kind:
+            case Kind.ASK:
+                link.send(Message(kind=Kind.PLAN, meta=dict(self._plan)))
+            case Kind.JOIN:
+                self._join(link, message.meta)
+            case Kind.EVENT | Kind.REPORT if member is not None:
+                if message.kind is Kind.REPORT:
+                    member.report = dict(message.meta)
+                self._on_event(member, message.meta)
+            case _ if member is not None:
+                return Said(member, message)
+            case _:
+                self.refuse(link, f"{message.kind.name} before it has joined")
+        return None
+
+    def _join(self, link: Link, meta: Mapping[str, Any]) -> None:
+        peer = link.peer
+        holder = next((m for m in (*self.members.values(), *self.newcomers) if m.rank == peer.rank), None)
+        if holder is not None and holder.instance != peer.instance and holder.link.silent_s < JUST_HEARD_S:
+            self.refuse(link, f"rank {peer.rank} is taken by {holder.name}; give this worker another rank")
+            return
+        try:
+            member = self._admit(link, meta)
+        except Refusal as why:
+            self.refuse(link, str(why))
+            return
+        if holder is not None:
+            holder.link.close("the same rank has joined again")
+            self._remove(holder, "joined again")
+        self.newcomers.append(member)
+
+    def _unlinked(self, link: Link, reason: str) -> None:
+        self._forget(link)
+        self.newcomers = [m for m in self.newcomers if m.link is not link]
+        member = self.members.get(link.peer.rank)
+        if member is not None and member.link is link:
+            self._remove(member, reason)
+
+    def _forget(self, link: Link) -> None:
+        """What still comes from this link is not listened to."""
+        if link in self._links:
+            self._links.discard(link)
+            self._past.add(link.traffic.bytes_sent, link.traffic.bytes_received)
+
+    # Changing the membership; the strategy decides when
+
+    def welcome(self, member: Member) -> None:
+        """A newcomer becomes a member."""
+        self.newcomers.remove(member)
+        self.epoch += 1
+        member.epoch = self.epoch
+        self.members[member.rank] = member
+        self.joined += 1
+        self._on_change("joined", member, "")
+        log.info("%s joined", member.name)
+
+    def evict(self, member: Member, reason: str) -> None:
+        """Put a member out: it must join again to take part. `get` tells that it is gone."""
+        self._remove(member, reason, what="evicted")
+        member.link.close(reason)
+
+    def _remove(self, member: Member, reason: str, *, what: str = "left") -> None:
+        self._forget(member.link)
+        if self.members.get(member.rank) is not member:
+            self.newcomers = [m for m in self.newcomers if m is not member]
+            return
+        del self.members[member.rank]
+        self.former.append(member)
+        self.epoch += 1
+        if member.report:  # it said good-bye
+            log.info("%s has left", member.name)
+        else:
+            self.lost += 1
+            log.warning("%s is gone: %s", member.name, reason)
+        self._news.append(Gone(member, reason))
+        self._on_change(what, member, reason)
+
+    def refuse(self, link: Link, reason: str) -> None:
+        """End a link whose peer does what it may not."""
+        self.refused[link.peer.name] += 1
+        log.warning("refused %s: %s", link.peer.name, reason)
+        self._forget(link)
+        link.send(Message(kind=Kind.REFUSE, meta={"reason": reason}))
+        link.close(reason)
+
+    # Sending
+
+    def in_order(self) -> list[Member]:
+        return [self.members[rank] for rank in sorted(self.members)]
+
+    def send(self, members: Iterable[Member], message: Message) -> None:
+        """To each of these. A link that has just ended drops it: the loss is told by `get`."""
+        for member in members:
+            member.link.send(message)
+
+    @property
+    def traffic(self) -> Traffic:
+        total = Traffic(self._past.bytes_sent, self._past.bytes_received)
+        for link in self._links:
+            total.add(link.traffic.bytes_sent, link.traffic.bytes_received)
+        return total
+
+    def wait_for_end(self, *, timeout_s: float) -> None:
+        """After STOP: until every member has left, with its report."""
+        deadline = time.monotonic() + timeout_s
+        while self.members and (left := deadline - time.monotonic()) > 0:
+            self.get(left)

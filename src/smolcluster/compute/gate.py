@@ -1,0 +1,34 @@
+"""Which gradients may count: finite ones, of a size like those before.
+
+One broken machine must not spoil the model of all. A gradient whose norm is not a number, or thousands of times the usual,
+is refused; who sent it is told and counted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+HISTORY = 64
+ENOUGH = 5
+
+
+class GradientGate:
+    def __init__(self, *, factor: float = 1000.0) -> None:
+        """Refuses norms above `factor` times the median of the last accepted ones, once there are a few."""
+        self.factor = factor
+        self._accepted: deque[float] = deque(maxlen=HISTORY)
+
+    def objection(self, norm: float) -> str | None:
+        """Why a gradient of this norm may not count; None when it may."""
+        if not math.isfinite(norm):
+            return f"its norm is {norm}"
+        if len(self._accepted) >= ENOUGH:
+            usual = statistics.median(self._accepted)
+            if norm > self.factor * max(usual, 1e-12):
+                return f"its norm is {norm:.3g}, {norm / max(usual, 1e-12):.3g} times the usual {usual:.3g}"
+        return None
+
+    def accept(self, norm: float) -> None:
+        self._accepted.append(norm)

@@ -1,0 +1,28 @@
+"""Who a process is to its peers: a new instance at every start, and the versions it runs."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import secrets
+
+import torch
+
+from smolcluster.comm.elastic.messages import Peer
+
+
+def new_peer(*, role: str, rank: int, host: str, run: str = "") -> Peer:
+    return Peer(role=role, rank=rank, host=host, instance=secrets.token_hex(8), run=run, versions=versions())
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(8)
+
+
+def versions() -> dict[str, str]:
+    return {
+        "smolcluster": importlib.import_module("smolcluster").__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }

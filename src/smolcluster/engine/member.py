@@ -1,0 +1,209 @@
+"""A worker on the elastic plane: it joins a server's run, takes part while it lives, and may come back.
+
+Everything but what belongs to this host (its device, its precision, where its data lies) comes from the server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from smolcluster.comm.elastic.line import Line, Stopped
+from smolcluster.comm.elastic.messages import Kind
+from smolcluster.comm.elastic.security import load_keyring
+from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.compute.device import peak_memory_bytes
+from smolcluster.config import public_dict
+from smolcluster.config.schema import Config
+from smolcluster.data.sampler import Sampler
+from smolcluster.engine.checks import OWN_TO_A_HOST, batch_size_on, check_same_config, is_automatic
+from smolcluster.engine.identity import new_peer
+from smolcluster.engine.loop import Loop
+from smolcluster.engine.reader import LeaseReader
+from smolcluster.engine.role import INTERRUPTED, Role
+from smolcluster.engine.server import layout_of, replica_sha256
+from smolcluster.errors import UserError
+from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
+from smolcluster.strategies.base import Context, Seat
+
+log = logging.getLogger(__name__)
+
+# What a machine may decide for itself.
+OWN_TO_A_MEMBER = OWN_TO_A_HOST | {
+    *("training.precision", "training.compile", "training.gradient_checkpointing"),
+    *("data.tokenizer_root", "data.download", "logging", "cluster", "task"),
+}
+
+
+class Member(Role):
+    """The methods are its phases, in order."""
+
+    def run(self) -> int:
+        try:
+            self._connect()
+        except Stopped:
+            self.line.close()
+            return INTERRUPTED
+        self._prepare()
+        self._build()
+        self._join()
+        try:
+            self.loop.run()
+        except Stopped:  # in the middle of a step
+            self.reader.stopped = True
+        return self._finish()
+
+    def _connect(self) -> None:
+        """Find the server and ask what is trained there."""
+        spec = self.spec
+        mine = self.config.cluster
+        self.transport = TcpTransport(
+            new_peer(role="worker", rank=spec.rank, host=spec.host),
+            keyring=load_keyring(mine.token, os.environ),
+            buffer_size=mine.buffer_size.get(spec.host),
+        )
+        self.line = Line(self.transport, spec.server, stop_requested=self.channel.stop_requested)
+        plan: dict[str, Any] | None = None
+        while plan is None:
+            message = self.line.get()
+            if message is not None and message.kind is Kind.PLAN:
+                plan = message.meta
+        self.transport.me = dataclasses.replace(self.transport.me, run=str(plan["run"]))
+        self.total_steps = int(plan["total_steps"])
+        self._adopt(plan["config"])
+        self.observer.emit(Phase(rank=spec.rank, name="connected"))
+
+    def _adopt(self, theirs: dict[str, Any]) -> None:
+        """The server's configuration, with this host's own values."""
+        if self.spec.config:
+            own = OWN_TO_A_MEMBER
+            check_same_config(theirs, public_dict(self.config), rank=self.spec.rank, own=own, first_is="the server")
+        config = Config.model_validate(theirs)
+        if self.spec.strategy not in ("", config.strategy.name):
+            raise UserError(
+                f"the server at {self.spec.server} runs the strategy {config.strategy.name} and this worker was started for "
+                f"{self.spec.strategy}; leave --strategy out, or start another server"
+            )
+        for name, value in self.spec.overrides.items():
+            *section, key = name.split(".")  # a task stands in no section
+            setattr(getattr(config, section[0]) if section else config, key, value)
+        if config.task is not None and not self.spec.config and "task" not in self.spec.overrides:
+            raise UserError(
+                f"the server trains a task of its own, {config.task}; code does not travel: "
+                "start this worker with a copy of that file, as worker RANK HOSTNAME --task FILE.py:Class"
+            )
+        config.task = self.spec.overrides.get("task") or self.config.task or config.task
+        config.cluster.token = self.config.cluster.token
+        self.config = config
+
+    def _prepare(self) -> None:
+        self._choose(lead=False)
+        self._load_task()
+
+    def _build(self) -> None:
+        spec, training = self.spec, self.config.training
+        seat = Seat(rank=spec.rank, node=spec.host, shard=spec.rank)
+        self.batch_size = batch_size_on(self.config, spec.host)
+        self.context = Context(
+            config=self.config,
+            seat=seat,
+            seats=[seat],
+            group=MemoryGroup.world(1)[0],
+            device=self.device,
+            total_steps=self.total_steps,
+            samples_per_step=[self.batch_size * training.grad_accumulation],
+            stop_requested=self.channel.stop_requested,
+            warn=self._warn,
+            line=self.line,
+        )
+        self.strategy = self.strategy_class(self.options, self.context)
+        self.strategy.setup(self.task)
+        self.reader = LeaseReader(Sampler(len(self.train_data), seed=training.seed or 0), self.strategy.lease)
+        self.loop = Loop(
+            strategy=self.strategy,
+            task=self.task,
+            context=self.context,
+            reader=self.reader,
+            train_data=self.train_data,
+            val_data=None,  # the server evaluates and saves
+            observer=self.observer,
+            saver=None,
+            host=spec.host,
+            info={},
+        )
+
+    def _join(self) -> None:
+        def ready() -> dict[str, Any]:
+            return {
+                "layout": layout_of(self.strategy.state().weights),
+                "samples": len(self.train_data),
+                "batch_size": self.batch_size * self.config.training.grad_accumulation,
+                "automatic": is_automatic(self.config, self.spec.host),
+                "step": self.reader.taken,
+                **self.strategy.introduction(),
+            }
+
+        started = self._started_event(
+            self.strategy,
+            rank=self.spec.rank,
+            world_size=self.config.cluster.num_workers or 1,
+            first_step=0,
+            steps=self.total_steps,
+            batch_size=self.batch_size,
+            global_batch=self.batch_size,
+        )
+        self._add_trackers(started, self.run_dir.path if self.spec.run_dir else Path())
+        self.observer.emit(started)
+        self.observer.add(_LineSink(self.line))
+        self.line.join = ready
+        self.line.send(Kind.JOIN, meta=ready())
+
+    def _finish(self) -> int:
+        """Say good-bye, with what this worker counted."""
+        loop, meter, traffic = self.loop, self.loop.meter, self.line.traffic
+        replica = {} if self.strategy.server_has_weights else {"weights_sha256": replica_sha256(self.strategy)}
+        self.line.send(
+            Kind.REPORT,
+            meta={
+                "role": "worker",
+                "step": loop.progress.step,
+                "samples": loop.progress.samples,
+                "tokens": loop.progress.tokens,
+                "own_steps": meter.steps,
+                "own_samples": meter.samples,
+                "own_tokens": meter.tokens,
+                "busy_s": meter.busy_s,
+                "loss": plain(meter.last_loss),  # NaN before the first step
+                "batch_samples": self.batch_size,
+                "bytes_sent": traffic.bytes_sent,
+                "bytes_received": traffic.bytes_received,
+                "staleness_sum": meter.staleness_sum,
+                "staleness_max": meter.staleness_max,
+                "stale_rejected": self.strategy.stale_rejected,
+                "peak_memory_bytes": peak_memory_bytes(self.device),
+                **replica,
+            },
+        )
+        self.line.close()
+        if self.reader.stopped:
+            return INTERRUPTED
+        self.observer.emit(Phase(rank=self.spec.rank, name="finished"))
+        return 0
+
+
+class _LineSink:
+    """Rows of this worker go to the server, which keeps the run's record."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepLogged):
+            self._line.send(Kind.EVENT, meta={"event": to_json(event)})
+
+    def close(self) -> None:
+        """The line is closed by its owner."""

@@ -1,0 +1,73 @@
+"""Where the loop gets its work from: the next step and the samples to read for it.
+
+StreamReader   a fixed world: this shard's part of every step, in order
+LeaseReader    the elastic plane: what the server lends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from smolcluster.comm.elastic.line import Lease, Stopped
+from smolcluster.data.leases import Range, indices
+from smolcluster.data.sampler import Indices, Sampler, ShardedSampler
+
+
+class Reader(Protocol):
+    def next(self, done: int) -> tuple[int, Indices] | None:
+        """The step after `done` steps and its samples; None when the run is over."""
+
+    @property
+    def position(self) -> int:
+        """How far all workers together have read the stream."""
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class StreamReader:
+    def __init__(self, sampler: ShardedSampler, *, total_steps: int) -> None:
+        self._sampler, self.total_steps = sampler, total_steps
+
+    def next(self, done: int) -> tuple[int, Indices] | None:
+        return (done + 1, self._sampler.next()) if done < self.total_steps else None
+
+    @property
+    def position(self) -> int:
+        return self._sampler.position
+
+    def state_dict(self) -> dict[str, int]:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+
+
+class LeaseReader:
+    def __init__(self, sampler: Sampler, lease: Callable[[], Lease | None]) -> None:
+        self._sampler, self._lease = sampler, lease
+        self.taken = 0  # the last step begun
+        self.stopped = False  # this worker was asked to leave
+
+    def next(self, done: int) -> tuple[int, Indices] | None:
+        try:
+            lease = self._lease()
+        except Stopped:
+            self.stopped = True
+            return None
+        if lease is None:
+            return None
+        self.taken = lease.step
+        return lease.step, indices(self._sampler, [Range(*r) for r in lease.ranges])
+
+    @property
+    def position(self) -> int:
+        raise AssertionError("the server knows")
+
+    def state_dict(self) -> dict[str, int]:
+        raise AssertionError("the server saves")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise AssertionError("the server resumes")

@@ -1,0 +1,99 @@
+"""Evaluation beside training: on a copy of the weights, on a thread of its own.
+
+One evaluation runs, one may wait; a newer one takes the place of the one that waits. So a slow machine evaluates less often and
+never holds up the workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.data.dataset import Dataset
+from smolcluster.engine.evaluate import evaluate
+from smolcluster.tasks.base import Task
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    step: int
+    weights: dict[str, Tensor]
+    then: Callable[[dict[str, float]], None]
+
+
+class Referee:
+    def __init__(self, model: nn.Module, task: Task, data: Dataset, *, device: torch.device) -> None:
+        self._model = copy.deepcopy(model).to(device)
+        self._task, self._data, self._device = task, data, device
+        self._changed = threading.Condition()
+        self._waiting: _Job | None = None
+        self._busy = self._closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="evaluation", daemon=True)
+        self._thread.start()
+
+    def submit(self, step: int, weights: dict[str, Tensor], then: Callable[[dict[str, float]], None]) -> None:
+        """Evaluate these weights, which are the referee's from now on; `then` gets the result on its thread."""
+        with self._changed:
+            self._raise()
+            if self._waiting is not None:
+                log.warning(
+                    "evaluation is slower than eval_steps: step %d is not evaluated, step %d is next",
+                    self._waiting.step,
+                    step,
+                )
+            self._waiting = _Job(step, weights, then)
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Until all that was submitted is evaluated."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or (self._waiting is None and not self._busy))
+            self._raise()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        training = self._task.config.training
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closed)
+                job, self._waiting = self._waiting, None
+                if job is None:
+                    return
+                self._busy = True
+            try:
+                self._model.load_state_dict(job.weights)
+                result = evaluate(
+                    self._model,
+                    self._task,
+                    self._data,
+                    group=MemoryGroup.world(1)[0],
+                    device=self._device,
+                    batch_size=training.batch_size or 1,
+                    max_batches=training.eval_batches,
+                )
+                job.then(result)
+            except Exception as error:  # noqa: BLE001 - told to whoever waits, on its own thread
+                self._error = error
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()

@@ -1,0 +1,161 @@
+"""What every process of a run has, whatever its role: its log, its observer, its task, its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smolcluster.compute.device import choose_device, share_cores
+from smolcluster.config import public_dict
+from smolcluster.config.schema import Config
+from smolcluster.data.dataset import as_dataset
+from smolcluster.engine.channel import Channel
+from smolcluster.engine.checkpoint import CheckpointStore
+from smolcluster.engine.checks import check_disk_space
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.saver import Saver
+from smolcluster.engine.snapshot import Snapshot, check_compatible
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.errors import UserError
+from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Progress, RunStarted, SampleText
+from smolcluster.observe.logs import log_path, setup_logging
+from smolcluster.observe.observer import NoticeHandler, Observer, Sink
+from smolcluster.strategies.base import Strategy
+from smolcluster.strategies.registry import find_strategy, read_options
+from smolcluster.tasks.find import find_task
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+
+
+class Role:
+    """One process of a run. Subclasses have `run`, which calls their phases in order."""
+
+    def __init__(self, spec: WorkerSpec, channel: Channel, sinks: list[Sink]) -> None:
+        self.spec, self.channel = spec, channel
+        self.config = Config.model_validate(spec.config)
+        self.observer = Observer(sinks)
+        self._handler = NoticeHandler(self.observer, rank=spec.rank if spec.role == "worker" else None)
+        logging.getLogger("smolcluster").addHandler(self._handler)
+        self.started = time.time()
+        if spec.run_dir:
+            self._log_to(RunDir(Path(spec.run_dir)))
+
+    def run(self) -> int:
+        raise NotImplementedError
+
+    def _log_to(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        spec = self.spec
+        path = log_path(run_dir.path, spec.role, spec.rank, spec.host)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        setup_logging(path, level=self.config.logging.level, role=spec.role, rank=spec.rank, host=spec.host)
+
+    # What is trained
+
+    def _choose(self, *, lead: bool) -> None:
+        """The device and the strategy."""
+        share_cores(self.spec.local_world_size)
+        self.device = choose_device(self.config.training.device, local_rank=self.spec.local_rank)
+        self.strategy_class = find_strategy(self.config.strategy.name, plane=self.spec.plane)
+        self.options, ignored = read_options(self.strategy_class, self.config.strategy)
+        if ignored and lead:
+            self._warn(f"strategy {self.strategy_class.name} does not use: {', '.join(ignored)}")
+
+    def _load_task(self) -> None:
+        self.task = find_task(self.config, progress=self._progress)
+        self.train_data = as_dataset(self.task.train_data())
+        val_data = self.task.val_data()
+        self.val_data = None if val_data is None else as_dataset(val_data)
+
+    # Checkpoints
+
+    def _make_saver(self, strategy: Strategy) -> Saver:
+        self.run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
+        state = strategy.state()
+        weights_bytes = sum(t.nbytes for t in state.weights.values())
+        check_disk_space(self.run_dir.path, need_bytes=3 * weights_bytes)
+        self.store = CheckpointStore(self.run_dir.checkpoints, keep=self.config.training.max_checkpoints_to_keep)
+        self.checkpoint: str | None = None
+
+        def saved(event: CheckpointSaved) -> None:
+            self.checkpoint = event.path
+            self.observer.emit(event)
+
+        def failed(event: CheckpointFailed) -> None:
+            log.error(
+                "the checkpoint of step %d could not be saved: %s", event.step, event.reason, extra={"event": event}
+            )
+            self.observer.emit(event)
+
+        def skipped(step: int, by: int) -> None:
+            log.warning("the disk is slower than checkpoint_steps: step %d is not saved, step %d is next", step, by)
+
+        return Saver(self.store, on_saved=saved, on_failed=failed, on_skipped=skipped)
+
+    def _read_checkpoint(self, source: Path, strategy: Strategy) -> Snapshot:
+        if (source / "manifest.json").is_file():
+            snapshot = CheckpointStore(source.parent, keep=1).load(source)
+        else:
+            found = CheckpointStore(source, keep=1).load_latest()
+            if found is None:
+                raise UserError(f"--resume: there is no checkpoint in {source}")
+            snapshot = found[1]
+        check_compatible(snapshot, strategy.state().weights)
+        return snapshot
+
+    # Telling
+
+    def _started_event(self, strategy: Strategy, *, rank: int, world_size: int, **fields: Any) -> RunStarted:
+        config = self.config
+        return RunStarted(
+            rank=rank,
+            role=self.spec.role,
+            host=self.spec.host,
+            run_dir=str(self.run_dir.path) if self.spec.run_dir or self.spec.plane == "mesh" else "",
+            task=self.task.name,
+            strategy=strategy.name,
+            algorithm=strategy.algorithm,
+            world_size=world_size,
+            device=str(self.device),
+            parameters=sum(p.numel() for p in strategy.model.parameters()),
+            learning_rate=config.training.learning_rate,
+            project_name=config.logging.project_name or "smolcluster",
+            config=public_dict(config),
+            **fields,
+        )
+
+    def _add_trackers(self, started: RunStarted, folder: Path) -> None:
+        if self.config.logging.tensorboard:
+            from smolcluster.observe.tensorboard import TensorBoardSink
+            from smolcluster.observe.tracking import run_name
+
+            self.observer.add(TensorBoardSink(folder / "tensorboard", run_name(started)))
+        if self.config.logging.wandb:
+            from smolcluster.observe.tracking import run_name
+            from smolcluster.observe.wandb import WandbSink
+
+            self.observer.add(WandbSink(started.project_name, run_name(started), run_dir=folder, config=started.config))
+
+    def _sample(self, strategy: Strategy) -> None:
+        model = strategy.model
+        model.eval()
+        try:
+            with torch.no_grad():
+                sample = self.task.sample(model)
+        except Exception as error:
+            log.warning("the task could not make a sample: %s: %s", type(error).__name__, error, exc_info=error)
+            return
+        if sample is not None:
+            self.observer.emit(SampleText(prompt=sample[0], text=sample[1]))
+
+    def _warn(self, message: str) -> None:
+        log.warning("%s", message)
+
+    def _progress(self, name: str, done: int, total: int | None) -> None:
+        self.observer.emit(Progress(name=name, done=done, total=total))

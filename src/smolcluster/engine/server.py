@@ -1,0 +1,561 @@
+"""The server of a run on the elastic plane: it admits workers, serves its strategy, and keeps the run's record.
+
+Evaluation and checkpoints happen here, beside serving. Every committed step is in the journal before anyone hears of it, so
+a server that is killed goes on where it was when it is started again in the same run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smolcluster.comm.elastic.mailbox import Mailbox
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.roster import Member, Refusal, Roster
+from smolcluster.comm.elastic.security import check_bind, load_keyring
+from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.elastic.transport import Link
+from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.compute.device import peak_memory_bytes
+from smolcluster.config import public_dict
+from smolcluster.data.leases import Leases
+from smolcluster.engine import history
+from smolcluster.engine.checks import batch_size_of, check_enough_samples
+from smolcluster.engine.identity import new_peer, new_run_id
+from smolcluster.engine.journal import Journal, JournalFull
+from smolcluster.engine.loop import due
+from smolcluster.engine.meter import Meter
+from smolcluster.engine.referee import Referee
+from smolcluster.engine.role import INTERRUPTED, Role
+from smolcluster.engine.snapshot import Snapshot
+from smolcluster.engine.summary import join_ranks, write_summary
+from smolcluster.engine.tensorfile import weights_sha256
+from smolcluster.errors import UserError
+from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, from_json
+from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
+from smolcluster.strategies.base import Commit, Context, Node, Office, State, StepReport, Strategy
+from smolcluster.strategies.elastic import pack_state, unpack_state
+
+log = logging.getLogger(__name__)
+
+EPOCHS = 1 << 16  # of one server: another begins at a multiple of it, beyond views that left no trace in the record
+GOODBYE_S = 5.0  # how long the last reports of the workers are waited for
+
+
+class Server(Role):
+    """The methods are its phases, in order."""
+
+    def run(self) -> int:
+        self._prepare()
+        self._build()
+        self._recover()
+        self._announce()
+        try:
+            self.strategy.serve()
+        finally:
+            if self.referee is not None:
+                self.referee.close()
+        return self._finish()
+
+    # What needs no worker
+
+    def _prepare(self) -> None:
+        spec, cluster, training = self.spec, self.config.cluster, self.config.training
+        self._choose(lead=True)
+        host, _, port = spec.server.rpartition(":")
+        keyring = load_keyring(cluster.token, os.environ)
+        check_bind(host, keyring)
+        self._load_task()
+        workers = cluster.num_workers or 1
+        self.batch_sizes = [batch_size_of(self.config, r) * training.grad_accumulation for r in range(workers)]
+        check_enough_samples(len(self.train_data), self.batch_sizes)
+        self.total_steps = training.steps or math.ceil(
+            (training.epochs or 1) * len(self.train_data) / sum(self.batch_sizes)
+        )
+        self.run_id = self._run_id()
+        self.me = new_peer(role="server", rank=workers, host=spec.host, run=self.run_id)
+        self.transport = TcpTransport(self.me, keyring=keyring, buffer_size=cluster.buffer_size.get(spec.host))
+        self.address = (host, int(port))
+
+    def _run_id(self) -> str:
+        path = self.run_dir.path / "run-id"
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_text().strip()
+        run_id = new_run_id()
+        path.write_text(run_id + "\n")
+        return run_id
+
+    def _build(self) -> None:
+        spec, training = self.spec, self.config.training
+        self.mailbox = Mailbox()
+        self.roster = Roster(
+            self.mailbox,
+            plan={"config": public_dict(self.config), "run": self.run_id, "total_steps": self.total_steps},
+            admit=self._admit,
+            on_event=self._on_event,
+            on_change=self._on_change,
+        )
+        self.office = Office(
+            roster=self.roster,
+            leases=Leases(),
+            expected=len(self.batch_sizes),
+            record=self._record,
+            committed=self._committed,
+            wants=self._wants,
+            arrived=self._arrived,
+        )
+        nodes = [Node(name=spec.host, batch_size=size) for size in self.batch_sizes]
+        seats = self.strategy_class.seats(self.options, nodes)
+        self.context = Context(
+            config=self.config,
+            seat=seats[-1],
+            seats=seats,
+            group=MemoryGroup.world(1)[0],
+            device=self.device,
+            total_steps=self.total_steps,
+            samples_per_step=self.batch_sizes,
+            stop_requested=self.channel.stop_requested,
+            warn=self._warn,
+            office=self.office,
+        )
+        self.strategy = self.strategy_class(self.options, self.context)
+        self.strategy.setup(self.task)
+        self.layout = layout_of(self.strategy.state().weights)
+        self.saver = self._make_saver(self.strategy) if training.checkpoint_steps != 0 else None
+        self.referee = (
+            None
+            if self.val_data is None
+            else Referee(self.strategy.model, self.task, self.val_data, device=self.device)
+        )
+        self.meter = Meter(self.device)
+        self.step = self.samples = self.tokens = 0
+        self.best_val_loss = math.inf
+        self.last_evaluation: dict[str, float] = {}
+        self._due: dict[int, StepLogged] = {}  # rows that wait for their evaluation
+
+    # Where it starts: its own journal, a checkpoint, or nothing
+
+    def _recover(self) -> None:
+        self.journal = Journal(self.run_dir.path / "journal")
+        self.history = history.History(self.run_dir.path / "history.jsonl")
+        recovered = self.journal.recover()
+        if recovered.meta is not None:
+            state = unpack_state(recovered.state, recovered.meta["numbers"]) if recovered.state else None
+            self._restore(state, recovered.meta)
+            self.office.fresh = False
+            for record in recovered.records:
+                self._replay(record.meta, record.payload)
+            lines = [record.meta["line"] for record in recovered.records]
+            self.history.reconcile(lines, next_step=self.step + 1)
+            self.observer.emit(Notice(level="WARNING", message=f"the server is back, at step {self.step}"))
+        elif self.spec.resume is not None:
+            self._resume(Path(self.spec.resume))
+            self.history.reconcile([], next_step=self.step + 1)
+        last = max(self.roster.epoch, self.history.epoch)
+        self.roster.epoch = last + EPOCHS - last % EPOCHS if last else 1
+        self.history.begin(
+            self.step + 1, epoch=self.roster.epoch, server=self.me.instance, data=self.office.leases.state_dict()
+        )
+        self.office.first_step = self.step
+        self._snapshot_journal(wait=True)
+
+    def _restore(self, state: State | None, meta: Mapping[str, Any]) -> None:
+        if state is not None:
+            self.strategy.load_state(state)
+        self.step, self.samples, self.tokens = int(meta["step"]), int(meta["samples"]), int(meta["tokens"])
+        self.roster.epoch = int(meta["epoch"])
+        self.office.leases = Leases.from_state(meta["leases"])
+        self._restore_agreement(meta)
+        best = meta.get("best_val_loss")
+        self.best_val_loss = math.inf if best is None else float(best)
+
+    def _replay(self, meta: Mapping[str, Any], gradient: Tensor | None) -> None:
+        line = meta["line"]
+        contributors = line["contributors"]
+        self.strategy.replay(Commit(step=int(line["step"]), contributors=contributors, gradient=gradient))
+        samples = sum(int(c["samples"]) for c in contributors)
+        self.step = int(line["step"])
+        self.samples += samples
+        self.tokens += samples * self.task.tokens_per_sample
+        self.roster.epoch = max(self.roster.epoch, int(line["epoch"]))
+        self.office.leases = Leases.from_state(line["data"])
+        self._restore_agreement(meta)
+
+    def _restore_agreement(self, meta: Mapping[str, Any]) -> None:
+        self.office.recent = {int(step): tuple(value) for step, value in meta.get("recent", {}).items()}
+        self.office.established = meta.get("established", [])
+
+    def _resume(self, source: Path) -> None:
+        snapshot = self._read_checkpoint(source, self.strategy)
+        if snapshot.step >= self.total_steps:
+            raise UserError(
+                f"the checkpoint is at step {snapshot.step} and the run ends at {self.total_steps}: nothing is left to train; "
+                "raise --steps or training.epochs"
+            )
+        sampler = snapshot.state["sampler"]
+        state = State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=snapshot.state["strategy"])
+        leases = {"position": sampler["position"], "holes": sampler.get("holes", [])}
+        samples = int(sampler["position"])
+        self._restore(
+            state,
+            {
+                "step": snapshot.step,
+                "samples": samples,
+                "tokens": samples * self.task.tokens_per_sample,
+                "epoch": 0,
+                "leases": leases,
+                "best_val_loss": snapshot.state.get("best_val_loss"),
+            },
+        )
+        dropped = truncate_metrics(self.run_dir.metrics, after_step=snapshot.step)
+        if self.saver is not None:
+            self.store.set_aside_after(snapshot.step)
+        extra = f"; {dropped} rows logged after it are dropped" if dropped else ""
+        self.observer.emit(Notice(level="INFO", message=f"resumed at step {snapshot.step}{extra}"))
+
+    def _snapshot_journal(self, *, wait: bool = False) -> None:
+        state = self.strategy.state()
+        meta = {
+            "numbers": state.numbers,
+            "step": self.step,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "epoch": self.roster.epoch,
+            "leases": self.office.leases.state_dict(),
+            "recent": {str(step): list(value) for step, value in self.office.recent.items()},
+            "established": list(self.office.established),
+            "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
+        }
+        try:
+            self.history.flush()
+        except OSError as error:  # its lines are kept in memory, and training goes on
+            log.error("%s", error)
+        self.journal.snapshot(meta, pack_state(state) if self.strategy.server_has_weights else {}, wait=wait)
+
+    def _announce(self) -> None:
+        started = self._started_event(
+            self.strategy,
+            rank=self.me.rank,
+            world_size=len(self.batch_sizes),
+            first_step=self.step,
+            steps=self.total_steps,
+            batch_size=0,
+            global_batch=sum(self.batch_sizes),
+        )
+        self.metrics = MetricsFile(self.run_dir.metrics)
+        self.observer.add(self.metrics)
+        self._add_trackers(started, self.run_dir.path)
+        self.observer.emit(started)
+        bound = self.transport.listen(*self.address, self.mailbox)
+        log.info("listening on %s, %d workers expected", bound, len(self.batch_sizes))
+        if self.channel.announce is not None:
+            self.channel.announce(int(bound.rpartition(":")[2]))
+        self.meter.start()
+
+    # Workers
+
+    def _admit(self, link: Link, meta: Mapping[str, Any]) -> Member:
+        """Who may take part; what cannot be is refused with both sides' values."""
+        peer, cluster = link.peer, self.config.cluster
+        if peer.role != "worker":
+            raise Refusal(f"a {peer.role} cannot join as a worker")
+        if cluster.workers and peer.host not in cluster.workers:
+            raise Refusal(f"host '{peer.host}' is not in cluster.workers; known: {', '.join(cluster.workers)}")
+        difference = _difference(self.layout, meta.get("layout"))
+        if difference:
+            raise Refusal(f"it built another model: {difference}")
+        if meta.get("samples") != len(self.train_data):
+            raise Refusal(
+                f"it has {meta.get('samples')} training samples and the server {len(self.train_data)}: "
+                "both need the same data and tokenizer"
+            )
+        size = meta.get("batch_size")
+        if not isinstance(size, int) or not 0 < size <= len(self.train_data):
+            raise Refusal(f"its batch size is {size!r}")
+        step = meta.get("step")
+        return Member(
+            rank=peer.rank,
+            link=link,
+            batch_size=size,
+            automatic=meta.get("automatic") is True,
+            step=step if isinstance(step, int) and step >= 0 else 0,
+            address=str(meta.get("address", ""))[:128],
+            said=dict(meta),
+        )
+
+    def _on_event(self, member: Member, meta: Mapping[str, Any]) -> None:
+        """A worker's row goes into the run's record."""
+        with contextlib.suppress(ValueError):
+            event = from_json(str(meta.get("event", "")))
+            if isinstance(event, StepLogged) and event.rank == member.rank:
+                self.metrics.handle(event)
+
+    def _on_change(self, what: str, member: Member, reason: str) -> None:
+        self.history.member(what, rank=member.rank, instance=member.instance, epoch=self.roster.epoch, reason=reason)
+        if what != "joined" and not member.report:
+            self.observer.emit(Notice(level="WARNING", message=f"{member.name} is gone: {reason}; training goes on"))
+
+    # Steps
+
+    def _record(self, commit: Commit) -> None:
+        """In the journal first: that is what makes it count."""
+        line = history.Commit(
+            step=commit.step,
+            epoch=self.roster.epoch,
+            server=self.me.instance,
+            contributors=[history.Contribution.model_validate(c) for c in commit.contributors],
+            data=history.Data.model_validate(self.office.leases.state_dict()),
+        )
+        self._append({"line": line.fields(), **commit.numbers}, commit.gradient)
+        self._restore_agreement(commit.numbers)
+        self.history.add(line)
+
+    def _append(self, meta: dict[str, Any], gradient: Tensor | None) -> None:
+        """A step that cannot be recorded is not committed: training waits for room, loudly."""
+        told = -math.inf
+        while True:
+            try:
+                self.journal.append(meta, gradient)
+                return
+            except JournalFull as error:
+                if self.channel.stop_requested():
+                    raise
+                if time.monotonic() - told > 30:
+                    log.error("training stands still: %s", error)
+                    told = time.monotonic()
+                time.sleep(0.5)
+
+    def _committed(self, report: StepReport) -> None:
+        """Log, evaluate and save where it is due; serving goes on meanwhile."""
+        self.meter.stop()
+        self.step += 1
+        self.samples += report.samples
+        self.tokens += report.tokens
+        self.meter.add(report, step_s=0.0)
+        if self._wants(self.step):
+            self._due[self.step] = self._row()
+            if self.strategy.server_has_weights:
+                self._arrived(self.step)
+        elif self.step == 1 or self.step % self.config.logging.log_interval == 0:
+            self.observer.emit(self._row())
+        if self.journal.should_snapshot:
+            self._snapshot_journal()
+        self.meter.start()
+
+    def _wants(self, step: int) -> bool:
+        return step == self.total_steps or self._to_evaluate(step) or self._to_save(step)
+
+    def _to_evaluate(self, step: int) -> bool:
+        return self.referee is not None and (step == self.total_steps or due(step, self.config.training.eval_steps))
+
+    def _to_save(self, step: int) -> bool:
+        every = self.config.training.checkpoint_steps
+        return every != 0 and (step == self.total_steps or due(step, every))
+
+    def _arrived(self, step: int) -> None:
+        """The state after this step is in the strategy: evaluate it, save it."""
+        row = self._due.pop(step, None)
+        if row is None:
+            return
+        final = step == self.total_steps
+        if self._to_evaluate(step):
+            self._evaluate(row, save=self._to_save(step), final=final)
+            return
+        self.observer.emit(row)
+        if self._to_save(step):
+            self._save(self._snapshot(step), best=False, final=final)
+
+    def _row(self, **fields: Any) -> StepLogged:
+        traffic = self.roster.traffic
+        row = self.meter.row()
+        row["samples"], row["tokens"] = self.samples, self.tokens
+        return StepLogged(
+            step=self.step,
+            rank=self.me.rank,
+            role="server",
+            host=self.spec.host,
+            time=time.time(),
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            staleness_max=self.meter.staleness_max,
+            stale_rejected=self.strategy.stale_rejected,
+            **row,
+            **fields,
+        )
+
+    def _evaluate(self, row: StepLogged, *, save: bool, final: bool) -> None:
+        assert self.referee is not None
+        snapshot = self._snapshot(row.step)
+        weights = {name: tensor.clone() for name, tensor in snapshot.weights.items()}
+
+        def then(result: dict[str, float]) -> None:
+            improved = result["val_loss"] < self.best_val_loss
+            self.best_val_loss = min(result["val_loss"], self.best_val_loss)
+            self.last_evaluation = result
+            self.observer.emit(_with(row, result))
+            if improved or save:
+                snapshot.metrics.update(result)
+                snapshot.state["best_val_loss"] = self.best_val_loss if math.isfinite(self.best_val_loss) else None
+                self._save(snapshot, best=improved, final=final)
+
+        self.referee.submit(row.step, weights, then)
+
+    def _snapshot(self, step: int) -> Snapshot:
+        state = self.strategy.state()
+        copy = self.saver.snapshot_tensors if self.saver is not None else _clone
+        leases = self.office.leases.state_dict()
+        return Snapshot(
+            step=step,
+            weights=copy(state.weights),
+            optimizer=copy(state.optimizer),
+            state={
+                "strategy": dict(state.numbers),
+                "sampler": {**leases, "seed": self.config.training.seed or 0, "num_samples": len(self.train_data)},
+                "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
+            },
+            metrics=dict(self.last_evaluation),
+            info={
+                "task": self.task.name,
+                "strategy": self.strategy.name,
+                "world_size": len(self.batch_sizes),
+                "torch": torch.__version__,
+            },
+        )
+
+    def _save(self, snapshot: Snapshot, *, best: bool, final: bool) -> None:
+        if self.saver is None:
+            return
+        broken = [n for n, t in snapshot.weights.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+        if broken:
+            log.error("step %d is not saved: %s has NaN or infinite values", snapshot.step, broken[0])
+            return
+        self.saver.submit(snapshot, best=best, final=final)
+
+    # The end
+
+    def _finish(self) -> int:
+        interrupted = self.step < self.total_steps
+        if self.meter.unlogged:
+            self.observer.emit(self._row())
+        if interrupted and self.saver is not None and self.step > 0:
+            self._save(self._snapshot(self.step), best=False, final=True)
+        stayed = self.roster.in_order()
+        goodbye = Message(kind=Kind.STOP, meta={"reason": "interrupted" if interrupted else "finished"})
+        self.roster.send(stayed, goodbye)
+        self.roster.wait_for_end(timeout_s=GOODBYE_S)
+        self.roster.send(self.roster.newcomers, goodbye)  # they came too late to take part
+        if self.saver is not None:
+            self.saver.close()
+        agree = None if interrupted else self._replicas_agree(stayed)
+        summary = self._summary("interrupted" if interrupted else "finished", replicas_agree=agree)
+        try:
+            write_summary(self.run_dir.summary, summary)
+        except OSError as error:
+            log.error("%s could not be written: %s", self.run_dir.summary, error.strerror or error)
+        self.journal.close()
+        self.history.close()
+        if not interrupted:
+            self._sample(self.strategy)
+            shutil.rmtree(self.journal.folder, ignore_errors=True)
+        self.observer.emit(RunFinished(summary=summary))
+        self.observer.emit(Phase(rank=self.me.rank, name="finished"))
+        self.transport.close()
+        return INTERRUPTED if interrupted else 0
+
+    def _summary(self, status: str, **fields: Any) -> dict[str, Any]:
+        traffic, meter = self.roster.traffic, self.meter
+        mine = {
+            "role": "server",
+            "step": self.step,
+            "samples": 0,
+            "tokens": 0,
+            "own_steps": 0,
+            "own_samples": meter.samples,
+            "own_tokens": meter.tokens,
+            "busy_s": meter.busy_s,
+            "loss": 0.0,
+            "batch_samples": 0,
+            "bytes_sent": traffic.bytes_sent,
+            "bytes_received": traffic.bytes_received,
+            "staleness_sum": 0,
+            "staleness_max": 0,
+            "stale_rejected": 0,
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+        }
+        final = self.strategy.state().weights
+        return join_ranks(
+            [mine],
+            status=status,
+            strategy=self.strategy.name,
+            workers=len(self.batch_sizes),
+            world_size=len(self.batch_sizes) + 1,
+            samples=self.samples,
+            tokens=self.tokens,
+            train_loss=meter.last_loss,
+            staleness_mean=meter.staleness_sum / meter.steps if meter.steps else 0.0,
+            staleness_max=meter.staleness_max,
+            stale_rejected=self.strategy.stale_rejected,
+            refused=dict(self.roster.refused),
+            members_lost=self.roster.lost,
+            members_joined=self.roster.joined,
+            wall_s=time.time() - self.started,
+            **{k: self.last_evaluation.get(k) for k in ("val_loss", "val_accuracy", "val_ppl")},
+            weights_sha256=weights_sha256(final),
+            checkpoint=self.checkpoint if self.saver is not None else None,
+            run_dir=str(self.run_dir.path),
+            **fields,
+        )
+
+    def _replicas_agree(self, members: Sequence[Member]) -> bool | None:
+        """Whether those who stayed to the end have the same weights; None where replicas may differ."""
+        if self.strategy.server_has_weights:
+            return None
+        ours = replica_sha256(self.strategy)
+        said = {m.name: m.report["weights_sha256"] for m in members if m.report.get("weights_sha256")}
+        different = sorted(name for name, theirs in said.items() if theirs != ours)
+        if different:
+            log.error(
+                "the replicas differ at the end: %s against %s here; please report this",
+                ", ".join(f"{name} has {str(said[name])[:16]}" for name in different),
+                ours[:16],
+            )
+        return not different
+
+
+def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:
+    """Name, type and shape of every tensor: what two sides must agree on."""
+    return [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in weights.items()]
+
+
+def replica_sha256(strategy: Strategy) -> str:
+    """Of the weights that all replicas share. Buffers are not among them: running means are each worker's own."""
+    own = {name for name, _ in strategy.model.named_buffers()}
+    return weights_sha256({n: t.cpu() for n, t in strategy.state().weights.items() if n not in own})
+
+
+def _difference(ours: list[list[Any]], theirs: Any) -> str:
+    if not isinstance(theirs, list) or len(theirs) != len(ours):
+        return f"{len(theirs) if isinstance(theirs, list) else 'no'} tensors where the server has {len(ours)}"
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine != other:
+            return f"{other} where the server has {mine}"
+    return ""
+
+
+def _with(row: StepLogged, result: dict[str, Any]) -> StepLogged:
+    return dataclasses.replace(row, **result)
+
+
+def _clone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

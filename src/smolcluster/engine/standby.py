@@ -1,0 +1,17 @@
+"""A process in waiting: what a server or a worker will need is imported, nothing is opened. Its first line makes it one.
+
+`python -m smolcluster.engine.standby` is `smolcluster.engine.process` for the elastic plane. The launcher starts workers
+before it knows where their server listens, and keeps a second server ready to take the place of one that dies.
+"""
+
+import torch._dynamo  # noqa: F401 - optimizers import it when they are made: a second, or several on a busy machine
+
+import smolcluster.engine.member
+import smolcluster.engine.server
+import smolcluster.strategies.edp
+import smolcluster.strategies.syncps
+import smolcluster.tasks.gpt  # noqa: F401
+from smolcluster.engine.process import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""One worker that joins a server's run, started by a person on each machine.
+
+Nothing here imports torch until the worker runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smolcluster.config import load_config, resolve
+from smolcluster.config.names import known_keys
+from smolcluster.config.schema import Config
+from smolcluster.engine.checks import OWN_TO_A_HOST
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.errors import UserError, WorkerFailed, suggest
+from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.launch.prepare import absolute_task
+from smolcluster.observe.logs import log_path, setup_logging
+from smolcluster.observe.observer import Sink
+from smolcluster.strategies.registry import check_name
+
+# Configuration keys that a worker may set for its own machine. Everything else is the server's to say.
+OWN_KEYS = OWN_TO_A_HOST | {
+    *("training.precision", "training.compile", "training.gradient_checkpointing"),
+    *("data.tokenizer_root", "data.download"),
+    *(key for key in known_keys() if key.startswith("logging.")),
+}
+
+
+def worker_spec(
+    rank: int,
+    host: str,
+    *,
+    server: str | None = None,
+    sources: Sequence[str] = (),
+    task: str | None = None,
+    strategy: str | None = None,
+    batch_size: int | None = None,
+    overrides: Sequence[str] = (),
+    sets: Mapping[str, Any] | None = None,
+) -> WorkerSpec:
+    """What a worker is told at its start. `sets` are keys of its own, by dotted name.
+
+    With configuration files the worker compares them with the server's; without any it takes all from the server.
+    """
+    own_sets = dict(sets or {})
+    said = load_config(sources, overrides=overrides, sets=own_sets | ({"strategy.name": strategy} if sources else {}))
+    resolved: dict[str, Any] = {}
+    if sources:
+        config = resolve(said)
+        resolved = config.model_dump(mode="json")
+        _check_host(config, rank, host)
+        server = server or _server_of(config)
+    else:
+        _check_own(said)
+    if server is None:
+        raise UserError("where is the server? Give --server HOST:PORT, as the server prints it when it starts")
+    _check_address(server)
+    own = _own_values(said)
+    if batch_size is not None:
+        own["cluster.batch_size"] = {host: batch_size}
+    if task is not None:
+        own["task"] = absolute_task(task)
+    return WorkerSpec(
+        config=resolved,
+        rank=rank,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        host=host,
+        run_dir="",
+        plane="elastic",
+        server=server,
+        overrides=own,
+        strategy=check_name(strategy) if strategy is not None else "",
+    )
+
+
+def _check_host(config: Config, rank: int, host: str) -> None:
+    cluster = config.cluster
+    known = cluster.workers or sorted(set(cluster.host_ip) - {cluster.server})
+    if known and host not in known:
+        raise UserError(f"'{host}' is not among the workers of this configuration; {suggest(host, known)}")
+    most = cluster.num_workers or 1
+    if rank > most:
+        raise UserError(f"rank {rank} is too high: this configuration has {most} workers, from 0 or from 1 on")
+
+
+def _server_of(config: Config) -> str | None:
+    """`host_ip[server]:port`, where the cluster file says so."""
+    cluster = config.cluster
+    address = cluster.host_ip.get(cluster.server or "")
+    return f"{address}:{cluster.port}" if address else None
+
+
+def _check_address(server: str) -> None:
+    host, colon, port = server.rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+        raise UserError(f"--server '{server}' is not HOST:PORT, such as 192.168.1.10:65432")
+
+
+def _said_keys(config: Config) -> list[str]:
+    """The dotted names of all that was said in files, overrides and flags."""
+    return [
+        key
+        for key in known_keys()
+        for section, _, name in [key.rpartition(".")]
+        if name in (getattr(config, section) if section else config).model_fields_set
+    ]
+
+
+def _check_own(config: Config) -> None:
+    for key in _said_keys(config):
+        if key not in OWN_KEYS:
+            raise UserError(
+                f"--override: {key} is the server's to say, and reaches this worker from there; "
+                f"here may be set: {', '.join(sorted(OWN_KEYS))}"
+            )
+
+
+def _own_values(config: Config) -> dict[str, Any]:
+    plain = config.model_dump(mode="json")
+    values: dict[str, Any] = {}
+    for key in _said_keys(config):
+        if key in OWN_KEYS:
+            section, _, name = key.partition(".")
+            values[key] = plain[section][name]
+    return values
+
+
+def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> int:
+    """Be that worker, in this process, until the run is over. Returns 0; raises when it is refused, stopped or fails."""
+    from smolcluster.engine.channel import SignalChannel
+    from smolcluster.engine.process import run_worker
+
+    channel = SignalChannel()
+    file = log_path("", spec.role, spec.rank, spec.host).name
+    level = spec.overrides.get("logging.level", "INFO")
+    setup_logging(
+        None if log_dir is None else log_dir / file, level=level, role=spec.role, rank=spec.rank, host=spec.host
+    )
+    logging.getLogger("smolcluster.comm.elastic.tcp").addFilter(_Visible())
+    outcome = Outcome()
+    status = run_worker(spec, channel, [outcome, *sinks])
+    failed = outcome.failed
+    if status == 0:
+        return 0
+    if failed is None:
+        raise Interrupted("interrupted; the run goes on without this worker")
+    if failed.kind == "user":
+        raise UserError(failed.message)
+    raise WorkerFailed(f"worker {spec.rank} failed: {failed.message}\n{failed.traceback}".rstrip())
+
+
+class _Visible(logging.Filter):
+    """While there is no server, what the transport notes in its log is what the person before the screen wants to know."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("waiting for a peer"):
+            record.msg = record.msg.replace("a peer", "the server", 1)
+            record.levelno = logging.WARNING  # so that it is shown; by name it stays what it is
+        return True

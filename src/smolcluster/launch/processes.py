@@ -1,0 +1,177 @@
+"""The processes of a run on this machine: started, told, listened to, ended. Nothing here imports torch.
+
+Each is `python -m smolcluster.engine.process`: it gets its orders as JSON lines on standard input, the first of which is its
+`WorkerSpec`, and tells what happens as events on standard output. What it prints besides goes to its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.errors import UserError
+from smolcluster.launch.outcome import Interrupted
+from smolcluster.observe.events import Event, Failed, Notice, from_json
+from smolcluster.observe.logs import log_path, tail
+
+WORKER_MARK = "SMOLCLUSTER_WORKER"  # in the environment of every process of a run
+GRACE_S = 2.0  # between asking a process to end and ending it
+STOP = '{"op": "stop"}'
+
+# Ctrl-C in a terminal reaches every process of its group. Workers are in groups of their own: only the launcher acts on it.
+_APART: dict[str, Any] = {"process_group": 0}
+if sys.platform == "win32":
+    _APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process, and what it has said of its end."""
+
+    role: str
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    failed: Failed | None = None
+    finished: bool = False  # it said so itself; an exit status alone proves nothing
+    died: float | None = None
+
+    @property
+    def name(self) -> str:
+        return "the server" if self.role == "server" else f"worker rank {self.rank}"
+
+
+# Events of all processes in one queue; None ends a process's. What comes from nobody is the user's wish to stop.
+Inbox = queue.SimpleQueue[tuple[Child | None, Event | None]]
+
+
+def refuse_inside_a_worker() -> None:
+    if WORKER_MARK in os.environ:
+        raise UserError(
+            "a worker tried to start workers of its own: it imports the file that your task is in, and that file calls train; "
+            'put the call under: if __name__ == "__main__":'
+        )
+
+
+def spawn(spec: WorkerSpec, inbox: Inbox, *, module: str = "smolcluster.engine.process") -> Child:
+    """Start the process for this seat and listen to it. It imports and waits; `tell` it its spec to set it going."""
+    log = log_path(spec.run_dir, spec.role, spec.rank, spec.host)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", WORKER_MARK: str(spec.rank)},
+            **_APART,
+        )
+    child = Child(spec.role, spec.rank, process, log)
+    threading.Thread(target=_read, args=(child, inbox), daemon=True, name=f"events of {child.name}").start()
+    return child
+
+
+def tell(child: Child, line: str) -> None:
+    """A process that is already gone is noticed elsewhere."""
+    assert child.process.stdin is not None
+    with contextlib.suppress(OSError):
+        child.process.stdin.write(line.encode() + b"\n")
+        child.process.stdin.flush()
+
+
+def _read(child: Child, inbox: Inbox) -> None:
+    """One thread per process: its standard output, line by line; the end of it is None."""
+    assert child.process.stdout is not None
+    with contextlib.suppress(ValueError):  # closed at the end of the run, while we were reading
+        for line in child.process.stdout:
+            with contextlib.suppress(ValueError):  # a torn last line of a killed process
+                inbox.put((child, from_json(line.decode(errors="replace"))))
+    inbox.put((child, None))
+
+
+@contextlib.contextmanager
+def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[list[int]]:
+    """The first Ctrl-C or SIGTERM is a notice from nobody in the inbox; the second ends all. Yields those that came."""
+    came: list[int] = []
+
+    def on_signal(number: int, _frame: object) -> None:
+        came.append(number)
+        if len(came) == 1:
+            message = "stopping after this step and saving; once more to stop at once"
+            inbox.put((None, Notice(level="WARNING", message=message)))
+        else:
+            for child in children():
+                child.process.kill()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def why_it_ended(child: Child) -> str:
+    """In a few words: its own, or what its exit status tells."""
+    status, failed = child.process.returncode, child.failed
+    if failed is not None:
+        return failed.message if failed.kind != "peer" else f"lost another rank: {failed.message}"
+    if status is not None and status < 0:
+        return f"killed by {_signal_name(-status)}"
+    if status in (0, Interrupted.exit_code):
+        return f"left in the middle of the run, with status {status}"
+    return f"exited with status {status}"
+
+
+def last_lines(child: Child) -> str:
+    """Its traceback, or the end of its log; each line marked and after a line break."""
+    failed = child.failed
+    lines = (failed.traceback.rstrip().splitlines() if failed and failed.traceback else tail(child.log, 12))[-12:]
+    return "".join(f"\n  | {line}" for line in lines)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def end_all(children: Iterable[Child], *, grace_s: float) -> None:
+    """Nothing is left running: ask, wait a little, end."""
+    children = list(children)
+    running = [child for child in children if child.process.poll() is None]
+    for child in running:
+        child.process.terminate()
+    wait_for(running, within_s=grace_s)
+    for child in running:
+        if child.process.poll() is None:
+            child.process.kill()
+            child.process.wait()
+    for child in children:
+        for stream in (child.process.stdin, child.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+def wait_for(children: Iterable[Child], *, within_s: float) -> None:
+    """Until they have ended, or the time is over."""
+    deadline = time.monotonic() + within_s
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(timeout=max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,315 @@
+"""What the strategies without a parameter server share on the elastic plane: views, leases and the agreement on each step.
+
+Gradients travel between the workers. A coordinator, which holds no weights, says who takes part and which steps count:
+
+    worker                                        coordinator
+      reduce step s with the members of the view
+      DONE(s): I hold the result          ----->  when all members of the view have said so, and no gradient is absurd:
+                                                  record that step s counts, with these samples
+      apply step s                        <-----  COMMIT(s), and the lease of a later step
+
+A result is applied only after its COMMIT, so that all replicas apply the same sequence, whatever is lost. When a member dies
+or joins there is a new VIEW: results without a COMMIT are thrown away and those steps are reduced again, from the gradients
+the survivors still hold. A gradient that does not count (not finite, absurd) is left out in the same way. Messages of an
+older view are dropped. Only the side of a cut network that has the coordinator can commit.
+
+A newcomer gets weights and optimizer state from a member, or from the coordinator at the start of a run, and adds nothing to
+the steps that the others have already computed.
+
+The coordinator's record survives it. When it is started again the workers come back with what they hold; a step whose COMMIT
+was recorded and not heard is applied from the result they kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from smolcluster.comm.elastic.group import ElasticGroup
+from smolcluster.comm.elastic.line import Lease
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.peers import Peers
+from smolcluster.comm.elastic.view import Member as Seated
+from smolcluster.comm.elastic.view import View, ViewChanged
+from smolcluster.comm.group import PeerLost
+from smolcluster.compute.replica import Batch
+from smolcluster.compute.timing import Span
+from smolcluster.errors import SmolclusterError
+from smolcluster.strategies.base import Commit, Options, StepReport
+from smolcluster.strategies.coordinator import Coordinator
+from smolcluster.strategies.elastic import Elastic, unpack_state
+from smolcluster.tasks.base import Task
+
+log = logging.getLogger(__name__)
+
+STATE_POLL_S = 0.2
+
+
+class CoordinatedOptions(Options):
+    staleness_bound: int = Field(0, ge=0, description="steps in flight; 0 is synchronous")
+    on_stale: Literal["drop", "stop"] = Field(
+        "drop", description="for gradients that come too late to count: drop them, or stop this worker"
+    )
+    bucket_mb: float = Field(25.0, gt=0, description="gradients travel in buckets of this size")
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step that is computed and not yet applied."""
+
+    step: int
+    slot: int
+    samples: int  # 0: a step of the others, to which this worker adds nothing
+    epoch: int = -1  # of the view it is reduced in
+    loss: float = 0.0
+    compute_s: float = 0.0
+    reported: bool = False
+
+
+class Reduction(ABC):
+    """How a step is summed over the members and applied: what the strategies differ in."""
+
+    @abstractmethod
+    def formed(self, group: ElasticGroup, view: View, established: Sequence[str | None]) -> None:
+        """Reduce in the group of this view from now on.
+
+        `established` are the instances of the last view that committed a step, in its order; None where what a member held
+        then is lost. Every member of the new view calls this. May raise ViewChanged.
+        """
+
+    @abstractmethod
+    def compute(self, batch: Batch, flight: Flight) -> Tensor:
+        """My gradient, and start to reduce it. Returns the loss."""
+
+    @abstractmethod
+    def restart(self, flight: Flight, *, zero: bool) -> None:
+        """Reduce it again, in the present group; `zero`: without a part of mine."""
+
+    @abstractmethod
+    def reduced(self, flight: Flight, *, wait: bool) -> bool:
+        """Whether its result is there; with `wait`, return only then. Raises ViewChanged."""
+
+    @abstractmethod
+    def norms(self, flight: Flight) -> tuple[float, float]:
+        """The norm of my own gradient, and of what I hold of the sum."""
+
+    @abstractmethod
+    def apply(self, flight: Flight, *, samples: int, norm: float) -> None:
+        """Take the step: its sum, divided by all its samples, then has this norm."""
+
+    def complete(self) -> None:  # noqa: B027 - nothing is missing by default
+        """After `apply`: everybody has the weights of this step. May raise ViewChanged."""
+
+    @abstractmethod
+    def upload(self, *, first: bool) -> dict[str, Tensor]:
+        """This member's part of the run's state; `first` for one of the members."""
+
+
+class Coordinated(Elastic):
+    options: CoordinatedOptions
+    reduction: Reduction  # a worker's
+    server_has_weights: ClassVar[bool] = False
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self.num_slots = self.options.staleness_bound + 1
+        if self.context.line is not None:
+            state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
+            self._peers = Peers(self._line.transport, limit_bytes=max(256 << 20, state_bytes))
+            self._group: ElasticGroup | None = None
+            self._address = self._peers.listen(self._line.own_host, 0)
+            self._peers.on_lost(lambda member, reason: self._suspect(member.rank, reason))
+            # Nobody waits any longer for members that are gone, or for a step that nobody can commit.
+            self._void_before = 0.0  # views older than this epoch are over
+            self._line.at_once(Kind.VIEW, lambda epoch: self._void(epoch, "there is a new view"))
+            self._line.at_once(None, lambda _: self._void(math.inf, "the coordinator is away"))
+            self._flights: deque[Flight] = deque()
+            self._norm: Tensor | None = None
+
+    # The worker
+
+    def introduction(self) -> dict[str, Any]:
+        held = [[flight.step, flight.epoch] for flight in self._flights if flight.reported]
+        return {"address": self._address, "updates": self.replica.updates, "held": held}
+
+    def lease(self) -> Lease | None:
+        while not self._over:
+            self._advance(wait=False)
+            if self._line.leases and self._group is not None:
+                return self._line.leases.popleft()
+            if not self._over:
+                self._advance(wait=True)
+        return None
+
+    def step(self, batch: Batch) -> StepReport:
+        rate, staleness = self.replica.learning_rate, batch.step - 1 - self.replica.updates
+        self._norm = None
+        flight = Flight(batch.step, batch.step % self.num_slots, batch.samples, epoch=self._epoch)
+        self._flights.append(flight)
+        started = time.perf_counter()
+        loss = self.reduction.compute(batch, flight)
+        flight.loss = float(loss)
+        flight.compute_s = time.perf_counter() - started
+
+        comm = Span(self.context.device)
+        while len(self._flights) > self.options.staleness_bound and not self._over:
+            self._advance(wait=True)
+        comm.end()
+        return StepReport(
+            loss=loss,
+            grad_norm=self._norm,
+            learning_rate=rate,
+            samples=batch.samples,
+            tokens=batch.tokens,
+            staleness=staleness,
+            comm=comm,
+        )
+
+    def _advance(self, *, wait: bool) -> None:
+        """Report the oldest result, and act on what the coordinator says. With `wait`, until something has happened."""
+        flight = next((flight for flight in self._flights if not flight.reported), None)
+        if flight is not None:
+            try:
+                # Only the oldest is waited for: another may need what the others do after the commit of the oldest.
+                if self.reduction.reduced(flight, wait=wait and flight is self._flights[0]):
+                    self._report(flight)
+                    wait = False
+            except ViewChanged:
+                wait = True  # the next view is on its way
+        while (message := self._line.get(None if wait else 0)) is not None:
+            self._hear(message)
+            wait = False
+
+    def _report(self, flight: Flight) -> None:
+        mine, held = self.reduction.norms(flight)
+        flight.reported = True
+        # As text: JSON has no NaN, and all must read the same number.
+        meta = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.loss), "compute_s": flight.compute_s}
+        log.debug("hold the result of step %d in view %d", flight.step, self._epoch)
+        self._line.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
+
+    def _hear(self, message: Message) -> None:
+        super()._hear(message)
+        match message.kind:
+            case Kind.VIEW:
+                self._regroup(message)
+            case Kind.COMMIT if self._flights and message.step == self._flights[0].step:
+                self._take_step(samples=int(message.meta["samples"]), norm=float(message.meta["norm"]))
+            case Kind.PULL:
+                self._upload(message.step, first=bool(message.meta["first"]))
+            case _:
+                pass
+
+    def _take_step(self, *, samples: int, norm: float) -> None:
+        """The oldest step in flight is committed."""
+        flight = self._flights.popleft()
+        if samples == 0:  # no gradient of it was fit to count
+            self.replica.updates += 1
+            return
+        self.reduction.apply(flight, samples=samples, norm=norm)
+        self._norm = torch.tensor(norm)
+        try:
+            self.reduction.complete()
+        except ViewChanged:
+            pass  # completed when the next view is formed
+
+    def _void(self, epoch: float, why: str) -> None:
+        """On the transport's thread."""
+        self._void_before = max(self._void_before, epoch)
+        if self._group is not None:
+            self._group.abort(ViewChanged(why))
+
+    def _enter(self, welcome: Message) -> None:
+        """Take part again: with what I hold if it leads to the committed step, else with somebody's state."""
+        for step, (epoch, samples, norm) in sorted((int(s), v) for s, v in welcome.meta.get("recent", {}).items()):
+            flight = self._flights[0] if self._flights else None
+            if flight is not None and flight.reported and (flight.step, flight.epoch) == (step, epoch):
+                self._take_step(samples=samples, norm=norm)
+        if self._flights:
+            computed = sum(flight.samples > 0 for flight in self._flights)
+            self.stale_rejected += computed
+            self._flights.clear()
+            if computed and self.options.on_stale == "stop":
+                raise SmolclusterError("this worker's gradients came too late to count, and on_stale is stop")
+        self._void_before = welcome.epoch
+        super()._enter(welcome)
+
+    def _regroup(self, message: Message) -> None:
+        """Start again, in this view, what was not committed in the last."""
+        meta, me = message.meta, self.context.seat.rank
+        view = View.from_meta(meta["view"])
+        ranks, steps = [member.rank for member in view.members], [flight.step for flight in self._flights]
+        log.debug("view %d: members %s from step %d on; in flight here: %s", view.epoch, ranks, view.step + 1, steps)
+        self._epoch = view.epoch
+        self._group = self._peers.form(view)
+        if view.epoch < self._void_before:
+            self._group.abort(ViewChanged("a later view is on its way"))
+        try:
+            self.reduction.formed(self._group, view, meta["established"])
+        except ViewChanged:
+            return  # the next view is on its way
+        donations = {int(joiner): int(donor) for joiner, donor in meta["donations"].items()}
+        for joiner, donor in donations.items():
+            if donor == me:
+                self._donate(next(member for member in view.members if member.rank == joiner))
+        if me in donations and not self._receive_state(view):
+            return  # the next view names another donor
+        if me in meta["idle"]:
+            # The others have computed these steps, or hold the samples for them.
+            last = min(view.step + self.num_slots, self.context.total_steps)
+            self._flights = deque(Flight(step, step % self.num_slots, 0) for step in range(view.step + 1, last + 1))
+        left_out = {int(step): ranks for step, ranks in meta["left_out"].items()}
+        for flight in self._flights:
+            flight.epoch, flight.reported = view.epoch, False
+            self.reduction.restart(flight, zero=flight.samples == 0 or me in left_out.get(flight.step, ()))
+
+    def _receive_state(self, view: View) -> bool:
+        """From the member that the coordinator chose; False when that has come to nothing, and a new view follows."""
+        while view.epoch >= self._void_before:
+            try:
+                said, tensors = self._peers.receive_state(STATE_POLL_S)
+            except PeerLost:
+                continue
+            if said.get("epoch") == view.epoch:
+                self.load_state(unpack_state(tensors, said["numbers"]))
+                self._flights.clear()
+                return True
+        return False
+
+    def _donate(self, joiner: Seated) -> None:
+        tensors, numbers = self.copied_state()
+        self._peers.send_state(joiner, tensors, {"numbers": numbers, "epoch": self._epoch})
+
+    def _upload(self, step: int, *, first: bool) -> None:
+        """The coordinator wants to evaluate or save this step."""
+        part = self.reduction.upload(first=first)
+        numbers = self.state().numbers
+        for channel, (name, tensor) in enumerate(part.items()):
+            meta = {"name": name, "last": channel == len(part) - 1, "numbers": numbers}
+            tensor = tensor.to("cpu", copy=True).contiguous()
+            self._line.send(Kind.STATE, step=step, channel=channel, epoch=self._epoch, meta=meta, payload=tensor)
+
+    def _suspect(self, rank: int, reason: str) -> None:
+        self._line.send(Kind.SUSPECT, epoch=self._epoch, meta={"rank": rank, "reason": reason})
+
+    # The coordinator
+
+    @property
+    def results_are_whole(self) -> bool:
+        return True
+
+    def serve(self) -> None:
+        Coordinator(self, steps_ahead=self.num_slots, whole=self.results_are_whole).run()
+
+    def replay(self, commit: Commit) -> None:
+        """Nothing to do again: the workers have the weights."""

@@ -1,0 +1,357 @@
+"""Who takes part and which steps count: the agreement behind the strategies without a parameter server.
+
+See `coordinated.py` for the workers' side of it. The coordinator holds no weights of its own but those the run starts with,
+and those it asks a worker for, to evaluate or save them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.comm.elastic.view import Member as Seated
+from smolcluster.comm.elastic.view import View
+from smolcluster.errors import SmolclusterError
+from smolcluster.strategies.base import Commit, StepReport
+from smolcluster.strategies.elastic import send_state, unpack_state
+
+if TYPE_CHECKING:
+    from smolcluster.strategies.coordinated import Coordinated
+
+
+log = logging.getLogger(__name__)
+
+SAME_SUM = 1e-3  # norms of one sum, as machines of different kinds add them up
+SUSPICION_S = 0.5  # who cannot be reached may be dead: so long its own link has to tell
+SILENT_S = 1.0  # of two that cannot reach each other, one not heard for so long is the one that is cut off
+QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # how long one that was put out for it stays out, the first time and later
+TRIES = 20  # a step of which no gradient may count is begun anew so often
+
+
+@dataclass(slots=True, eq=False)
+class Upload:
+    """The state of one step, as it comes from the workers that hold it."""
+
+    step: int
+    missing: list[Member]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Coordinator:
+    def __init__(self, strategy: Coordinated, *, steps_ahead: int, whole: bool) -> None:
+        self._strategy, self._context = strategy, strategy.context
+        self._office, self._roster = strategy.office, strategy.office.roster
+        self._ahead = steps_ahead  # steps a worker may have in flight
+        self._whole = whole  # every member holds the whole result of a step
+        self._committed = self._office.first_step
+        # The step whose state is in this process; what a run begins with is made from its seed, also a second time.
+        self._has = strategy.replica.updates if self._office.fresh or self._committed == 0 else -1
+        self._view_due = False
+        self._seated: set[str] = set()  # instances of the present view
+        self._suspicions: dict[tuple[int, int], float] = {}  # ranks that cannot reach each other -> when to act
+        self._put_out: dict[int, int] = {}  # rank -> how often
+        self._barred: dict[int, float] = {}  # rank -> until when it may not come back
+        self._tries = 0  # how often in a row the next step was begun anew
+        self._needy: set[int] = set()  # ranks that wait for the state
+        self._done: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said, in the present view
+        self._left_out: dict[int, set[int]] = {}  # step -> ranks whose gradient does not count
+        self._recent = dict(self._office.recent)  # step -> view, samples and norm of its commit
+        self._established = list(self._office.established)  # instances of the last view that committed a step
+        self._upload: Upload | None = None
+        self._wanted: list[int] = []  # steps whose state is asked for next
+
+    def run(self) -> None:
+        weights = self._strategy.replica.weights().values()
+        self._roster.allow(Kind.STATE, most_bytes=8 * sum(t.nbytes for t in weights) + 2**20)
+        self._strategy.muster()
+        while self._committed < self._context.total_steps and not self._context.stop_requested():
+            if self._view_due or any(map(self._may_come, self._roster.newcomers)):
+                self._form_view()
+            self._listen()
+            self._judge()
+            while self._agreed(self._committed + 1):
+                self._commit(self._committed + 1)
+        self._fetch_last()
+
+    def _listen(self) -> None:
+        event = self._roster.get(0.1)
+        if isinstance(event, Gone):
+            self._lose(event.member)
+        elif isinstance(event, Said):
+            member, message = event.member, event.message
+            if message.kind is Kind.STATE:
+                self._take_state(member, message)
+            elif message.epoch == self._roster.epoch:  # or it belongs to a view that is over
+                if message.kind is Kind.DONE:
+                    self._take_done(member, message)
+                elif message.kind is Kind.SUSPECT:
+                    self._take_suspicion(member, message)
+
+    # Views
+
+    def _form_view(self) -> None:
+        """Everybody who is here takes part, from the first step that is not committed."""
+        roster, committed = self._roster, self._committed
+        self._view_due = False
+        self._suspicions.clear()
+        staying = [member for member in roster.in_order() if member.rank not in self._needy]
+        newcomers = sorted(filter(self._may_come, roster.newcomers), key=lambda member: member.rank)
+        for member in newcomers:
+            roster.welcome(member)
+            if not self._knows(member):
+                self._needy.add(member.rank)
+        self._needy &= roster.members.keys()
+        if not roster.members:
+            return
+        roster.epoch += 1
+        members = roster.in_order()
+        self._seated = {member.instance for member in members}
+        if staying and not self._is_lent(staying):
+            self._begin_anew(staying)
+            staying, newcomers = [], members
+
+        # Those who stay have computed the next steps, or hold the samples for them; whoever comes adds nothing to these.
+        idle = [member.rank for member in members if member not in staying] if staying else []
+        donations = self._welcome_all(newcomers)
+
+        self._done.clear()
+        seated = tuple(Seated(m.rank, m.instance, m.host, m.address) for m in members)
+        meta = {
+            "view": View(roster.epoch, committed, seated).to_meta(),
+            "donations": {str(joiner): donor for joiner, donor in donations.items()},
+            "idle": idle,
+            "established": self._still_held(),
+            "left_out": {str(step): sorted(ranks) for step, ranks in self._left_out.items()},
+        }
+        leases: dict[int, list[dict[str, Any]]] = {member.rank: [] for member in members}
+        for step in range(committed + 1, min(committed + self._ahead, self._context.total_steps) + 1):
+            for member in newcomers:
+                if member.rank not in idle:
+                    leases[member.rank].append(self._strategy.lend(member, step))
+        for member in members:
+            said = {**meta, "leases": leases[member.rank]}
+            member.link.send(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=said))
+
+    def _is_lent(self, members: list[Member]) -> bool:
+        """Whether somebody has samples for each of the next steps."""
+        held = [self._office.leases.held(member.instance) for member in members]
+        last = min(self._committed + self._ahead, self._context.total_steps)
+        return all(any(step in leases for leases in held) for step in range(self._committed + 1, last + 1))
+
+    def _begin_anew(self, members: list[Member]) -> None:
+        """Whoever had samples for a step is gone, or was refused: everybody gets others, as at the beginning."""
+        self._tries += 1
+        if self._tries > TRIES:
+            raise SmolclusterError(
+                f"no gradient of step {self._committed + 1} was fit to count, {TRIES} times in a row; "
+                "look at the data, or lower training.learning_rate"
+            )
+        for member in members:
+            self._office.leases.give_back(member.instance)
+        self._left_out.clear()
+
+    def _may_come(self, newcomer: Member) -> bool:
+        return time.monotonic() >= self._barred.get(newcomer.rank, 0.0)
+
+    def _still_held(self) -> list[str | None]:
+        """What the members of the last view that committed held then: theirs still, or lost."""
+        knowing = {m.instance for m in self._roster.in_order() if m.rank not in self._needy}
+        return [instance if instance in knowing else None for instance in self._established]
+
+    def _welcome_all(self, newcomers: list[Member]) -> dict[int, int]:
+        """A welcome, and the state for those who need it. Returns who gets the state from which other member."""
+        donors = [member.rank for member in self._roster.in_order() if member.rank not in self._needy]
+        here = self._needy and self._has == self._committed and (self._whole or not donors)
+        tensors, numbers = self._strategy.copied_state() if here else ({}, {})
+        if here and not donors:
+            self._established = []  # everybody starts from what is here
+        if self._needy and not here and not donors:
+            raise self._lost()
+        donations: dict[int, int] = {}
+        for member in self._roster.in_order():
+            meta: dict[str, Any] = {"recent": {str(step): list(v) for step, v in self._recent.items()}}
+            if member.rank in self._needy and here:
+                meta["numbers"] = numbers
+                send_state(member, tensors, step=self._committed, epoch=self._roster.epoch, meta=meta)
+                self._needy.discard(member.rank)
+            elif member in newcomers:
+                epoch = self._roster.epoch
+                member.link.send(Message(kind=Kind.WELCOME, step=self._committed, epoch=epoch, meta=meta))
+            if member.rank in self._needy:
+                donations[member.rank] = donors[0]
+        return donations
+
+    def _lost(self) -> SmolclusterError:
+        return SmolclusterError(
+            f"every worker that held the weights of step {self._committed} is gone; "
+            "continue from the last checkpoint with --resume"
+        )
+
+    def _knows(self, member: Member) -> bool:
+        """Whether what a newcomer brings leads to the committed step."""
+        updates, held = member.said.get("updates"), member.said.get("held")
+        if self._has == self._committed or not isinstance(updates, int) or not isinstance(held, list):
+            return False
+        missing = range(updates + 1, self._committed + 1)
+        return updates > 0 and all(step in self._recent and [step, self._recent[step][0]] in held for step in missing)
+
+    def _lose(self, member: Member) -> None:
+        self._office.leases.give_back(member.instance)
+        self._view_due = self._view_due or member.instance in self._seated
+        if self._upload is not None and member in self._upload.missing:
+            self._wanted.append(self._upload.step)
+            self._upload = None
+            self._ask()
+
+    def _take_suspicion(self, member: Member, message: Message) -> None:
+        other = message.meta.get("rank", -1)
+        if other in self._roster.members and other != member.rank:
+            pair = (min(member.rank, other), max(member.rank, other))
+            self._suspicions.setdefault(pair, time.monotonic() + SUSPICION_S)
+
+    def _judge(self) -> None:
+        """Two members cannot reach each other: one of them must go, or nothing is ever summed again."""
+        now = time.monotonic()
+        for pair in [pair for pair, due in self._suspicions.items() if due <= now]:
+            del self._suspicions[pair]
+            members = [self._roster.members[rank] for rank in pair if rank in self._roster.members]
+            if len(members) < 2:
+                continue  # one has gone by itself
+            out = max(members, key=lambda m: (m.link.silent_s > SILENT_S, m.rank))
+            times = self._put_out[out.rank] = self._put_out.get(out.rank, 0) + 1
+            self._barred[out.rank] = now + QUARANTINE_S[min(times, len(QUARANTINE_S)) - 1]
+            self._roster.evict(out, f"{members[0].name} and {members[1].name} cannot reach each other")
+            self._view_due = True
+
+    # Steps
+
+    def _take_done(self, member: Member, message: Message) -> None:
+        step, meta = message.step, message.meta
+        log.debug("%s holds the result of step %d", member.name, step)
+        self._needy.discard(member.rank)
+        self._done.setdefault(step, {})[member.rank] = meta
+        if step not in self._office.leases.held(member.instance):
+            return
+        objection = self._strategy.gate.objection(float(meta["mine"]))
+        if objection is not None:
+            self._strategy.refuse(member, step, objection)
+            self._left_out.setdefault(step, set()).add(member.rank)
+            self._view_due = True
+
+    def _agreed(self, step: int) -> bool:
+        """Every member holds the result of this step, and no gradient in it was refused."""
+        members, done = self._roster.members.keys(), self._done.get(step, {})
+        if not members or self._view_due or not done.keys() >= members:
+            return False
+        sums = [float(said["held"]) for said in done.values()]
+        if not self._whole or max(sums) - min(sums) <= SAME_SUM * max(sums):
+            return True
+        # The sum is the same everywhere, or memory or a program is broken: nothing is applied.
+        self._context.warn(
+            f"the results of step {step} differ between workers ({min(sums):g} to {max(sums):g}): done again"
+        )
+        self._view_due = True
+        return False
+
+    def _commit(self, step: int) -> None:
+        roster, leases = self._roster, self._office.leases
+        done = self._done.pop(step)
+        self._left_out.pop(step, None)
+        contributors = []
+        loss = samples = 0.0
+        for member in roster.in_order():
+            if step not in leases.held(member.instance):
+                continue
+            ranges = leases.settle(member.instance, step)
+            count = sum(r.count for r in ranges)
+            loss += float(done[member.rank]["loss"]) * count
+            samples += count
+            self._strategy.gate.accept(float(done[member.rank]["mine"]))
+            self._strategy.note_speed(member, samples=count, compute_s=float(done[member.rank]["compute_s"]))
+            contributors.append(
+                {
+                    "rank": member.rank,
+                    "instance": member.instance,
+                    "seq": step,
+                    "samples": count,
+                    "ranges": [list(r) for r in ranges],
+                }
+            )
+        norm = self._norm(done) / max(samples, 1.0)
+        self._recent[step] = (roster.epoch, int(samples), norm)
+        self._recent.pop(step - 2 * self._ahead, None)
+        self._established = [member.instance for member in roster.in_order()]
+        recent = {str(s): list(v) for s, v in self._recent.items()}
+        numbers = {"recent": recent, "established": self._established}
+        self._office.record(Commit(step=step, contributors=contributors, numbers=numbers))
+        self._committed, self._tries = step, 0
+
+        later = step + self._ahead
+        for member in roster.in_order():
+            meta: dict[str, Any] = {"samples": int(samples), "norm": norm}
+            if later <= self._context.total_steps:
+                meta["leases"] = [self._strategy.lend(member, later)]
+            member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
+        if self._office.wants(step):
+            self._wanted.append(step)
+            self._ask()
+        self._office.committed(
+            StepReport(
+                loss=torch.tensor(loss / max(samples, 1.0)),
+                grad_norm=torch.tensor(norm),
+                learning_rate=self._strategy.replica.rate_of(step - 1),
+                samples=int(samples),
+                tokens=int(samples) * self._strategy.tokens_per_sample,
+            )
+        )
+
+    def _norm(self, done: dict[int, dict[str, Any]]) -> float:
+        """Of the whole sum. One number for all, so that unlike machines clip alike."""
+        held = [float(done[rank]["held"]) for rank in sorted(done)]
+        return held[0] if self._whole else math.hypot(*held)
+
+    # The state of a step, from the workers that have it
+
+    def _ask(self) -> None:
+        """For the newest state that is wanted, which is what the workers have right now."""
+        members = [member for member in self._roster.in_order() if member.rank not in self._needy]
+        if self._upload is None and self._wanted and members:
+            step = self._wanted[-1]
+            self._wanted.clear()
+            if step == self._committed:
+                asked = members[:1] if self._whole else members
+                self._upload = Upload(step, list(asked))
+                for number, member in enumerate(asked):
+                    meta = {"first": number == 0}
+                    member.link.send(Message(kind=Kind.PULL, step=step, epoch=self._roster.epoch, meta=meta))
+
+    def _take_state(self, member: Member, message: Message) -> None:
+        upload = self._upload
+        if upload is None or member not in upload.missing or upload.step != message.step or message.payload is None:
+            return
+        upload.tensors[str(message.meta["name"])] = message.payload
+        if message.meta["last"]:
+            upload.missing.remove(member)
+        if not upload.missing:
+            self._upload = None
+            self._strategy.load_state(unpack_state(upload.tensors, message.meta["numbers"]))
+            self._has = upload.step
+            self._office.arrived(upload.step)
+
+    def _fetch_last(self) -> None:
+        """The run ends with its weights here."""
+        while self._has != self._committed and self._roster.members:
+            if self._upload is None:
+                self._wanted.append(self._committed)
+                self._ask()
+            self._listen()
+        if self._has != self._committed:
+            raise self._lost()

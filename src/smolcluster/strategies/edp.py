@@ -1,0 +1,251 @@
+"""edp (EDP): an asynchronous parameter server. Workers never wait for each other.
+
+    server:
+        for each push (gradient g computed at version v, on n samples) from any worker:
+            staleness <- version - v
+            weight <- n / (1 + staleness)                         or n: `staleness_weighting`
+            keep it;  lend its worker the next samples
+        when a global batch of samples has arrived:
+            w <- optimizer(w, clip(weighted mean of what has arrived));  version <- version + 1
+
+    worker, for each of its own steps:
+        g <- gradient on my samples, at my weights
+        push g, and go on
+        w <- optimizer(w, clip(g))                                my own copy keeps training
+        every `worker_update_interval` steps: ask for the server's weights, and take them over when they come
+
+A pull travels while the worker computes; it is installed at a step boundary, and at the latest before the next pull is due.
+With interval 1 that is at once, so one worker with interval 1 is `single`.
+
+A global batch is as many samples as all live workers read in one step. So a step of the server is as much data as a step of any
+synchronous strategy, whoever delivers it: a fast worker fills in for a slow one. `server_batch: 1` steps at every push.
+
+Staleness weights are relative: if all that has arrived is equally old, it counts in full. `staleness_bound` refuses what is
+older.
+
+A worker's death costs its unfinished step. Samples whose gradient was never counted are lent again.
+
+Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:   sent S, received W / interval
+
+Dean et al., "Large scale distributed deep networks", 2012. Staleness weights: Zhang et al., "Staleness-aware Async-SGD",
+2016. A buffer before each step: Nguyen et al., "Federated learning with buffered asynchronous aggregation", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.compute.replica import Batch
+from smolcluster.compute.timing import Span
+from smolcluster.strategies.base import Cost, Node, Options, Shape, StepReport
+from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire
+from smolcluster.tasks.base import Task
+
+LEASES_AHEAD = 2  # what a worker computes, and what it computes next
+UNANSWERED = 2  # pushes a worker sends before it waits for an answer: a slow server is not flooded
+
+
+class EDPOptions(ServedOptions):
+    staleness_weighting: Literal["inverse", "none"] = Field(
+        "inverse", description="inverse: a gradient s versions old counts 1/(1+s); none: all count alike"
+    )
+    staleness_bound: int | None = Field(
+        None, ge=0, description="refuse gradients older than this; null: any age counts"
+    )
+    server_batch: int | None = Field(
+        None, ge=1, description="samples that make a step of the server; null: what all live workers read in one step"
+    )
+
+
+class EDP(Served):
+    name = "edp"
+    algorithm = "EDP"
+    summary = "an asynchronous server; no worker waits for another, fast ones do more"
+    Config = EDPOptions
+    options: EDPOptions
+
+    @classmethod
+    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
+        assert isinstance(options, EDPOptions)
+        size = shape.parameters * shape.bytes_per_parameter
+        gradients, weights = bytes_on_the_wire(options, shape)
+        return Cost(
+            parameter_bytes=2 * size,  # its own, and the pull on its way
+            gradient_bytes=size,
+            optimizer_bytes=size * shape.optimizer_states,
+            bytes_sent=gradients,
+            bytes_received=weights // options.worker_update_interval,
+            messages=2 * max(1, round(size / (options.bucket_mb * 2**20))),
+        )
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        if self.context.line is not None:
+            self._incoming = {n: torch.empty(t.shape) for n, t in self.replica.weights().items()}
+            self._version = 0  # of the server's weights that mine descend from
+            self._since_pull = 0
+            self._pulling = False
+            self._unanswered = 0
+            self._staleness = 0
+
+    # The worker
+
+    def step(self, batch: Batch) -> StepReport:
+        replica, rate, interval = self.replica, self.replica.learning_rate, self.options.worker_update_interval
+
+        # My gradient, to the server, and on.
+        loss = replica.compute(batch)
+        self._push(batch, loss, version=self._version)
+        self._unanswered += 1
+        if self._feedback is not None:
+            self._feedback.commit()  # several pushes are on their way: what is refused is lost
+
+        # My own copy keeps training, unless the server's weights replace it right away.
+        norm = self._train_alone() if interval > 1 else None
+        self._since_pull += 1
+        if self._since_pull >= interval:
+            self._line.send(Kind.PULL, epoch=self._epoch)
+            self._since_pull, self._pulling = 0, True
+
+        comm = Span(self.context.device)
+        while not self._over and (
+            self._unanswered > UNANSWERED or (self._pulling and self._since_pull + 1 >= interval)
+        ):
+            message = self._line.get()
+            assert message is not None
+            self._hear(message)
+        comm.end()
+        return StepReport(
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            samples=batch.samples,
+            tokens=batch.tokens,
+            staleness=self._staleness,
+            comm=comm,
+            stop=self._over,
+        )
+
+    def _train_alone(self) -> Tensor:
+        """A step of my own copy; not with a gradient that would spoil it, and my optimizer, for good."""
+        replica = self.replica
+        norm = get_total_norm([p.grad for p in replica.parameters if p.grad is not None])
+        if bool(torch.isfinite(norm)):
+            return replica.apply()
+        for parameter in replica.parameters:
+            parameter.grad = None
+        return norm
+
+    def _hear(self, message: Message) -> None:
+        super()._hear(message)
+        if message.kind is Kind.WELCOME:
+            self._version = self.replica.updates
+            self._since_pull = self._unanswered = 0
+            self._pulling = False
+        elif message.kind is Kind.ACK:
+            self._unanswered -= 1
+            self._staleness = int(message.meta.get("staleness", 0))
+            self.stale_rejected += "refused" in message.meta
+        elif message.kind is Kind.WEIGHTS and message.payload is not None:
+            self._weights.decode(message.channel, message.payload, self._incoming)
+            self._line.release(message.payload)
+            if message.channel == len(self._weights) - 1:
+                self._install(version=message.step)
+
+    def _install(self, *, version: int) -> None:
+        for name, own in self.replica.weights().items():
+            if own.is_floating_point():
+                own.copy_(self._incoming[name])
+        for parameter in self.replica.parameters:
+            parameter.grad = None
+        self.replica.updates = self._version = version
+        self._pulling = False
+
+    # The server
+
+    leases_ahead = LEASES_AHEAD
+
+    def _first_step(self, member: Member) -> int:
+        """A worker counts its own steps."""
+        return member.step + 1
+
+    def serve(self) -> None:
+        self.muster()
+        waiting: list[Push] = []
+        while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
+            self._welcome()
+            event = self._roster.get(0.1)
+            if isinstance(event, Gone):
+                self._gone(event, waiting)
+            elif isinstance(event, Said) and event.message.kind is Kind.PULL:
+                self._send_weights(event.member)
+            elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
+                push = self._answer(event)
+                if push is not None:
+                    waiting.append(push)
+            if waiting and sum(push.samples for push in waiting) >= self._wanted():
+                self._update(waiting)
+                waiting = []
+
+    def _answer(self, said: Said) -> Push | None:
+        """Take a push or refuse it; either way its worker gets the next lease."""
+        member, refused = said.member, self.stale_rejected
+        push = self._arrived(said)
+        answer: dict[str, object] = {}
+        if push is not None:
+            staleness = self.replica.updates - int(push.meta.get("version", 0))
+            bound = self.options.staleness_bound
+            if not self._lent(member, push.step):
+                self.refuse(member, push.step, "its samples were not lent to it")
+                push = None
+            elif bound is not None and staleness > bound:
+                self.refuse(member, push.step, f"it is {staleness} versions old, more than {bound}")
+                push = None
+            else:
+                push.weight = 1 / (1 + staleness) if self.options.staleness_weighting == "inverse" else 1.0
+                push.extra["staleness"] = answer["staleness"] = staleness
+        if push is None:
+            if self.stale_rejected == refused:
+                return None  # not whole yet
+            answer["refused"] = True
+        step = said.message.step
+        answer["leases"] = [self.lend(member, step + LEASES_AHEAD)] if member.rank in self._roster.members else []
+        member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
+        return push
+
+    def _lent(self, member: Member, step: int) -> bool:
+        return step in self.office.leases.held(member.instance)
+
+    def _wanted(self) -> int:
+        return self.options.server_batch or sum(m.batch_size for m in self._roster.members.values())
+
+    def _update(self, pushes: Sequence[Push]) -> None:
+        rate = self.replica.learning_rate
+        norm = self._commit(pushes, self._average(pushes))
+        samples = sum(push.samples for push in pushes)
+        self.office.committed(
+            StepReport(
+                loss=torch.tensor(sum(p.loss * p.samples for p in pushes) / samples),
+                grad_norm=norm,
+                learning_rate=rate,
+                samples=samples,
+                tokens=samples * self.tokens_per_sample,
+                staleness=round(sum(p.extra["staleness"] for p in pushes) / len(pushes)),
+            )
+        )
+
+    def _send_weights(self, member: Member) -> None:
+        for channel, payload in self._weights.encode(self.replica.weights()):
+            member.link.send(
+                Message(
+                    kind=Kind.WEIGHTS, step=self.replica.updates, channel=channel, epoch=member.epoch, payload=payload
+                )
+            )

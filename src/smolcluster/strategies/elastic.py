@@ -1,0 +1,155 @@
+"""What every strategy on the elastic plane shares: a worker's line to its server, a server's office, joining.
+
+A worker that joins, or comes back, gets the weights, the optimizer state and a lease of samples, and takes part from a step
+boundary on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from smolcluster.comm.elastic.line import Lease, Line
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.roster import Member, Roster
+from smolcluster.compute.balance import share_out, smoothed
+from smolcluster.compute.gate import GradientGate
+from smolcluster.strategies.base import Node, Office, Options, Seat, State
+from smolcluster.strategies.replicated import Replicated
+from smolcluster.tasks.base import Task
+
+MUSTER_S = 60.0  # a start waits so long for the last worker
+RETURN_S = 3.0  # a restarted server waits so long for those it knew
+
+
+class Elastic(Replicated):
+    leases_ahead: ClassVar[int] = 1
+
+    @classmethod
+    def seats(cls, options: Options, nodes: Sequence[Node]) -> list[Seat]:
+        """A worker on every node, and the server behind the last."""
+        server = Seat(rank=len(nodes), node=nodes[0].name if nodes else "", role="server")
+        return [*super().seats(options, nodes), server]
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self._task = task
+        self._over = False  # the server has said so
+        if self.context.office is not None:
+            self.gate = GradientGate()
+        else:
+            state_bytes = sum(t.nbytes for t in self.replica.weights().values())
+            self._line.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
+            self._epoch = 0  # of my welcome
+
+    # A worker
+
+    @property
+    def _line(self) -> Line:
+        assert self.context.line is not None
+        return self.context.line
+
+    def _hear(self, message: Message) -> None:
+        """Act on one message of the server. Strategies add their own kinds."""
+        if message.kind is Kind.WELCOME:
+            self._enter(message)
+        elif message.kind is Kind.STOP:
+            self._over = True
+
+    def _enter(self, welcome: Message) -> None:
+        """Take part from here on, with the server's state."""
+        self._epoch = welcome.epoch
+        names = welcome.meta.get("state")
+        if names is None:
+            return
+        tensors = self._line.state(names)
+        if tensors is not None:  # or the line was lost again, and another welcome follows
+            self.load_state(unpack_state(tensors, welcome.meta["numbers"]))
+
+    def lease(self) -> Lease | None:
+        while not self._over:
+            message = self._line.get(0)
+            if message is None and self._line.leases:
+                return self._line.leases.popleft()
+            message = message or self._line.get()
+            if message is not None:
+                self._hear(message)
+        return None
+
+    # The server
+
+    @property
+    def office(self) -> Office:
+        assert self.context.office is not None
+        return self.context.office
+
+    @property
+    def _roster(self) -> Roster:
+        return self.office.roster
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self._task.tokens_per_sample
+
+    def muster(self) -> None:
+        """Wait for the workers that are expected; after a while go on with those that came."""
+        patience_s = MUSTER_S if self.office.fresh else RETURN_S
+        deadline: float | None = None
+        while len(self._roster.newcomers) < self.office.expected and not self.context.stop_requested():
+            if self._roster.newcomers and deadline is None:
+                deadline = time.monotonic() + patience_s
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            self._roster.get(0.1)
+
+    def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Copies: they are on their way while training goes on."""
+        state = self.state()
+        return {n: t.to("cpu", copy=True).contiguous() for n, t in pack_state(state).items()}, state.numbers
+
+    def lend(self, member: Member, step: int) -> dict[str, Any]:
+        ranges = self.office.leases.grant(member.instance, step, self._batch_size(member))
+        return {"step": step, "ranges": [list(r) for r in ranges]}
+
+    def _batch_size(self, member: Member) -> int:
+        """What the member said, or its share by speed of what all automatic members have together."""
+        automatic = [m for m in self._roster.in_order() if m.automatic]
+        if member not in automatic or any(m.speed == 0 for m in automatic):
+            return member.batch_size
+        total, unit = sum(m.batch_size for m in automatic), self.context.config.training.grad_accumulation
+        return share_out(total, [m.speed for m in automatic], unit=unit)[automatic.index(member)]
+
+    def note_speed(self, member: Member, *, samples: int, compute_s: float) -> None:
+        if samples > 0 and compute_s > 0:
+            member.speed = smoothed(member.speed, samples / compute_s)
+
+    def refuse(self, member: Member, step: int, reason: str) -> None:
+        """This gradient does not count; its samples are lent again."""
+        self.stale_rejected += 1
+        self._roster.refused[member.name] += 1
+        self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}")
+        self.office.leases.give_back(member.instance, step)
+
+
+def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: int, meta: dict[str, Any]) -> None:
+    """A welcome, and the state that it announces."""
+    meta = {"state": list(tensors), **meta}
+    member.link.send(Message(kind=Kind.WELCOME, step=step, epoch=epoch, meta=meta))
+    for channel, tensor in enumerate(tensors.values()):
+        member.link.send(Message(kind=Kind.STATE, step=step, channel=channel, epoch=epoch, payload=tensor))
+
+
+def pack_state(state: State) -> dict[str, Tensor]:
+    """Weights and optimizer state under one roof: `w/<name>`, `o/<name>`."""
+    return {f"w/{n}": t for n, t in state.weights.items()} | {f"o/{n}": t for n, t in state.optimizer.items()}
+
+
+def unpack_state(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> State:
+    return State(
+        weights={n[2:]: t for n, t in tensors.items() if n.startswith("w/")},
+        optimizer={n[2:]: t for n, t in tensors.items() if n.startswith("o/")},
+        numbers=numbers,
+    )

@@ -1,0 +1,250 @@
+"""What the strategies with a parameter server share: pushing gradients, and the server's checks of them.
+
+The server holds the model and its optimizer; every worker has a replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from smolcluster.comm.codecs import Codec as Encoding
+from smolcluster.comm.codecs import CodecError, Feedback, make_codec
+from smolcluster.comm.elastic.messages import Kind
+from smolcluster.comm.elastic.parcels import Parcels
+from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.compute.replica import Batch
+from smolcluster.config.schema import Codec
+from smolcluster.strategies.base import Commit, Options, Shape
+from smolcluster.strategies.elastic import Elastic, send_state
+from smolcluster.tasks.base import Task
+
+
+class ServedOptions(Options):
+    worker_update_interval: int = Field(10, ge=1, description="steps between pulls of the server's weights")
+    codec: Codec = Field("fp32", description="how gradients are encoded on the wire")
+    codec_fraction: float = Field(0.01, gt=0, le=1, description="topk, randk: share of the numbers that travels")
+    codec_rank: int = Field(2, ge=1, description="powersgd: rank of the approximation")
+    use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
+    bucket_mb: float = Field(4.0, gt=0, description="gradients travel in buckets of this size")
+
+
+def chosen_codec(options: ServedOptions) -> Encoding:
+    name = "int8" if options.use_quantization else options.codec
+    extra = {"topk": {"fraction": options.codec_fraction}, "randk": {"fraction": options.codec_fraction}}
+    return make_codec(name, **extra.get(name, {"rank": options.codec_rank} if name == "powersgd" else {}))
+
+
+def bytes_on_the_wire(options: ServedOptions, shape: Shape) -> tuple[int, int]:
+    """Of the encoded gradients, and of the weights. Without the shapes of tensors, as if all were one long row."""
+    tensors = shape.tensors or [(shape.parameters,)]
+    return sum(map(chosen_codec(options).nbytes, tensors)), sum(map(make_codec("fp32").nbytes, tensors))
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """One worker's gradient of one step, as it arrives."""
+
+    member: Member
+    step: int
+    meta: dict[str, Any]
+    tensors: dict[str, Tensor]
+    missing: set[int]
+    norm: float = 0.0
+    weight: float = 1.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        return int(self.meta["samples"])
+
+    @property
+    def loss(self) -> float:
+        return float(self.meta["loss"])
+
+
+class Served(Elastic):
+    options: ServedOptions
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        codec = chosen_codec(self.options)
+        bucket_bytes = int(self.options.bucket_mb * 2**20)
+        trained = [(n, tuple(p.shape)) for n, p in self.replica.model.named_parameters() if p.requires_grad]
+        floats = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if t.is_floating_point()]
+        self._gradients = Parcels(trained, codec=codec, bucket_bytes=bucket_bytes)
+        self._weights = Parcels(floats, codec=make_codec("fp32"), bucket_bytes=bucket_bytes)
+        self._feedback = Feedback() if codec.feedback else None
+        if self.context.office is not None:
+            self._pushes: dict[tuple[int, int], Push] = {}
+            self._roster.expect(Kind.PUSH, self._gradients.payloads())
+        if self.context.line is not None:
+            self._line.expect(Kind.WEIGHTS, self._weights.payloads())
+
+    # A worker
+
+    def _push(self, batch: Batch, loss: Tensor, **meta: Any) -> None:
+        """Send the gradients on the parameters; buckets leave while the next is encoded."""
+        gradients = self._take_gradients()
+        said = {"samples": batch.samples, "loss": repr(float(loss)), **meta}  # as text: JSON has no NaN
+        try:
+            if gradients is None:
+                raise CodecError("the gradient overflowed in fp16")
+            for channel, payload in self._gradients.encode(gradients, key=batch.step, feedback=self._feedback):
+                self._line.send(
+                    Kind.PUSH,
+                    step=batch.step,
+                    channel=channel,
+                    epoch=self._epoch,
+                    codec=self._gradients.codec.name,
+                    meta=said if channel == 0 else {},
+                    payload=payload,
+                )
+        except CodecError as why:
+            self._line.send(Kind.PUSH, step=batch.step, epoch=self._epoch, meta={"skip": str(why), **said})
+
+    def _take_gradients(self) -> dict[str, Tensor] | None:
+        """The gradients by name, unscaled; zero where there is none. None: they overflowed in fp16."""
+        replica = self.replica
+        named = {n: p for n, p in replica.model.named_parameters() if p.requires_grad}
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+        if replica.scale is not None:
+            norm = get_total_norm(list(gradients.values()))
+            if not bool(torch.isfinite(norm)):
+                replica.scale.update(overflow=True)
+                return None
+            gradients = {n: g / replica.loss_scale for n, g in gradients.items()}
+        return gradients
+
+    # The server
+
+    def _first_step(self, member: Member) -> int:
+        """Of a member that is welcomed now."""
+        return self.replica.updates + 1
+
+    def _welcome(self) -> None:
+        """Newcomers take part from here on."""
+        if self._roster.newcomers:
+            state, numbers = self.copied_state()
+            for member in sorted(self._roster.newcomers, key=lambda m: m.rank):
+                self._roster.welcome(member)
+                first = self._first_step(member)
+                leases = [self.lend(member, first + i) for i in range(self.leases_ahead)]
+                self._send_state(member, state, numbers, leases=leases)
+
+    def _send_state(
+        self, member: Member, tensors: dict[str, Tensor], numbers: dict[str, Any], *, leases: list[dict[str, Any]]
+    ) -> None:
+        meta = {"numbers": numbers, "leases": leases}
+        send_state(member, tensors, step=self.replica.updates, epoch=member.epoch, meta=meta)
+
+    def _arrived(self, said: Said) -> Push | None:
+        """A bucket of a gradient has come; returns the push once it is whole and fit to count."""
+        member, message = said.member, said.message
+        key = (member.rank, message.step)
+        if message.epoch != member.epoch:
+            return None  # sent before the member was welcomed again
+        if "skip" in message.meta:
+            self.refuse(member, message.step, str(message.meta["skip"]))
+            return None
+        if message.payload is None or message.codec != self._gradients.codec.name:
+            self._roster.evict(member, "it pushed something that is not a gradient of this run")
+            return None
+        push = self._pushes.get(key)
+        if push is None:
+            if message.channel != 0 or not _sound(message.meta):
+                self._roster.evict(member, "its push does not begin at the beginning")
+                return None
+            tensors = {n: torch.empty(s) for n, s in self._shapes().items()}
+            push = self._pushes[key] = Push(
+                member, message.step, message.meta, tensors, set(range(len(self._gradients)))
+            )
+        try:
+            self._gradients.decode(message.channel, message.payload, push.tensors)
+        except CodecError as why:
+            del self._pushes[key]
+            self._roster.evict(member, f"its push cannot be decoded: {why}")
+            return None
+        self._roster.release(message.payload)
+        push.missing.discard(message.channel)
+        if push.missing:
+            return None
+        del self._pushes[key]
+        push.norm = float(get_total_norm(list(push.tensors.values())))
+        objection = self.gate.objection(push.norm)
+        if objection is not None:
+            self.refuse(member, message.step, objection)
+            return None
+        return push
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {n: p.shape for n, p in self.replica.model.named_parameters() if p.requires_grad}
+
+    def _gone(self, gone: Gone, arrived: Iterable[Push]) -> None:
+        """What a lost member was lent comes back, but for the gradients that arrived whole: those still count."""
+        whole = {push.step for push in arrived if push.member is gone.member}
+        for step in set(self.office.leases.held(gone.member.instance)) - whole:
+            self.office.leases.give_back(gone.member.instance, step)
+        for key in [key for key, push in self._pushes.items() if push.member is gone.member]:
+            del self._pushes[key]
+
+    def _average(self, pushes: Sequence[Push]) -> dict[str, Tensor]:
+        """By samples and weight, in the order given."""
+        total = sum(p.samples * p.weight for p in pushes)
+        average = {n: t.mul_(pushes[0].samples * pushes[0].weight / total) for n, t in pushes[0].tensors.items()}
+        for push in pushes[1:]:
+            for name, tensor in average.items():
+                tensor.add_(push.tensors[name], alpha=push.samples * push.weight / total)
+        return average
+
+    def _commit(self, pushes: Sequence[Push], average: dict[str, Tensor]) -> Tensor:
+        """Record the step, then take it. Returns the norm of its gradient."""
+        step = self.replica.updates + 1
+        contributors = []
+        for push in pushes:
+            self.gate.accept(push.norm)
+            ranges = self.office.leases.settle(push.member.instance, push.step)
+            contributors.append(
+                {
+                    "rank": push.member.rank,
+                    "instance": push.member.instance,
+                    "seq": push.step,
+                    "samples": push.samples,
+                    "ranges": [list(r) for r in ranges],
+                }
+            )
+        flat = torch.cat([average[n].reshape(-1) for n in self._gradients.names])
+        commit = Commit(step=step, contributors=contributors, gradient=flat)
+        self.office.record(commit)
+        return self._apply(average)
+
+    def _apply(self, gradients: dict[str, Tensor]) -> Tensor:
+        for name, parameter in self.replica.model.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
+        return self.replica.apply(scale=1.0)
+
+    def replay(self, commit: Commit) -> None:
+        assert commit.gradient is not None
+        self._apply(dict(self._split(commit.gradient)))
+
+    def _split(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        shapes, offset = self._shapes(), 0
+        for name in self._gradients.names:
+            shape = shapes[name]
+            yield name, flat[offset : offset + shape.numel()].view(shape)
+            offset += shape.numel()
+
+
+def _sound(meta: dict[str, Any]) -> bool:
+    try:
+        float(meta["loss"])
+        return isinstance(meta["samples"], int) and 0 < meta["samples"] < 2**31
+    except (KeyError, TypeError, ValueError):
+        return False

@@ -1,0 +1,278 @@
+"""syncps (SyncPS): a synchronous parameter server.
+
+    server, for t = 1, 2, ...:
+        collect the gradients of step t, from all workers; `timeout` seconds after the first, go on with those that came
+        g_t <- their mean, weighted by samples
+        w <- optimizer(w, clip(g_t))
+        send g_t to all, and every `worker_update_interval` steps w as well
+
+    worker, for each step t:
+        push my gradient on my share of batch t
+        w <- optimizer(w, clip(g_t))                          as soon as g_t comes
+        w <- alpha * server's w + (1 - alpha) * w             when the server's weights come; alpha is `polyak_alpha`
+
+Only gradients of the current step count. One that comes late is refused and counted; the g_t it missed are already on their
+way, so its worker catches up by applying them in order. A worker that reads too slowly to keep up gets the whole state again.
+
+With a lossy codec g_t is what everybody decodes, the server included, so that all of them take the same step.
+
+With interval 1 and alpha 1 this is `single`. A worker's death costs the server nothing but its share of one step; the
+server's death costs the unfinished step, since every g_t is recorded before it is applied.
+
+Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:   sent S, received S + W / interval
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from smolcluster.comm.codecs import Feedback
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.compute.replica import Batch
+from smolcluster.compute.timing import Span
+from smolcluster.strategies.base import Cost, Node, Options, Shape, StepReport
+from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire
+from smolcluster.tasks.base import Task
+
+
+class SyncPSOptions(ServedOptions):
+    worker_update_interval: int = Field(4, ge=1, description="steps between pulls of the server's weights")
+    polyak_alpha: float = Field(1.0, ge=0, le=1, description="share of the server's weights in a pull")
+    timeout: float = Field(10.0, gt=0, description="seconds to wait for the others after the first gradient of a step")
+
+
+class SyncPS(Served):
+    name = "syncps"
+    algorithm = "SyncPS"
+    summary = "a server averages the gradients of all workers, step by step; stragglers are not waited for"
+    Config = SyncPSOptions
+    options: SyncPSOptions
+
+    @classmethod
+    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
+        assert isinstance(options, SyncPSOptions)
+        size = shape.parameters * shape.bytes_per_parameter
+        gradients, weights = bytes_on_the_wire(options, shape)
+        return Cost(
+            parameter_bytes=size,
+            gradient_bytes=2 * size,  # my own and the average
+            optimizer_bytes=size * shape.optimizer_states,
+            bytes_sent=gradients,
+            bytes_received=gradients + weights // options.worker_update_interval,
+            messages=3 * max(1, round(size / (options.bucket_mb * 2**20))),
+        )
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self._average_feedback = Feedback() if self._feedback is not None else None
+        if self.context.line is not None:
+            self._line.expect(Kind.AVERAGE, self._gradients.payloads())
+            self._incoming = {n: torch.empty(s) for n, s in self._shapes().items()}
+            self._server_weights = {n: torch.empty(t.shape) for n, t in self.replica.weights().items()}
+            self._pulled = 0  # the step of the last weights that came
+            self._anew = False  # I was welcomed again: what I have pushed before does not count
+            self._norm: Tensor | None = None
+
+    # The worker
+
+    def step(self, batch: Batch) -> StepReport:
+        replica, rate = self.replica, self.replica.learning_rate
+
+        # My gradient, to the server.
+        started = time.perf_counter()
+        loss = replica.compute(batch)
+        self._push(batch, loss, compute_s=time.perf_counter() - started)
+        for parameter in replica.parameters:
+            parameter.grad = None
+
+        # The average, and the server's weights when they are due.
+        comm, self._norm, self._anew = Span(self.context.device), None, False
+        due = batch.step if batch.step % self.options.worker_update_interval == 0 else 0
+        while not (self._over or self._anew) and (replica.updates < batch.step or self._pulled < due):
+            message = self._line.get()
+            assert message is not None
+            self._hear(message)
+        comm.end()
+        return StepReport(
+            loss=loss,
+            grad_norm=self._norm,
+            learning_rate=rate,
+            samples=batch.samples,
+            tokens=batch.tokens,
+            comm=comm,
+            stop=self._over,
+        )
+
+    def _hear(self, message: Message) -> None:
+        super()._hear(message)
+        if message.kind is Kind.WELCOME:
+            self._pulled, self._anew = self.replica.updates, True
+            if self._feedback is not None:
+                self._feedback.undo()
+        elif message.kind is Kind.AVERAGE and message.payload is not None:
+            self._gradients.decode(message.channel, message.payload, self._incoming)
+            self._line.release(message.payload)
+            if message.channel == len(self._gradients) - 1:
+                self._drop_leases_before(message.step + 1)
+                self._norm = self._apply(self._incoming)
+                if self._feedback is not None:
+                    self._feedback.commit()  # of a push that was taken; one that was refused is undone already
+        elif message.kind is Kind.WEIGHTS and message.payload is not None:
+            self._weights.decode(message.channel, message.payload, self._server_weights)
+            self._line.release(message.payload)
+            if message.channel == len(self._weights) - 1:
+                self._mix(self._server_weights)
+                self._pulled = message.step
+        elif message.kind is Kind.ACK:
+            self.stale_rejected += 1
+            if self._feedback is not None:
+                self._feedback.undo()
+
+    def _drop_leases_before(self, step: int) -> None:
+        """Steps that were committed without me are not mine to compute any more."""
+        while self._line.leases and self._line.leases[0].step < step:
+            self._line.leases.popleft()
+
+    def _mix(self, server: dict[str, Tensor]) -> None:
+        alpha = self.options.polyak_alpha
+        for name, own in self.replica.weights().items():
+            if own.is_floating_point():
+                theirs = server[name].to(own.device, own.dtype)
+                own.copy_(theirs) if alpha == 1.0 else own.mul_(1 - alpha).add_(theirs, alpha=alpha)
+
+    # The server
+
+    def serve(self) -> None:
+        self.muster()
+        self._behind: set[Member] = set()
+        while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
+            step = self.replica.updates + 1
+            self._welcome()
+            started = time.perf_counter()
+            pushes = self._collect(step)
+            if not pushes:
+                continue  # nobody is left, or it is time to stop
+            comm_s = time.perf_counter() - started
+
+            average = self._average(pushes)
+            encoded = self._encode_average(step, average)
+            rate = self.replica.learning_rate
+            norm = self._commit(pushes, average)
+            self._send_average(step, encoded)
+            self.office.committed(self._report(pushes, norm=norm, rate=rate, comm_s=comm_s))
+
+    def _collect(self, step: int) -> list[Push]:
+        """The gradients of this step, in rank order, from all members or those that came in time."""
+        arrived: dict[int, Push] = {}
+        done: set[int] = set()  # ranks that have answered, refused ones included
+        deadline: float | None = None
+        while not self.context.stop_requested():
+            if arrived and (done >= set(self._roster.members) or (deadline and time.monotonic() >= deadline)):
+                break
+            if not arrived and done >= set(self._roster.members):
+                # All were refused, or none is here: begin the step again with whoever comes.
+                done.clear()
+                for member in self._roster.in_order():
+                    self._again(member, step)
+                self._welcome()
+            wait_s = 0.1 if deadline is None else max(0.0, min(0.1, deadline - time.monotonic()))
+            event = self._roster.get(wait_s or 0.001)
+            if isinstance(event, Gone):
+                self._gone(event, arrived.values())
+            elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
+                push = self._arrived_for(step, event, done)
+                if push is not None:
+                    arrived[push.member.rank] = push
+                    deadline = deadline or time.monotonic() + self.options.timeout
+        for member in self._roster.in_order():
+            if member.rank not in arrived:
+                self.office.leases.give_back(member.instance, step)
+        return [arrived[rank] for rank in sorted(arrived)]
+
+    def _arrived_for(self, step: int, said: Said, done: set[int]) -> Push | None:
+        member, message = said.member, said.message
+        if message.step != step:
+            if message.payload is not None:
+                self._roster.release(message.payload)
+            if message.channel == 0 and message.epoch == member.epoch:
+                self.stale_rejected += 1
+                member.link.send(Message(kind=Kind.ACK, step=message.step, meta={"refused": "late"}))
+            return None
+        refused = self.stale_rejected
+        push = self._arrived(said)
+        if push is not None or self.stale_rejected > refused:
+            done.add(member.rank)
+        if push is not None:
+            self.note_speed(member, samples=push.samples, compute_s=float(push.meta.get("compute_s", 0.0)))
+        return push
+
+    def _again(self, member: Member, step: int) -> None:
+        """A member whose gradient was refused, when there is no other: let it try other samples."""
+        state, numbers = self.copied_state()
+        self._send_state(member, state, numbers, leases=[self.lend(member, step)])
+
+    def _encode_average(self, step: int, average: dict[str, Tensor]) -> list[Tensor]:
+        """The payloads for the workers; `average` becomes what they will decode."""
+        encoded = [p for _, p in self._gradients.encode(average, key=step, feedback=self._average_feedback)]
+        if self._average_feedback is not None:
+            self._average_feedback.commit()
+        if not self._gradients.codec.lossless:
+            for channel, payload in enumerate(encoded):
+                self._gradients.decode(channel, payload, average)
+        return encoded
+
+    def _send_average(self, step: int, encoded: Sequence[Tensor]) -> None:
+        weights = []
+        if step % self.options.worker_update_interval == 0:
+            weights = [payload for _, payload in self._weights.encode(self.replica.weights())]
+        for member in self._roster.in_order():
+            if self._keeps_up(member):
+                leases = [self.lend(member, step + 1)] if step < self.context.total_steps else []
+                self._send_buckets(member, Kind.AVERAGE, step, encoded, leases=leases)
+                self._send_buckets(member, Kind.WEIGHTS, step, weights)
+
+    def _send_buckets(
+        self, member: Member, kind: Kind, step: int, payloads: Sequence[Tensor], leases: Sequence[object] = ()
+    ) -> None:
+        for channel, payload in enumerate(payloads):
+            last = channel == len(payloads) - 1
+            member.link.send(
+                Message(
+                    kind=kind,
+                    step=step,
+                    channel=channel,
+                    epoch=member.epoch,
+                    codec=self._gradients.codec.name if kind is Kind.AVERAGE else "fp32",
+                    meta={"leases": list(leases)} if last and leases else {},
+                    payload=payload,
+                )
+            )
+
+    def _keeps_up(self, member: Member) -> bool:
+        """A member with several steps unread gets no more; once it has read them it gets the whole state instead."""
+        if member in self._behind:
+            if member.link.queued_bytes == 0:
+                self._behind.discard(member)
+                state, numbers = self.copied_state()
+                self._send_state(member, state, numbers, leases=[self.lend(member, self.replica.updates + 1)])
+            return False
+        if member.link.queued_bytes > 4 * (self._gradients.nbytes + self._weights.nbytes):
+            self._behind.add(member)
+            return False
+        return True
+
+    def _report(self, pushes: Sequence[Push], *, norm: Tensor, rate: float, comm_s: float) -> StepReport:
+        samples = sum(p.samples for p in pushes)
+        return StepReport(
+            loss=torch.tensor(sum(p.loss * p.samples for p in pushes) / samples),
+            grad_norm=norm,
+            learning_rate=rate,
+            samples=samples,
+            tokens=samples * self.tokens_per_sample,
+        )

@@ -1,0 +1,441 @@
+"""Runs on the elastic plane keep their rules whatever is killed, frozen, cut off or wrong.
+
+Each test scripts one kind of fault over real processes, sees that it happened, and holds the run's history against the rules
+of `engine/history.py`: no committed step lost or doubled, no sample lost or counted twice, no gradient of a stranger. Where
+every worker has the whole model, all must end with the same bits. `tools/chaos.py` has the long forms.
+
+Loss: on handwritten digits, from 2.3 at the start, runs with faults end within 0.05 of a clean one. A fault changes which
+samples meet in a step, as another seed would: ten seeds of a clean run lie within 0.04.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.network import Network, check_possible, hosts
+from tests.faults.elastic_history import (
+    Lines,
+    assert_sound,
+    changes,
+    commits,
+    instance_of,
+    lines_of,
+    longest_pause,
+    wait_for_counted,
+    wait_for_history,
+    wait_for_next_step,
+)
+from tests.world import ElasticWorld, Who, run_elastic_world
+from tools import chaos
+
+from smolcluster.comm.elastic.security import new_token
+from smolcluster.errors import UserError
+
+STEPS = 250
+LEARNING: dict[str, Any] = {
+    "training.steps": STEPS,
+    "training.batch_size": 8,
+    "training.learning_rate": 0.005,
+    "training.eval_steps": 0,
+    "training.checkpoint_steps": 0,
+    "training.seed": 11,
+    "lr_schedule.warmup_iters": 5,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "syncps": ("syncps", {}),
+    "edp": ("edp", {}),
+    "allreduce": ("allreduce", {"cluster.plane": "elastic"}),
+    "allreduce-2": ("allreduce", {"cluster.plane": "elastic", "strategy.staleness_bound": 2}),
+}
+EVERY = pytest.mark.parametrize("kind", KINDS)
+MARGIN = 0.05
+PACE = dict.fromkeys(range(4), 0.01)  # seconds a worker rests after a step: time for faults
+NEXT_STEP_S = 2.0  # from a death to the next committed step
+
+
+def run(kind: str, workers: int, run_dir: Path, config: dict[str, Any] | None = None, **options: Any) -> ElasticWorld:
+    strategy, chosen = KINDS[kind]
+    options = {"task": "Digits", "slow": PACE} | options
+    return run_elastic_world(workers, run_dir, LEARNING | chosen | (config or {}), strategy=strategy, **options)
+
+
+@pytest.fixture(scope="module")
+def clean_loss(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], float]:
+    """Validation loss of a run of four workers without faults."""
+    found: dict[str, float] = {}
+
+    def loss(kind: str) -> float:
+        if kind not in found:
+            found[kind] = float(run(kind, 4, tmp_path_factory.mktemp(kind), slow={}).summary["val_loss"])
+        return found[kind]
+
+    return loss
+
+
+# Workers die
+
+
+@EVERY
+def test_killed_workers_cost_their_unfinished_step(
+    tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
+) -> None:
+    """kill -9 a random one, again and again; each comes back."""
+    dice = random.Random(f"workers of {kind}")
+    pauses: list[float] = []
+
+    def script(world: ElasticWorld) -> None:
+        for kill in range(4):
+            world.wait_for_step(10 + 40 * kill)
+            victim = dice.randrange(4)
+            instance, killed = instance_of(world, victim), time.time()
+            world.kill(victim)
+            pauses.append(wait_for_next_step(world, after=killed, without=instance)["time"] - killed)
+            started = time.time()
+            world.start(victim)
+            wait_for_counted(world, victim, after=started)
+
+    world = run(kind, 4, tmp_path, script=script)
+    assert_sound(world, steps=STEPS)
+    lost = changes(lines_of(world), "left")
+    assert sum("closed" in line["reason"] or "broke" in line["reason"] for line in lost) >= 4, "no kill was noticed"
+    assert max(pauses) <= NEXT_STEP_S, pauses
+    assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN
+
+
+# The server dies
+
+
+@EVERY
+def test_a_killed_server_comes_back_and_loses_nothing(
+    tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
+) -> None:
+    """kill -9, three times; started again it goes on, on its port, from its journal."""
+    pauses: list[float] = []
+
+    def script(world: ElasticWorld) -> None:
+        for kill in range(3):
+            world.wait_for_step(20 + 60 * kill)
+            killed = time.time()
+            world.kill("server")
+            world.start("server")
+            pauses.append(wait_for_next_step(world, after=killed)["time"] - killed)
+
+    world = run(kind, 3, tmp_path, script=script)
+    assert_sound(world, steps=STEPS)
+    begun = [line for line in lines_of(world) if line["kind"] == "begin"]
+    assert len(begun) == 4, "the server was not killed"
+    assert len({line["server"] for line in begun}) == 4
+    assert max(pauses) <= 5.0, pauses
+    assert [seat.status for seat in world.workers] == [0, 0, 0], "a worker was restarted or lost"
+    assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("syncps", 1), ("syncps", 2), ("allreduce", 2)])
+def test_a_killed_server_changes_no_bit_of_a_synchronous_run(tmp_path: Path, kind: str, workers: int) -> None:
+    config = {"training.steps": 80}
+    calm = run(kind, workers, tmp_path / "calm", config, slow={})
+
+    def script(world: ElasticWorld) -> None:
+        for step in (10, 30, 50):
+            world.wait_for_step(step)
+            world.restart("server")
+
+    world = run(kind, workers, tmp_path / "killed", config, script=script)
+    assert_sound(world, steps=80)
+    assert len(world.server.lives) == 4
+    assert sum(line["kind"] == "begin" for line in lines_of(world)) == 4, "the server was not killed"
+    assert world.summary["weights_sha256"] == calm.summary["weights_sha256"]
+
+
+# A worker stands still
+
+
+@EVERY
+def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str) -> None:
+    """SIGSTOP for a few seconds. Nothing it says afterwards of its old place counts: it joins again."""
+    seen: dict[str, Any] = {}
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(20)
+        instance, stopped = instance_of(world, 1), time.time()
+        world.freeze(1)
+        wait_for_history(world, lambda lines: changes(lines, "left", 1), what="the frozen worker to be put out")
+        line = wait_for_next_step(world, after=stopped, without=instance)
+        seen.update(instance=instance, pause=line["time"] - stopped)
+        world.wait_for_step(line["step"] + 20)
+        thawed = time.time()
+        world.thaw(1)
+        wait_for_counted(world, 1, after=thawed)
+        seen["back"] = time.time() - thawed
+
+    world = run(kind, 3, tmp_path, script=script)
+    lines = lines_of(world)
+    assert_sound(world, steps=STEPS)
+    assert "silent" in changes(lines, "left", 1)[0]["reason"], "it was not frozen"
+    assert [line["instance"] for line in changes(lines, "joined", 1)] == [seen["instance"]] * 2
+    assert seen["pause"] <= 2.0 + 0.5, seen  # detection is 1.75 to 2.05 s; a busy machine adds to it
+    assert seen["back"] <= 5.0, seen
+    assert world.workers[1].status == 0
+
+
+# Workers come
+
+
+@EVERY
+def test_workers_join_in_the_middle_without_a_stall(tmp_path: Path, kind: str) -> None:
+    """Ranks 2 and 3 come and are killed, six times in all; ranks 0 and 1 never wait long for them."""
+    joins: list[float] = []
+
+    def script(world: ElasticWorld) -> None:
+        for number in range(6):
+            rank = 2 + number % 2
+            world.wait_for_step(10 + 30 * number)
+            if world.seat(rank).lives:
+                world.kill(rank)
+            started = time.time()
+            world.start(rank)
+            wait_for_counted(world, rank, after=started)
+            joins.append(started)
+
+    world = run(kind, 4, tmp_path, {"cluster.num_workers": 2}, script=script, start=[0, 1])
+    lines = lines_of(world)
+    assert_sound(world, steps=STEPS)
+    assert len(changes(lines, "joined")) == 2 + 6
+    assert longest_pause(lines) <= 1.0, "a join held the others up"
+    assert set(world.statuses.values()) == {0}
+
+
+# A worker computes nonsense
+
+
+@EVERY
+def test_absurd_gradients_are_refused_and_harm_nobody(
+    tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
+) -> None:
+    """NaN, infinite, and a million times too large, from one worker of four."""
+    spoiled = {20: "nan", 30: "inf", 40: "1e6"}
+    environ = {"SPOIL": ",".join(f"1:{call}:{factor}" for call, factor in spoiled.items())}
+    world = run(kind, 4, tmp_path, task="Spoiled", environ=environ)
+    assert_sound(world, steps=STEPS)
+    refusals = [notice for notice in world.server.notices() if "is refused" in notice]
+    assert len(refusals) == 3, refusals
+    assert all(notice.startswith("the gradient of worker 1 (testhost) for step ") for notice in refusals)
+    assert "nan" in refusals[0]
+    assert "times the usual" in refusals[2]
+    assert world.summary["refused"] == {"worker 1 (testhost)": 3}
+    assert world.summary["stale_rejected"] >= 3
+    assert world.summary["members_lost"] == 0, "it was put out for it"
+    assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN
+
+
+@pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce"])
+def test_a_refused_gradient_of_the_only_worker_is_computed_again(tmp_path: Path, kind: str) -> None:
+    """There is nobody else whose gradient could count for that step: none is committed without one."""
+    config = {"training.steps": 40, "strategy.worker_update_interval": 1}
+    world = run(kind, 1, tmp_path, config, task="Spoiled", environ={"SPOIL": "0:20:nan"}, slow={})
+    assert_sound(world, steps=40)
+    assert world.summary["refused"] == {"worker 0 (testhost)": 1}
+    assert world.summary["samples"] == 40 * 8
+
+
+# A worker that does not belong here
+
+
+def test_a_worker_of_another_run_is_refused(tmp_path: Path) -> None:
+    """The server of its run has gone, and another's listens on that port."""
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(10)
+        world.kill("server")
+        for name in ("journal", "history.jsonl", "run-id"):
+            (tmp_path / name).rename(tmp_path / f"{name}-before")
+        world.start("server")
+        assert world.wait_for_exit(0) == 2
+        world.start(1)
+
+    config = {"cluster.num_workers": 1, "training.steps": 60}
+    world = run("syncps", 2, tmp_path, config, script=script, start=[0])
+    assert_sound(world, steps=60)
+    before, after = (tmp_path / "run-id-before").read_text().strip(), (tmp_path / "run-id").read_text().strip()
+    assert before != after, "it was not another run"
+    failed = world.workers[0].failed
+    assert failed is not None
+    assert failed.kind == "user"
+    assert before in failed.message
+    assert after in failed.message
+    assert {part["rank"] for line in commits(lines_of(world)) for part in line["contributors"]} == {1}
+
+
+@pytest.mark.parametrize("kind", ["syncps", "allreduce"])
+def test_a_worker_with_another_model_is_refused(tmp_path: Path, kind: str) -> None:
+    config = {"cluster.num_workers": 2, "training.steps": 60}
+    world = run(kind, 3, tmp_path, config, task="Odd", environ={"ODD": "2"})
+    assert_sound(world, steps=60)
+    failed = world.workers[2].failed
+    assert failed is not None
+    assert failed.kind == "user"
+    assert "it built another model" in failed.message
+    assert "[32, 12]" in failed.message
+    assert "[24, 12]" in failed.message
+    assert world.summary["refused"] == {"worker 2 (testhost)": 1}
+    assert len(changes(lines_of(world), "joined")) == 2
+    assert world.summary["members_lost"] == 0, "the others were disturbed"
+
+
+def test_a_second_worker_of_a_rank_is_refused(tmp_path: Path) -> None:
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(10)
+        world.start(1)  # the first one lives
+        assert world.wait_for_exit(1) == 2
+
+    world = run("syncps", 2, tmp_path, {"training.steps": 200}, script=script)
+    assert_sound(world, steps=200)
+    first, second = world.workers[1].lives
+    assert (first.status, second.status) == (0, 2)
+    failed = world.workers[1].failed
+    assert failed is not None
+    assert "rank 1 is taken by worker 1 (testhost)" in failed.message
+    assert len(changes(lines_of(world), "joined")) == 2, "the others were disturbed"
+
+
+def test_a_worker_from_an_unknown_host_is_refused(tmp_path: Path) -> None:
+    config = {"cluster.workers": ["a", "b"], "training.steps": 60}
+    world = run("edp", 3, tmp_path, config | {"cluster.num_workers": 2}, hosts=["a", "b", "stranger"])
+    assert_sound(world, steps=60)
+    failed = world.workers[2].failed
+    assert failed is not None
+    assert failed.kind == "user"
+    assert "host 'stranger' is not in cluster.workers; known: a, b" in failed.message
+    assert world.summary["refused"] == {"worker 2 (stranger)": 1}
+    assert len(changes(lines_of(world), "joined")) == 2, "the others were disturbed"
+
+
+# The network is cut
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """A host for the server and one for each of three workers."""
+    try:
+        check_possible()
+    except UserError as error:
+        pytest.skip(str(error))
+    with hosts(4, rate=None) as network:
+        yield network
+
+
+@pytest.mark.parametrize("kind", ["syncps", "allreduce", "allreduce-2"])
+def test_a_cut_network_heals_and_only_one_side_commits(tmp_path: Path, kind: str, network: Network) -> None:
+    """The link of a worker's host goes down, without a word to anybody; then that of the server's host."""
+    seen: dict[str, float] = {}
+
+    def script(world: ElasticWorld) -> None:
+        # One worker is cut off: the others go on, and it cannot.
+        world.wait_for_step(20)
+        instance, cut = instance_of(world, 2), time.time()
+        network.cut(3)
+        wait_for_history(world, lambda lines: changes(lines, "left", 2), what="the worker to be missed")
+        line = wait_for_next_step(world, after=cut, without=instance)
+        seen["worker cut"] = line["time"] - cut
+        world.wait_for_step(line["step"] + 20)
+        assert world.workers[2].step < line["step"] + 5, "it went on without the server"
+        healed = time.time()
+        network.mend(3)
+        wait_for_counted(world, 2, after=healed)
+        seen["worker healed"] = time.time() - healed
+
+        # The server is cut off: nobody commits.
+        network.cut(0)
+        world.wait(
+            lambda: all("lost the server" in worker.notices()[-1] for worker in world.workers if worker.notices()),
+            what="the workers to miss the server",
+        )
+        wait_for_history(world, lambda lines: not _members(lines), what="the server to miss the workers", within_s=10.0)
+        silent, steps = time.time(), [worker.step for worker in world.workers]
+        last = commits(lines_of(world))[-1]["step"]
+        world.wait(lambda: time.time() > silent + 0.5, what="half a second")
+        assert [worker.step for worker in world.workers] == steps, "workers went on without the server"
+        assert commits(lines_of(world))[-1]["step"] == last, "the server went on without workers"
+        healed = time.time()
+        network.mend(0)
+        seen["server healed"] = wait_for_next_step(world, after=healed)["time"] - healed
+
+    places: dict[Who, tuple[str, str]] = {
+        who: (network.namespace(host), network.address(host)) for host, who in enumerate(("server", 0, 1, 2))
+    }
+    world = run(kind, 3, tmp_path, script=script, places=places, environ={"SMOLCLUSTER_TOKEN": new_token()})
+    assert_sound(world, steps=STEPS)
+    assert set(world.statuses.values()) == {0}
+    assert len({line["instance"] for line in changes(lines_of(world), "joined")}) == 3, "a worker was restarted"
+    assert seen["worker cut"] <= 2.5, seen  # detection is 1.75 to 2.05 s; a busy machine adds to it
+    assert seen["worker healed"] <= 5.0, seen
+    assert seen["server healed"] <= 5.0, seen
+
+
+def _members(lines: Lines) -> set[str]:
+    members: set[str] = set()
+    for line in lines:
+        if line["kind"] == "member":
+            (members.add if line["event"] == "joined" else members.discard)(line["instance"])
+    return members
+
+
+# All of it: `make chaos` in short
+
+
+def test_chaos_schedules_follow_from_the_seed() -> None:
+    def faults(seed: int) -> list[chaos.Fault]:
+        return chaos.schedule(seed, seconds=600, period_s=20, workers=4, kinds=list(chaos.ALLOWED))
+
+    assert faults(7) == faults(7)
+    assert faults(7) != faults(8)
+    assert len(faults(7)) == 30
+    assert [sum(fault.kind == kind for fault in faults(7)) for kind in chaos.ALLOWED] == [6] * 5
+    assert {fault.worker for fault in faults(7)} == {0, 1, 2, 3}
+    gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(faults(7))]
+    assert min(gaps) > 8 + 1 + chaos.RESTART_S, "a fault could meet another that is not over"
+
+
+def test_chaos_in_short_and_again_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The program itself: rules and hashes are held to the letter, figures that need a quiet machine are not."""
+    short = [
+        "--minutes",
+        "0.1",
+        "--period",
+        "2",
+        "--calm-steps",
+        "10",
+        "--least-goodput",
+        "0.1",
+        "--loss-margin",
+        "0.5",
+    ]
+    first = [
+        "--strategy",
+        "allreduce",
+        "--faults",
+        "kill,freeze,server",
+        "--seed",
+        "3",
+        "--out",
+        str(tmp_path / "first"),
+    ]
+    status = chaos.main([*first, *short])
+    shown = capsys.readouterr().out
+    assert status == 0, shown
+    assert "seed 3" in shown
+    assert "all rules kept" in shown
+    written = json.loads((tmp_path / "first" / "chaos-allreduce-3.json").read_text())
+    assert len(written["faults"]) >= 2, "nothing was killed"
+
+    replay = ["--replay", str(tmp_path / "first" / "chaos-allreduce-3.json"), "--out", str(tmp_path / "again")]
+    assert chaos.main([*replay, *short]) == 0, capsys.readouterr().out
+    again = json.loads((tmp_path / "again" / "chaos-allreduce-3.json").read_text())
+    assert again["plan"] == written["plan"]

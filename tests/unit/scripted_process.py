@@ -1,0 +1,142 @@
+"""A process of a run that does what a script says instead of training: no torch, no sockets, started in a moment.
+
+`script.json` in the run directory has, for `server` and each `worker-RANK`, the lives of that seat; each is a list of actions:
+
+    listen           the server announces port 4711
+    row N            log step N
+    note NAME        make a file of this name in the run directory
+    await NAME       wait for one
+    stop?            wait for the launcher's wish to stop
+    die              kill -9 itself
+    fail KIND TEXT   last words, and exit: 2 for `user`, else 1
+    finish, leave    the end of the run: 0; as asked: 130
+    hang             ignore everything
+
+The last life is repeated. `NAME-lives.txt` gets a line for each: the process id, and where the spec says the server is;
+`born.txt` in SCRIPT_FOLDER the id of every process that was started, also of those that never got a spec; `fourth` appears
+there with the fourth of them.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.observe.events import Failed, Phase, RunFinished, RunStarted, StepLogged, to_json
+
+NUMBERS = ("loss", "lr", "grad_norm", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s")
+COUNTS = ("samples", "tokens", "bytes_sent", "bytes_received")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder = Path(os.environ["SCRIPT_FOLDER"])
+    with (folder / "born.txt").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    if len((folder / "born.txt").read_text().split()) == 4:
+        (folder / "fourth").touch()
+    line = sys.stdin.readline()
+    if line:
+        Actor(WorkerSpec.from_json(line)).act()
+
+
+class Actor:
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec, self.folder = spec, Path(spec.run_dir)
+        self.name = "server" if spec.role == "server" else f"worker-{spec.rank}"
+
+    def act(self) -> None:
+        lives = json.loads((self.folder / "script.json").read_text())[self.name]
+        diary = self.folder / f"{self.name}-lives.txt"
+        before = len(diary.read_text().splitlines()) if diary.exists() else 0
+        with diary.open("a") as file:
+            file.write(f"{os.getpid()} {self.spec.server}\n")
+        for action in lives[min(before, len(lives) - 1)]:
+            verb, _, rest = action.partition(" ")
+            getattr(self, {"stop?": "stop_wanted", "await": "await_"}.get(verb, verb))(rest)
+
+    def emit(self, event: object) -> None:
+        print(to_json(event), flush=True)  # type: ignore[arg-type]
+
+    def listen(self, _: str) -> None:
+        self.emit(
+            RunStarted(
+                rank=self.spec.rank,
+                role=self.spec.role,
+                host=self.spec.host,
+                run_dir=self.spec.run_dir,
+                task="gpt",
+                strategy="edp",
+                algorithm="EDP",
+                world_size=self.spec.world_size,
+                device="cpu",
+                parameters=1,
+                first_step=0,
+                steps=9,
+                batch_size=1,
+                global_batch=1,
+                learning_rate=1.0,
+                project_name="",
+                config={},
+            )
+        )
+        self.emit(Phase(rank=self.spec.rank, name="port", detail="4711"))
+
+    def row(self, step: str) -> None:
+        numbers = dict.fromkeys(NUMBERS, 1.0) | dict.fromkeys(COUNTS, 1)
+        self.emit(
+            StepLogged(
+                step=int(step),
+                rank=self.spec.rank,
+                role=self.spec.role,
+                host=self.spec.host,
+                time=time.time(),
+                staleness=0.0,
+                **numbers,  # type: ignore[arg-type]
+            )
+        )
+
+    def note(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def await_(self, name: str) -> None:
+        while not (self.folder / name).exists():
+            time.sleep(0.005)
+
+    def stop_wanted(self, _: str) -> None:
+        sys.stdin.readline()
+
+    def die(self, _: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fail(self, rest: str) -> None:
+        kind, _, text = rest.partition(" ")
+        self.emit(Failed(rank=self.spec.rank, kind=kind, message=text, traceback="" if kind == "user" else "in line 7"))
+        sys.exit(2 if kind == "user" else 1)
+
+    def finish(self, _: str) -> None:
+        self._end("finished", 0)
+
+    def leave(self, _: str) -> None:
+        self._end("interrupted", 130)
+
+    def _end(self, status: str, code: int) -> None:
+        if self.spec.role == "server":
+            summary = {"status": status, "steps": 9, "restarts": 0, "run_dir": self.spec.run_dir}
+            (self.folder / "summary.json").write_text(json.dumps(summary))
+            self.emit(RunFinished(summary=summary))
+        if self.spec.role == "server" or status == "finished":
+            self.emit(Phase(rank=self.spec.rank, name="finished"))
+        sys.exit(code)
+
+    def hang(self, _: str) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The pure parts of the elastic plane: sharing out work and parameters, judging gradients, packing them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smolcluster.comm.codecs import make_codec
+from smolcluster.comm.elastic.parcels import Parcels
+from smolcluster.compute.balance import share_out, smoothed
+from smolcluster.compute.gate import GradientGate
+from smolcluster.strategies.shards import buddy, owners, providers, ward
+
+# balance
+
+
+@given(
+    st.lists(st.floats(0.01, 1e6), min_size=1, max_size=12),
+    st.integers(0, 200),
+    st.integers(1, 4),
+)
+def test_shares_are_whole_and_complete(speeds: list[float], extra: int, unit: int) -> None:
+    total = (len(speeds) + extra) * unit
+    shares = share_out(total, speeds, unit=unit)
+    assert sum(shares) == total
+    assert all(share >= unit and share % unit == 0 for share in shares)
+    order = sorted(range(len(speeds)), key=lambda i: speeds[i])
+    for slower, faster in itertools.pairwise(order):
+        assert shares[slower] <= shares[faster] + unit  # no faster one gets less, but for rounding
+
+
+def test_a_machine_four_times_as_fast_gets_four_times_as_much() -> None:
+    assert share_out(100, [4.0, 1.0]) == [80, 20]
+    assert share_out(10, [1.0, 1.0, 1.0]) == [4, 3, 3]
+    assert share_out(3, [1000.0, 1.0, 1.0]) == [1, 1, 1]
+
+
+def test_smoothing_begins_with_the_first_measurement() -> None:
+    assert smoothed(0.0, 8.0) == 8.0
+    assert 8.0 < smoothed(8.0, 16.0) < 16.0
+
+
+# gate
+
+
+def test_non_finite_gradients_never_pass() -> None:
+    gate = GradientGate()
+    for norm in (math.nan, math.inf, -math.inf):
+        assert gate.objection(norm) is not None
+    assert gate.objection(1e30) is None  # nothing is known of the usual size yet
+
+
+def test_absurd_gradients_are_named_with_the_usual_size() -> None:
+    gate = GradientGate(factor=1000)
+    for _ in range(5):
+        gate.accept(2.0)
+    assert gate.objection(1999.0) is None
+    objection = gate.objection(2e6)
+    assert objection is not None
+    assert "1e+06 times the usual 2" in objection
+
+
+def test_the_usual_size_follows_training() -> None:
+    gate = GradientGate()
+    for _ in range(100):
+        gate.accept(1.0)
+    for _ in range(100):
+        gate.accept(1e-3)
+    assert gate.objection(10.0) is not None
+
+
+# shards
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=60), st.integers(1, 9))
+def test_every_parameter_has_one_owner_and_loads_are_even(sizes: list[int], members: int) -> None:
+    owner = owners(sizes, members)
+    assert all(0 <= place < members for place in owner)
+    loads = [sum(size for size, place in zip(sizes, owner, strict=True) if place == m) for m in range(members)]
+    assert max(loads) <= sum(sizes) / members + max(sizes)
+
+
+@given(st.integers(1, 9))
+def test_buddies_and_wards_are_inverse(members: int) -> None:
+    for place in range(members):
+        assert ward(buddy(place, members), members) == place
+        assert members == 1 or buddy(place, members) != place
+
+
+@given(st.integers(2, 9), st.integers(0, 8))
+def test_one_loss_leaves_a_provider_for_everything(members: int, lost: int) -> None:
+    established = [f"i{n}" if n != lost % members else None for n in range(members)]
+    assert all(holder in established for holder in providers(established))
+
+
+def test_a_member_and_its_buddy_are_too_much_to_lose() -> None:
+    assert providers(["a", None, "c", "d"]) == ["a", "c", "c", "d"]
+    with pytest.raises(LookupError, match="member 1 and its buddy are gone"):
+        providers(["a", None, None, "d"])
+
+
+# parcels
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
+@pytest.mark.parametrize("codec", ["fp32", "int8", "topk", "powersgd"])
+def test_parcels_come_back(codec: str, bucket_bytes: int) -> None:
+    layout = [("a", (8, 4)), ("b", (3,)), ("c", ()), ("d", (5, 5))]
+    tensors = {name: torch.randn(shape) for name, shape in layout}
+    parcels = Parcels(layout, codec=make_codec(codec), bucket_bytes=bucket_bytes)
+    out = {name: torch.full(shape, math.nan) for name, shape in layout}
+    payloads = list(parcels.encode(tensors, key=3))
+    assert [channel for channel, _ in payloads] == list(range(len(parcels)))
+    assert [tuple(p.shape) for _, p in payloads] == [p.shape for p in parcels.payloads()]
+    assert sum(p.nbytes for _, p in payloads) == parcels.nbytes
+    for channel, payload in payloads:
+        parcels.decode(channel, payload, out)
+    for name, tensor in tensors.items():
+        assert torch.isfinite(out[name]).all()
+        if codec == "fp32":
+            assert torch.equal(out[name], tensor)
+
+
+def test_a_payload_does_not_share_memory_with_what_it_was_made_of() -> None:
+    tensors = {"w": torch.ones(16)}
+    parcels = Parcels([("w", (16,))], codec=make_codec("fp32"), bucket_bytes=10**6)
+    [(_, payload)] = list(parcels.encode(tensors))
+    tensors["w"].zero_()
+    assert torch.equal(payload.view(torch.float32), torch.ones(16))

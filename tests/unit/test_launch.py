@@ -1,0 +1,410 @@
+"""Keeping an elastic run going, with processes that follow a script; and how a run is found, prepared and joined."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smolcluster.config import load_config, resolve
+from smolcluster.config.schema import Config
+from smolcluster.engine.run_dir import RunDir, find_resume
+from smolcluster.errors import UserError, WorkerFailed
+from smolcluster.launch import elastic
+from smolcluster.launch.elastic import dial_address, invitation, run_elastic
+from smolcluster.launch.joining import worker_spec
+from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.launch.prepare import choose_plane, prepare
+from smolcluster.observe.events import Event, Notice, RunFinished, StepLogged
+
+ROOT = Path(__file__).parents[2]
+WORKS = ["row 1", "note worked-{rank}", "await over", "finish"]
+SERVES = ["listen", "row 1", "await worked-0", "await worked-1", "note over", "finish"]
+
+
+class Story:
+    """A scripted run in a folder: what it told, and who lived when. Scripts may await `notice-N`, the N-th that was told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = RunDir(folder / "run")
+        self.events: list[Event] = []
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Notice):
+            (self.run_dir.path / f"notice-{len(self.notices())}").touch()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def run(self, script: dict[str, list[list[str]]], *, workers: int = 2, **options: Any) -> dict[str, Any]:
+        for name, lives in script.items():
+            rank = name.rpartition("-")[2]
+            script[name] = [[action.format(rank=rank) for action in life] for life in lives]
+        self.run_dir.path.mkdir(parents=True, exist_ok=True)
+        (self.run_dir.path / "script.json").write_text(json.dumps(script))
+        return run_elastic(config(max(1, workers)), workers=workers, run_dir=self.run_dir, sinks=[self], **options)
+
+    def notices(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, Notice)]
+
+    def lives(self, name: str) -> list[tuple[int, str]]:
+        lines = (self.run_dir.path / f"{name}-lives.txt").read_text().splitlines()
+        return [(int(pid), address) for pid, address in (line.split() for line in lines)]
+
+    def born(self) -> list[int]:
+        return [int(line) for line in (self.folder / "born.txt").read_text().split()]
+
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads(self.run_dir.summary.read_text()))
+
+    def interrupt_at(self, *names: str) -> None:
+        """Ctrl-C for this process as soon as each of these files is there."""
+
+        def wait_and_send() -> None:
+            for name in names:
+                while not (self.run_dir.path / name).exists():
+                    time.sleep(0.005)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=wait_and_send, daemon=True).start()
+
+
+@pytest.fixture
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
+    monkeypatch.setattr(elastic, "_PROCESS", "tests.unit.scripted_process")
+    monkeypatch.setattr(elastic, "PAUSE_S", 0.02)
+    monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return Story(tmp_path)
+
+
+def config(workers: int = 2, **sets: Any) -> Config:
+    return resolve(load_config([], sets={"strategy.name": "edp", "cluster.num_workers": workers} | sets))
+
+
+def all_gone(story: Story) -> bool:
+    def alive(pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    return not any(alive(pid) for pid in story.born())
+
+
+# Keeping it going ---------------------------------------------------------------------------------------------------
+
+
+def test_a_good_run(story: Story) -> None:
+    summary = story.run({"server": [SERVES], "worker-0": [WORKS], "worker-1": [WORKS]})
+    assert summary["status"] == "finished"
+    assert summary["restarts"] == 0
+    assert story.notices() == []
+    assert {e.role for e in story.events if isinstance(e, StepLogged)} == {"server", "worker"}
+    # Nobody is told where the server is before it listens.
+    assert [address for _, address in story.lives("worker-0")] == ["127.0.0.1:4711"]
+    assert [address for _, address in story.lives("server")] == ["127.0.0.1:0"]
+    assert all_gone(story)
+
+
+def test_a_worker_that_dies_is_started_again(story: Story) -> None:
+    dies = ["row 1", "die"]
+    summary = story.run({"server": [SERVES], "worker-0": [dies, dies, dies, dies, WORKS], "worker-1": [WORKS]})
+    assert summary["restarts"] == 4
+    assert story.summary()["restarts"] == 4
+    assert story.notices() == ["worker 0 died (killed by SIGKILL); starting it again"] * 4
+    assert len({pid for pid, _ in story.lives("worker-0")}) == 5
+    assert all_gone(story)
+
+
+def test_a_worker_that_never_works_is_given_up_and_the_others_go_on(story: Story) -> None:
+    serves = ["listen", "row 1", "await worked-1", "await notice-3", "row 2", "note over", "finish"]
+    lives = [["die"], ["die"], ["fail error ValueError: no"]]
+    summary = story.run({"server": [serves], "worker-0": lives, "worker-1": [WORKS]})
+    assert summary["status"] == "finished"
+    assert summary["restarts"] == 2
+    *_, last = story.notices()
+    first, *rest = last.splitlines()
+    assert first == "worker 0 failed 3 times in a row: ValueError: no"
+    assert rest[0] == "  | in line 7"
+    assert rest[-1].endswith(".log; training goes on without it")
+    assert len(story.lives("worker-0")) == 3
+
+
+def test_a_worker_that_fails_of_itself_soon_after_its_first_step_is_given_up_too(story: Story) -> None:
+    serves = ["listen", "row 1", "await worked-1", "await notice-3", "note over", "finish"]
+    lives = [["row 1", "fail error x"]]
+    assert story.run({"server": [serves], "worker-0": lives, "worker-1": [WORKS]})["restarts"] == 2
+    assert story.notices()[-1].startswith("worker 0 failed 3 times in a row: x\n")
+
+
+def test_without_any_worker_the_run_ends_with_the_last_words(story: Story) -> None:
+    serves = ["listen", "row 1", "stop?", "leave"]
+    with pytest.raises(WorkerFailed, match="worker 0 failed 3 times in a row: ZeroDivisionError") as raised:
+        story.run({"server": [serves], "worker-0": [["fail error ZeroDivisionError: division by zero"]]}, workers=1)
+    assert "| in line 7" in str(raised.value)
+    assert "the whole log: " in str(raised.value)
+    summary = story.summary()
+    assert summary["status"] == "failed"
+    assert summary["error"] == "worker 0 failed 3 times in a row: ZeroDivisionError: division by zero"
+    assert summary["restarts"] == 2
+    assert [e.summary["status"] for e in story.events if isinstance(e, RunFinished)] == ["failed"]
+    assert all_gone(story)
+
+
+def test_a_mistake_of_all_workers_ends_the_run_and_leaves_no_trace(story: Story) -> None:
+    lives = [["fail user training.device 'cuda': torch sees no NVIDIA GPU here"]]
+    with pytest.raises(UserError, match=r"^training\.device 'cuda': torch sees no NVIDIA GPU here$"):
+        story.run({"server": [["listen", "hang"]], "worker-0": lives, "worker-1": lives})
+    assert len(story.lives("worker-0")) == 1
+    assert not story.run_dir.config.exists()
+    assert not story.run_dir.logs.exists()
+    assert all_gone(story)
+
+
+def test_a_mistake_of_one_worker_is_told_and_the_others_go_on(story: Story) -> None:
+    serves = ["listen", "row 1", "await worked-1", "await notice-1", "note over", "finish"]
+    lives = [["fail user rank 0 is taken"]]
+    assert story.run({"server": [serves], "worker-0": lives, "worker-1": [WORKS]})["status"] == "finished"
+    assert story.notices() == ["worker 0 cannot take part: rank 0 is taken"]
+
+
+def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: Story) -> None:
+    first = ["listen", "row 1", "await ../fourth", "row 2", "die"]
+    second = ["listen", "row 3", *SERVES[2:]]
+    summary = story.run({"server": [first, second], "worker-0": [WORKS], "worker-1": [WORKS]})
+    assert summary["restarts"] == 1
+    assert summary["wall_s"] > 0
+    assert story.notices() == ["the server died (killed by SIGKILL); starting it again"]
+    (_, before), (pid, after) = story.lives("server")
+    assert (before, after) == ("127.0.0.1:0", "127.0.0.1:4711")
+    assert pid in story.born()[:4]  # before the first had died
+    assert len(story.lives("worker-0")) == 1
+    assert all_gone(story)
+
+
+def test_no_standby_is_kept_where_it_is_not_wanted(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "dump", lambda config: setattr(config.cluster, "standby", False) or "")
+    lives = [["listen", "row 1", "die"], ["listen", "row 2", *SERVES[2:]]]
+    assert story.run({"server": lives, "worker-0": [WORKS], "worker-1": [WORKS]})["restarts"] == 1
+    assert len(story.born()) == 4
+
+
+def test_a_server_that_makes_no_headway_is_given_up(story: Story) -> None:
+    lives = [["listen", "row 1", "die"], ["listen", "row 1", "die"], ["listen", "die"]]
+    with pytest.raises(WorkerFailed, match="the server failed 3 times in a row: killed by SIGKILL"):
+        story.run({"server": lives, "worker-0": [WORKS], "worker-1": [WORKS]})
+    assert len(story.lives("server")) == 3
+    assert story.summary()["status"] == "failed"
+    assert (story.summary()["workers"], story.summary()["world_size"]) == (2, 3)
+    assert all_gone(story)
+
+
+def test_a_server_that_makes_headway_is_started_again_and_again(story: Story) -> None:
+    lives = [["listen", f"row {step}", "die"] for step in range(1, 6)]
+    summary = story.run(
+        {"server": [*lives, ["listen", "row 6", *SERVES[2:]]], "worker-0": [WORKS], "worker-1": [WORKS]}
+    )
+    assert summary["restarts"] == 5
+
+
+def test_a_mistake_of_the_server_ends_the_run(story: Story) -> None:
+    with pytest.raises(UserError, match=r"^0\.0\.0\.0 needs a token$"):
+        story.run({"server": [["fail user 0.0.0.0 needs a token"]], "worker-0": [WORKS], "worker-1": [WORKS]})
+    assert not story.run_dir.config.exists()
+    assert all_gone(story)
+
+
+def test_workers_that_do_not_leave_are_ended(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "LEAVE_S", 0.1)
+    monkeypatch.setattr(elastic, "GRACE_S", 0.1)
+    stays = ["row 1", "note worked-0", "hang"]
+    assert story.run({"server": [SERVES], "worker-0": [stays], "worker-1": [WORKS]})["status"] == "finished"
+    assert all_gone(story)
+
+
+def test_the_first_interrupt_is_for_the_server(story: Story) -> None:
+    works = ["row 1", "await over", "finish"]
+    serves = ["listen", "row 1", "note serving", "stop?", "note over", "leave"]
+    story.interrupt_at("serving")
+    with pytest.raises(Interrupted, match=r"^interrupted; nothing was saved$"):
+        story.run({"server": [serves], "worker-0": [works], "worker-1": [works]})
+    assert story.notices() == ["stopping after this step and saving; once more to stop at once"]
+    assert story.summary()["status"] == "interrupted"
+    assert all_gone(story)
+
+
+def test_the_second_interrupt_ends_all(story: Story) -> None:
+    serves = ["listen", "row 1", "note serving", "hang"]
+    story.interrupt_at("serving", "notice-1")
+    with pytest.raises(Interrupted):
+        story.run({"server": [serves], "worker-0": [["hang"]], "worker-1": [["hang"]]})
+    assert story.summary()["status"] == "interrupted"
+    assert story.summary()["workers"] == 2
+    assert all_gone(story)
+
+
+def test_a_server_alone_says_how_to_join(story: Story) -> None:
+    serves = ["listen", "row 1", "finish"]
+    assert story.run({"server": [serves]}, workers=0, port=65432)["status"] == "finished"
+    assert story.lives("server")[0][1] == "127.0.0.1:65432"
+    assert story.notices()[1] == "    smolcluster worker 0 HOSTNAME --server 127.0.0.1:4711"
+
+
+def test_invitations() -> None:
+    lines = list(invitation(config(2, **{"cluster.bind": "::1"}), 7))
+    assert lines == [
+        "listening on [::1]:7; 2 workers expected:",
+        "    smolcluster worker 0 HOSTNAME --server [::1]:7",
+        "    smolcluster worker 1 HOSTNAME --server [::1]:7",
+    ]
+    named = resolve(load_config([ROOT / "configs" / "cluster_config_edp.yaml"], overrides=["cluster.bind=0.0.0.0"]))
+    assert list(invitation(named, 65432))[1] == "    smolcluster worker 0 pi5 --server 10.10.0.1:65432"
+    assert dial_address("0.0.0.0", 7) == "127.0.0.1:7"
+    assert list(invitation(config(20), 7))[-1] == "    and so on, up to rank 19"
+
+
+# What a run starts from ---------------------------------------------------------------------------------------------
+
+
+def journal(run: RunDir) -> Path:
+    (run.journal / "snapshots" / "step-00000001").mkdir(parents=True)
+    return run.journal
+
+
+def test_a_run_that_is_continued_keeps_its_journal_and_any_other_start_does_without(story: Story) -> None:
+    run = story.run_dir
+    run.checkpoints.mkdir(parents=True)
+    (run.checkpoints / "step-00000001").mkdir()
+    seen: list[bool] = []
+
+    class Look(Story):
+        def handle(self, event: Event) -> None:
+            if isinstance(event, StepLogged):
+                seen.append(self.run_dir.journal.exists())
+
+    script = {"server": [["listen", "row 1", "finish"]]}
+    look = Look(story.folder)
+    journal(run)
+    look.run(script, workers=0, port=0, resume=run.checkpoints)
+    assert (seen, run.journal.exists()) == ([True], True)
+    look.run(script, workers=0, port=0, resume=run.checkpoints / "step-00000001")
+    assert (seen, run.journal.exists()) == ([True, False], False)
+
+
+def test_a_mistake_brings_the_journal_back(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    journal(run)
+
+    def fail(*, begun: bool) -> None:
+        with run.without_journal():
+            assert not run.journal.exists()
+            if begun:
+                run.journal.mkdir()
+            raise UserError("no")
+
+    with pytest.raises(UserError):
+        fail(begun=False)
+    assert run.can_continue()
+    with pytest.raises(UserError):
+        fail(begun=True)  # a new server has its own by then
+    assert not run.can_continue()
+    assert [path.name for path in tmp_path.iterdir()] == ["journal"]
+
+
+def test_a_journal_is_enough_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(Path("runs/a"))
+    journal(run)
+    assert find_resume("runs/a", run_dir=None).run == run
+    assert find_resume("latest", run_dir=None).source == run.checkpoints
+    assert "--resume runs/a" in str(Outcome(command="server").interrupted(run))
+    assert "smolcluster server" in str(Outcome(command="server").interrupted(run))
+
+
+def test_planes() -> None:
+    assert choose_plane(config()) == "elastic"
+    assert choose_plane(resolve(load_config([], sets={"strategy.name": "allreduce"}))) == "mesh"
+    with pytest.raises(UserError, match="strategy edp does not run on the mesh plane; those that do: allreduce, "):
+        choose_plane(config(**{"cluster.plane": "mesh"}))
+    with pytest.raises(UserError, match=r"strategy single does not run on the elastic plane; those that do: .*edp"):
+        choose_plane(config(**{"cluster.plane": "elastic", "strategy.name": "single"}))
+    with pytest.raises(UserError, match="--backend gloo is for the mesh plane"):
+        prepare([], sets={"strategy.name": "edp"}, backend="gloo")
+
+
+def test_the_servers_rows_are_the_runs() -> None:
+    outcome = Outcome()
+    row = {"host": "h", "time": 0.0, "lr": 1.0, "grad_norm": 1.0, "samples": 1, "tokens": 1, "staleness": 0.0}
+    row |= dict.fromkeys(("tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s"), 1.0)
+    row |= {"bytes_sent": 0, "bytes_received": 0}
+    outcome.handle(StepLogged(step=3, rank=0, role="worker", loss=3.0, **row))
+    assert outcome.last_row is not None
+    assert outcome.last_row["loss"] == 3.0
+    outcome.handle(StepLogged(step=2, rank=2, role="server", loss=2.0, **row))
+    outcome.handle(StepLogged(step=9, rank=0, role="worker", loss=9.0, **row))
+    assert outcome.last_row["loss"] == 2.0
+
+
+# Joining ------------------------------------------------------------------------------------------------------------
+
+EDP = str(ROOT / "configs" / "cluster_config_edp.yaml")
+
+
+def test_without_files_all_but_its_own_comes_from_the_server() -> None:
+    sets = {"training.device": "cpu", "training.precision": None, "data.root": "/data"}
+    spec = worker_spec(
+        1,
+        "pi5",
+        server="mini1:7",
+        sets=sets,
+        batch_size=8,
+        overrides=["logging.log_interval=3"],
+        strategy="SynchronousPS",
+    )
+    assert (spec.config, spec.rank, spec.host, spec.server, spec.plane) == ({}, 1, "pi5", "mini1:7", "elastic")
+    assert spec.overrides == {
+        "training.device": "cpu",
+        "data.root": "/data",
+        "logging.log_interval": 3,
+        "cluster.batch_size": {"pi5": 8},
+    }
+    assert spec.strategy == "syncps"
+
+
+def test_with_files_the_server_and_the_host_are_known() -> None:
+    spec = worker_spec(3, "macbook", sources=[EDP, "gpt"], sets={"training.device": "mps"})
+    assert spec.server == "10.10.0.1:65432"
+    assert spec.config["strategy"]["name"] == "edp"
+    assert spec.overrides == {"training.device": "mps"}
+    assert worker_spec(0, "pi5", sources=[EDP], server="127.0.0.1:7").server == "127.0.0.1:7"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"host": "pi6", "sources": [EDP]}, "'pi6' is not among the workers of this configuration; did you mean 'pi5'?"),
+        ({"host": "mini1", "sources": [EDP]}, "'mini1' is not among the workers of this configuration; .* macbook, pi5, win"),
+        ({"rank": 4, "sources": [EDP]}, "rank 4 is too high: this configuration has 3 workers"),
+        ({}, "where is the server"),
+        ({"sources": ["gpt"]}, "where is the server"),
+        ({"server": "mini1"}, "--server 'mini1' is not HOST:PORT"),
+        ({"server": "mini1:99999"}, "--server 'mini1:99999' is not HOST:PORT"),
+        ({"server": "a:1", "overrides": ["training.learning_rate=1"]}, "training.learning_rate is the server's to say"),
+        ({"server": "a:1", "overrides": ["cluster.token=abc"]}, "cluster.token is the server's to say"),
+        ({"server": "a:1", "sets": {"training.precision": "fp8"}}, "--precision: training.precision = 'fp8': must be fp32"),
+        ({"server": "a:1", "strategy": "edpp"}, "unknown strategy 'edpp'; did you mean 'edp'"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_joining(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        worker_spec(**({"rank": 0, "host": "pi5"} | arguments))
