@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.network import Network, check_possible, hosts
-from tests.faults.elastic_history import Lines, commits, first_commit, instance_of, lines_of
+from tests.faults.elastic_history import Lines, commits, instance_of, instances, lines_of
 from tests.world import ElasticWorld, Life, Who, run_elastic_world
 
 from smolcluster.comm.elastic.security import new_token
@@ -64,6 +64,7 @@ LOSS = {"syncps": 0.02, "edp": 0.05, "allreduce": 0.02}
 PACE_S = 0.04
 BATCH = 8
 CALM_STEPS = 150  # of the run that goodput is held against
+LEAVE_S = 5.0  # so long a worker may take to leave
 RESTART_S = 1.0  # from a death to the start of the next
 
 
@@ -134,8 +135,15 @@ class Chaos:
         began = time.monotonic()
         for fault in self.plan.faults:
             if not self._rest(world, until=began + fault.at_s):
-                return
+                break
             self._commit(world, fault)
+        # As a launcher does: whoever comes when the server has left is sent home.
+        self._rest(world, until=began + 10 * self.plan.steps)
+        for rank in range(self.plan.workers):
+            with contextlib.suppress(AssertionError):
+                world.wait_for_exit(rank, within_s=LEAVE_S)
+            if world.alive(rank):
+                world.kill(rank)
 
     def _commit(self, world: ElasticWorld, fault: Fault) -> None:
         who, kind = fault.worker, fault.kind
@@ -285,8 +293,15 @@ def _alive_s(life: Life, away: Sequence[tuple[float, float]], *, since: float, u
 
 def measure_stalls(lines: Lines, victims: Sequence[Victim]) -> None:
     for victim in victims:
-        line = first_commit(lines, after=victim.time, without=victim.instance)
-        victim.stall_s = None if line is None else line["time"] - victim.time  # None: the run was over
+        # One that was away for so short a time that nobody missed it may count as soon as it is back.
+        back = [end for _, _, end in victim.away]
+        found = (
+            line["time"] - victim.time
+            for line in commits(lines)
+            if line["time"] >= victim.time
+            and (victim.instance not in instances(line) or any(line["time"] >= end for end in back))
+        )
+        victim.stall_s = next(found, None)  # None: the run was over
 
 
 def violations(

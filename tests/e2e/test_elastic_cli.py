@@ -18,12 +18,16 @@ from tests.e2e.command import TINY, Beside, Ended, Process, Smol, children, even
 
 from smolcluster.comm.elastic.security import new_token
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc")
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc"),
+    pytest.mark.timeout(240),
+]
 
 STEPS = 8
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # Workers that count as one: the same weights, however often they were interrupted.
 EXACT = (*TINY, "training.checkpoint_steps=4", "training.eval_steps=4", "strategy.worker_update_interval=1")
+ALONE = "cluster.standby=false"  # saves a process where nobody kills the server
 # Makes the import of torch an error in every process but a server or worker.
 GUARD = """
 import sys
@@ -77,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def beside(smol: Smol, folder: Path, request: pytest.FixtureRequest) -> Iterator[Beside]:
     jobs: dict[str, Callable[[], Any]] = {
         "test_members_that_die_come_back_and_the_run_ends_well": lambda: deaths(smol, folder),
-        "test_edp_ends_well": lambda: run(smol, folder, "edp", "--strategy", "edp", "--override", *TINY),
+        "test_edp_ends_well": lambda: run(smol, folder, "edp", "--strategy", "edp", "--override", *TINY, ALONE),
     }
     with Beside(request, jobs) as running:
         yield running
@@ -105,7 +109,7 @@ def run(smol: Smol, folder: Path, name: str, *arguments: str, **options: Any) ->
 @pytest.fixture(scope="module")
 def base(smol: Smol, folder: Path, guard: dict[str, str]) -> Run:
     """Eight steps of syncps on two workers, by our launcher, which may not import torch."""
-    return run(smol, folder, "base", "--strategy", "syncps", "--override", *EXACT, env=guard)
+    return run(smol, folder, "base", "--strategy", "syncps", "--override", *EXACT, ALONE, env=guard)
 
 
 def server_rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -206,7 +210,7 @@ def test_roles_by_hand_give_the_same_run(smol: Smol, folder: Path, base: Run) ->
     waiting = f"waiting for the server at 127.0.0.1:{port}: Connection refused"
     early.until(lambda: waiting in early.output, what="the worker to say that it waits")
     serve = ("server", "--strategy", "SyncPS", "--workers", "2", "--steps", str(STEPS), "--port", str(port))
-    server = smol.start(*serve, "--run-dir", run_dir, "--override", *EXACT, cwd=folder)
+    server = smol.start(*serve, "--run-dir", run_dir, "--override", *EXACT, ALONE, cwd=folder)
     other = smol.start("worker", "0", "alpha", *join, cwd=folder)
     ended = [command.end().ok() for command in (server, other, early)]
     assert f"    smolcluster worker 0 HOSTNAME --server 127.0.0.1:{port}\n" in ended[0].out
@@ -229,7 +233,7 @@ def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, f
     go = {"GO": str(folder / "never"), "SMOLCLUSTER_TOKEN": token}
     hosts = ("cluster.workers=[alpha, beta]", "cluster.num_workers=2")
     serve = ("server", "tasks.py:Gated", "--strategy", "edp", "--steps", "1000000", "--port", str(port))
-    server = smol.start(*serve, "--run-dir", run_dir, "--override", *GATED, *hosts, cwd=folder, env=go)
+    server = smol.start(*serve, "--run-dir", run_dir, "--override", *GATED, *hosts, ALONE, cwd=folder, env=go)
     join = ("--server", f"127.0.0.1:{port}", "--task", "tasks.py:Gated")
     members = [smol.start("worker", str(r), h, *join, cwd=folder, env=go) for r, h in enumerate(("alpha", "beta"))]
     server.until(lambda: last_step(run_dir) >= 3, what="step 3")
@@ -340,7 +344,7 @@ def test_a_run_that_is_cut_off_and_interrupted_ends_bitwise_as_if_nothing_had_ha
 ) -> None:
     """Launcher and server are killed at once: the workers leave, and the run goes on from the server's journal. Then Ctrl-C."""
     settings = ("--strategy", "syncps", "--workers", "2", "--steps", "60", "--override", *GATED)
-    exact = ("strategy.worker_update_interval=1", "training.checkpoint_steps=50")
+    exact = ("strategy.worker_update_interval=1", "training.checkpoint_steps=50", ALONE)
     go = folder / "exact-go"
     go.touch()
     undisturbed = smol.start(

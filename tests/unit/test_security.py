@@ -591,3 +591,11 @@ def test_any_other_address_needs_one(host: str) -> None:
     assert "SMOLCLUSTER_TOKEN" in str(caught.value)
     assert f"'{host}'" in str(caught.value)
     check_bind(host, Keyring([FIXED]))
+
+
+def test_another_machine_is_dialled_only_with_a_token() -> None:
+    security.check_dial("127.0.0.1:1", None)
+    security.check_dial("[::1]:1", None)
+    security.check_dial("10.0.0.1:1", security.Keyring([security.new_token()], source="test"))
+    with pytest.raises(UserError, match="token add"):
+        security.check_dial("10.0.0.1:65432", None)

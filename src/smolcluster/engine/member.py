@@ -13,7 +13,7 @@ from typing import Any
 
 from smolcluster.comm.elastic.line import Line, Stopped
 from smolcluster.comm.elastic.messages import Kind
-from smolcluster.comm.elastic.security import load_keyring
+from smolcluster.comm.elastic.security import check_dial, load_keyring
 from smolcluster.comm.elastic.tcp import TcpTransport
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.device import peak_memory_bytes
@@ -61,9 +61,11 @@ class Member(Role):
         """Find the server and ask what is trained there."""
         spec = self.spec
         mine = self.config.cluster
+        keyring = load_keyring(mine.token, os.environ)
+        check_dial(spec.server, keyring)
         self.transport = TcpTransport(
             new_peer(role="worker", rank=spec.rank, host=spec.host),
-            keyring=load_keyring(mine.token, os.environ),
+            keyring=keyring,
             buffer_size=mine.buffer_size.get(spec.host),
         )
         self.line = Line(self.transport, spec.server, stop_requested=self.channel.stop_requested)
@@ -164,7 +166,7 @@ class Member(Role):
 
     def _finish(self) -> int:
         """Say good-bye, with what this worker counted."""
-        loop, meter, traffic = self.loop, self.loop.meter, self.line.traffic
+        loop, meter, traffic = self.loop, self.loop.meter, self.transport.traffic
         replica = {} if self.strategy.server_has_weights else {"weights_sha256": replica_sha256(self.strategy)}
         self.line.send(
             Kind.REPORT,

@@ -377,7 +377,7 @@ class Server(Role):
             self._save(self._snapshot(step), best=False, final=final)
 
     def _row(self, **fields: Any) -> StepLogged:
-        traffic = self.roster.traffic
+        traffic = self.transport.traffic
         row = self.meter.row()
         row["samples"], row["tokens"] = self.samples, self.tokens
         return StepLogged(
@@ -474,7 +474,7 @@ class Server(Role):
         return INTERRUPTED if interrupted else 0
 
     def _summary(self, status: str, **fields: Any) -> dict[str, Any]:
-        traffic, meter = self.roster.traffic, self.meter
+        traffic, meter = self.transport.traffic, self.meter
         mine = {
             "role": "server",
             "step": self.step,
@@ -494,6 +494,12 @@ class Server(Role):
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         final = self.strategy.state().weights
+        reports = [member.report for member in self.roster.former if member.report]
+
+        def sum_of(name: str) -> int:
+            """Over this process and the workers that stayed to the end."""
+            return sum(value for report in (mine, *reports) if isinstance(value := report.get(name), int))
+
         return join_ranks(
             [mine],
             status=status,
@@ -506,6 +512,8 @@ class Server(Role):
             staleness_mean=meter.staleness_sum / meter.steps if meter.steps else 0.0,
             staleness_max=meter.staleness_max,
             stale_rejected=self.strategy.stale_rejected,
+            bytes_sent=sum_of("bytes_sent"),
+            bytes_received=sum_of("bytes_received"),
             refused=dict(self.roster.refused),
             members_lost=self.roster.lost,
             members_joined=self.roster.joined,

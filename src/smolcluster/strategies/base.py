@@ -144,9 +144,8 @@ class Context:
 
     @property
     def traffic(self) -> Traffic:
-        if self.line is not None:
-            return self.line.traffic
-        return self.group.traffic if self.office is None else self.office.roster.traffic
+        """What this process has moved: over all its links, to the server and to other workers."""
+        return self.group.traffic if self.line is None else self.line.transport.traffic
 
 
 class Strategy(ABC):

@@ -144,6 +144,7 @@ class Coordinated(Elastic):
 
     def lease(self) -> Lease | None:
         while not self._over:
+            self._check_stop()
             self._advance(wait=False)
             if self._line.leases and self._group is not None:
                 return self._line.leases.popleft()

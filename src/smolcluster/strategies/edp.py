@@ -184,7 +184,8 @@ class EDP(Served):
             self._welcome()
             event = self._roster.get(0.1)
             if isinstance(event, Gone):
-                self._gone(event, waiting)
+                self._gone(event)
+                waiting = [push for push in waiting if push.member is not event.member]
             elif isinstance(event, Said) and event.message.kind is Kind.PULL:
                 self._send_weights(event.member)
             elif isinstance(event, Said) and event.message.kind is Kind.PUSH:

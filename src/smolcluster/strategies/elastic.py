@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from smolcluster.comm.elastic.line import Lease, Line
+from smolcluster.comm.elastic.line import Lease, Line, Stopped
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Member, Roster
 from smolcluster.compute.balance import share_out, smoothed
@@ -71,6 +71,7 @@ class Elastic(Replicated):
 
     def lease(self) -> Lease | None:
         while not self._over:
+            self._check_stop()
             message = self._line.get(0)
             if message is None and self._line.leases:
                 return self._line.leases.popleft()
@@ -78,6 +79,10 @@ class Elastic(Replicated):
             if message is not None:
                 self._hear(message)
         return None
+
+    def _check_stop(self) -> None:
+        if self.context.stop_requested():
+            raise Stopped
 
     # The server
 

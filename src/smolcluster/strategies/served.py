@@ -5,7 +5,7 @@ The server holds the model and its optimizer; every worker has a replica.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,11 +186,9 @@ class Served(Elastic):
     def _shapes(self) -> dict[str, torch.Size]:
         return {n: p.shape for n, p in self.replica.model.named_parameters() if p.requires_grad}
 
-    def _gone(self, gone: Gone, arrived: Iterable[Push]) -> None:
-        """What a lost member was lent comes back, but for the gradients that arrived whole: those still count."""
-        whole = {push.step for push in arrived if push.member is gone.member}
-        for step in set(self.office.leases.held(gone.member.instance)) - whole:
-            self.office.leases.give_back(gone.member.instance, step)
+    def _gone(self, gone: Gone) -> None:
+        """What a lost member was lent comes back. A step counts its members only: what it has pushed does not count either."""
+        self.office.leases.give_back(gone.member.instance)
         for key in [key for key, push in self._pushes.items() if push.member is gone.member]:
             del self._pushes[key]
 

@@ -184,7 +184,8 @@ class SyncPS(Served):
             wait_s = 0.1 if deadline is None else max(0.0, min(0.1, deadline - time.monotonic()))
             event = self._roster.get(wait_s or 0.001)
             if isinstance(event, Gone):
-                self._gone(event, arrived.values())
+                self._gone(event)
+                arrived = {rank: push for rank, push in arrived.items() if push.member is not event.member}
             elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
                 push = self._arrived_for(step, event, done)
                 if push is not None:
@@ -193,6 +194,8 @@ class SyncPS(Served):
         for member in self._roster.in_order():
             if member.rank not in arrived:
                 self.office.leases.give_back(member.instance, step)
+                if self._pushes.pop((member.rank, step), None) is not None:  # the rest of it comes too late
+                    self._too_late(member, step)
         return [arrived[rank] for rank in sorted(arrived)]
 
     def _arrived_for(self, step: int, said: Said, done: set[int]) -> Push | None:
@@ -201,8 +204,7 @@ class SyncPS(Served):
             if message.payload is not None:
                 self._roster.release(message.payload)
             if message.channel == 0 and message.epoch == member.epoch:
-                self.stale_rejected += 1
-                member.link.send(Message(kind=Kind.ACK, step=message.step, meta={"refused": "late"}))
+                self._too_late(member, message.step)
             return None
         refused = self.stale_rejected
         push = self._arrived(said)
@@ -211,6 +213,10 @@ class SyncPS(Served):
         if push is not None:
             self.note_speed(member, samples=push.samples, compute_s=float(push.meta.get("compute_s", 0.0)))
         return push
+
+    def _too_late(self, member: Member, step: int) -> None:
+        self.stale_rejected += 1
+        member.link.send(Message(kind=Kind.ACK, step=step, meta={"refused": "late"}))
 
     def _again(self, member: Member, step: int) -> None:
         """A member whose gradient was refused, when there is no other: let it try other samples."""

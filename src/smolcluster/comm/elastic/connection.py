@@ -411,6 +411,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._owner.connections.discard(self)
+        self._owner.past.add(self.traffic.bytes_sent, self.traffic.bytes_received)
         if not self.gone.done():
             self.gone.set_result(None)
         if self._leaving:

@@ -23,7 +23,7 @@ from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Payload, Received,
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.sockets import split_address
 from smolcluster.comm.elastic.transport import Link, Transport
-from smolcluster.comm.group import Done, PeerLost, Traffic, Work
+from smolcluster.comm.group import Done, PeerLost, Work
 from smolcluster.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,6 @@ class Line:
         self._mailbox = Mailbox()
         self._link: Link | None = None
         self._kept: Message | None = None  # read, and not yet answered for
-        self._past = Traffic()  # of links that have ended
         self._stop_requested, self._patience_s = stop_requested, patience_s
         self._away_since = time.monotonic()
         self._dialer = transport.dial(address, self._mailbox)
@@ -172,7 +171,6 @@ class Line:
             case Unlinked(link, reason):
                 if link is self._link:
                     self.losses += 1
-                    self._past.add(link.traffic.bytes_sent, link.traffic.bytes_received)
                     self._link, self._away_since = None, time.monotonic()
                     log.warning("lost the server at %s: %s; trying again", self.address, reason)
             case Refused(_, reason):
@@ -198,13 +196,6 @@ class Line:
         away_s = time.monotonic() - self._away_since
         if self._patience_s is not None and away_s > self._patience_s:
             raise PeerLost(f"no server at {self.address} for {away_s:.0f} s")
-
-    @property
-    def traffic(self) -> Traffic:
-        """Over all links so far."""
-        link = self._link.traffic if self._link is not None else Traffic()
-        past = self._past
-        return Traffic(past.bytes_sent + link.bytes_sent, past.bytes_received + link.bytes_received)
 
     def close(self) -> None:
         self._dialer.close()

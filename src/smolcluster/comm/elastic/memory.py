@@ -243,10 +243,12 @@ class MemoryLink(Link):
         with network.lock:
             self._queued_bytes = max(0, self._queued_bytes - nbytes)
         self.traffic.bytes_sent += nbytes
+        self.owner.moved.add(nbytes, 0)
         if message.kind is Kind.BYE:
             self.end(message.meta["reason"])
         elif twin._open and not twin.owner.dead:
             twin.traffic.bytes_received += nbytes
+            twin.owner.moved.add(0, nbytes)
             twin._receive(message)
 
     def _receive(self, message: Message) -> None:
@@ -328,8 +330,13 @@ class MemoryTransport(Transport):
     def __init__(self, network: Switchboard, me: Peer) -> None:
         self.network, self.me = network, me
         self.links: list[MemoryLink] = []
+        self.moved = Traffic()
         self.dead = False
         self._dialers: list[MemoryDialer] = []
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.moved
 
     def listen(self, host: str, port: int, handler: Handler) -> str:
         address = f"{host}:{port or next(self.network.ports)}"

@@ -22,7 +22,6 @@ from torch import Tensor
 from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Payload, Received, Unlinked
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.transport import Link
-from smolcluster.comm.group import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +92,6 @@ class Roster:
         self.refused: Counter[str] = Counter()  # by peer name
         self._mailbox, self._plan, self._admit = mailbox, plan, admit
         self._on_event, self._on_change = on_event, on_change
-        self._past = Traffic()  # of links that have ended
         self._links: set[Link] = set()
         self._news: deque[Gone] = deque()
 
@@ -170,9 +168,7 @@ class Roster:
 
     def _forget(self, link: Link) -> None:
         """What still comes from this link is not listened to."""
-        if link in self._links:
-            self._links.discard(link)
-            self._past.add(link.traffic.bytes_sent, link.traffic.bytes_received)
+        self._links.discard(link)
 
     # Changing the membership; the strategy decides when
 
@@ -224,13 +220,6 @@ class Roster:
         """To each of these. A link that has just ended drops it: the loss is told by `get`."""
         for member in members:
             member.link.send(message)
-
-    @property
-    def traffic(self) -> Traffic:
-        total = Traffic(self._past.bytes_sent, self._past.bytes_received)
-        for link in self._links:
-            total.add(link.traffic.bytes_sent, link.traffic.bytes_received)
-        return total
 
     def wait_for_end(self, *, timeout_s: float) -> None:
         """After STOP: until every member has left, with its report."""

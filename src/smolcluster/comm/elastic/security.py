@@ -469,3 +469,13 @@ def check_bind(host: str, keyring: Keyring | None) -> None:
             "with `smolcluster token new` and give it to every machine (its token file, or SMOLCLUSTER_TOKEN), "
             "or listen on 127.0.0.1"
         )
+
+
+def check_dial(address: str, keyring: Keyring | None) -> None:
+    """Beyond this machine nobody answers one who has no token."""
+    host = address.rpartition(":")[0].strip("[]")
+    if keyring is None and not is_loopback(host):
+        raise UserError(
+            f"the server at {address} is another machine's and there is no cluster token here; take over the server's with "
+            "`smolcluster token add`, or give it in SMOLCLUSTER_TOKEN"
+        )

@@ -32,6 +32,7 @@ from smolcluster.comm.elastic.connection import LINGER_S, Limits, TcpLink
 from smolcluster.comm.elastic.security import Keyring, explain
 from smolcluster.comm.elastic.sockets import Listener, join_address, listen_on, split_address
 from smolcluster.comm.elastic.transport import Dialer, Handler, Peer, Transport
+from smolcluster.comm.group import Traffic
 
 __all__ = ["Limits", "TcpTransport"]
 
@@ -152,6 +153,7 @@ class TcpTransport(Transport):
         self.keyring, self.buffer_size, self.limits = keyring, buffer_size, limits
         self.links: set[TcpLink] = set()
         self.connections: set[TcpLink] = set()  # these, strangers, and what is not quite closed yet
+        self.past = Traffic()  # of connections that have ended
         self.waste = memoryview(bytearray(1 << 16))  # for what nobody wants to read
         self._tls: dict[str, Any] = {}
         self.client_tls: list[dict[str, Any]] = [{}]  # one for each token
@@ -180,6 +182,13 @@ class TcpTransport(Transport):
         """A worker that learns its run says so here; from then on frames of other runs are refused."""
         self._me = peer
         self.run = frames.run_bytes(peer.run)
+
+    @property
+    def traffic(self) -> Traffic:
+        total = Traffic(self.past.bytes_sent, self.past.bytes_received)
+        for link in list(self.connections):
+            total.add(link.traffic.bytes_sent, link.traffic.bytes_received)
+        return total
 
     def listen(self, host: str, port: int, handler: Handler) -> str:
         context = self.keyring.server_context() if self.keyring is not None else None

@@ -88,6 +88,11 @@ class Dialer(ABC):
 class Transport(ABC):
     me: Peer
 
+    @property
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """Of all links there are and were."""
+
     @abstractmethod
     def listen(self, host: str, port: int, handler: Handler) -> str:
         """Accept peers from now on. Port 0: any. Returns `host:port`. Raises UserError when it cannot be had."""
