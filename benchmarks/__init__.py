@@ -6,6 +6,7 @@ A new benchmark is one module and one line here. The module has a docstring (wha
 
 # Name -> module and one line about it. Nothing is imported to show the list.
 BENCHMARKS = {
+    "p1": ("benchmarks.p1", "sum of 1-40 MB over limited links against gloo all_reduce"),
     "p3": ("benchmarks.p3", "bytes on the wire at the loss of torch DDP: every codec, on the parameter servers"),
     "p4": ("benchmarks.p4", "time to a loss with one of two workers at a quarter of the speed, against torch DDP"),
     "ddp": ("benchmarks.ddp", "step time of allreduce against torch DDP, on loopback or a limited link"),

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from benchmarks.harness import Session
 from benchmarks.network import ended_by_sigterm
-from benchmarks.workload import ROOT, Shape, child_environment, make_config
+from benchmarks.workload import Shape, child_environment, make_config
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
@@ -31,8 +31,6 @@ from smolcluster.observe.events import Failed, Phase, RunFinished, StepLogged
 from smolcluster.strategies.registry import find_strategy, read_options
 
 Who = int | Literal["server"]
-HOST = "here"
-GRACE_S = 5.0
 
 
 def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, sets: Mapping[str, Any]) -> Config:
@@ -122,7 +120,7 @@ class ElasticRun:
             world_size=size,
             local_rank=0,
             local_world_size=size + 1,
-            host=HOST,
+            host="server" if who == "server" else f"worker{who}",
             run_dir=str(self.folder),
             plane="elastic",
             role="server" if who == "server" else "worker",

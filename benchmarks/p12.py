@@ -5,9 +5,9 @@ each worker (plain TCP on loopback): syncps and edp with every codec, elastic al
 workers. The worker that moved most counts.
 
 How: a worker reads its counters at the beginning of every step (`benchmarks/tasks/counted.py`); a step's bytes are the median
-over all stretches of some tens of steps, so that what travels once, at joining, is left out, and so is what happens to be under
-way when they are read. Heartbeats are in. What a message has around its numbers (a header of 128 bytes, a checksum of 4, JSON) is
-in: the column `over` has all that is beyond the formula, in bytes.
+over all stretches of half the run, so that what travels once, at joining, is left out, and so is what happens to be under
+way when they are read. Heartbeats are in, and what a message has around its numbers: a header of 128 bytes, a checksum of 4,
+JSON. The column `over` has all that is beyond the formula, in bytes.
 
 Target: at most 1.02 of the formula, and 256 bytes for each message that `cost` counts.
 """

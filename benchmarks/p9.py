@@ -29,14 +29,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
-from benchmarks.network import ended_by_sigterm
 from benchmarks.p13 import smolcluster_command
-from benchmarks.workload import ROOT, Shape, child_environment
+from benchmarks.processes import descendants, environment_of, started
+from benchmarks.workload import Shape
 from smolcluster.engine import history
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.processes import WORKER_MARK
@@ -210,7 +210,8 @@ def restart(*, agents: int, victim: int) -> tuple[float, float]:
             command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
             command += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60"]
         command += ["-m", "benchmarks.peers.elastic_ddp", folder, str(CHECKPOINT_EVERY), *map(str, numbers)]
-        processes = [stack.enter_context(started(command)) for _ in range(agents)]
+        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        processes = [stack.enter_context(started(command, environ=environ)) for _ in range(agents)]
 
         def steps() -> list[tuple[float, int, int]]:
             """Time, step and process of each."""
@@ -239,54 +240,6 @@ def restart(*, agents: int, victim: int) -> tuple[float, float]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-# Processes
-
-
-@contextlib.contextmanager
-def started(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A command, with everything it starts; nothing of it is left at the end."""
-    environ = {**child_environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with tempfile.TemporaryFile() as output, ended_by_sigterm():
-        process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=output, stderr=output)
-        try:
-            yield process
-        except SmolclusterError as error:
-            output.seek(0)
-            words = output.read().decode(errors="replace").strip()[-3000:]
-            raise SmolclusterError(f"{error}; `{' '.join(command[:4])} ...` said:\n{words}") from error
-        finally:
-            family = [process.pid, *descendants(process.pid)]
-            process.kill()  # first, so that it starts nobody again
-            process.wait()
-            for pid in family[1:]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes started by this one, and by those."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = [], [pid]
-    while waiting:
-        children = parents.get(waiting.pop(), [])
-        found += children
-        waiting += children
-    return found
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it is gone
-        return {}
-    return dict(item.decode(errors="replace").partition("=")[::2] for item in raw.split(b"\0") if item)
 
 
 def wait_until(question: Callable[[], bool], *, what: str, process: subprocess.Popen[bytes]) -> None:

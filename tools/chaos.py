@@ -1,6 +1,7 @@
 """Ten minutes of faults on the elastic plane, and the books afterwards.
 
-    python -m tools.chaos                              syncps, edp and allreduce, four workers, ten minutes each
+    python -m tools.chaos                              syncps, edp and allreduce, four workers, ten minutes of each,
+                                                       after as much without faults: about an hour
     python -m tools.chaos --strategy edp --minutes 2 --seed 7 --faults kill,server
     python -m tools.chaos --replay chaos-allreduce-7.json
 
@@ -63,7 +64,7 @@ GOODPUT = 0.95
 LOSS = {"syncps": 0.02, "edp": 0.05, "allreduce": 0.02}
 PACE_S = 0.04
 BATCH = 8
-CALM_STEPS = 150  # of the run that goodput is held against
+RATE_STEPS = 100  # to learn how many a minute has
 LEAVE_S = 5.0  # so long a worker may take to leave
 RESTART_S = 1.0  # from a death to the start of the next
 
@@ -197,7 +198,6 @@ def run(
     workers: int,
     steps: int,
     staleness_bound: int,
-    pace_s: float,
     network: Network | None,
     chaos: Chaos | None = None,
 ) -> ElasticWorld:
@@ -226,9 +226,9 @@ def run(
         task="Paced",
         strategy=strategy,
         script=chaos.script if chaos is not None else None,
-        environ={"PACE_S": str(pace_s), "SMOLCLUSTER_TOKEN": new_token()},
+        environ={"PACE_S": str(PACE_S), "SMOLCLUSTER_TOKEN": new_token()},
         places=places,
-        timeout_s=120.0 + 10 * steps * (pace_s + 0.05),
+        timeout_s=120.0 + 10 * steps * PACE_S,
     )
 
 
@@ -359,19 +359,17 @@ def _try(what: Plan | str, options: argparse.Namespace, folder: Path, network: N
     workers = options.workers if isinstance(what, str) else what.workers
     common: dict[str, Any] = {"workers": workers, "staleness_bound": bound, "network": network}
 
-    paced = run(strategy, folder / f"{strategy}-calm", steps=options.calm_steps, pace_s=PACE_S, **common)
-    calm = keep_books(paced)
-    plan = what if isinstance(what, Plan) else _plan(strategy, options, calm, network)
+    if isinstance(what, Plan):
+        plan = what
+    else:
+        rate = keep_books(run(strategy, folder / f"{strategy}-rate", steps=options.rate_steps, **common))
+        plan = _plan(strategy, options, rate.seconds / (options.rate_steps - 1), network)
     path = folder / f"chaos-{strategy}-{plan.seed}.json"
     path.write_text(json.dumps({"plan": asdict(plan)}, indent=1) + "\n")
 
-    # The same number of steps as with faults, at full speed: what the loss should be.
-    calm.loss = float(
-        run(strategy, folder / f"{strategy}-clean", steps=plan.steps, pace_s=0.0, **common).summary["val_loss"]
-    )
-
+    calm = keep_books(run(strategy, folder / f"{strategy}-calm", steps=plan.steps, **common))
     chaos = Chaos(plan, network)
-    world = run(strategy, folder / f"{strategy}-chaos", steps=plan.steps, pace_s=PACE_S, chaos=chaos, **common)
+    world = run(strategy, folder / f"{strategy}-chaos", steps=plan.steps, chaos=chaos, **common)
     measure_stalls(lines_of(world), chaos.victims)
     books = keep_books(world, chaos.victims)
     margin = LOSS[strategy] if options.loss_margin is None else options.loss_margin
@@ -388,9 +386,9 @@ def _try(what: Plan | str, options: argparse.Namespace, folder: Path, network: N
     return len(found)
 
 
-def _plan(strategy: str, options: argparse.Namespace, calm: Books, network: Network | None) -> Plan:
+def _plan(strategy: str, options: argparse.Namespace, step_s: float, network: Network | None) -> Plan:
     kinds = [kind for kind in options.faults if kind != "cut" or network is not None]
-    steps = round(options.minutes * 60 * options.calm_steps / max(calm.seconds, 0.1))
+    steps = round(options.minutes * 60 / step_s)
     faults = schedule(
         options.seed, seconds=options.minutes * 60, period_s=options.period, workers=options.workers, kinds=kinds
     )
@@ -446,7 +444,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--staleness-bound", type=int, default=1, help="of allreduce")
     parser.add_argument("--period", type=float, default=20.0, help="seconds between faults")
     parser.add_argument("--faults", type=_kinds, default=list(ALLOWED), help=f"some of {','.join(ALLOWED)}")
-    parser.add_argument("--calm-steps", type=int, default=CALM_STEPS, help="of the run that goodput is held against")
+    parser.add_argument("--rate-steps", type=int, default=RATE_STEPS, help="to learn how many a minute has")
     parser.add_argument("--least-goodput", type=float, default=GOODPUT, help="as a share of that without faults")
     parser.add_argument("--loss-margin", type=float, help="by how much the loss may be higher")
     parser.add_argument("--replay", help="a file that an earlier run wrote")

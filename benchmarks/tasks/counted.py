@@ -29,11 +29,12 @@ _ACKED, _SENT = 120, 200  # offsets in the kernel's struct tcp_info: bytes acked
 def kernel_bytes() -> Counts:
     """Over all open TCP sockets of this process. (0, 0) where the kernel does not count."""
     sent = received = 0
-    for entry in os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else ():
+    descriptors = Path("/proc/self/fd")
+    for entry in descriptors.iterdir() if descriptors.is_dir() else ():
         try:
-            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+            if not stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(entry))) as connection:
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
             acked, got = struct.unpack_from("=QQ", info, _ACKED)
             if len(info) >= _SENT + 16:  # sent is ahead of acked by what is under way

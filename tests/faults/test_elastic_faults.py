@@ -411,7 +411,7 @@ def test_chaos_in_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "0.1",
         "--period",
         "2",
-        "--calm-steps",
+        "--rate-steps",
         "10",
         "--least-goodput",
         "0.1",

@@ -16,8 +16,13 @@ from benchmarks import BENCHMARKS
 from benchmarks.__main__ import main
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant, machine, measure, table
 from benchmarks.network import Network, check_possible, hosts, parse_rate
+from benchmarks.p3 import SETTINGS, _against
+from benchmarks.p4 import ROWS, _split, busy, reached
 from benchmarks.p7 import check_same_work
+from benchmarks.p9 import _again, transfer_seconds
 from benchmarks.peers.bare import Recipe
+from benchmarks.processes import descendants, environment_of, started
+from benchmarks.tasks.counted import kernel_bytes, per_step
 
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.errors import SmolclusterError, UserError
@@ -222,7 +227,115 @@ def test_p7_in_its_smallest_form(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(0 < seconds < 60 for repeats in samples.values() for rounds in repeats for seconds in rounds)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "options", "shown"),
+    [
+        ("p3", ["--only", "topk 0.01"], "syncps, topk 0.01"),
+        ("p4", ["--only", "allreduce, auto"], "of the limit"),
+        ("p9", ["--only", "syncps"], "counts again"),
+        ("p12", ["--only", "allreduce"], "met by all"),
+    ],
+)
+def test_benchmarks_of_the_elastic_plane_run_to_their_end(
+    name: str, options: list[str], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2:
+        pytest.skip("two cores and Linux are needed")
+    before = descendants(os.getpid())
+    assert main([name, "--quick", "--repeats", "1", "--out", str(tmp_path), *options]) == 0
+    assert shown in capsys.readouterr().out
+    assert set(descendants(os.getpid())) <= set(before), "something is left running"
+    assert (tmp_path / f"{name}.json").is_file()
+
+
 # Parts
+
+
+def test_bytes_of_a_step_leave_out_the_beginning_and_what_is_under_way() -> None:
+    rows = [(1000 + 10 * step, 5000 + (80 if step % 4 == 0 else 0) + 20 * (step // 4)) for step in range(40)]
+    rows = [(10**6, 10**6)] * 4 + rows  # the state travels
+    assert per_step(rows, interval=4) == (10.0, 5.0)
+    with pytest.raises(ValueError, match="too few"):
+        per_step(rows[:11], interval=4)
+
+
+def test_the_kernel_counts_the_bytes_of_this_process() -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("TCP_INFO is Linux's")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+        listener.accept()[0] as theirs,
+    ):
+        before = kernel_bytes()
+        ours.sendall(bytes(12_345))
+        assert len(theirs.recv(12_345, socket.MSG_WAITALL)) == 12_345
+        after = kernel_bytes()
+    if after == (0, 0):
+        pytest.skip("this kernel does not count bytes per socket")
+    assert (after[0] - before[0], after[1] - before[1]) == (12_345, 12_345)
+
+
+def test_a_loss_is_reached_when_the_mean_of_the_last_rows_is_there() -> None:
+    curve = [(float(i), 3.0) for i in range(ROWS)]
+    assert not reached(curve[:-1], 5.0), "too few rows"
+    assert reached(curve, 3.0)
+    assert not reached([*curve, (9.0, 3.1)], 3.0)
+
+
+def test_samples_of_each_worker_are_means_over_steps() -> None:
+    commits = [{"contributors": [{"rank": 0, "samples": n}, {"rank": 1, "samples": 32 - n}]} for n in (24, 26)]
+    assert _split(commits) == [25.0, 7.0]
+
+
+def test_a_worker_counts_again_with_a_new_instance_only() -> None:
+    def commit(when: float, *instances: str) -> dict[str, object]:
+        return {"time": when, "contributors": [{"rank": int(i[0]), "instance": i} for i in instances]}
+
+    lines = [commit(1.0, "0a", "1a"), commit(2.0, "0a", "1a"), commit(3.0, "0a")]
+    assert _again(lines, 1, 1) is None
+    assert _again([*lines, commit(4.0, "0a", "1b")], 1, 1) == 4.0
+
+
+def test_bytes_and_losses_are_held_against_the_peer() -> None:
+    peer = {"bytes": 1000, "bytes_per_step": 10.0, "val_loss": 2.0}
+    row = _against(peer, {"bytes": 100, "bytes_per_step": 0.5, "val_loss": 2.005})
+    assert (row["fewer_bytes"], row["fewer_per_step"], row["within"]) == (10.0, 20.0, "yes")
+    assert _against(peer, {**peer, "val_loss": 2.02})["within"] == "no"
+    assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+
+
+def test_a_transfer_over_loopback_is_timed() -> None:
+    assert 0 < transfer_seconds(1 << 20) < 5
+
+
+def test_a_command_is_ended_with_all_it_has_started() -> None:
+    if not Path("/proc/self/stat").is_file():
+        pytest.skip("/proc is Linux's")
+    child = "import time; time.sleep(60)"
+    script = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{child}']); print(1, flush=True); {child}"
+    )
+    with started([sys.executable, "-c", script], environ={"MARK": "here"}, listen=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        (grandchild,) = descendants(process.pid)
+        mark = environment_of(grandchild).get("MARK")
+        assert mark == "here"
+    left = bool(environment_of(grandchild))
+    assert not left
+    assert process.returncode == -9
+
+
+def test_competitors_are_gone_afterwards() -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("affinity is Linux's")
+    before = set(descendants(os.getpid()))
+    with busy(min(os.sched_getaffinity(0))):
+        assert len(set(descendants(os.getpid())) - before) == 3
+    assert set(descendants(os.getpid())) == before
 
 
 def test_unequal_work_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from smolcluster.comm.elastic import schedule
 from smolcluster.comm.elastic.group import FAR_AHEAD, ElasticGroup
 from smolcluster.comm.elastic.memory import MemoryTransport, Switchboard
 from smolcluster.comm.elastic.peers import Peers
+from smolcluster.comm.elastic.states import state_messages
 from smolcluster.comm.elastic.tcp import TcpTransport
 from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.view import Member, View, ViewChanged
@@ -394,6 +396,49 @@ def test_a_member_dies_while_pieces_fly(world: World) -> None:
     assert world.peers[members[0].instance]._wires._kept_bytes == 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_members_come_and_go_at_any_moment(world: World, seed: int) -> None:
+    """Whatever was under way when the view changed, the next view's sums are right, and nothing is left behind."""
+    chance = random.Random(seed)
+    members = [world.add(rank) for rank in range(3)]
+    view = View(1, 0, tuple(members))
+    groups = world.form(view)
+    kills = 0
+    for life in range(1, 9):
+        # Sums under way in some of the members, at some point of their way, when something happens.
+        torn = [torch.ones(chance.choice([10, 70_000, 900_000])) for _ in range(chance.randint(0, 3))]
+        callers = groups if chance.random() < 0.5 else chance.sample(groups, len(groups) - 1)
+        for group in callers:
+            for tensor in torn:
+                group.all_reduce(tensor.clone())
+        if torn and callers is groups:
+            until(lambda: any(group.traffic.bytes_received > 0 for group in groups))  # noqa: B023
+        if len(members) > 2 and chance.random() < 0.5:
+            world.kill(members.pop(chance.randrange(len(members))))
+            kills += 1
+        if len(members) < 4 and chance.random() < 0.6:
+            members.append(world.add(10 + life, life=life))
+        view = next_view(view, members)
+        groups = world.form(view)
+
+        # The next view sums as if nothing had been.
+        counts = [chance.choice([1, 5000, 300_001]) for _ in range(3)]
+
+        def work(group: ElasticGroup, counts: list[int] = counts) -> None:
+            tensors = [torch.full((count,), group.rank + 1.0) for count in counts]
+            for each in [group.all_reduce(tensor) for tensor in tensors]:
+                each.wait()
+            n = group.size
+            assert all(tensor.eq(n * (n + 1) / 2).all() for tensor in tensors)
+
+        everywhere(groups, work)
+    assert kills > 0
+    for member in members:
+        wires = world.peers[member.instance]._wires
+        until(lambda: wires._kept_bytes == 0)  # noqa: B023
+        until(lambda: all(o._queued_bytes == 0 and not o.waiting for o in wires._outlets.values()))  # noqa: B023
+
+
 def _links(world: World, one: Member, other: Member) -> list[Link]:
     outlet = world.peers[one.instance]._wires._outlets.get(other.instance)
     return [] if outlet is None else list(outlet.links)
@@ -701,6 +746,33 @@ def test_states_travel_beside_operations(world: World) -> None:
     _, received = world.peers[joiner.instance].receive_state(SECONDS)
     assert torch.equal(received["weight"], STATE["weight"])
     assert all(tensor.eq(2).all() for tensor in tensors)
+
+
+def test_a_large_state_goes_in_slices_and_sums_pass_between_them(world: World) -> None:
+    groups = world.groups(2)
+    donor, joiner = groups[0].view.members
+    state = {"a": torch.arange(600_001.0), "empty": torch.zeros(0), "b": torch.arange(900_000).view(3, -1)}
+    assert len(state_messages(state, {})) == 1 + 3 + 7
+    transfer = world.peers[donor.instance].send_state(joiner, state, {"step": 1})
+    tensors = [torch.ones(500_000), torch.ones(500_000)]
+    everywhere(groups, lambda group: group.all_reduce(tensors[group.rank]).wait())
+    transfer.wait()
+    meta, received = world.peers[joiner.instance].receive_state(SECONDS)
+    assert meta == {"step": 1}
+    assert list(received) == list(state)
+    assert all(torch.equal(received[name], tensor) for name, tensor in state.items())
+    assert all(tensor.eq(2).all() for tensor in tensors)
+
+
+def test_a_slice_that_is_not_the_next_one_ends_the_link(world: World) -> None:
+    joiner, donor = world.add(1), Hostile(world, 0)
+    donor.transport.dial(joiner.address, donor)
+    until(lambda: donor.links != {})
+    first, *slices = state_messages({"a": torch.zeros(300_000)}, {})
+    for message in (first, slices[1]):
+        donor.links[joiner.instance].send(message)
+    with pytest.raises(PeerLost, match="was lost while it sent its state"):
+        world.peers[joiner.instance].receive_state(SECONDS)
 
 
 def test_a_state_that_is_not_as_expected_is_refused(world: World) -> None:

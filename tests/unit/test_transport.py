@@ -47,6 +47,7 @@ class Recorder:
         self.ends: list[str] = []
         self.refusals: list[tuple[str, str]] = []
         self.on_message: Callable[[Link, Message], None] = lambda link, message: None
+        self.on_end: Callable[[], None] = lambda: None
         self._place = place or (lambda head: torch.empty(head.shape, dtype=frames.DTYPES[head.dtype]))
         self._changed = threading.Condition()
 
@@ -66,6 +67,7 @@ class Recorder:
         self.on_message(link, message)
 
     def unlinked(self, link: Link, reason: str) -> None:
+        self.on_end()
         self._note(self.ends, reason)
 
     def refused(self, address: str, reason: str) -> None:
@@ -81,6 +83,28 @@ class Recorder:
     def link(self, number: int = 0) -> Link:
         self.wait(lambda self: len(self.links) > number)
         return self.links[number]
+
+
+class Told:
+    """What `sent` was called with."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[int, bool]] = []
+        self.threads: set[int] = set()
+        self._changed = threading.Condition()
+
+    def of(self, number: int) -> Callable[[bool], None]:
+        return lambda whole: self._note(number, whole)
+
+    def _note(self, number: int, whole: bool) -> None:
+        with self._changed:
+            self.all.append((number, whole))
+            self.threads.add(threading.get_ident())
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.all) >= count, WAIT_S), self.all
 
 
 class World:
@@ -254,6 +278,29 @@ class TestLinks:
         at_worker.wait(lambda r: r.ends)
         assert not at_worker.messages
 
+    def test_the_sender_is_told_when_a_message_has_left(self, world: World) -> None:
+        """Once for each, in order, on the transport's thread."""
+        server_link, _, _, at_worker = world.pair()
+        told = Told()
+        for step, payload in enumerate([None, torch.zeros(10), torch.full((500_000,), 7.0)]):
+            server_link.send(Message(kind=Kind.CHUNK, step=step, payload=payload), sent=told.of(step))
+        told.wait(3)
+        assert told.all == [(0, True), (1, True), (2, True)]
+        assert len(told.threads) == 1
+        assert threading.get_ident() not in told.threads
+        at_worker.wait(lambda r: len(r.messages) == 3)
+        assert at_worker.messages[2].payload.eq(7.0).all()  # type: ignore[union-attr]
+
+    def test_the_sender_is_told_when_the_link_ended_first(self, world: World) -> None:
+        server_link, at_server, _, _ = world.pair()
+        server_link.close("enough")
+        at_server.wait(lambda r: r.ends)
+        told = Told()
+        server_link.send(Message(kind=Kind.CHUNK, payload=torch.zeros(100_000)), sent=told.of(0))
+        told.wait(1)
+        assert told.all == [(0, False)]
+        assert threading.get_ident() not in told.threads
+
     def test_the_dialer_comes_back_after_a_loss(self, world: World) -> None:
         _, at_server, _, at_worker = world.pair()
         for number in range(3):
@@ -371,6 +418,33 @@ class TestTcp:
             assert "too slow" in at_worker.ends[0]
             with pytest.raises(PeerLost, match="too slow"):
                 works[-1].wait()
+
+    def test_what_had_not_left_when_the_link_ended_is_told(self, world: World) -> None:
+        server_link, _, worker_link, at_worker = world.pair(silence_s=WAIT_S)
+        told = Told()
+        at_worker.on_end = lambda: told.of(-1)(False)
+        with hold(server_link):
+            for step in range(3):
+                message = Message(kind=Kind.PUSH, step=step, payload=torch.zeros(5_000_000))
+                worker_link.send(message, sent=told.of(step))
+            owner_of(worker_link).call_later(0, lambda: worker_link.end("gone"))  # type: ignore[attr-defined]
+            told.wait(4)
+        assert told.all == [(0, False), (1, False), (2, False), (-1, False)]
+
+    def test_a_slow_line_is_not_silent(self, world: World) -> None:
+        """Inside a payload we ask to be woken late; a line that needs longer for it than silence may last still counts."""
+        server, worker = world.transport("server"), world.transport(silence_s=0.5, beat_s=0.1)
+        at_server, at_worker = Recorder(), Recorder()
+        with slow_line(server.listen(HERE, 0, at_server), bytes_per_s=40_000) as address:
+            worker.dial(address, at_worker)
+            payload = torch.arange(20_000, dtype=torch.float32)
+            at_server.link().send(Message(kind=Kind.WEIGHTS, payload=payload))
+            at_worker.wait(lambda r: r.messages or r.ends)
+            assert not at_worker.ends
+            assert torch.equal(at_worker.messages[0].payload, payload)  # type: ignore[arg-type]
+            link = at_worker.link()
+            assert isinstance(link, TcpLink)
+            wait_until(lambda: link._wake_at == 1)  # between payloads every byte counts
 
     def test_a_silent_peer_is_noticed(self, world: World) -> None:
         server_link, _, _, at_worker = world.pair(silence_s=0.6, beat_s=0.1)
@@ -843,6 +917,45 @@ def hold(link: Link) -> Iterator[None]:
         yield
     finally:
         release.set()
+
+
+@contextlib.contextmanager
+def slow_line(address: str, *, bytes_per_s: int) -> Iterator[str]:
+    """A relay to `address`. What comes back from there comes in drops, once the handshake is through."""
+    drop_bytes, first_bytes = 500, 8000
+    sockets: list[socket.socket] = []
+
+    def relay(source: socket.socket, target: socket.socket, *, slow: bool) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(drop_bytes):
+                if slow and passed > first_bytes:
+                    time.sleep(len(data) / bytes_per_s)  # this is the line
+                target.sendall(data)
+                passed += len(data)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            near, _ = listener.accept()
+            far = socket.create_connection(split_address(address), timeout=WAIT_S)
+            sockets.extend((near, far))
+            threads.append(threading.Thread(target=relay, args=(near, far), kwargs={"slow": False}))
+            threads[-1].start()
+            relay(far, near, slow=True)
+
+    with socket.create_server((HERE, 0)) as listener:
+        threads = [threading.Thread(target=serve)]
+        threads[0].start()
+        try:
+            yield join_address(*listener.getsockname())
+        finally:
+            for sock in sockets:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(WAIT_S)
+            for sock in sockets:
+                sock.close()
 
 
 def pause(transport: Transport, seconds: float) -> None:

@@ -150,10 +150,12 @@ class Server(Role):
         self.journal = Journal(self.run_dir.path / "journal")
         self.history = history.History(self.run_dir.path / "history.jsonl")
         recovered = self.journal.recover()
-        if recovered.meta is not None:
+        # A person's wish to continue, long after: the workers begin too, and have no weights where the server has none.
+        begins = self.spec.resume is not None
+        if recovered.meta is not None and not (begins and recovered.state is None):
             state = unpack_state(recovered.state, recovered.meta["numbers"]) if recovered.state else None
             self._restore(state, recovered.meta)
-            self.office.fresh = False
+            self.office.fresh = begins
             for record in recovered.records:
                 self._replay(record.meta, record.payload)
             lines = [record.meta["line"] for record in recovered.records]
@@ -303,6 +305,11 @@ class Server(Role):
 
     def _on_change(self, what: str, member: Member, reason: str) -> None:
         self.history.member(what, rank=member.rank, instance=member.instance, epoch=self.roster.epoch, reason=reason)
+        if what == "joined":
+            theirs, ours = dict(member.link.peer.versions), dict(self.me.versions)
+            unlike = [f"{k} {theirs.get(k)} (here {v})" for k, v in ours.items() if theirs.get(k) != v]
+            if unlike:  # the protocol is the same, or it would not be here; only the last digits may differ
+                log.info("%s runs %s", member.name, ", ".join(unlike))
         if what != "joined" and not member.report:
             self.observer.emit(Notice(level="WARNING", message=f"{member.name} is gone: {reason}; training goes on"))
 
@@ -534,7 +541,8 @@ class Server(Role):
         different = sorted(name for name, theirs in said.items() if theirs != ours)
         if different:
             log.error(
-                "the replicas differ at the end: %s against %s here; please report this",
+                "the replicas differ at the end: %s, and the run's weights are %s; machines of different kinds may round "
+                "differently, but those of one kind must agree: please report it",
                 ", ".join(f"{name} has {str(said[name])[:16]}" for name in different),
                 ours[:16],
             )

@@ -216,7 +216,8 @@ class _Run:
             return
         bind = self.config.cluster.bind
         self.address = dial_address(bind, port)
-        self.server.spec = dataclasses.replace(self.server.spec, server=f"{bind}:{port}")
+        # From here on it goes on from its journal, whatever it began with.
+        self.server.spec = dataclasses.replace(self.server.spec, server=f"{bind}:{port}", resume=None)
         if self.open or not self.workers:
             for line in invitation(self.config, port):
                 self.observer.emit(Notice(level="INFO", message=line))

@@ -179,51 +179,47 @@ class EDP(Served):
 
     def serve(self) -> None:
         self.muster()
-        waiting: list[Push] = []
+        self._waiting: list[Push] = []
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             self._welcome()
             event = self._roster.get(0.1)
             if isinstance(event, Gone):
                 self._gone(event)
-                waiting = [push for push in waiting if push.member is not event.member]
+                self._waiting = [push for push in self._waiting if push.member is not event.member]
             elif isinstance(event, Said) and event.message.kind is Kind.PULL:
                 self._send_weights(event.member)
             elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
-                push = self._answer(event)
-                if push is not None:
-                    waiting.append(push)
-            if waiting and sum(push.samples for push in waiting) >= self._wanted():
-                self._update(waiting)
-                waiting = []
+                self._answer(event)
+            if self._waiting and sum(push.samples for push in self._waiting) >= self._wanted():
+                self._update(self._waiting)
+                self._waiting = []
 
-    def _answer(self, said: Said) -> Push | None:
+    def _answer(self, said: Said) -> None:
         """Take a push or refuse it; either way its worker gets the next lease."""
-        member, refused = said.member, self.stale_rejected
+        member, step, refused = said.member, said.message.step, self.stale_rejected
+        if any(push.member is member and push.step == step for push in self._waiting):
+            self._roster.evict(member, f"it pushed its step {step} twice")
+            return
         push = self._arrived(said)
         answer: dict[str, object] = {}
         if push is not None:
-            staleness = self.replica.updates - int(push.meta.get("version", 0))
-            bound = self.options.staleness_bound
-            if not self._lent(member, push.step):
-                self.refuse(member, push.step, "its samples were not lent to it")
-                push = None
-            elif bound is not None and staleness > bound:
-                self.refuse(member, push.step, f"it is {staleness} versions old, more than {bound}")
-                push = None
+            version, bound = push.meta.get("version"), self.options.staleness_bound
+            if not isinstance(version, int) or not 0 <= version <= self.replica.updates:
+                self._roster.evict(member, f"it pushed a gradient of version {version!r}")
+                return
+            staleness = self.replica.updates - version
+            if bound is not None and staleness > bound:
+                self.refuse(member, step, f"it is {staleness} versions old, more than {bound}")
             else:
                 push.weight = 1 / (1 + staleness) if self.options.staleness_weighting == "inverse" else 1.0
                 push.extra["staleness"] = answer["staleness"] = staleness
-        if push is None:
-            if self.stale_rejected == refused:
-                return None  # not whole yet
+                self._waiting.append(push)
+        if self.stale_rejected > refused:
             answer["refused"] = True
-        step = said.message.step
-        answer["leases"] = [self.lend(member, step + LEASES_AHEAD)] if member.rank in self._roster.members else []
+        elif push is None:
+            return  # not whole yet
+        answer["leases"] = [self.lend(member, step + LEASES_AHEAD)]
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
-        return push
-
-    def _lent(self, member: Member, step: int) -> bool:
-        return step in self.office.leases.held(member.instance)
 
     def _wanted(self) -> int:
         return self.options.server_batch or sum(m.batch_size for m in self._roster.members.values())

@@ -56,6 +56,7 @@ class Push:
     meta: dict[str, Any]
     tensors: dict[str, Tensor]
     missing: set[int]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     norm: float = 0.0
     weight: float = 1.0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -78,12 +79,16 @@ class Served(Elastic):
         bucket_bytes = int(self.options.bucket_mb * 2**20)
         trained = [(n, tuple(p.shape)) for n, p in self.replica.model.named_parameters() if p.requires_grad]
         floats = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if t.is_floating_point()]
+        buffers = [(n, shape) for n, shape in floats if n not in dict(self.replica.model.named_parameters())]
         self._gradients = Parcels(trained, codec=codec, bucket_bytes=bucket_bytes)
         self._weights = Parcels(floats, codec=make_codec("fp32"), bucket_bytes=bucket_bytes)
+        self._buffers = Parcels(
+            buffers, codec=make_codec("fp32"), bucket_bytes=bucket_bytes
+        )  # running means and the like
         self._feedback = Feedback() if codec.feedback else None
         if self.context.office is not None:
             self._pushes: dict[tuple[int, int], Push] = {}
-            self._roster.expect(Kind.PUSH, self._gradients.payloads())
+            self._roster.expect(Kind.PUSH, [*self._gradients.payloads(), *self._buffers.payloads()])
         if self.context.line is not None:
             self._line.expect(Kind.WEIGHTS, self._weights.payloads())
 
@@ -93,19 +98,19 @@ class Served(Elastic):
         """Send the gradients on the parameters; buckets leave while the next is encoded."""
         gradients = self._take_gradients()
         said = {"samples": batch.samples, "loss": repr(float(loss)), **meta}  # as text: JSON has no NaN
+
+        def send(channel: int, payload: Tensor, codec: str) -> None:
+            meta = said if channel == 0 else {}
+            step, epoch = batch.step, self._epoch
+            self._line.send(Kind.PUSH, step=step, channel=channel, epoch=epoch, codec=codec, meta=meta, payload=payload)
+
         try:
             if gradients is None:
                 raise CodecError("the gradient overflowed in fp16")
             for channel, payload in self._gradients.encode(gradients, key=batch.step, feedback=self._feedback):
-                self._line.send(
-                    Kind.PUSH,
-                    step=batch.step,
-                    channel=channel,
-                    epoch=self._epoch,
-                    codec=self._gradients.codec.name,
-                    meta=said if channel == 0 else {},
-                    payload=payload,
-                )
+                send(channel, payload, self._gradients.codec.name)
+            for channel, payload in self._buffers.encode(self.replica.weights()):
+                send(len(self._gradients) + channel, payload, "fp32")
         except CodecError as why:
             self._line.send(Kind.PUSH, step=batch.step, epoch=self._epoch, meta={"skip": str(why), **said})
 
@@ -153,7 +158,8 @@ class Served(Elastic):
         if "skip" in message.meta:
             self.refuse(member, message.step, str(message.meta["skip"]))
             return None
-        if message.payload is None or message.codec != self._gradients.codec.name:
+        buffer = message.channel - len(self._gradients)
+        if message.payload is None or message.codec != ("fp32" if buffer >= 0 else self._gradients.codec.name):
             self._roster.evict(member, "it pushed something that is not a gradient of this run")
             return None
         push = self._pushes.get(key)
@@ -162,11 +168,14 @@ class Served(Elastic):
                 self._roster.evict(member, "its push does not begin at the beginning")
                 return None
             tensors = {n: torch.empty(s) for n, s in self._shapes().items()}
-            push = self._pushes[key] = Push(
-                member, message.step, message.meta, tensors, set(range(len(self._gradients)))
-            )
+            missing = set(range(len(self._gradients) + len(self._buffers)))
+            push = self._pushes[key] = Push(member, message.step, message.meta, tensors, missing)
+            push.buffers = {n: torch.empty(self.replica.weights()[n].shape) for n in self._buffers.names}
         try:
-            self._gradients.decode(message.channel, message.payload, push.tensors)
+            if buffer >= 0:
+                self._buffers.decode(buffer, message.payload, push.buffers)
+            else:
+                self._gradients.decode(message.channel, message.payload, push.tensors)
         except CodecError as why:
             del self._pushes[key]
             self._roster.evict(member, f"its push cannot be decoded: {why}")
@@ -177,6 +186,12 @@ class Served(Elastic):
             return None
         del self._pushes[key]
         push.norm = float(get_total_norm(list(push.tensors.values())))
+        lent = sum(count for _, count in self.office.leases.held(member.instance).get(push.step, []))
+        if lent != push.samples:
+            self._roster.evict(
+                member, f"it pushed {push.samples} samples of step {push.step}, and {lent} were lent to it"
+            )
+            return None
         objection = self.gate.objection(push.norm)
         if objection is not None:
             self.refuse(member, message.step, objection)
@@ -220,6 +235,10 @@ class Served(Elastic):
         flat = torch.cat([average[n].reshape(-1) for n in self._gradients.names])
         commit = Commit(step=step, contributors=contributors, gradient=flat)
         self.office.record(commit)
+        # Buffers are those of the first worker, as on the mesh plane.
+        first = min(pushes, key=lambda push: push.member.rank)
+        for name, buffer in first.buffers.items():
+            self.replica.weights()[name].copy_(buffer)
         return self._apply(average)
 
     def _apply(self, gradients: dict[str, Tensor]) -> Tensor:

@@ -31,7 +31,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from smolcluster.comm.codecs import Feedback
+from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
@@ -161,7 +161,11 @@ class SyncPS(Served):
             comm_s = time.perf_counter() - started
 
             average = self._average(pushes)
-            encoded = self._encode_average(step, average)
+            try:
+                encoded = self._encode_average(step, average)
+            except CodecError as why:
+                self._begin_again(step, f"the average cannot be encoded: {why}")
+                continue
             rate = self.replica.learning_rate
             norm = self._commit(pushes, average)
             self._send_average(step, encoded)
@@ -176,10 +180,9 @@ class SyncPS(Served):
             if arrived and (done >= set(self._roster.members) or (deadline and time.monotonic() >= deadline)):
                 break
             if not arrived and done >= set(self._roster.members):
-                # All were refused, or none is here: begin the step again with whoever comes.
+                # All were refused, or none is here.
                 done.clear()
-                for member in self._roster.in_order():
-                    self._again(member, step)
+                self._begin_again(step, "")
                 self._welcome()
             wait_s = 0.1 if deadline is None else max(0.0, min(0.1, deadline - time.monotonic()))
             event = self._roster.get(wait_s or 0.001)
@@ -191,6 +194,8 @@ class SyncPS(Served):
                 if push is not None:
                     arrived[push.member.rank] = push
                     deadline = deadline or time.monotonic() + self.options.timeout
+        else:
+            return []  # asked to stop: half a step is none
         for member in self._roster.in_order():
             if member.rank not in arrived:
                 self.office.leases.give_back(member.instance, step)
@@ -218,10 +223,13 @@ class SyncPS(Served):
         self.stale_rejected += 1
         member.link.send(Message(kind=Kind.ACK, step=step, meta={"refused": "late"}))
 
-    def _again(self, member: Member, step: int) -> None:
-        """A member whose gradient was refused, when there is no other: let it try other samples."""
-        state, numbers = self.copied_state()
-        self._send_state(member, state, numbers, leases=[self.lend(member, step)])
+    def _begin_again(self, step: int, why: str) -> None:
+        """Nothing came of a step: let everybody try it with other samples."""
+        for member in self._roster.in_order():
+            if step in self.office.leases.held(member.instance):
+                self.refuse(member, step, why)
+            state, numbers = self.copied_state()
+            self._send_state(member, state, numbers, leases=[self.lend(member, step)])
 
     def _encode_average(self, step: int, average: dict[str, Tensor]) -> list[Tensor]:
         """The payloads for the workers; `average` becomes what they will decode."""

@@ -1,7 +1,8 @@
 """One TCP connection of the elastic plane, from its first byte to its last.
 
 Reading. asyncio asks where the next bytes belong; while a payload is under way that is the rest of the tensor that
-`Handler.place` named, so nothing is copied in between.
+`Handler.place` named, so nothing is copied in between. On a slow line every packet would wake us: inside a payload the
+kernel is asked to do so only when a good part has come, and never to wait for more than is sure to come.
 
 Writing. `send` puts a frame into the queue, from any thread, and wakes the loop if it sleeps. The loop writes slices as long
 as the socket takes them. asyncio's own buffer is kept empty: once a payload's last slice is gone nobody holds its memory
@@ -16,7 +17,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -26,7 +27,7 @@ from smolcluster.comm.elastic import frames
 from smolcluster.comm.elastic.frames import Frame, FrameError, Parser
 from smolcluster.comm.elastic.handshake import MAX_REASON, Handshake, Refusal, printable
 from smolcluster.comm.elastic.security import Credentials, Refused, open_credentials
-from smolcluster.comm.elastic.sockets import set_options
+from smolcluster.comm.elastic.sockets import set_options, wake_at
 from smolcluster.comm.elastic.transport import Handler, Head, Kind, Link, Message
 from smolcluster.comm.group import Done, PeerLost, Traffic, Work
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from smolcluster.comm.elastic.tcp import TcpTransport
 
 LINGER_S = 1.0  # a link that is being closed ends when nothing has moved for so long
+READ_AT_BYTES = 1 << 16  # of a payload: read when so much has come
+TLS_HOLDS_BYTES = 20_000  # what the TLS layer may have of a record that is not complete, and a little more
 TURN_BYTES = 1 << 22  # what one link may write before the others have their turn
 
 
@@ -54,9 +57,9 @@ class Limits:
 class _Sending:
     """A payload on its way out."""
 
-    def __init__(self) -> None:
+    def __init__(self, sent: Callable[[bool], None] | None) -> None:
         self._over = threading.Event()
-        self._lost = ""
+        self._lost, self._sent = "", sent
 
     def wait(self) -> None:
         self._over.wait()
@@ -66,6 +69,8 @@ class _Sending:
     def finish(self, *, lost: str = "") -> None:
         self._lost = lost
         self._over.set()
+        if self._sent is not None:
+            self._sent(not lost)
 
 
 class TcpLink(Link, asyncio.BufferedProtocol):
@@ -96,7 +101,8 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             payload_bytes=owner.limits.payload_bytes,
             checked=not self._encrypted,
         )
-        self._heard = time.monotonic()
+        self._heard = self._heard_at_beat = time.monotonic()
+        self._wake_at, self._can_wake_late = 1, True
         self._second, self._messages = 0, 0  # how many came in this second
         self._leaving = False  # we close; what still comes is not looked at
 
@@ -115,17 +121,21 @@ class TcpLink(Link, asyncio.BufferedProtocol):
 
     # For any thread
 
-    def send(self, message: Message) -> Work:
+    def send(self, message: Message, *, sent: Callable[[bool], None] | None = None) -> Work:
         frame = self._encode(message)
-        work = _Sending() if frame.payload is not None else None
+        work = _Sending(sent) if frame.payload is not None or sent is not None else None
         with self._lock:
-            if not self._accepting:
-                lost = _Sending()
-                lost.finish(lost=self._name(self.reason))
-                return lost
-            self._queue.append((frame, work))
-            self._accepted_bytes += frame.nbytes
-            wake, self._awake = not self._awake, True
+            accepting = self._accepting
+            if accepting:
+                self._queue.append((frame, work))
+                self._accepted_bytes += frame.nbytes
+                wake, self._awake = not self._awake, True
+        if not accepting:
+            if sent is not None:
+                self._owner.post(sent, False)
+            lost = _Sending(None)
+            lost.finish(lost=self._name(self.reason))
+            return lost
         if self.queued_bytes > self._owner.limits.queued_bytes:
             self._owner.post(self.end, f"too slow: {self.queued_bytes} bytes are waiting to be sent")
         elif wake:
@@ -159,6 +169,9 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         if quiet and not self._paused and not self._leaving:
             self._say(Message(kind=Kind.BEAT))
         self._handed_at_beat = self._handed_bytes
+        if self._heard == self._heard_at_beat:
+            self._set_wake_at(1)  # the line is slow: take what there is, which also shows that the peer is alive
+        self._heard_at_beat = self._heard
 
     def check_life(self, now: float, *, stood_still_s: float) -> None:
         """End the link if the peer has been silent for too long.
@@ -224,9 +237,9 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         waiting = transport.get_write_buffer_size()
         self.traffic.bytes_sent = max(self.traffic.bytes_sent, self._handed_bytes - waiting)
         if waiting == 0 and self._handed:
-            for work in self._handed:
+            handed, self._handed = self._handed, []
+            for work in handed:
                 work.finish()
-            self._handed.clear()
 
     def _say(self, message: Message) -> None:
         """A small message of our own, between two frames and ahead of the queue."""
@@ -244,6 +257,22 @@ class TcpLink(Link, asyncio.BufferedProtocol):
 
     def _place(self, head: Head) -> Tensor | None:
         return self._handler.place(self, head)
+
+    def _wait_for_more(self) -> None:
+        """Sleep until a good part of the payload under way is here; between payloads, until anything is."""
+        sure_bytes = self._parser.due_bytes - (TLS_HOLDS_BYTES if self._encrypted else 0)
+        self._set_wake_at(max(1, min(sure_bytes, READ_AT_BYTES)))
+
+    def _set_wake_at(self, nbytes: int) -> None:
+        if (
+            nbytes == self._wake_at
+            or not self._can_wake_late
+            or self._transport is None
+            or self._transport.is_closing()
+        ):
+            return
+        self._can_wake_late = wake_at(self._transport.get_extra_info("socket"), nbytes=nbytes)
+        self._wake_at = nbytes
 
     def _take(self, message: Message) -> None:
         self._count()
@@ -329,7 +358,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             self._accepting, self.reason = False, reason
             works = [*self._handed, self._sending, *(work for _, work in self._queue)]
             self._queue.clear()
-        self._handed.clear()
+        self._handed, self._sending = [], None
         for work in works:
             if work is not None:
                 work.finish(lost=self._name(reason))
@@ -397,6 +426,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
                 self._take(message)
                 if self._leaving or self.over.done():
                     return
+            self._wait_for_more()
         except FrameError as error:
             self._break(error)
         except Refusal as error:

@@ -381,6 +381,11 @@ class Parser:
             self._start, self._end = 0, left
         return self._staging[self._end :]
 
+    @property
+    def due_bytes(self) -> int:
+        """What is still to come of the payload that is under way; 0 between payloads."""
+        return 0 if self._target is None else len(self._target) - self._filled
+
     def fed(self, count: int) -> Iterator[Message]:
         """So many bytes were put into `buffer`. A message is given before the next one is looked at."""
         if self._target is not None:
@@ -431,7 +436,7 @@ class Parser:
                     yield from self._wait_for(4)
                     if checksum != int.from_bytes(self._take(4), "little"):
                         raise Corrupt(f"the payload of a {header.kind.name} was damaged on the way")
-                if header.dtype == "bool" and max(target, default=0) > 1:
+                if header.dtype == "bool" and np.frombuffer(target, dtype=np.uint8).max(initial=0) > 1:
                     raise Malformed("a boolean that is neither true nor false")
             yield message
 

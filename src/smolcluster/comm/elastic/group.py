@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,8 @@ from smolcluster.comm.elastic import schedule
 from smolcluster.comm.elastic.frames import DTYPES
 from smolcluster.comm.elastic.schedule import MOST_PIECE_BYTES, Act, Plan, Verb
 from smolcluster.comm.elastic.transport import Head, Kind, Link, Message
-from smolcluster.comm.elastic.view import Member, View
+from smolcluster.comm.elastic.view import View
+from smolcluster.comm.elastic.wires import Wires
 from smolcluster.comm.group import Group, PeerLost, Traffic, Work
 
 FAR_AHEAD = 4096  # operations by which a peer may be ahead of us; further is nonsense
@@ -63,33 +64,6 @@ class Landing:
     arrived: Callable[[], None] = _nothing
     lost: Callable[[], None] = _nothing
     callers_memory: bool = False
-
-
-class Wires(Protocol):
-    """What an exchange needs of the links. All but `soon` on the transport's thread."""
-
-    def soon(self, callback: Callable[[], None]) -> None:
-        """Do this on the transport's thread, in the order of the calls. From any thread."""
-
-    def send(self, member: Member, message: Message, *, order: int, left: Callable[[], None]) -> None:
-        """Send it when there is a link and room: what has the lowest `order` first. `left`: its memory is free again."""
-
-    def cancel(self, epoch: int) -> None:
-        """Forget chunks up to this epoch that no link has accepted yet."""
-
-    def keep(self, nbytes: int) -> bool:
-        """Room for so many bytes more of what came early, if there is any."""
-
-    def release(self, nbytes: int) -> None:
-        """Give that room back."""
-
-    def stage(self) -> Tensor:
-        """Memory for one piece, as bytes."""
-
-    def unstage(self, buffer: Tensor) -> None: ...
-
-    def sink(self, head: Head) -> Tensor:
-        """Where to receive what nobody wants."""
 
 
 class Exchange:

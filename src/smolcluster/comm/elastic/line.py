@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from smolcluster.comm.elastic.handshake import MAX_REASON
 from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Payload, Received, Refused, Unlinked
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.sockets import split_address
@@ -188,8 +189,10 @@ class Line:
             )
         if message.kind is Kind.WELCOME:
             self.leases.clear()
-        for lease in message.meta.get("leases", ()):
-            self.leases.append(Lease.from_meta(lease))
+        try:
+            self.leases += [Lease.from_meta(lease) for lease in message.meta.get("leases", ())]
+        except (KeyError, TypeError, ValueError) as error:
+            raise PeerLost(f"the server at {self.address} sent a lease that cannot be read: {error!r}"[:MAX_REASON]) from error
         return message
 
     def _check_patience(self) -> None:

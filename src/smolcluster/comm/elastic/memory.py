@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -29,6 +30,10 @@ from smolcluster.comm.group import Done, PeerLost, Traffic, Work
 from smolcluster.errors import UserError
 
 REDIAL_S = 0.02
+
+
+def _nothing(_sent: bool) -> None:
+    return None
 
 
 class _Lost:
@@ -178,14 +183,14 @@ class MemoryLink(Link):
     def __init__(self, owner: MemoryTransport, handler: Handler, peer: Peer) -> None:
         self.owner, self.peer, self.traffic = owner, peer, Traffic()
         self._handler, self._network = handler, owner.network
-        self._held: deque[tuple[Message, int]] = deque()  # sent, not yet received
+        self._held: deque[tuple[Message, int, Callable[[bool], None]]] = deque()  # sent, not yet received
         self._queued_bytes = 0
         self._last_due = 0.0
         self._open = True
         self._reason = ""
         owner.links.append(self)
 
-    def send(self, message: Message) -> Work:
+    def send(self, message: Message, *, sent: Callable[[bool], None] | None = None) -> Work:
         # What the wire would do to it: JSON there and back, the payload as it is now.
         frame = frames.encode(message)
         meta = frames.decode_meta(frames.encode_meta(message.meta))
@@ -202,8 +207,10 @@ class MemoryLink(Link):
         network = self._network
         with network.lock:
             if not self._open:
+                if sent is not None:
+                    network.at(0, partial(sent, False))
                 return _Lost(f"{self.peer.name}: {self._reason}")
-            self._held.append((copy, frame.nbytes))
+            self._held.append((copy, frame.nbytes, sent or _nothing))
             self._queued_bytes += frame.nbytes
             delay_s = network.delay_s(self.owner, self.twin.owner)
             self._last_due = max(self._last_due, network.now + delay_s)  # none overtakes another
@@ -227,7 +234,7 @@ class MemoryLink(Link):
             if not self._open:
                 return
             self._open, self._reason = False, reason
-            self._held.append((Message(kind=Kind.BYE, meta={"reason": reason}), frames.HEADER.size))
+            self._held.append((Message(kind=Kind.BYE, meta={"reason": reason}), frames.HEADER.size, _nothing))
             self._network.at(max(0.0, self._last_due - self._network.now), self._deliver)
 
     def flush(self) -> None:
@@ -239,11 +246,12 @@ class MemoryLink(Link):
         twin, network = self.twin, self._network
         if network.cut_off(self.owner, twin.owner) or not self._held or self.owner.dead:
             return
-        message, nbytes = self._held.popleft()
+        message, nbytes, sent = self._held.popleft()
         with network.lock:
             self._queued_bytes = max(0, self._queued_bytes - nbytes)
         self.traffic.bytes_sent += nbytes
         self.owner.moved.add(nbytes, 0)
+        sent(True)
         if message.kind is Kind.BYE:
             self.end(message.meta["reason"])
         elif twin._open and not twin.owner.dead:
@@ -289,10 +297,13 @@ class MemoryLink(Link):
                 return
             self.owner.links.remove(self)
             self._open, self._reason = False, reason
+            lost, self._queued_bytes = list(self._held), 0
             self._held.clear()
-            self._queued_bytes = 0
-        if not self.owner.dead:
-            self._handler.unlinked(self, reason)
+        if self.owner.dead:
+            return
+        for _, _, sent in lost:
+            sent(False)
+        self._handler.unlinked(self, reason)
 
 
 class MemoryDialer(Dialer):

@@ -6,8 +6,7 @@ views; `form` closes those of members that are gone, dials those that are missin
     CHUNK of this view's epoch    to the view's operations
     CHUNK of an older epoch       received, dropped and counted: its sender has not heard of this view yet
     CHUNK of a newer epoch        kept, as far as there is room, until `form` is called for that view
-    STATE                         weights and optimizer state from one member to another: a list of what comes (meta: tensors,
-                                  a name, type and shape each, and the sender's own words), then the tensors in that order
+    STATE                         weights and optimizer state from one member to another (`states.py`)
     anything else                 ends the link
 
 A lost link raises nothing by itself. `on_lost` tells which member cannot be reached; the coordinator decides what follows.
@@ -15,36 +14,23 @@ A lost link raises nothing by itself. `on_lost` tells which member cannot be rea
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
-import math
 import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.frames import DTYPES
 from smolcluster.comm.elastic.group import ElasticGroup, Exchange, Landing, keep, key_of
-from smolcluster.comm.elastic.schedule import MOST_PIECE_BYTES
+from smolcluster.comm.elastic.states import IncomingState, Layout, Transfer, state_messages
 from smolcluster.comm.elastic.transport import Dialer, Head, Kind, Link, Message, Transport
 from smolcluster.comm.elastic.view import Member, View, ViewChanged
+from smolcluster.comm.elastic.wires import Wires
 from smolcluster.comm.group import PeerLost, Work
 
 log = logging.getLogger(__name__)
 
-Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-
-WINDOW_BYTES = 2 * MOST_PIECE_BYTES  # what a link may have queued: keeps it busy, and little is in vain after a loss
-FIRST_POLL_S, LONGEST_POLL_S = 0.001, 0.002  # how soon to look again whether a link has room
-SMALL_BYTES = 16 << 10  # a payload up to here is copied: then its memory is free at once
-KEPT_OVERHEAD_BYTES = 512  # of every piece that is kept, however small
 SETTLE_S = 5.0  # for a piece that is half-way in when the view changes
 STATE_ORDER = 1 << 62  # after every operation
 
@@ -64,7 +50,7 @@ class Peers:
         self.dropped_chunks = 0  # of older views
         self._transport = transport
         self._timeout_s, self._connect_s, self._limit_bytes = timeout_s, connect_s, limit_bytes
-        self._wires = _Wires(transport, limit_bytes=limit_bytes)
+        self._wires = Wires(transport, limit_bytes=limit_bytes)
         self._on_lost: Callable[[Member, str], None] | None = None
         self._exchange: Exchange | None = None
         self._index: dict[str, int] = {}  # instance -> place in the view
@@ -73,8 +59,8 @@ class Peers:
         self._ahead: dict[int, list[tuple[Link, Head, Tensor]]] = {}  # chunks by epoch
         self._settling: tuple[set[Link], threading.Event] | None = None
         self._expected: Layout | None = None
-        self._incoming: dict[Link, _State] = {}
-        self._states: queue.SimpleQueue[_State | PeerLost] = queue.SimpleQueue()
+        self._incoming: dict[Link, IncomingState] = {}
+        self._states: queue.SimpleQueue[IncomingState | PeerLost] = queue.SimpleQueue()
 
     def listen(self, host: str, port: int) -> str:
         """Accept other workers. Returns `host:port`."""
@@ -117,11 +103,8 @@ class Peers:
 
         The tensors must not change until the work is done.
         """
-        rows = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-        listed = [[name, _dtype_name(row.dtype), list(row.shape)] for name, row in rows.items()]
-        messages = [Message(kind=Kind.STATE, meta={"tensors": listed, "meta": dict(meta)})]
-        messages += [Message(kind=Kind.STATE, channel=i, payload=row) for i, row in enumerate(rows.values())]
-        transfer = _Transfer(member, len(messages), timeout_s=self._timeout_s)
+        messages = state_messages(tensors, meta)
+        transfer = Transfer(member, len(messages), timeout_s=self._timeout_s)
 
         def start() -> None:
             self._dial(member)
@@ -143,7 +126,7 @@ class Peers:
             raise PeerLost(f"no member has sent its state within {timeout_s:g} s") from None
         if isinstance(state, PeerLost):
             raise state
-        return state.meta, dict(zip(state.layout, state.tensors, strict=True))
+        return state.meta, state.tensors
 
     # The transport's handler
 
@@ -171,7 +154,6 @@ class Peers:
             self._announced(link, message.meta)
         else:
             link.close(f"{message.kind.name} is not spoken between workers")
-        self._wires.pump()
         state = self._incoming.get(link)
         if state is not None and state.complete:
             del self._incoming[link]
@@ -315,24 +297,14 @@ class Peers:
 
     def _announced(self, link: Link, meta: Mapping[str, Any]) -> None:
         try:
-            state = _State.from_meta(meta)
             if link in self._incoming:
                 raise ValueError("a state in the middle of another")
-            self._check_state(state)
+            state = IncomingState(meta, expected=self._expected, limit_bytes=self._limit_bytes)
         except ValueError as error:
             self._states.put(PeerLost(f"{link.peer.name} sent a state that cannot be used: {error}"))
             link.close(str(error))
             return
         self._incoming[link] = state
-
-    def _check_state(self, state: _State) -> None:
-        expected = self._expected
-        if expected is None:
-            if state.nbytes > self._limit_bytes:
-                raise ValueError(f"{state.nbytes} bytes of state, and none was expected")
-        elif state.layout != expected:
-            names = [name for name in {**expected, **state.layout} if state.layout.get(name) != expected.get(name)]
-            raise ValueError(f"{len(names)} tensors are not as expected, among them {names[0]!r}")
 
 
 class _Dialled:
@@ -348,273 +320,3 @@ class _Dialled:
     def unlinked(self, link: Link, reason: str) -> None:
         if link.peer.instance == self._member.instance:
             self._peers.unlinked(link, reason)
-
-
-# Links
-
-
-def _nothing() -> None:
-    return None
-
-
-@dataclass(order=True, slots=True)
-class _Waiting:
-    """A message that no link has accepted yet."""
-
-    order: int
-    number: int
-    message: Message = field(compare=False)
-    left: Callable[[], None] = field(compare=False)
-    lost: Callable[[], None] = field(compare=False)
-
-
-class _Outlet:
-    """What goes to one member: in order of importance, and never far ahead of what its link can carry.
-
-    A link tells how much it has queued, and gives it away in order: once as much has left as was queued when a message had
-    been accepted, that message has left too, and its memory is free.
-    """
-
-    def __init__(self) -> None:
-        self.links: list[Link] = []  # the first one is used; there is another only when both sides have dialled
-        self.waiting: list[_Waiting] = []  # a heap
-        self._under_way: deque[tuple[int, _Waiting]] = deque()
-        self._accepted_bytes = 0
-
-    @property
-    def linked(self) -> bool:
-        return any(link.open for link in self.links)
-
-    def pump(self) -> bool:
-        """Whether there is more to do later."""
-        if not self.links:
-            return False
-        link = self.links[0]
-        if not link.open:
-            return False  # its end will be told, and then another one's turn comes
-        queued = link.queued_bytes
-        while self.waiting and queued < WINDOW_BYTES:
-            item = heapq.heappop(self.waiting)
-            link.send(item.message)
-            before, queued = queued, link.queued_bytes
-            self._accepted_bytes += queued - before
-            self._under_way.append((self._accepted_bytes, item))
-        left_bytes = self._accepted_bytes - queued
-        while self._under_way and self._under_way[0][0] <= left_bytes:
-            self._under_way.popleft()[1].left()
-        return bool(self.waiting or self._under_way)
-
-    def remove(self, link: Link) -> None:
-        """It has ended: nothing of what it had accepted is read any more."""
-        if link is self.links[0]:
-            self._abandon()
-        self.links.remove(link)
-
-    def _abandon(self) -> None:
-        self._accepted_bytes = 0
-        while self._under_way:
-            self._under_way.popleft()[1].lost()
-
-
-class _Wires:
-    """All links, and the memory for what comes over them. On the transport's thread, but for `soon`."""
-
-    def __init__(self, transport: Transport, *, limit_bytes: int) -> None:
-        self._transport = transport
-        self._outlets: dict[str, _Outlet] = {}  # by instance
-        self._numbers = itertools.count()
-        self._busy: set[_Outlet] = set()
-        self._polling, self._pause_s = False, 0.0
-        self._calls: deque[Callable[[], None]] = deque()
-        self._limit_bytes, self._kept_bytes = limit_bytes, 0
-        self._staging: list[Tensor] = []
-        self._sink = torch.empty(MOST_PIECE_BYTES, dtype=torch.uint8)
-
-    def soon(self, callback: Callable[[], None]) -> None:
-        self._calls.append(callback)
-        self._transport.call_later(0, self._call)
-
-    def _call(self) -> None:
-        while self._calls:
-            self._calls.popleft()()
-
-    # Links
-
-    def add(self, link: Link) -> None:
-        outlet = self._outlets.setdefault(link.peer.instance, _Outlet())
-        outlet.links.append(link)
-        self._pump(outlet)
-
-    def remove(self, link: Link) -> None:
-        outlet = self._outlets.get(link.peer.instance)
-        if outlet is None or link not in outlet.links:
-            return
-        outlet.remove(link)
-        if not outlet.links and not outlet.waiting:
-            del self._outlets[link.peer.instance]
-        self._pump(outlet)
-
-    def linked_to(self, member: Member) -> bool:
-        return (outlet := self._outlets.get(member.instance)) is not None and outlet.linked
-
-    def close(self, instance: str, reason: str) -> None:
-        outlet = self._outlets.get(instance)
-        if outlet is None:
-            return
-        for item in outlet.waiting:
-            item.lost()
-        outlet.waiting.clear()
-        for link in list(outlet.links):
-            link.close(reason)
-
-    # Sending
-
-    def send(
-        self,
-        member: Member,
-        message: Message,
-        *,
-        order: int,
-        left: Callable[[], None],
-        lost: Callable[[], None] | None = None,
-    ) -> None:
-        """`lost`: its link ended first; its memory is free all the same."""
-        payload = message.payload
-        if payload is not None and payload.nbytes <= SMALL_BYTES:
-            message.payload = payload.clone()
-        outlet = self._outlets.setdefault(member.instance, _Outlet())
-        if message.payload is payload:
-            item = _Waiting(order, next(self._numbers), message, left, left if lost is None else lost)
-        else:
-            item = _Waiting(order, next(self._numbers), message, _nothing, _nothing)
-        heapq.heappush(outlet.waiting, item)
-        self._pause_s = 0.0
-        self._pump(outlet)
-        if message.payload is not payload:
-            left()
-
-    def cancel(self, epoch: int) -> None:
-        for outlet in self._outlets.values():
-            outlet.waiting = [i for i in outlet.waiting if i.message.kind is not Kind.CHUNK or i.message.epoch > epoch]
-            heapq.heapify(outlet.waiting)
-
-    def pump(self) -> None:
-        """See what has left, and send what may."""
-        for outlet in list(self._busy):
-            self._pump(outlet)
-
-    def _pump(self, outlet: _Outlet) -> None:
-        if outlet.pump():
-            self._busy.add(outlet)
-        else:
-            self._busy.discard(outlet)
-        if self._busy and not self._polling:
-            # Links do not say when they have room again: look, at once and then now and then, while something waits for it.
-            self._polling = True
-            self._transport.call_later(self._pause_s, self._poll)
-
-    def _poll(self) -> None:
-        self._polling, self._pause_s = False, min(max(2 * self._pause_s, FIRST_POLL_S), LONGEST_POLL_S)
-        self.pump()
-
-    # Memory
-
-    def keep(self, nbytes: int) -> bool:
-        if self._kept_bytes + nbytes + KEPT_OVERHEAD_BYTES > self._limit_bytes:
-            return False
-        self._kept_bytes += nbytes + KEPT_OVERHEAD_BYTES
-        return True
-
-    def release(self, nbytes: int) -> None:
-        self._kept_bytes -= nbytes + KEPT_OVERHEAD_BYTES
-
-    def stage(self) -> Tensor:
-        return self._staging.pop() if self._staging else torch.empty(MOST_PIECE_BYTES, dtype=torch.uint8)
-
-    def unstage(self, buffer: Tensor) -> None:
-        self._staging.append(buffer)
-
-    def sink(self, head: Head) -> Tensor:
-        return self._sink[: head.nbytes].view(DTYPES[head.dtype])
-
-
-# State
-
-
-class _Transfer:
-    """A state on its way to a member."""
-
-    def __init__(self, member: Member, messages: int, *, timeout_s: float) -> None:
-        self._member, self._unsent, self._timeout_s = member, messages, timeout_s
-        self._over = threading.Event()
-        self._broken = False
-        self._moved = time.monotonic()
-
-    def wait(self) -> None:
-        """Until all of it has left; the member says by itself that it has it."""
-        while not self._over.is_set():
-            left_s = self._moved + self._timeout_s - time.monotonic()
-            if left_s <= 0:
-                raise PeerLost(f"{self._member.name} takes no state: nothing moved for {self._timeout_s:g} s")
-            self._over.wait(left_s)
-        if self._broken:
-            raise PeerLost(f"{self._member.name} was lost while its state was on the way")
-
-    def left(self) -> None:
-        self._moved = time.monotonic()
-        self._unsent -= 1
-        if self._unsent == 0:
-            self._over.set()
-
-    def lost(self) -> None:
-        self._broken = True
-        self._over.set()
-
-
-@dataclass(slots=True)
-class _State:
-    """A state that comes in, tensor after tensor."""
-
-    meta: dict[str, Any]
-    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    tensors: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> _State:
-        listed, words = meta.get("tensors"), meta.get("meta")
-        if not isinstance(listed, list) or not isinstance(words, dict):
-            raise ValueError("a state begins with the list of its tensors")
-        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for entry in listed:
-            if not isinstance(entry, list) or len(entry) != 3:
-                raise ValueError("a tensor of a state has a name, a type and a shape")
-            name, dtype, shape = entry
-            if not isinstance(name, str) or name in layout or not isinstance(dtype, str) or dtype not in DTYPES:
-                raise ValueError(f"a state cannot have {str(name)[:80]!r} of type {str(dtype)[:20]!r}, or not twice")
-            if not isinstance(shape, list) or any(type(size) is not int or not 0 <= size < 2**40 for size in shape):
-                raise ValueError(f"{name[:80]!r} of a state has no such shape")
-            layout[name] = (DTYPES[dtype], tuple(shape))
-        return cls(words, layout)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.layout.values())
-
-    @property
-    def complete(self) -> bool:
-        return len(self.tensors) == len(self.layout)
-
-    def place(self, head: Head) -> Landing | None:
-        """They come in the order of the list."""
-        number = len(self.tensors)
-        if self.complete or head.channel != number:
-            return None
-        dtype, shape = list(self.layout.values())[number]
-        if (DTYPES[head.dtype], head.shape) != (dtype, shape):
-            return None
-        tensor = torch.empty(shape, dtype=dtype)
-        return Landing(tensor, lambda: self.tensors.append(tensor))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from smolcluster.comm.elastic.handshake import MAX_REASON, printable
 from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Payload, Received, Unlinked
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.transport import Link
@@ -26,6 +27,8 @@ from smolcluster.comm.elastic.transport import Link
 log = logging.getLogger(__name__)
 
 JUST_HEARD_S = 1.0  # a rank whose holder was heard so recently is taken
+MOST_UNREAD_BYTES = 1 << 20  # of one that has not joined
+MOST_NAMES = 1000  # peers name themselves: refusals of further ones are counted together
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -129,6 +132,8 @@ class Roster:
         if member is not None and member.link is not link:
             member = None
         match message.kind:
+            case Kind.ASK if link.queued_bytes > MOST_UNREAD_BYTES:
+                self.refuse(link, "it asks and does not read the answers")
             case Kind.ASK:
                 link.send(Message(kind=Kind.PLAN, meta=dict(self._plan)))
             case Kind.JOIN:
@@ -205,8 +210,9 @@ class Roster:
 
     def refuse(self, link: Link, reason: str) -> None:
         """End a link whose peer does what it may not."""
-        self.refused[link.peer.name] += 1
-        log.warning("refused %s: %s", link.peer.name, reason)
+        name, reason = link.peer.name, printable(reason, limit=MAX_REASON)  # it may quote what the peer said
+        self.refused[name if name in self.refused or len(self.refused) < MOST_NAMES else "others"] += 1
+        log.warning("refused %s: %s", name, reason)
         self._forget(link)
         link.send(Message(kind=Kind.REFUSE, meta={"reason": reason}))
         link.close(reason)

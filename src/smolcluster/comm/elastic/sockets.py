@@ -59,6 +59,15 @@ def set_options(sock: socket.socket, *, buffer_size: int | None) -> None:
                 sock.setsockopt(level, getattr(socket, name), value)
 
 
+def wake_at(sock: socket.socket, *, nbytes: int) -> bool:
+    """Wake the reader only when so much has come, or the peer has hung up. False: this system cannot."""
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
 def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[Listener]:
     """A listening socket for every address that `host` stands for, IPv4 and IPv6, all on one port. Port 0: any."""
     where = join_address(host, port)

@@ -203,7 +203,10 @@ class TcpTransport(Transport):
 
     def call_later(self, delay_s: float, callback: Callable[[], object]) -> _Timer:
         timer = _Timer(callback)
-        self.post(self.loop.call_later, delay_s, timer.run)
+        if delay_s > 0:
+            self.post(self.loop.call_later, delay_s, timer.run)
+        else:
+            self.post(timer.run)
         return timer
 
     def close(self) -> None:

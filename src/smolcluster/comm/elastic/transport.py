@@ -17,6 +17,7 @@ Implementations: `tcp.TcpTransport` (asyncio, TLS 1.3 when there is a token), `m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,10 +35,13 @@ class Link(ABC):
     traffic: Traffic  # bytes that crossed the socket, headers included; with TLS, before encryption
 
     @abstractmethod
-    def send(self, message: Message) -> Work:
+    def send(self, message: Message, *, sent: Callable[[bool], None] | None = None) -> Work:
         """Queue a message; returns at once. The work is done when the payload's memory may be changed again.
 
         On a link that has ended nothing happens, and `wait` raises PeerLost: whoever needs to know was told by `unlinked`.
+
+        `sent` is called once, on the transport's thread and never from within `send`, when nobody reads that memory any
+        more: with True when all of the message has left, with False when the link ended first (before `unlinked`).
         """
 
     @property
