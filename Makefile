@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help train test check format bench chaos clean
+.PHONY: help train test check format bench chaos fuzz abuse clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -43,6 +43,13 @@ bench: $(VENV)/.dev ## List the benchmarks
 
 chaos: $(VENV)/.dev ## Ten minutes of killed, frozen and cut-off machines, for each elastic strategy (about an hour)
 	$(BIN)/python -m tools.chaos
+	$(MAKE) abuse
+
+fuzz: $(VENV)/.dev ## Ten minutes of arbitrary bytes for each part that reads the wire; guided by coverage with the extra `fuzz`
+	$(BIN)/python -m tools.fuzz --seconds 600
+
+abuse: $(VENV)/.dev ## A million damaged frames, bombs, idle connections and impostors at a run that trains (about an hour)
+	$(BIN)/python -m tools.abuse
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis

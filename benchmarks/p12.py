@@ -93,6 +93,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         for case in cases:
             config = counted_config(shape, case, workers=size, steps=steps)
             rows.append({"strategy": case.name, "workers": size, **compare(config, moved(config))})
+            print(f"  {case.name} on {size} workers: {rows[-1]['verdict']}", flush=True)
     show(session, "bytes per step of a worker", rows, [*COLUMNS, "over", "verdict"])
     missed = [f"{row['strategy']} on {row['workers']}" for row in rows if row["verdict"] != "met"]
     print(f"target, at most {LIMIT} x and headers: {'missed by ' + ', '.join(missed) if missed else 'met by all'}\n")

@@ -141,6 +141,7 @@ def recover(strategy: str, sets: dict[str, Any], *, victim: int) -> tuple[float,
     """Seconds from the kill to a step without the victim, and to one that it contributes to again."""
     sets = {
         **{key: value for key, value in SHAPE.sets().items() if value is not None},
+        "model.ff_dim": 4 * SHAPE.model_dim,  # the built-in file names another
         "training.device": "cpu",
         "training.eval_steps": 0,
         "training.checkpoint_steps": 0,

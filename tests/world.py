@@ -35,6 +35,7 @@ PRELOAD = [
     "smolcluster.strategies.single",
     "smolcluster.engine.server",
     "smolcluster.engine.member",
+    "smolcluster.strategies.allreduce_elastic",
     "smolcluster.strategies.edp",
     "smolcluster.strategies.syncps",
 ]
@@ -429,7 +430,9 @@ class ElasticWorld:
             local_world_size=size + 1,
             host="testhost" if who == "server" else hosts[rank],
             run_dir=str(self.run_dir),
-            resume=None if self._resume is None or who != "server" else str(self._resume),
+            resume=str(self._resume)
+            if self._resume is not None and who == "server" and not self.server.lives
+            else None,
             plane="elastic",
             role="server" if who == "server" else "worker",
             server=server,

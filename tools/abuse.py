@@ -10,11 +10,11 @@
     syncps-token, allreduce-token: the same behind TLS
 
     attack
-    flood       damaged frames, one a connection: bits flipped, fields and lengths changed with checksums that fit, noise; from
-                strangers, and from processes that went through the handshake but are no members. --frames, over all sockets
+    flood       damaged frames, one a connection: bits flipped, fields and lengths changed with checksums that fit, noise;
+                from strangers, and from processes that went through the handshake but are no members
     monsters    headers that announce up to 2^64 - 1 bytes
     json        meta that is deep, huge, or full of huge numbers
-    bombs       small payloads that would be large if anybody unpacked them, and objects that would run if anybody unpickled them
+    bombs       payloads that would be large if anybody unpacked them, and objects that would run if anybody unpickled them
     idle        a thousand connections that say nothing
     loris       a hundred that say a byte now and then
     impostors   no token, a wrong one, another cluster's id, TLS 1.2, a recorded handshake
@@ -52,11 +52,13 @@ import socket
 import ssl
 import statistics
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,17 +67,16 @@ from zlib import crc32
 
 import torch
 from tests.faults.elastic_history import changes, lines_of
-from tests.tasks import Tiny
 from tests.world import ElasticWorld, Who, run_elastic_world
-from tools.fuzz import mutated, refit
 
 import smolcluster
 from smolcluster.comm.elastic import frames
 from smolcluster.comm.elastic.frames import FrameError, Parser
-from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.messages import Head, Kind, Message
 from smolcluster.comm.elastic.security import Credentials, Keyring, new_token, open_credentials
 from smolcluster.engine import history
 from smolcluster.errors import UserError
+from tools.fuzz import mutated, refit
 
 RUNS = {"syncps": 1, "allreduce": 2, "syncps-token": 1, "allreduce-token": 2}  # workers
 GROWTH_BYTES = 16 << 20
@@ -87,6 +88,7 @@ NUM_IDLE, NUM_LORIS = 1000, 100
 PACE_S = 0.02  # a step of a worker takes so long, at least
 QUIET_S = 3.0  # between attacks
 THREADS = 6
+PARAMETERS = 1010  # of tests.tasks.Tiny: a gradient of the right size is tried, too
 
 
 # Connections
@@ -120,6 +122,10 @@ class Door:
         return open_credentials() if self.keyring is None else self.keyring.current
 
 
+def _nowhere(_: Head) -> None:
+    """Where an attacker wants payloads."""
+
+
 class Guest:
     """Goes through the handshake, by hand, and then says what it likes."""
 
@@ -133,7 +139,8 @@ class Guest:
             name = self.credentials.server_name
             context = self._contexts.setdefault(name, door.keyring.client_context())
             self.sock = context.wrap_socket(self.sock, server_hostname=name)
-        self._parser = Parser(place=lambda head: None, cluster=self.credentials.cluster)
+        self._parser = Parser(place=_nowhere, cluster=self.credentials.cluster)
+        self._heard: deque[Message] = deque()
         self._nonce = secrets.token_bytes(32)
 
     def greet(self, then: bytes = b"") -> Guest:
@@ -159,12 +166,12 @@ class Guest:
         self.sock.sendall(data)
 
     def hear(self) -> Message:
-        while True:
+        while not self._heard:
             count = self.sock.recv_into(self._parser.buffer())
             if count == 0:
                 raise Ended
-            for message in self._parser.fed(count):
-                return message
+            self._heard += self._parser.fed(count)
+        return self._heard.popleft()
 
 
 def until_the_end(sock: socket.socket, *, half_close: bool = True) -> bytes:
@@ -202,7 +209,7 @@ def listening_ports(pid: int) -> list[int]:
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+            inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
     ports = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -233,7 +240,6 @@ Attack = Callable[[Door, Result, random.Random, int], None]
 
 def _frames(canary: Path) -> list[bytes]:
     """Honest ones, as the strategies send them, to be damaged."""
-    weights = sum(p.numel() for p in Tiny(config=None).model().parameters())  # type: ignore[arg-type]
     command = f"cposix\nsystem\n(S'touch {canary}'\ntR.".encode()
     spoken = [
         Message(kind=Kind.BEAT),
@@ -243,7 +249,11 @@ def _frames(canary: Path) -> list[bytes]:
         Message(kind=Kind.EVENT, meta={"event": command.decode(), "__reduce__": ["os.system", f"touch {canary}"]}),
         Message(kind=Kind.REPORT, meta={"bytes_sent": 2**63, "weights_sha256": "0" * 64}),
         Message(
-            kind=Kind.PUSH, step=3, epoch=2, meta={"samples": 4, "loss": "0.1"}, payload=torch.ones(4 * weights).byte()
+            kind=Kind.PUSH,
+            step=3,
+            epoch=2,
+            meta={"samples": 4, "loss": "0.1"},
+            payload=torch.ones(4 * PARAMETERS).byte(),
         ),
         Message(kind=Kind.DONE, step=4, epoch=3, meta={"mine": "0.1", "held": "0.2", "loss": "0.3", "compute_s": 0.1}),
         Message(kind=Kind.SUSPECT, epoch=3, meta={"rank": 1, "reason": "x"}),
@@ -334,6 +344,9 @@ class Abuse:
 
     def monsters(self, door: Door, result: Result, rng: random.Random, count: int) -> None:
         base = bytearray(self._honest[6])  # a PUSH
+        meta = bytes(base[128 : 128 + struct.unpack_from("<I", base, 44)[0]])
+        for _ in range(60):  # what as many honest guests cost does not count
+            until_the_end(Guest(door).greet().sock)
         took, before = [], peak_bytes(door.pid, anew=True)
         cases = [(48, "Q", 2**63), (48, "Q", 2**64 - 1), (48, "Q", 2**32 + 1), (48, "Q", 2**32), (44, "I", 2**32 - 1)]
         for number in range(12 * len(cases)):
@@ -350,7 +363,7 @@ class Abuse:
                     pass
                 began = time.perf_counter()
                 with contextlib.suppress(ConnectionError, ssl.SSLError):
-                    guest.sock.sendall(data[:128])
+                    guest.sock.sendall(data[:128] + meta)
                 until_the_end(guest.sock, half_close=False)
                 took.append(time.perf_counter() - began)
             except TimeoutError:
@@ -488,8 +501,8 @@ class Abuse:
         large = {"tensors": [], "meta": {"a": "x" * 500_000}}
         hoards: list[Callable[[int], Message]] = [
             lambda n: Message(kind=Kind.CHUNK, epoch=2**32 - 1, step=n, payload=torch.zeros(100_000)),
-            lambda n: Message(kind=Kind.STATE, meta=large),
-            lambda n: Message(kind=Kind.ASK),
+            lambda _: Message(kind=Kind.STATE, meta=large),
+            lambda _: Message(kind=Kind.ASK),
         ]
         for make in hoards:
             guest = Guest(door).greet()
@@ -511,7 +524,7 @@ class Abuse:
 
 def _kinds(heard: bytes) -> set[Kind]:
     """Of the frames in it, as far as they are any."""
-    parser, kinds = Parser(place=lambda head: None, cluster=None), set()
+    parser, kinds = Parser(place=_nowhere, cluster=None), set()
     rest = memoryview(heard)
     with contextlib.suppress(FrameError):
         while rest:
@@ -618,8 +631,10 @@ class Report:
     wrong: list[str] = field(default_factory=list)
 
 
-def attack(run: str, folder: Path, *, attacks: Sequence[str], frames_each: int, seed: int) -> Report:
-    """`frames_each`: damaged frames at each listening socket."""
+def attack(
+    run: str, folder: Path, *, attacks: Sequence[str], frames_each: int, seed: int, quiet_s: float = QUIET_S
+) -> Report:
+    """`frames_each`: damaged frames at each listening socket. `quiet_s`: between attacks, to hold them against."""
     strategy, _, behind_tls = run.partition("-")
     token = new_token() if behind_tls else ""
     keyring = Keyring([token]) if token else None
@@ -629,7 +644,7 @@ def attack(run: str, folder: Path, *, attacks: Sequence[str], frames_each: int, 
 
     def rest() -> None:
         began = time.time()
-        time.sleep(QUIET_S)  # nothing is waited for: this is what attacks are held against
+        time.sleep(quiet_s)
         quiet.append((began, time.time()))
 
     def script(world: ElasticWorld) -> None:
@@ -645,6 +660,7 @@ def attack(run: str, folder: Path, *, attacks: Sequence[str], frames_each: int, 
         for name in attacks:
             for door in doors:
                 report.results.append(abuse.run(name, door, seed=seed, count=frames_each))
+                print(f"  {name} at {door.name}: {report.results[-1].seconds:.1f} s", file=sys.stderr, flush=True)
                 rest()
         for who in seats:
             if not world.alive(who):
@@ -659,7 +675,7 @@ def attack(run: str, folder: Path, *, attacks: Sequence[str], frames_each: int, 
     if world.server.failed is not None:
         report.wrong.append(f"the server failed: {world.server.failed.message}\n{world.server.failed.traceback}")
         return report
-    report.steps = int(world.summary["step"])
+    report.steps = int(world.summary["steps"])
     calm = _run(run, folder / f"{run}-calm", token=token, steps=report.steps)
     _judge(report, world, calm, strategy, canary)
     _time(report, world, quiet)
@@ -687,6 +703,8 @@ def _time(report: Report, world: ElasticWorld, quiet: Sequence[tuple[float, floa
     """How long steps took during each attack, against the quiet spells before and after."""
     times = [row.time for row in world.server.rows()]
     spells = [s for s in (_step_s(times, window) for window in quiet) if s]
+    if not spells:
+        return
     calm = statistics.median(spells)
     report.noise = (max(spells) - min(spells)) / calm / 2
     for name in dict.fromkeys(result.attack for result in report.results):
@@ -718,9 +736,9 @@ def _run(
     config: dict[str, Any] = {
         "training.steps": steps,
         "training.batch_size": 8,
-        "training.learning_rate": 0.001,
+        "training.learning_rate": 1e-5,  # slow enough not to learn the few samples by heart
         "lr_schedule.warmup_iters": 0,  # a constant rate: the weights after n steps do not depend on where the run ends
-        "lr_schedule.min_lr": 0.001,
+        "lr_schedule.min_lr": 1e-5,
         "training.eval_steps": 0,
         "training.checkpoint_steps": 0,
         "training.seed": 1,
@@ -751,6 +769,19 @@ def _doors(world: ElasticWorld, who: Who, keyring: Keyring | None) -> list[Door]
     pid = _pid(world, who)
     name = who if who == "server" else f"worker {who}"
     return [Door(name, pid, port, keyring) for port in listening_ports(pid)]
+
+
+def opens_without_a_token(folder: Path) -> list[str]:
+    """A server that is told to listen on all addresses and has no token refuses to start. Returns what is wrong."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SMOLCLUSTER_")}
+    environ["XDG_CONFIG_HOME"] = str(folder / "no-token")
+    command = [sys.executable, "-m", "smolcluster", "server", "--bind", "0.0.0.0"]
+    try:
+        done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        return ["a server without a token listens on 0.0.0.0"]
+    refused = done.returncode != 0 and "token" in done.stderr + done.stdout
+    return [] if refused else [f"status {done.returncode} of a server on 0.0.0.0 without a token: {done.stderr[-200:]}"]
 
 
 def unpacks_nothing() -> list[str]:
@@ -797,9 +828,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports.append(report)
         show(report)
         (folder / f"abuse-{run}.json").write_text(json.dumps(asdict(report), indent=1) + "\n")
-    offenders = unpacks_nothing()
-    print("no decompression on the wire" if not offenders else f"VIOLATION: {offenders}")
-    wrong = len(offenders) + sum(len(r.wrong) + sum(len(result.wrong) for result in r.results) for r in reports)
+    found = [*opens_without_a_token(folder), *unpacks_nothing()]
+    for sentence in found or ["without a token nobody listens beyond loopback; nothing on the wire is decompressed"]:
+        print(f"VIOLATION: {sentence}" if found else sentence)
+    wrong = len(found) + sum(len(r.wrong) + sum(len(result.wrong) for result in r.results) for r in reports)
     frames_sent = sum(result.count for r in reports for result in r.results if result.attack == "flood")
     print(f"{frames_sent} damaged frames; " + ("all rules kept" if not wrong else f"{wrong} violations"), flush=True)
     return 1 if wrong else 0

@@ -28,7 +28,6 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
-import json
 import logging
 import random
 import re
@@ -46,7 +45,7 @@ from zlib import crc32
 
 GUIDED = importlib.util.find_spec("atheris") is not None and __name__ == "__main__"
 if GUIDED:
-    import atheris  # type: ignore[import-not-found, unused-ignore]
+    import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 with atheris.instrument_imports(include=["smolcluster.comm"]) if GUIDED else contextlib.nullcontext():
     import torch
@@ -74,6 +73,7 @@ with atheris.instrument_imports(include=["smolcluster.comm"]) if GUIDED else con
 CORPUS = Path(__file__).parent.parent / "tests" / "corpus"
 MOST_INPUTS = 60  # of a target in the corpus
 MOST_BYTES = 4096  # of an input
+FAILED = "failed-"  # begins the name of an input that once went wrong
 SLOW_S = 5.0  # of processor time, for one input
 
 KINDS = tuple(Kind)
@@ -213,7 +213,7 @@ def parser(data: bytes) -> str:
     return " ".join([*(m.kind.name for m in whole[:1]), end or "waits"])
 
 
-def _parse(stream: bytes, flags: int, piece: Callable[[], int]) -> tuple[list[Message], str]:
+def _parse(stream: bytes | bytearray, flags: int, piece: Callable[[], int]) -> tuple[list[Message], str]:
     asked: list[Head] = []
 
     def place(head: Head) -> Tensor | None:
@@ -442,13 +442,13 @@ class _Office:
         server = cast(Server, SimpleNamespace())
         server.config = cast(Any, SimpleNamespace(cluster=SimpleNamespace(workers=[])))
         server.layout, server.train_data = LAYOUT, cast(Any, range(SAMPLES))
-        server.metrics = cast(Any, SimpleNamespace(handle=lambda event: None))
+        server.metrics = cast(Any, SimpleNamespace(handle=lambda _: None))
         self.roster = Roster(
             self.box,
             plan={"run": "0" * 16},
             admit=lambda link, said: Server._admit(server, link, said),
             on_event=lambda member, said: Server._on_event(server, member, said),
-            on_change=lambda what, member, reason: None,
+            on_change=lambda *_: None,
         )
         self.roster.expect(Kind.PUSH, [Payload(torch.uint8, (24,)), Payload(torch.float32, (3,))])
         self.roster.allow(Kind.STATE, most_bytes=256)
@@ -614,142 +614,6 @@ TARGETS: Mapping[str, Callable[[bytes], str]] = {
 }
 
 
-# Where a search begins
-
-
-def seeds(name: str) -> list[bytes]:
-    """Inputs that go a long way: the search looks around them."""
-    spoken = [
-        Message(kind=Kind.ACK, step=5, meta={"a": [1, "x", {}]}),
-        Message(
-            kind=Kind.PUSH, step=2, channel=1, codec="int8", payload=torch.arange(12, dtype=torch.int16).view(3, 4)
-        ),
-        Message(kind=Kind.STATE, payload=torch.tensor([True, False])),
-        Message(kind=Kind.CHUNK, step=2**40, epoch=3, payload=torch.zeros(0, 2)),
-    ]
-    hello = Message(
-        kind=Kind.HELLO, meta={"nonce": "00" * 32, "role": "worker", "rank": 1, "host": "h", "instance": "1" * 16}
-    )
-    match name:
-        case "parser":
-            streams = [to_bytes(m) for m in spoken] + [
-                b"".join(map(to_bytes, spoken)),
-                to_bytes(hello),
-                b"GET / HTTP/1.1",
-            ]
-            forms = (
-                OPEN,
-                OPEN | FIT,
-                OPEN | FIT | LENGTHS,
-                FIT,
-                OPENS | FIT | ANY_CLUSTER,
-                OPEN | UNCHECKED | UNWANTED,
-                RUN,
-            )
-            return [bytes((form, 1)) + stream for stream in streams for form in forms]
-        case "meta":
-            texts = [
-                '{"a":1}',
-                '{"a":[1.5,"\\u00e9",null,true]}',
-                "{" * 40,
-                '{"a":' + "[" * 33 + "]" * 33 + "}",
-                "[]",
-                "",
-            ]
-            texts += [
-                '{"a":1e999}',
-                '{"a":NaN}',
-                '{"a":"\\ud800"}',
-                '{"a":18446744073709551616}',
-                '{"a":1,"a":2}',
-                '{"a":-0.0}',
-            ]
-            return [text.encode() for text in texts]
-        case "handshake":
-            part = json.dumps(hello.meta).encode()
-            altered = [
-                bytes((side, HONEST | ALTERED)) + _with_length(json.dumps(meta).encode()) + bytes((HONEST, HONEST))
-                for side in (0, 1)
-                for meta in (
-                    {"nonce": "11" * 32},
-                    {"host": "\n"},
-                    {"rank": -1},
-                    {"role": []},
-                    {"versions": {"a": 1}},
-                    {"run": 5},
-                )
-            ]
-            return [
-                *altered,
-                *(bytes((side, HONEST, HONEST, HONEST)) for side in (0, 1)),
-                b"\x01\x00" + _with_length(part),
-            ]
-        case "view":
-            member = {"rank": 1, "instance": "a" * 16, "host": "h", "address": "h:1"}
-            views: list[Any] = [
-                {"epoch": 1, "step": 2, "members": members} for members in ([], [member], [member] * 2, 5, {})
-            ]
-            views += [{"epoch": e, "step": True, "members": []} for e in (1, -1, 2**63, None)]
-            views += [
-                {"epoch": 1, "step": 2, "members": [member | change]}
-                for change in (
-                    {"rank": -1},
-                    {"instance": "A" * 16},
-                    {"host": ""},
-                    {"address": "h:99999"},
-                    {"address": ":1"},
-                )
-            ]
-            return [json.dumps(value).encode() for value in views]
-        case "codecs":
-            return [
-                bytes((number, shape | 0x40 * how)) + fill
-                for number in range(len(CODECS))
-                for shape in range(len(CODED))
-                for how, fill in ((0, b""), (1, bytes(range(256))), (1, b"\x7f\x80\xff\xff" * 40))
-            ]
-        case "roster":
-            return _conversations(leading=True)
-        case _:
-            return _conversations(leading=False)
-
-
-def _conversations(*, leading: bool) -> list[bytes]:
-    metas: list[Any] = [
-        {},
-        {"reason": "x"},
-        {"leases": [{"step": 1, "ranges": [[0, 8]]}]},
-        {"event": "[]"},
-        {"leases": 5},
-    ]
-    metas += [
-        {"tensors": [["w", "float32", [2]]], "meta": {}},
-        {"tensors": [], "meta": {"a": 1}},
-        {"group": "1.0", "tag": 3},
-    ]
-    metas += [{"layout": ["~300000", 5]}, {"samples": "~349000"}, {"batch_size": "~300000"}]
-    found = []
-    for number in range(len(SPOKEN)):
-        for index, value in enumerate(metas):
-            record = bytes((number, index, index % 3, 5 * (index % 2), 14 * index)) + _with_length(
-                json.dumps(value).encode()
-            )
-            if leading:
-                joining = b"\x0b" + _with_length(json.dumps(value).encode()) + b"\x00"
-                found += [
-                    b"\x0c" + record,
-                    joining + b"\x0c" + record,
-                    b"\x0b\x00\x00\x00" + b"\x0c" + record + b"\x0a\x09",
-                ]
-            else:
-                found.append(bytes((index & 3,)) + record)
-    return found
-
-
-def _with_length(data: bytes) -> bytes:
-    return struct.pack("<H", len(data)) + data
-
-
 # Searching without atheris
 
 TOKENS = (
@@ -800,10 +664,10 @@ def search(name: str, found: list[bytes], *, seconds: float, seed: int) -> Itera
     """Failing inputs. What gives new words is added to `found`, and looked around in turn."""
     target, rng = TARGETS[name], random.Random(f"{name} {seed}")
     known: set[str] = set()
-    queue = [*found, *seeds(name)]
+    queue = [*found, b""]
     deadline, tries = time.monotonic() + seconds, 0
     while time.monotonic() < deadline:
-        data = queue[tries] if tries < len(queue) else mutated(rng, rng.choice(found or queue), found or queue)
+        data = queue[tries] if tries < len(queue) else mutated(rng, rng.choice(found), found)
         tries += 1
         try:
             outcome = timed(target, data)
@@ -825,19 +689,19 @@ def timed(target: Callable[[bytes], str], data: bytes) -> str:
 
 
 def distil(folder: Path, name: str) -> int:
-    """Keep the smallest input of each outcome, of which the most frequent come first. Returns how many are kept."""
+    """Keep the smallest input of each outcome, and all that are named after a failure. Returns how many there are."""
+    paths = [path for path in sorted(folder.glob("*")) if not path.name.startswith(FAILED)]
     best: dict[str, bytes] = {}
-    for data in [*seeds(name), *(path.read_bytes() for path in sorted(folder.glob("*")))]:
+    for data in [path.read_bytes() for path in paths]:
         outcome = TARGETS[name](data)
         if len(data) <= MOST_BYTES and (outcome not in best or len(data) < len(best[outcome])):
             best[outcome] = data
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*"):
+    for path in paths:
         path.unlink()
-    kept = sorted(best.values(), key=len)[:MOST_INPUTS]
-    for data in kept:
+    room = MOST_INPUTS - len(list(folder.glob("*")))
+    for data in sorted(best.values(), key=len)[:room]:
         (folder / _name(data)).write_bytes(data)
-    return len(kept)
+    return len(list(folder.glob("*")))
 
 
 def _name(data: bytes) -> str:
@@ -901,8 +765,6 @@ def _guided(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         work = Path(folder) if options.keep is None else options.keep / name
         work.mkdir(parents=True, exist_ok=True)
-        for data in seeds(name):
-            (work / _name(data)).write_bytes(data)
         flags = [
             f"-max_total_time={options.seconds:.0f}",
             f"-seed={options.seed}",

@@ -255,17 +255,28 @@ def digits_loss(single: Single) -> float:
 
 
 @pytest.mark.parametrize(
-    ("codec", "margin"),
-    [("bf16", 0.02), ("fp16", 0.02), ("int8", 0.02), ("powersgd", 0.3), ("topk", 1.6), ("randk", 1.9)],
+    ("strategy", "options", "margin"),
+    [
+        ("syncps", {"codec": "bf16"}, 0.02),
+        ("syncps", {"codec": "fp16"}, 0.02),
+        ("syncps", {"codec": "int8"}, 0.02),
+        ("syncps", {"codec": "powersgd"}, 0.3),
+        ("syncps", {"codec": "topk"}, 1.6),
+        ("syncps", {"codec": "randk"}, 1.9),
+        ("edp", {"use_quantization": True}, 0.1),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
-def test_lossy_codecs_learn(tmp_path: Path, digits_loss: float, codec: str, margin: float) -> None:
+def test_lossy_codecs_learn(
+    tmp_path: Path, digits_loss: float, strategy: str, options: dict[str, Any], margin: float
+) -> None:
     """On real handwriting, from 2.30 at the start; fp32 ends near 0.34.
 
     Casts and int8 lose a part in 2^7 of a number at most, which does not show. powersgd sends two ranks. topk and randk send
     one number in a hundred, so that in 120 steps a weight has its turn about once: that is slow, and it must still learn.
     """
-    config = LEARNING | AT_ONCE | {"strategy.codec": codec}
-    world = run_elastic_world(2, tmp_path, config, task="Digits", strategy="syncps")
+    config = LEARNING | AT_ONCE | {f"strategy.{name}": value for name, value in options.items()}
+    world = run_elastic_world(2, tmp_path, config, task="Digits", strategy=strategy)
     assert_good_end(world)
     assert world.summary["val_loss"] < min(2.28, digits_loss + margin)
 
@@ -322,7 +333,8 @@ def test_checkpoints_resume_across_planes(tmp_path: Path, single: Single, strate
 
 @pytest.mark.parametrize("strategy", ["syncps", "allreduce"])
 def test_killed_as_a_whole_and_resumed_is_bitwise_the_same(tmp_path: Path, strategy: str) -> None:
-    """kill -9 of the server and all workers in the middle; the last checkpoint leads to the same bits."""
+    """kill -9 of the server and all workers in the middle. The last checkpoint leads to the same bits, in another run
+    directory; and so does what the run's own directory has, which is the journal where the server has the weights."""
     config = COMMON | SYNCHRONOUS[strategy] | {"training.batch_size": 4, "training.checkpoint_steps": 3}
     config["training.steps"] = 20
     whole = run_elastic_world(3, tmp_path / "whole", config, task="Dropout", strategy=strategy)
@@ -337,11 +349,12 @@ def test_killed_as_a_whole_and_resumed_is_bitwise_the_same(tmp_path: Path, strat
         3, tmp_path / "cut", config, task="Dropout", strategy=strategy, script=script, slow={0: 0.01}
     )
     assert cut.server.status is None, "the fault did not fire"
-    resumed = run_elastic_world(
-        3, tmp_path / "resumed", config, task="Dropout", strategy=strategy, resume=tmp_path / "cut" / "checkpoints"
-    )
-    assert_good_end(resumed)
-    first = resumed.server.rows()[0].step
-    assert 3 < first < 20, "it resumed from a checkpoint"
-    assert resumed.server.losses() == whole.server.losses()[first - 1 :]
-    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    for place in ("elsewhere", "cut"):
+        resumed = run_elastic_world(
+            3, tmp_path / place, config, task="Dropout", strategy=strategy, resume=tmp_path / "cut" / "checkpoints"
+        )
+        assert_good_end(resumed)
+        first = resumed.server.rows()[0].step
+        assert first in ((10, 13) if place == "elsewhere" or strategy == "allreduce" else range(12, 16)), first
+        assert resumed.server.losses() == whole.server.losses()[first - 1 :]
+        assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]

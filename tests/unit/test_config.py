@@ -589,3 +589,38 @@ def test_configuration_does_not_import_torch() -> None:
     paths = [str(ROOT / "src"), *sys.path]
     run = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {code}"], timeout=60)
     assert run.returncode == 0
+
+
+# Values of several types
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("batch_size=auto", "auto"),
+        ("cluster.batch_size=AUTO", "auto"),
+        ("batch_size.pi5=auto", {"pi5": "auto"}),
+        ("batch_size={pi5: 8, win: auto}", {"pi5": 8, "win": "auto"}),
+    ],
+)
+def test_batch_sizes_may_be_automatic(override: str, expected: object) -> None:
+    config = load_config([], overrides=[override])
+    assert config.cluster.batch_size == expected
+    assert config.training.batch_size is None
+    assert resolve(config).cluster.batch_size == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch_size=lots", "batch_size (training.batch_size) = 'lots': must be a whole number, at least 1, or null"),
+        ("batch_size={pi5: no}", "batch_size.pi5 (cluster.batch_size.pi5) = 'no': must be a whole number, at least 1, or auto"),
+        ("cluster.batch_size=5", "cluster.batch_size = 5: must be auto, or a mapping of names, each to a whole number, "),
+        ("plane=flat", "plane (cluster.plane) = 'flat': must be mesh or elastic, or null"),
+    ],
+)  # fmt: skip
+def test_of_several_types_the_most_precise_error_is_told(override: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load_config([], overrides=[override])
+    assert str(raised.value).startswith(f"--override: {message}")
+    assert "\n" not in str(raised.value)

@@ -433,7 +433,7 @@ class TestTcp:
 
     def test_a_slow_line_is_not_silent(self, world: World) -> None:
         """Inside a payload we ask to be woken late; a line that needs longer for it than silence may last still counts."""
-        server, worker = world.transport("server"), world.transport(silence_s=0.5, beat_s=0.1)
+        server, worker = world.transport("server"), world.transport(silence_s=1.0, beat_s=0.1)
         at_server, at_worker = Recorder(), Recorder()
         with slow_line(server.listen(HERE, 0, at_server), bytes_per_s=40_000) as address:
             worker.dial(address, at_worker)
@@ -926,13 +926,14 @@ def slow_line(address: str, *, bytes_per_s: int) -> Iterator[str]:
     sockets: list[socket.socket] = []
 
     def relay(source: socket.socket, target: socket.socket, *, slow: bool) -> None:
-        passed = 0
+        passed, due = 0, 0.0
         with contextlib.suppress(OSError):
             while data := source.recv(drop_bytes):
-                if slow and passed > first_bytes:
-                    time.sleep(len(data) / bytes_per_s)  # this is the line
-                target.sendall(data)
                 passed += len(data)
+                if slow and passed > first_bytes:
+                    due = (due or time.monotonic()) + len(data) / bytes_per_s
+                    time.sleep(max(0.0, due - time.monotonic()))  # this is the line
+                target.sendall(data)
 
     def serve() -> None:
         with contextlib.suppress(OSError):

@@ -152,7 +152,7 @@ class Server(Role):
         recovered = self.journal.recover()
         # A person's wish to continue, long after: the workers begin too, and have no weights where the server has none.
         begins = self.spec.resume is not None
-        if recovered.meta is not None and not (begins and recovered.state is None):
+        if recovered.meta is not None and not (begins and not recovered.state):
             state = unpack_state(recovered.state, recovered.meta["numbers"]) if recovered.state else None
             self._restore(state, recovered.meta)
             self.office.fresh = begins

@@ -115,7 +115,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         self._chunks: Iterator[bytes | memoryview] | None = None  # of the frame that is being written
         self._sending: _Sending | None = None
         self._left_bytes = 0  # of it
-        self._handed: list[_Sending] = []  # asyncio has all of these, and perhaps still holds a part
+        self._handed: deque[tuple[int, _Sending]] = deque()  # asyncio has all of these up to here, and may hold a part
         self._handed_bytes = self._handed_at_beat = 0
         self._paused = False
 
@@ -214,7 +214,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             if self._left_bytes == 0:
                 self._chunks = None
                 if self._sending is not None:
-                    self._handed.append(self._sending)
+                    self._handed.append((self._handed_bytes, self._sending))
                     self._sending = None
         self._settle(transport)
 
@@ -234,12 +234,10 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         """Payloads that asyncio holds no part of any more are done."""
         if transport.is_closing():
             return  # what it held is lost, and the end will tell
-        waiting = transport.get_write_buffer_size()
-        self.traffic.bytes_sent = max(self.traffic.bytes_sent, self._handed_bytes - waiting)
-        if waiting == 0 and self._handed:
-            handed, self._handed = self._handed, []
-            for work in handed:
-                work.finish()
+        sent_bytes = self._handed_bytes - transport.get_write_buffer_size()  # a little less than that under TLS
+        self.traffic.bytes_sent = max(self.traffic.bytes_sent, sent_bytes)
+        while self._handed and self._handed[0][0] <= sent_bytes:
+            self._handed.popleft()[1].finish()
 
     def _say(self, message: Message) -> None:
         """A small message of our own, between two frames and ahead of the queue."""
@@ -356,9 +354,10 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         self.over.set_result(None)
         with self._lock:
             self._accepting, self.reason = False, reason
-            works = [*self._handed, self._sending, *(work for _, work in self._queue)]
+            works = [*(work for _, work in self._handed), self._sending, *(work for _, work in self._queue)]
             self._queue.clear()
-        self._handed, self._sending = [], None
+        self._handed.clear()
+        self._sending = None
         for work in works:
             if work is not None:
                 work.finish(lost=self._name(reason))
@@ -437,6 +436,8 @@ class TcpLink(Link, asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._paused = False
+        if self._transport is not None:
+            self._settle(self._transport)  # first: whoever was waiting for that may have more to send
         self._pump()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -192,7 +192,9 @@ class Line:
         try:
             self.leases += [Lease.from_meta(lease) for lease in message.meta.get("leases", ())]
         except (KeyError, TypeError, ValueError) as error:
-            raise PeerLost(f"the server at {self.address} sent a lease that cannot be read: {error!r}"[:MAX_REASON]) from error
+            raise PeerLost(
+                f"the server at {self.address} sent a lease that cannot be read: {error!r}"[:MAX_REASON]
+            ) from error
         return message
 
     def _check_patience(self) -> None:

@@ -25,7 +25,7 @@ from functools import partial
 from torch import Tensor
 
 from smolcluster.comm.elastic import frames
-from smolcluster.comm.elastic.transport import Dialer, Handler, Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.elastic.transport import LEFT, Dialer, Handler, Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.group import Done, PeerLost, Traffic, Work
 from smolcluster.errors import UserError
 
@@ -366,10 +366,10 @@ class MemoryTransport(Transport):
 
     def close(self) -> None:
         if self.network.on_thread():
-            self.hang_up("it has left")
+            self.hang_up(LEFT)
             return
         done = threading.Event()
-        self.network.at(0, lambda: self.hang_up("it has left"))
+        self.network.at(0, lambda: self.hang_up(LEFT))
         self.network.at(0, done.set)
         done.wait()
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.group import ElasticGroup, Exchange, Landing, keep, key_of
 from smolcluster.comm.elastic.states import IncomingState, Layout, Transfer, state_messages
-from smolcluster.comm.elastic.transport import Dialer, Head, Kind, Link, Message, Transport
+from smolcluster.comm.elastic.transport import LEFT, Dialer, Head, Kind, Link, Message, Transport
 from smolcluster.comm.elastic.view import Member, View, ViewChanged
 from smolcluster.comm.elastic.wires import Wires
 from smolcluster.comm.group import PeerLost, Work
@@ -289,7 +289,7 @@ class Peers:
                 self._lost(member, f"no connection within {self._connect_s:g} s")
 
     def _lost(self, member: Member, reason: str) -> None:
-        log.warning("cannot reach %s: %s", member.name, reason)
+        log.log(logging.INFO if reason == LEFT else logging.WARNING, "cannot reach %s: %s", member.name, reason)
         if self._on_lost is not None:
             self._on_lost(member, reason)
 

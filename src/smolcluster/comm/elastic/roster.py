@@ -27,7 +27,6 @@ from smolcluster.comm.elastic.transport import Link
 log = logging.getLogger(__name__)
 
 JUST_HEARD_S = 1.0  # a rank whose holder was heard so recently is taken
-MOST_UNREAD_BYTES = 1 << 20  # of one that has not joined
 MOST_NAMES = 1000  # peers name themselves: refusals of further ones are counted together
 
 
@@ -96,6 +95,7 @@ class Roster:
         self._mailbox, self._plan, self._admit = mailbox, plan, admit
         self._on_event, self._on_change = on_event, on_change
         self._links: set[Link] = set()
+        self._answered: set[Link] = set()  # have asked, and know the plan
         self._news: deque[Gone] = deque()
 
     # Receiving
@@ -132,9 +132,10 @@ class Roster:
         if member is not None and member.link is not link:
             member = None
         match message.kind:
-            case Kind.ASK if link.queued_bytes > MOST_UNREAD_BYTES:
-                self.refuse(link, "it asks and does not read the answers")
+            case Kind.ASK if link in self._answered:
+                self.refuse(link, "it asks again and again")
             case Kind.ASK:
+                self._answered.add(link)
                 link.send(Message(kind=Kind.PLAN, meta=dict(self._plan)))
             case Kind.JOIN:
                 self._join(link, message.meta)
@@ -144,6 +145,8 @@ class Roster:
                 self._on_event(member, message.meta)
             case _ if member is not None:
                 return Said(member, message)
+            case _ if any(newcomer.link is link for newcomer in self.newcomers):
+                pass  # it has come back, and still speaks of where it was before
             case _:
                 self.refuse(link, f"{message.kind.name} before it has joined")
         return None
@@ -151,7 +154,7 @@ class Roster:
     def _join(self, link: Link, meta: Mapping[str, Any]) -> None:
         peer = link.peer
         holder = next((m for m in (*self.members.values(), *self.newcomers) if m.rank == peer.rank), None)
-        if holder is not None and holder.instance != peer.instance and holder.link.silent_s < JUST_HEARD_S:
+        if holder is not None and holder.instance != peer.instance and holder.link.open:
             self.refuse(link, f"rank {peer.rank} is taken by {holder.name}; give this worker another rank")
             return
         try:
@@ -174,6 +177,7 @@ class Roster:
     def _forget(self, link: Link) -> None:
         """What still comes from this link is not listened to."""
         self._links.discard(link)
+        self._answered.discard(link)
 
     # Changing the membership; the strategy decides when
 
@@ -204,7 +208,7 @@ class Roster:
             log.info("%s has left", member.name)
         else:
             self.lost += 1
-            log.warning("%s is gone: %s", member.name, reason)
+            log.info("%s is gone: %s", member.name, reason)
         self._news.append(Gone(member, reason))
         self._on_change(what, member, reason)
 

@@ -31,7 +31,7 @@ from smolcluster.comm.elastic import frames
 from smolcluster.comm.elastic.connection import LINGER_S, Limits, TcpLink
 from smolcluster.comm.elastic.security import Keyring, explain
 from smolcluster.comm.elastic.sockets import Listener, join_address, listen_on, split_address
-from smolcluster.comm.elastic.transport import Dialer, Handler, Peer, Transport
+from smolcluster.comm.elastic.transport import LEFT, Dialer, Handler, Peer, Transport
 from smolcluster.comm.group import Traffic
 
 __all__ = ["Limits", "TcpTransport"]
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 TELL_EVERY_S = 10.0
 LONGEST_LINGER_S = 10.0
-LEFT = "it has left"
 
 
 class _Timer:

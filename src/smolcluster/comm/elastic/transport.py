@@ -25,7 +25,9 @@ from torch import Tensor
 from smolcluster.comm.elastic.messages import Head, Kind, Message, Peer
 from smolcluster.comm.group import Traffic, Work
 
-__all__ = ["Dialer", "Handler", "Head", "Kind", "Link", "Message", "Peer", "Transport"]
+__all__ = ["LEFT", "Dialer", "Handler", "Head", "Kind", "Link", "Message", "Peer", "Transport"]
+
+LEFT = "it has left"  # the reason that a peer gives which closes its transport
 
 
 class Link(ABC):
