@@ -7,8 +7,8 @@ Compared: torch DDP in fp32 (gloo) with the parameter servers and their codecs a
 its pulls of fp32 weights are switched off (all replicas take the same steps without them), while edp needs them. Bytes are
 those that left any machine, the server included, from the first connection to the last: DDP's by the kernel's counters of its
 sockets, ours by the run's summary, which must agree with the server's rows (`p12` holds the kernel's counters against the
-formulas). hivemind, where it is installed (`pip install 'smolcluster[bench]'`), is measured over a few steps, by the counters of
-its daemons: it averages in fp32 at every step, and takes a second or more for each.
+formulas). hivemind, where it is installed (`pip install 'smolcluster[bench]'`), is measured over a few steps, by the counters
+of its daemons: it averages in fp32 at every step, and takes a second or more for each.
 
 How: one run of each setting with the first seed; then the one with the fewest bytes whose loss is within 0.01 is run with the
 other seeds, beside DDP, and counts if the median of its differences is within 0.01 too; else the next one is tried.

@@ -47,7 +47,8 @@ WORKERS = 4
 STATE_BYTES = 3 * 4 * 827_136  # weights and two moments
 CHECKPOINT_EVERY = 5
 RUN_FIRST = 12  # steps before the kill
-WAIT_S = 90.0
+WAIT_S = 240.0
+ATTEMPTS = 5
 POLL_S = 0.1  # what is waited for has its time in a file
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce": ("allreduce", {}),
@@ -192,7 +193,15 @@ def _torchrun(name: str, kept: Figures) -> Callable[[], float]:
     turns = itertools.count(1)
 
     def sample() -> float:
-        next_s, new_s = restart(agents=PEERS[name], victim=next(turns) % WORKERS)
+        victim = next(turns) % WORKERS
+        for attempt in itertools.count(1):
+            try:
+                next_s, new_s = restart(agents=PEERS[name], victim=victim)
+                break
+            except SmolclusterError as error:
+                # It picks a port long before it binds it; on a busy machine another process may have it by then.
+                if attempt == ATTEMPTS or "EADDRINUSE" not in str(error):
+                    raise
         kept["a new step"].setdefault(name, []).append(new_s)
         return next_s
 

@@ -32,7 +32,7 @@ def started(
             yield process
         except SmolclusterError as error:
             output.seek(0)
-            words = output.read().decode(errors="replace").strip()[-3000:]
+            words = output.read().decode(errors="replace").strip()[-8000:]
             raise SmolclusterError(f"{error}; `{' '.join(command[:4])} ...` said:\n{words}") from error
         finally:
             family = [process.pid, *descendants(process.pid)]

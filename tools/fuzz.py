@@ -569,7 +569,7 @@ def line(data: bytes) -> str:
 
 
 def peers(data: bytes) -> str:
-    """Two workers sum a tensor while one that is no member says anything: the sum is right, and nothing of it is kept."""
+    """Two workers sum a tensor while one that is no member says anything: the sum is right all the same."""
     source = Source(data)
     network = Switchboard(manual=True)
     transports = [network.transport(_peer("worker", n)) for n in range(2)]

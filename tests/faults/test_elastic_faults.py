@@ -4,8 +4,9 @@ Each test scripts one kind of fault over real processes, sees that it happened, 
 of `engine/history.py`: no committed step lost or doubled, no sample lost or counted twice, no gradient of a stranger. Where
 every worker has the whole model, all must end with the same bits. `tools/chaos.py` has the long forms.
 
-Loss: on handwritten digits, from 2.3 at the start, runs with faults end within 0.05 of a clean one. A fault changes which
-samples meet in a step, as another seed would: ten seeds of a clean run lie within 0.04.
+Loss: on handwritten digits, from 2.30 at the start to about 0.17, a run with faults ends within 0.02 of a clean one (edp, whose
+steps depend on who is faster, 0.03). A fault changes which samples meet in a step, and how many: ten seeds of a clean run lie
+within 0.012 of each other.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce-2": ("allreduce", {"cluster.plane": "elastic", "strategy.staleness_bound": 2}),
 }
 EVERY = pytest.mark.parametrize("kind", KINDS)
-MARGIN = 0.05
+MARGIN = {"syncps": 0.02, "edp": 0.03, "allreduce": 0.02, "allreduce-2": 0.02}
 PACE = dict.fromkeys(range(4), 0.01)  # seconds a worker rests after a step: time for faults
 NEXT_STEP_S = 2.0  # from a death to the next committed step
 
@@ -107,7 +108,7 @@ def test_killed_workers_cost_their_unfinished_step(
     lost = changes(lines_of(world), "left")
     assert sum("closed" in line["reason"] or "broke" in line["reason"] for line in lost) >= 4, "no kill was noticed"
     assert max(pauses) <= NEXT_STEP_S, pauses
-    assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN
+    assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
 # The server dies
@@ -128,14 +129,14 @@ def test_a_killed_server_comes_back_and_loses_nothing(
             world.start("server")
             pauses.append(wait_for_next_step(world, after=killed)["time"] - killed)
 
-    world = run(kind, 3, tmp_path, script=script)
+    world = run(kind, 4, tmp_path, script=script)
     assert_sound(world, steps=STEPS)
     begun = [line for line in lines_of(world) if line["kind"] == "begin"]
     assert len(begun) == 4, "the server was not killed"
     assert len({line["server"] for line in begun}) == 4
     assert max(pauses) <= 5.0, pauses
-    assert [seat.status for seat in world.workers] == [0, 0, 0], "a worker was restarted or lost"
-    assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN
+    assert [seat.status for seat in world.workers] == [0] * 4, "a worker was lost"
+    assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("syncps", 1), ("syncps", 2), ("allreduce", 2)])
@@ -233,7 +234,7 @@ def test_absurd_gradients_are_refused_and_harm_nobody(
     assert world.summary["refused"] == {"worker 1 (testhost)": 3}
     assert world.summary["stale_rejected"] >= 3
     assert world.summary["members_lost"] == 0, "it was put out for it"
-    assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN
+    assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
 @pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce"])
@@ -244,6 +245,22 @@ def test_a_refused_gradient_of_the_only_worker_is_computed_again(tmp_path: Path,
     assert_sound(world, steps=40)
     assert world.summary["refused"] == {"worker 0 (testhost)": 1}
     assert world.summary["samples"] == 40 * 8
+
+
+@pytest.mark.parametrize("kind", ["syncps", "allreduce"])
+def test_a_run_whose_gradients_never_count_ends_and_says_why(tmp_path: Path, kind: str) -> None:
+    environ = {"SPOIL": ",".join(f"0:{call}:nan" for call in range(10, 60))}
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_exit("server")
+        world.kill(0)
+
+    world = run(kind, 1, tmp_path, task="Spoiled", environ=environ, slow={}, script=script)
+    assert world.server.status == 1
+    failed = world.server.failed
+    assert failed is not None
+    assert "no gradient of step 10 was fit to count, 20 times in a row" in failed.message
+    assert len(commits(lines_of(world))) == 9
 
 
 # A worker that does not belong here

@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
     "lr_schedule.warmup_iters": 2,
     "strategy.fsdp_stage": 1,
 }
-PAUSE = {rank: 0.02 for rank in range(4)}  # so that there is time to act
+PAUSE = dict.fromkeys(range(4), 0.02)  # so that there is time to act
 
 
 def run(workers: int, folder: Path, script: Any, **changes: Any) -> ElasticWorld:

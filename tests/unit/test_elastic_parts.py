@@ -65,6 +65,24 @@ def test_absurd_gradients_are_named_with_the_usual_size() -> None:
     assert "1e+06 times the usual 2" in objection
 
 
+def test_when_only_large_ones_come_they_are_the_usual() -> None:
+    gate = GradientGate()
+    for _ in range(20):
+        gate.accept(1e-9)
+    refusals = 0
+    while gate.objection(1.0) is not None:
+        refusals += 1
+        assert refusals < 20
+    assert refusals == 8
+    gate.accept(1.0)
+    assert gate.objection(1.5) is None
+    for _ in range(5):
+        gate.accept(1.0)
+    for _ in range(30):  # one bad machine among good ones stays refused
+        gate.accept(1.0)
+        assert gate.objection(1e6) is not None
+
+
 def test_the_usual_size_follows_training() -> None:
     gate = GradientGate()
     for _ in range(100):

@@ -203,3 +203,16 @@ def test_indices_are_those_of_the_stream(ranges: list[tuple[int, int]]) -> None:
     found = indices(sampler, ranges)
     assert found.dtype == np.int64
     assert found.tolist() == [int(stream[p]) for p in positions([Range(*r) for r in ranges])]
+
+
+def test_what_was_set_aside_is_a_hole_and_is_not_granted_again() -> None:
+    leases = Leases()
+    leases.grant("a", 1, 4)
+    leases.grant("a", 2, 4)
+    assert leases.set_aside("a", 1) == [Range(0, 4)]
+    assert leases.set_aside("a", 1) == []
+    leases.settle("a", 2)
+    assert leases.grant("b", 1, 2) == [Range(8, 2)]
+    leases.settle("b", 1)
+    assert leases.state_dict() == {"position": 10, "holes": [[0, 4]]}
+    assert Leases.from_state(leases.state_dict()).grant("c", 1, 2) == [Range(0, 2)]  # another life may try them

@@ -1,7 +1,8 @@
 """Which gradients may count: finite ones, of a size like those before.
 
 One broken machine must not spoil the model of all. A gradient whose norm is not a number, or thousands of times the usual,
-is refused; who sent it is told and counted.
+is refused; who sent it is told and counted. When nothing but such large gradients comes, several in a row, they are the
+usual from then on: training has changed, not a machine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 
 HISTORY = 64
 ENOUGH = 5
+STUBBORN = 8  # refusals in a row, without a gradient that is accepted
 
 
 class GradientGate:
@@ -19,6 +21,7 @@ class GradientGate:
         """Refuses norms above `factor` times the median of the last accepted ones, once there are a few."""
         self.factor = factor
         self._accepted: deque[float] = deque(maxlen=HISTORY)
+        self._refused = 0  # in a row
 
     def objection(self, norm: float) -> str | None:
         """Why a gradient of this norm may not count; None when it may."""
@@ -27,8 +30,13 @@ class GradientGate:
         if len(self._accepted) >= ENOUGH:
             usual = statistics.median(self._accepted)
             if norm > self.factor * max(usual, 1e-12):
+                self._refused += 1
+                if self._refused > STUBBORN:
+                    self._accepted.clear()
+                    return None
                 return f"its norm is {norm:.3g}, {norm / max(usual, 1e-12):.3g} times the usual {usual:.3g}"
         return None
 
     def accept(self, norm: float) -> None:
+        self._refused = 0
         self._accepted.append(norm)

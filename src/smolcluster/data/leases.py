@@ -45,6 +45,7 @@ class Leases:
         _check(position, returned)
         self._frontier = position  # the first position never granted
         self._returned = _joined(returned)
+        self._aside: list[Range] = []  # not to be granted again here
         self._held: dict[str, dict[int, list[Range]]] = {}
         self._fold()
 
@@ -101,6 +102,12 @@ class Leases:
         self._fold()
         return given
 
+    def set_aside(self, holder: str, step: int) -> list[Range]:
+        """The gradient of these samples was refused: they are not counted, and nobody tries them again in this run."""
+        taken = self._take(holder, step) if step in self._held.get(holder, {}) else []
+        self._aside = _joined([*self._aside, *taken])
+        return taken
+
     def held(self, holder: str) -> dict[int, list[Range]]:
         """This holder's leases by step."""
         return {step: list(ranges) for step, ranges in self._held.get(holder, {}).items()}
@@ -108,7 +115,7 @@ class Leases:
     def state_dict(self) -> dict[str, Any]:
         """For JSON. `position`: nothing at or after it was settled; `holes`: what was not settled before it."""
         held = [r for leases in self._held.values() for ranges in leases.values() for r in ranges]
-        settled = Leases(position=self._frontier, returned=[*self._returned, *held])
+        settled = Leases(position=self._frontier, returned=[*self._returned, *self._aside, *held])
         return {"position": settled._frontier, "holes": [list(r) for r in settled._returned]}
 
     @classmethod

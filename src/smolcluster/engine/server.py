@@ -298,7 +298,7 @@ class Server(Role):
 
     def _on_event(self, member: Member, meta: Mapping[str, Any]) -> None:
         """A worker's row goes into the run's record."""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             event = from_json(str(meta.get("event", "")))
             if isinstance(event, StepLogged) and event.rank == member.rank:
                 self.metrics.handle(event)

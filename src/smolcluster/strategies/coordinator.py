@@ -21,7 +21,7 @@ from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, StepReport
-from smolcluster.strategies.elastic import send_state, unpack_state
+from smolcluster.strategies.elastic import TRIES, send_state, unpack_state
 
 if TYPE_CHECKING:
     from smolcluster.strategies.coordinated import Coordinated
@@ -33,7 +33,6 @@ SAME_SUM = 1e-3  # norms of one sum, as machines of different kinds add them up
 SUSPICION_S = 0.5  # who cannot be reached may be dead: so long its own link has to tell
 SILENT_S = 1.0  # of two that cannot reach each other, one not heard for so long is the one that is cut off
 QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # how long one that was put out for it stays out, the first time and later
-TRIES = 20  # a step of which no gradient may count is begun anew so often
 
 
 @dataclass(slots=True, eq=False)
@@ -150,10 +149,7 @@ class Coordinator:
         """Whoever had samples for a step is gone, or was refused: everybody gets others, as at the beginning."""
         self._tries += 1
         if self._tries > TRIES:
-            raise SmolclusterError(
-                f"no gradient of step {self._committed + 1} was fit to count, {TRIES} times in a row; "
-                "look at the data, or lower training.learning_rate"
-            )
+            raise self._strategy.none_counts(self._committed + 1)
         for member in members:
             self._office.leases.give_back(member.instance)
         self._left_out.clear()
@@ -212,8 +208,8 @@ class Coordinator:
             self._ask()
 
     def _take_suspicion(self, member: Member, message: Message) -> None:
-        other = message.meta.get("rank", -1)
-        if other in self._roster.members and other != member.rank:
+        other = message.meta.get("rank")
+        if isinstance(other, int) and other in self._roster.members and other != member.rank:
             pair = (min(member.rank, other), max(member.rank, other))
             self._suspicions.setdefault(pair, time.monotonic() + SUSPICION_S)
 
@@ -235,6 +231,9 @@ class Coordinator:
 
     def _take_done(self, member: Member, message: Message) -> None:
         step, meta = message.step, message.meta
+        if not _sound(meta):
+            self._roster.evict(member, "what it says of its result is no use")
+            return
         log.debug("%s holds the result of step %d", member.name, step)
         self._needy.discard(member.rank)
         self._done.setdefault(step, {})[member.rank] = meta
@@ -337,12 +336,16 @@ class Coordinator:
         upload = self._upload
         if upload is None or member not in upload.missing or upload.step != message.step or message.payload is None:
             return
-        upload.tensors[str(message.meta["name"])] = message.payload
-        if message.meta["last"]:
+        upload.tensors[str(message.meta.get("name"))] = message.payload
+        if message.meta.get("last"):
             upload.missing.remove(member)
         if not upload.missing:
             self._upload = None
-            self._strategy.load_state(unpack_state(upload.tensors, message.meta["numbers"]))
+            try:
+                self._strategy.load_state(unpack_state(upload.tensors, message.meta["numbers"]))
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                self._roster.evict(member, f"the state that it sent is no use: {error}")
+                return
             self._has = upload.step
             self._office.arrived(upload.step)
 
@@ -355,3 +358,11 @@ class Coordinator:
             self._listen()
         if self._has != self._committed:
             raise self._lost()
+
+
+def _sound(meta: dict[str, Any]) -> bool:
+    """Whether a DONE has its numbers."""
+    try:
+        return all(isinstance(float(meta[name]), float) for name in ("mine", "held", "loss", "compute_s"))
+    except (KeyError, TypeError, ValueError):
+        return False

@@ -17,11 +17,13 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Member, Roster
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
+from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Node, Office, Options, Seat, State
 from smolcluster.strategies.replicated import Replicated
 from smolcluster.tasks.base import Task
 
 MUSTER_S = 60.0  # a start waits so long for the last worker
+TRIES = 20  # a step of which no gradient may count is begun anew so often
 RETURN_S = 3.0  # a restarted server waits so long for those it knew
 
 
@@ -131,12 +133,18 @@ class Elastic(Replicated):
         if samples > 0 and compute_s > 0:
             member.speed = smoothed(member.speed, samples / compute_s)
 
+    def none_counts(self, step: int) -> SmolclusterError:
+        return SmolclusterError(
+            f"no gradient of step {step} was fit to count, {TRIES} times in a row; "
+            "look at the data, or lower training.learning_rate"
+        )
+
     def refuse(self, member: Member, step: int, reason: str) -> None:
-        """This gradient does not count; its samples are lent again."""
+        """This gradient does not count. Its samples are set aside: whoever tried them next might fail in the same way."""
         self.stale_rejected += 1
         self._roster.refused[member.name] += 1
         self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}")
-        self.office.leases.give_back(member.instance, step)
+        self.office.leases.set_aside(member.instance, step)
 
 
 def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: int, meta: dict[str, Any]) -> None:

@@ -261,7 +261,7 @@ class Served(Elastic):
 
 def _sound(meta: dict[str, Any]) -> bool:
     try:
-        float(meta["loss"])
+        float(meta["loss"]), float(meta.get("compute_s", 0.0))
         return isinstance(meta["samples"], int) and 0 < meta["samples"] < 2**31
     except (KeyError, TypeError, ValueError):
         return False

@@ -37,6 +37,7 @@ from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.strategies.base import Cost, Node, Options, Shape, StepReport
+from smolcluster.strategies.elastic import TRIES
 from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire
 from smolcluster.tasks.base import Task
 
@@ -151,6 +152,7 @@ class SyncPS(Served):
     def serve(self) -> None:
         self.muster()
         self._behind: set[Member] = set()
+        self._tries = 0  # how often in a row a step was begun again
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             step = self.replica.updates + 1
             self._welcome()
@@ -168,6 +170,7 @@ class SyncPS(Served):
                 continue
             rate = self.replica.learning_rate
             norm = self._commit(pushes, average)
+            self._tries = 0
             self._send_average(step, encoded)
             self.office.committed(self._report(pushes, norm=norm, rate=rate, comm_s=comm_s))
 
@@ -224,8 +227,12 @@ class SyncPS(Served):
         member.link.send(Message(kind=Kind.ACK, step=step, meta={"refused": "late"}))
 
     def _begin_again(self, step: int, why: str) -> None:
-        """Nothing came of a step: let everybody try it with other samples."""
-        for member in self._roster.in_order():
+        """Nothing came of a step: let everybody try it again."""
+        members = self._roster.in_order()
+        self._tries += bool(members)
+        if self._tries > TRIES:
+            raise self.none_counts(step)
+        for member in members:
             if step in self.office.leases.held(member.instance):
                 self.refuse(member, step, why)
             state, numbers = self.copied_state()

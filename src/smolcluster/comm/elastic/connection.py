@@ -49,7 +49,7 @@ class Limits:
     queued_bytes: int = 1 << 33  # of one link; these are references to the sender's tensors, not copies
     messages_per_s: int = 50_000
     unauthenticated: int = 256  # connections at once
-    handshake_s: float = 5.0
+    handshake_s: float = 4.5
     beat_s: float = 0.3
     silence_s: float = 1.75
 

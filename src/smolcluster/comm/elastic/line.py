@@ -47,7 +47,10 @@ class Lease:
 
     @classmethod
     def from_meta(cls, value: Any) -> Lease:
-        return cls(int(value["step"]), tuple((int(start), int(count)) for start, count in value["ranges"]))
+        ranges = tuple((int(start), int(count)) for start, count in value["ranges"])
+        if any(start < 0 or count < 0 for start, count in ranges):
+            raise ValueError(f"no samples can be {ranges}")
+        return cls(int(value["step"]), ranges)
 
 
 class Line:

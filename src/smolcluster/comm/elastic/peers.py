@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 SETTLE_S = 5.0  # for a piece that is half-way in when the view changes
 STATE_ORDER = 1 << 62  # after every operation
 
+MOST_FOR_A_STRANGER_BYTES = 16 << 20  # chunks of a later view, from a process that is in no view yet
+MOST_STATES = 4  # received and not yet taken
+
 
 class Peers:
     """A transport's handler for links between workers. Made once; `form` for every view."""
@@ -161,6 +164,7 @@ class Peers:
 
     def unlinked(self, link: Link, reason: str) -> None:
         self._wires.remove(link)
+        self._forget(link)
         landing = self._landings.pop(link, None)
         if landing is not None:
             landing.lost()
@@ -192,7 +196,22 @@ class Peers:
         if head.epoch < current:
             self.dropped_chunks += 1
             return Landing(self._wires.sink(head))
+        if link.peer.instance not in self._index and self._kept_for(link) + head.nbytes > MOST_FOR_A_STRANGER_BYTES:
+            return None  # it may be a member of the next view; nobody needs that much before it begins
         return keep(self._wires, head, lambda tensor: self._keep(link, head, tensor))
+
+    def _kept_for(self, link: Link) -> int:
+        return sum(tensor.nbytes for kept in self._ahead.values() for who, _, tensor in kept if who is link)
+
+    def _forget(self, link: Link) -> None:
+        """What was kept for a peer that is gone."""
+        for epoch, kept in list(self._ahead.items()):
+            for who, _, tensor in kept:
+                if who is link:
+                    self._wires.release(tensor.nbytes)
+            self._ahead[epoch] = [chunk for chunk in kept if chunk[0] is not link]
+            if not self._ahead[epoch]:
+                del self._ahead[epoch]
 
     def _keep(self, link: Link, head: Head, tensor: Tensor) -> None:
         """The view of this chunk had not been formed when it began to come; perhaps it has been since."""
@@ -297,11 +316,14 @@ class Peers:
 
     def _announced(self, link: Link, meta: Mapping[str, Any]) -> None:
         try:
+            if self._states.qsize() >= MOST_STATES:
+                raise ValueError("a state that nobody waits for")
             if link in self._incoming:
                 raise ValueError("a state in the middle of another")
             state = IncomingState(meta, expected=self._expected, limit_bytes=self._limit_bytes)
         except ValueError as error:
-            self._states.put(PeerLost(f"{link.peer.name} sent a state that cannot be used: {error}"))
+            if self._states.qsize() < MOST_STATES:
+                self._states.put(PeerLost(f"{link.peer.name} sent a state that cannot be used: {error}"))
             link.close(str(error))
             return
         self._incoming[link] = state
