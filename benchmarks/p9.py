@@ -44,7 +44,7 @@ from smolcluster.launch.processes import WORKER_MARK
 EXAMPLE = "python -m benchmarks p9 --only syncps edp"
 SHAPE = Shape("0.8m", 128, 4, 4, 64, 4)
 WORKERS = 4
-STATE_BYTES = 3 * 4 * 827_136  # weights and two moments
+STATE_BYTES = 3 * 4 * 834_304  # weights and two moments
 CHECKPOINT_EVERY = 5
 RUN_FIRST = 12  # steps before the kill
 WAIT_S = 240.0

@@ -355,6 +355,8 @@ def test_killed_as_a_whole_and_resumed_is_bitwise_the_same(tmp_path: Path, strat
         )
         assert_good_end(resumed)
         first = resumed.server.rows()[0].step
-        assert first in ((10, 13) if place == "elsewhere" or strategy == "allreduce" else range(12, 16)), first
+        # From a checkpoint, which a slow disk may have been late with, or from the journal, which has every step.
+        from_a_checkpoint = place == "elsewhere" or strategy == "allreduce"
+        assert first in ((4, 7, 10, 13) if from_a_checkpoint else range(12, 18)), first
         assert resumed.server.losses() == whole.server.losses()[first - 1 :]
         assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]

@@ -854,3 +854,19 @@ def test_what_is_no_view_is_refused(change: dict[str, Any]) -> None:
 def test_what_is_no_object_is_refused(value: Any) -> None:
     with pytest.raises(ValueError):
         View.from_meta(value)
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+def test_sends_to_two_peers_at_once_with_one_tag(kind: str) -> None:
+    with contextlib.closing(World(kind)) as world:
+
+        def work(group: ElasticGroup) -> float:
+            big = torch.full((500_000,), float(group.rank))
+            if group.rank == 0:
+                for sent in [group.send(big, to=1), group.send(big, to=2)]:
+                    sent.wait()
+            else:
+                group.recv(big, source=0).wait()
+            return float(big[0])
+
+        assert everywhere(world.groups(3), work) == [0.0, 0.0, 0.0]

@@ -463,7 +463,8 @@ class ElasticGroup(Group):
 
     def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work:
         flat, _ = _flat(tensor)
-        key = Key(self._path, tag, self._ranks[self.rank], self._count("send", to, tag))
+        # A key of ours alone: sends to two peers must not meet, nor a send and what comes from the same peer.
+        key = Key(self._path, tag, -2 - self._ranks[self._other(to)], self._count("send", to, tag))
         return self._begin("send", key, flat, schedule.send_plan(flat.numel(), to=self._other(to)), None)
 
     def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Work:
