@@ -1,17 +1,17 @@
 """P4: two workers, one at a quarter of the speed: time to a loss.
 
-Work: a GPT of 0.8 M parameters on the embedded text, 16 samples per worker and step, the same weights, order of samples and
+Work: a GPT of 0.8 M parameters on the embedded text, 32 samples per worker and step, the same weights, order of samples and
 learning rates. The time counts until the loss of the global batch, averaged over the last rows, is down to the target. DDP
 and the synchronous strategies follow the same curve, so for them it is a number of steps; edp follows a curve of its own.
 
 Compared: torch DDP with bucket views (gloo) against elastic allreduce and syncps with `cluster.batch_size: auto`, which share
 the same global batch out by measured speed, and edp, where nobody waits and a fast worker delivers more.
 
-The slow machine: the fast worker is alone on core 0. The slow one is on core 1, where three processes of equal priority do
-nothing but count; so it gets a quarter of the core, for computing as for everything else. They begin when the first steps
-are done, and the clock starts then, with batches still equal. The server or coordinator is on core 0: what it
-computes is taken from the fast worker. Shares are measured, by training on both cores at once without any exchange, and the
-limit follows from them: DDP waits for the slow worker, and nobody can do better than the sum of both speeds.
+The slow machine: the fast worker is alone on core 0. The slow one is on core 1 and gets a quarter of it (`slow.py`), for
+computing as for everything else. That begins when the first steps are done, and the clock starts then, with batches still
+equal. The server or coordinator is on core 0: what it computes is taken from the fast worker. Shares are measured, by
+training on both cores at once without any exchange, and the limit follows from them: DDP waits for the slow worker, and
+nobody can do better than the sum of both speeds.
 
 How: a run of each in turn, DDP a second time as another variant: that is the noise.
 
@@ -21,14 +21,11 @@ Target: 2.2 times sooner than DDP; the limit is 2.5 when the share is exactly a 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +34,8 @@ import torch
 
 from benchmarks.elastic import ElasticRun, elastic_config
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
-from benchmarks.network import ended_by_sigterm
 from benchmarks.peers.ddp import DDPTraining
+from benchmarks.slow import slowed
 from benchmarks.workload import SHAPES, make_config, recipe_of
 from benchmarks.world import Message, World, serve
 from smolcluster.comm.group import Group
@@ -52,9 +49,8 @@ from smolcluster.observe.events import StepLogged
 from smolcluster.tasks.find import find_task
 
 EXAMPLE = "python -m benchmarks p4 --repeats 3"
-SHAPE = SHAPES["0.8m"]
+SHAPE = dataclasses.replace(SHAPES["0.8m"], batch_size=32)
 FAST, SLOW = 0, 1  # cores, and the ranks on them
-COMPETITORS = 3
 TARGET = 2.2
 STEPS = 400  # of the schedule; a run ends at the loss
 EVERY, ROWS = 4, 8  # a row every so many steps; the loss is the mean of so many rows
@@ -69,20 +65,20 @@ Curve = list[tuple[float, float]]  # time and loss of each row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--loss", type=float, help="to reach (default: 2.6; quick: 4.5)")
+    parser.add_argument("--loss", type=float, help="to reach (default: 3; quick: 4.5)")
     parser.add_argument("--only", choices=list(OURS), nargs="+", help="of ours (default: all)")
 
 
 def run(session: Session, arguments: argparse.Namespace) -> None:
     if not hasattr(os, "sched_setaffinity") or not {FAST, SLOW} <= os.sched_getaffinity(0):
         raise UserError(f"p4 needs Linux and two cores, {FAST} and {SLOW}, that this process may use")
-    loss = arguments.loss or (4.5 if session.quick else 2.6)
-    speeds = measured_speeds(seconds=1.0 if session.quick else 5.0)
+    loss = arguments.loss or (4.5 if session.quick else 3.0)
+    speeds, how = measured_speeds(seconds=1.0 if session.quick else 5.0)
     limit = sum(speeds) / (2 * speeds[SLOW])
     session.parameters = {
         **SHAPE.sets(),
         "loss": loss,
-        "competitors": COMPETITORS,
+        "slow_by": how,
         "samples_per_s": speeds,
         "share": speeds[SLOW] / speeds[FAST],
         "limit": limit,
@@ -136,19 +132,6 @@ def reached(curve: Curve, loss: float) -> bool:
     return len(curve) >= ROWS and statistics.mean(row[1] for row in curve[-ROWS:]) <= loss
 
 
-@contextlib.contextmanager
-def busy(core: int) -> Iterator[None]:
-    """Competitors on this core. They end with this process, however it ends."""
-    spin = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**6): pass"
-    with ended_by_sigterm(), contextlib.ExitStack() as stack:
-        for _ in range(COMPETITORS):
-            process = subprocess.Popen([sys.executable, "-c", spin])
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            os.sched_setaffinity(process.pid, {core})
-        yield
-
-
 # Ours
 
 
@@ -163,7 +146,7 @@ def time_of_ours(strategy: str, sets: dict[str, Any], loss: float) -> tuple[floa
     with tempfile.TemporaryDirectory() as folder:
         with ElasticRun(config, Path(folder) / "run", cores={"server": FAST, 0: FAST, 1: SLOW}) as run:
             run.watch(lambda rows: rows[-1].step >= EVERY, within_s=120.0)
-            with busy(SLOW):
+            with slowed(run.pid(SLOW), core=SLOW):
                 started = time.time()
                 if not run.watch(enough, within_s=600.0):
                     raise SmolclusterError(f"{strategy} did not come down to a loss of {loss:g} in {STEPS} steps")
@@ -185,7 +168,7 @@ def _split(commits: Sequence[dict[str, Any]]) -> list[float]:
 def time_of_ddp(loss: float) -> float:
     with _ddp_world() as world:
         curve = _train(world, [])
-        with busy(SLOW):
+        with slowed(world.pid(SLOW), core=SLOW):
             started = time.time()
             while not reached(curve, loss):
                 if len(curve) * EVERY >= STEPS:
@@ -194,12 +177,13 @@ def time_of_ddp(loss: float) -> float:
     return curve[-1][0] - started
 
 
-def measured_speeds(*, seconds: float) -> list[float]:
-    """Samples per second on each core, both at once and without any exchange."""
+def measured_speeds(*, seconds: float) -> tuple[list[float], str]:
+    """Samples per second on each core, both at once and without any exchange; and by what the second is slow."""
     with _ddp_world() as world:
         world.ask({"op": "speed", "seconds": seconds / 5})  # warm
-        with busy(SLOW):
-            return [float(answer["samples_per_s"]) for answer in world.ask({"op": "speed", "seconds": seconds})]
+        with slowed(world.pid(SLOW), core=SLOW) as how:
+            answers = world.ask({"op": "speed", "seconds": seconds})
+            return [float(answer["samples_per_s"]) for answer in answers], how
 
 
 def _ddp_world() -> World:

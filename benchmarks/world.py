@@ -60,6 +60,9 @@ class World:
             self._tell(rank, message)
         return [self._answer(rank) for rank in range(self.size)]
 
+    def pid(self, rank: int) -> int:
+        return self._ranks[rank].pid
+
     def _tell(self, rank: int, message: Message) -> None:
         pipe = self._ranks[rank].stdin
         assert pipe is not None

@@ -255,7 +255,12 @@ def _frames(canary: Path) -> list[bytes]:
             meta={"samples": 4, "loss": "0.1"},
             payload=torch.ones(4 * PARAMETERS).byte(),
         ),
-        Message(kind=Kind.DONE, step=4, epoch=3, meta={"mine": "0.1", "held": "0.2", "loss": "0.3", "compute_s": 0.1}),
+        Message(
+            kind=Kind.DONE,
+            step=4,
+            epoch=3,
+            meta={"mine": "0.1", "held": "0.2", "loss": "0.3", "compute_s": 0.1, "apply_s": 0.1},
+        ),
         Message(kind=Kind.SUSPECT, epoch=3, meta={"rank": 1, "reason": "x"}),
         Message(
             kind=Kind.STATE,

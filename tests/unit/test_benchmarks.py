@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from benchmarks.__main__ import main
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant, machine, measure, table
 from benchmarks.network import Network, check_possible, hosts, parse_rate
 from benchmarks.p3 import SETTINGS, _against
-from benchmarks.p4 import ROWS, _split, busy, reached
+from benchmarks.p4 import ROWS, _split, reached
 from benchmarks.p7 import check_same_work
 from benchmarks.p9 import _again, transfer_seconds
 from benchmarks.peers.bare import Recipe
 from benchmarks.processes import descendants, environment_of, started
+from benchmarks.slow import busy, slowed
 from benchmarks.tasks.counted import kernel_bytes, per_step
 
 from smolcluster.compute.optim import warmup_cosine
@@ -336,6 +338,22 @@ def test_competitors_are_gone_afterwards() -> None:
     with busy(min(os.sched_getaffinity(0))):
         assert len(set(descendants(os.getpid())) - before) == 3
     assert set(descendants(os.getpid())) == before
+
+
+def test_a_slow_process_gets_a_quarter_of_its_core() -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("affinity is Linux's")
+    core = max(os.sched_getaffinity(0))
+    spin = "import time\nt = 0.0\nwhile True:\n    t += 0.3\n    while time.process_time() < t: pass\n    print(flush=True)"
+    with started([sys.executable, "-c", spin], listen=True) as process:
+        assert process.stdout is not None
+        os.sched_setaffinity(process.pid, {core})
+        with slowed(process.pid, core=core):
+            process.stdout.readline()
+            began = time.monotonic()
+            process.stdout.readline()
+            took_s = time.monotonic() - began
+    assert took_s > 0.3 * 2.5
 
 
 def test_unequal_work_is_refused() -> None:

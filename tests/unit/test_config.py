@@ -503,6 +503,7 @@ SUBSETS = st.fixed_dictionaries({}, optional=FREE)
 
 @settings(deadline=None, max_examples=60)
 @example({"strategy.options": {"\x85": None}})
+@example({"strategy.options": {"": float("inf")}})
 @given(SUBSETS)
 def test_any_overrides_round_trip(tmp_path_factory: pytest.TempPathFactory, given_values: dict[str, Any]) -> None:
     config = load_config([], sets=given_values)

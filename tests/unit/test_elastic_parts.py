@@ -40,6 +40,15 @@ def test_a_machine_four_times_as_fast_gets_four_times_as_much() -> None:
     assert share_out(3, [1000.0, 1.0, 1.0]) == [1, 1, 1]
 
 
+def test_all_are_done_at_one_time_whatever_a_step_takes_beside_computing() -> None:
+    speeds, fixed_s = [200.0, 50.0], [0.01, 0.08]
+    shares = share_out(1000, speeds, fixed_s)
+    done_s = [n / s + f for n, s, f in zip(shares, speeds, fixed_s, strict=True)]
+    assert sum(shares) == 1000
+    assert abs(done_s[0] - done_s[1]) <= 1 / min(speeds)
+    assert share_out(10, [100.0, 100.0], [0.0, 5.0]) == [9, 1]  # even idle it would be the last
+
+
 def test_smoothing_begins_with_the_first_measurement() -> None:
     assert smoothed(0.0, 8.0) == 8.0
     assert 8.0 < smoothed(8.0, 16.0) < 16.0

@@ -50,7 +50,13 @@ Codec = Literal["fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd"]
 class Section(BaseModel):
     """A part of the configuration. Unknown keys are errors: a misspelt option must not be ignored."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )
 
 
 class ModelConfig(Section):

@@ -134,6 +134,7 @@ class Coordinated(Elastic):
             self._line.at_once(Kind.VIEW, lambda epoch: self._void(epoch, "there is a new view"))
             self._line.at_once(None, lambda _: self._void(math.inf, "the coordinator is away"))
             self._flights: deque[Flight] = deque()
+            self._apply_s = 0.0  # what the last step took to apply
             self._norm: Tensor | None = None
 
     # The worker
@@ -195,7 +196,8 @@ class Coordinated(Elastic):
         mine, held = self.reduction.norms(flight)
         flight.reported = True
         # As text: JSON has no NaN, and all must read the same number.
-        meta = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.loss), "compute_s": flight.compute_s}
+        meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.loss)}
+        meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s}
         log.debug("hold the result of step %d in view %d", flight.step, self._epoch)
         self._line.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 
@@ -217,7 +219,9 @@ class Coordinated(Elastic):
         if samples == 0:  # no gradient of it was fit to count
             self.replica.updates += 1
             return
+        started = time.perf_counter()
         self.reduction.apply(flight, samples=samples, norm=norm)
+        self._apply_s = time.perf_counter() - started
         self._norm = torch.tensor(norm)
         try:
             self.reduction.complete()

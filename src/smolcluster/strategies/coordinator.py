@@ -269,12 +269,13 @@ class Coordinator:
         for member in roster.in_order():
             if step not in leases.held(member.instance):
                 continue
-            ranges = leases.settle(member.instance, step)
+            ranges, said = leases.settle(member.instance, step), done[member.rank]
             count = sum(r.count for r in ranges)
-            loss += float(done[member.rank]["loss"]) * count
+            loss += float(said["loss"]) * count
             samples += count
-            self._strategy.gate.accept(float(done[member.rank]["mine"]))
-            self._strategy.note_speed(member, samples=count, compute_s=float(done[member.rank]["compute_s"]))
+            self._strategy.gate.accept(float(said["mine"]))
+            compute_s, apply_s = float(said["compute_s"]), float(said["apply_s"])
+            self._strategy.note_speed(member, samples=count, compute_s=compute_s, fixed_s=apply_s)
             contributors.append(
                 {
                     "rank": member.rank,
@@ -363,6 +364,6 @@ class Coordinator:
 def _sound(meta: dict[str, Any]) -> bool:
     """Whether a DONE has its numbers."""
     try:
-        return all(isinstance(float(meta[name]), float) for name in ("mine", "held", "loss", "compute_s"))
+        return all(isinstance(float(meta[name]), float) for name in ("mine", "held", "loss", "compute_s", "apply_s"))
     except (KeyError, TypeError, ValueError):
         return False

@@ -226,7 +226,9 @@ class EDP(Served):
 
     def _update(self, pushes: Sequence[Push]) -> None:
         rate = self.replica.learning_rate
-        norm = self._commit(pushes, self._average(pushes))
+        average = self._average(pushes)
+        self._record(pushes, average)
+        norm = self._take_step(pushes, average)
         samples = sum(push.samples for push in pushes)
         self.office.committed(
             StepReport(

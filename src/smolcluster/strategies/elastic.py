@@ -127,11 +127,15 @@ class Elastic(Replicated):
         if member not in automatic or any(m.speed == 0 for m in automatic):
             return member.batch_size
         total, unit = sum(m.batch_size for m in automatic), self.context.config.training.grad_accumulation
-        return share_out(total, [m.speed for m in automatic], unit=unit)[automatic.index(member)]
+        speeds, fixed_s = [m.speed for m in automatic], [m.fixed_s for m in automatic]
+        return share_out(total, speeds, fixed_s, unit=unit)[automatic.index(member)]
 
-    def note_speed(self, member: Member, *, samples: int, compute_s: float) -> None:
+    def note_speed(self, member: Member, *, samples: int, compute_s: float, fixed_s: float | None) -> None:
+        """`fixed_s`: what its step took beside computing, up to its gradient; None: not known this time."""
         if samples > 0 and compute_s > 0:
             member.speed = smoothed(member.speed, samples / compute_s)
+            if fixed_s is not None:
+                member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
 
     def none_counts(self, step: int) -> SmolclusterError:
         return SmolclusterError(

@@ -216,8 +216,8 @@ class Served(Elastic):
                 tensor.add_(push.tensors[name], alpha=push.samples * push.weight / total)
         return average
 
-    def _commit(self, pushes: Sequence[Push], average: dict[str, Tensor]) -> Tensor:
-        """Record the step, then take it. Returns the norm of its gradient."""
+    def _record(self, pushes: Sequence[Push], average: dict[str, Tensor]) -> None:
+        """The next step counts, from here on and whatever happens."""
         step = self.replica.updates + 1
         contributors = []
         for push in pushes:
@@ -233,8 +233,10 @@ class Served(Elastic):
                 }
             )
         flat = torch.cat([average[n].reshape(-1) for n in self._gradients.names])
-        commit = Commit(step=step, contributors=contributors, gradient=flat)
-        self.office.record(commit)
+        self.office.record(Commit(step=step, contributors=contributors, gradient=flat))
+
+    def _take_step(self, pushes: Sequence[Push], average: dict[str, Tensor]) -> Tensor:
+        """Returns the norm of its gradient."""
         # Buffers are those of the first worker, as on the mesh plane.
         first = min(pushes, key=lambda push: push.member.rank)
         for name, buffer in first.buffers.items():

@@ -2,9 +2,10 @@
 
     server, for t = 1, 2, ...:
         collect the gradients of step t, from all workers; `timeout` seconds after the first, go on with those that came
-        g_t <- their mean, weighted by samples
+        g_t <- their mean, weighted by samples; record it
+        send g_t to all
         w <- optimizer(w, clip(g_t))
-        send g_t to all, and every `worker_update_interval` steps w as well
+        every `worker_update_interval` steps send w as well
 
     worker, for each step t:
         push my gradient on my share of batch t
@@ -17,7 +18,7 @@ way, so its worker catches up by applying them in order. A worker that reads too
 With a lossy codec g_t is what everybody decodes, the server included, so that all of them take the same step.
 
 With interval 1 and alpha 1 this is `single`. A worker's death costs the server nothing but its share of one step; the
-server's death costs the unfinished step, since every g_t is recorded before it is applied.
+server's death costs the unfinished step, since every g_t is recorded before it is sent.
 
 Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:   sent S, received S + W / interval
 """
@@ -152,6 +153,7 @@ class SyncPS(Served):
     def serve(self) -> None:
         self.muster()
         self._behind: set[Member] = set()
+        self._sent: dict[Member, float] = {}  # who got the last average, and when
         self._tries = 0  # how often in a row a step was begun again
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             step = self.replica.updates + 1
@@ -169,9 +171,12 @@ class SyncPS(Served):
                 self._begin_again(step, f"the average cannot be encoded: {why}")
                 continue
             rate = self.replica.learning_rate
-            norm = self._commit(pushes, average)
+            self._record(pushes, average)
             self._tries = 0
-            self._send_average(step, encoded)
+            reached = self._send_average(step, encoded)
+            norm = self._take_step(pushes, average)  # while the workers read it
+            self._send_weights(step, reached)
+            self._bring_up()
             self.office.committed(self._report(pushes, norm=norm, rate=rate, comm_s=comm_s))
 
     def _collect(self, step: int) -> list[Push]:
@@ -219,7 +224,10 @@ class SyncPS(Served):
         if push is not None or self.stale_rejected > refused:
             done.add(member.rank)
         if push is not None:
-            self.note_speed(member, samples=push.samples, compute_s=float(push.meta.get("compute_s", 0.0)))
+            compute_s = float(push.meta.get("compute_s", 0.0))
+            sent = self._sent.get(member)
+            fixed_s = time.perf_counter() - sent - compute_s if sent is not None else None
+            self.note_speed(member, samples=push.samples, compute_s=compute_s, fixed_s=fixed_s)
         return push
 
     def _too_late(self, member: Member, step: int) -> None:
@@ -232,6 +240,7 @@ class SyncPS(Served):
         self._tries += bool(members)
         if self._tries > TRIES:
             raise self.none_counts(step)
+        self._sent.clear()
         for member in members:
             if step in self.office.leases.held(member.instance):
                 self.refuse(member, step, why)
@@ -248,14 +257,19 @@ class SyncPS(Served):
                 self._gradients.decode(channel, payload, average)
         return encoded
 
-    def _send_average(self, step: int, encoded: Sequence[Tensor]) -> None:
-        weights = []
+    def _send_average(self, step: int, encoded: Sequence[Tensor]) -> list[Member]:
+        """To those who keep up. They go on with it, and push again."""
+        reached = [member for member in self._roster.in_order() if self._keeps_up(member)]
+        for member in reached:
+            leases = [self.lend(member, step + 1)] if step < self.context.total_steps else []
+            self._send_buckets(member, Kind.AVERAGE, step, encoded, leases=leases)
+        self._sent = dict.fromkeys(reached, time.perf_counter())
+        return reached
+
+    def _send_weights(self, step: int, members: Sequence[Member]) -> None:
         if step % self.options.worker_update_interval == 0:
             weights = [payload for _, payload in self._weights.encode(self.replica.weights())]
-        for member in self._roster.in_order():
-            if self._keeps_up(member):
-                leases = [self.lend(member, step + 1)] if step < self.context.total_steps else []
-                self._send_buckets(member, Kind.AVERAGE, step, encoded, leases=leases)
+            for member in members:
                 self._send_buckets(member, Kind.WEIGHTS, step, weights)
 
     def _send_buckets(
@@ -276,17 +290,21 @@ class SyncPS(Served):
             )
 
     def _keeps_up(self, member: Member) -> bool:
-        """A member with several steps unread gets no more; once it has read them it gets the whole state instead."""
+        """A member with several steps unread gets no more."""
         if member in self._behind:
-            if member.link.queued_bytes == 0:
-                self._behind.discard(member)
-                state, numbers = self.copied_state()
-                self._send_state(member, state, numbers, leases=[self.lend(member, self.replica.updates + 1)])
             return False
         if member.link.queued_bytes > 4 * (self._gradients.nbytes + self._weights.nbytes):
             self._behind.add(member)
             return False
         return True
+
+    def _bring_up(self) -> None:
+        """Members that were behind, and have read all they were sent, get the whole state."""
+        for member in [member for member in self._behind if member.link.queued_bytes == 0]:
+            self._behind.discard(member)
+            if self._roster.members.get(member.rank) is member:
+                state, numbers = self.copied_state()
+                self._send_state(member, state, numbers, leases=[self.lend(member, self.replica.updates + 1)])
 
     def _report(self, pushes: Sequence[Push], *, norm: Tensor, rate: float, comm_s: float) -> StepReport:
         samples = sum(p.samples for p in pushes)

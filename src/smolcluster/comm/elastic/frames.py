@@ -153,11 +153,13 @@ class Checksum:
 
     Whole blocks of 256 KB are folded at the speed of memory, where a crc32 would take longer than the loopback itself: their
     64-bit words are added up in 512 columns, and what the blocks before gave is multiplied by an odd number, so that
-    their order counts. The checksum is the crc32 of these sums and of the rest. Whatever happens to the bytes of one row of
-    4 KB changes a sum; what goes unnoticed is two rows of a block that have changed places.
+    their order counts. So are the rows of a last block that is not whole, unless it is small. The checksum is the crc32 of
+    these sums and of the rest. Whatever happens to the bytes of one row of 4 KB changes a sum; what goes unnoticed is
+    two rows of a block that have changed places.
     """
 
     _COLUMNS = 512
+    _ROW_BYTES = 8 * _COLUMNS
     _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
     def __init__(self) -> None:
@@ -166,12 +168,18 @@ class Checksum:
     def fold(self, blocks: memoryview) -> None:
         """The next part of the payload: whole blocks."""
         for start in range(0, len(blocks), BLOCK_BYTES):
-            words = np.frombuffer(blocks[start : start + BLOCK_BYTES], dtype="<u8").reshape(-1, self._COLUMNS)
-            sums = np.add.reduce(words, axis=0)
-            self._sums = sums if self._sums is None else self._sums * self._FACTOR + sums
+            self._add(blocks[start : start + BLOCK_BYTES])
+
+    def _add(self, rows: memoryview) -> None:
+        sums = np.add.reduce(np.frombuffer(rows, dtype="<u8").reshape(-1, self._COLUMNS), axis=0)
+        self._sums = sums if self._sums is None else self._sums * self._FACTOR + sums
 
     def value(self, rest: memoryview) -> int:
         """After all whole blocks, with what is left of the payload."""
+        if len(rest) > JOINED_BYTES:
+            rows_bytes = len(rest) - len(rest) % self._ROW_BYTES
+            self._add(rest[:rows_bytes])
+            rest = rest[rows_bytes:]
         return crc32(rest, crc32(self._sums.tobytes()) if self._sums is not None else 0)
 
 

@@ -40,6 +40,7 @@ class Member:
     epoch: int = 0  # of its welcome
     step: int = 0  # what it has: its number of updates when it joined
     speed: float = 0.0  # samples per second of computing, smoothed; 0: not known yet
+    fixed_s: float = 0.0  # what a step takes it beside computing, smoothed
     said: Mapping[str, Any] = field(default_factory=dict)  # in its JOIN
     report: dict[str, Any] = field(default_factory=dict)
 
