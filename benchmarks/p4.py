@@ -21,6 +21,7 @@ Target: 2.2 times sooner than DDP; the limit is 2.5 when the share is exactly a 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import tempfile

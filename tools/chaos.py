@@ -1,7 +1,7 @@
 """Ten minutes of faults on the elastic plane, and the books afterwards.
 
-    python -m tools.chaos                              syncps, edp and allreduce, four workers, ten minutes of each,
-                                                       after as much without faults: about an hour
+    python -m tools.chaos                              each strategy, four workers, ten minutes of faults
+                                                       after as much without: about an hour and a half
     python -m tools.chaos --strategy edp --minutes 2 --seed 7 --faults kill,server
     python -m tools.chaos --replay chaos-allreduce-7.json
 
@@ -58,10 +58,10 @@ from smolcluster.engine import history
 from smolcluster.errors import UserError
 from smolcluster.observe.events import RunStarted
 
-STRATEGIES = ("syncps", "edp", "allreduce")
+STRATEGIES = ("syncps", "edp", "allreduce", "fsdp")
 ALLOWED = {"kill": 1.5, "server": 5.0, "freeze": 2.5, "cut": 2.5, "join": 1.0}  # seconds
 GOODPUT = 0.95
-LOSS = {"syncps": 0.02, "edp": 0.05, "allreduce": 0.02}
+LOSS = {"syncps": 0.02, "edp": 0.05, "allreduce": 0.02, "fsdp": 0.02}
 PACE_S = 0.04
 BATCH = 8
 RATE_STEPS = 100  # to learn how many a minute has
@@ -215,6 +215,8 @@ def run(
     }
     if strategy == "allreduce":
         config["strategy.staleness_bound"] = staleness_bound
+    if strategy == "fsdp":
+        config["strategy.fsdp_stage"] = 1
     places: dict[Who, tuple[str, str]] = {}
     if network is not None:
         seats: list[Who] = ["server", *range(workers)]
@@ -321,7 +323,7 @@ def violations(
         found.append("not every step was committed once, in order")
     if world.summary["status"] != "finished":
         found.append(f"the run ended as {world.summary['status']}")
-    if plan.strategy == "allreduce" and world.summary["replicas_agree"] is not True:
+    if plan.strategy in ("allreduce", "fsdp") and world.summary["replicas_agree"] is not True:
         found.append("the replicas differ at the end")
     for victim in victims:
         kind, stall_s, allowed = victim.fault.kind, victim.stall_s, ALLOWED[victim.fault.kind]

@@ -6,6 +6,7 @@ At most 2 % and headers may come on top of the formula, and nothing may be missi
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.world import run_elastic_world
 
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
+from smolcluster.engine.dry_run import describe_run
+from smolcluster.engine.run_dir import RunDir
 
 SHAPE = {"model_dim": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 16}
 CONFIG = {
@@ -59,6 +62,15 @@ def test_bytes_of_a_step_are_those_of_the_formula(tmp_path: Path, case: Case, wo
     for sent, received in row["samples"]:
         assert sent >= row["formula_sent"], row
         assert received >= row["formula_received"], row
+
+
+def test_a_dry_run_knows_what_a_codec_saves(tmp_path: Path) -> None:
+    said = {}
+    for codec in ("fp32", "int8", "powersgd"):
+        config = load_config([], sets={"strategy.name": "syncps", "strategy.codec": codec, "training.device": "cpu"})
+        text = describe_run(config, workers=2, run_dir=RunDir(tmp_path / "run"), backend=None, plane="elastic")
+        said[codec] = float(re.findall(r"a step sends (\S+) MiB", text)[0])
+    assert said["fp32"] > 3 * said["int8"] > 6 * said["powersgd"] > 0
 
 
 def test_pulls_that_never_come_cost_nothing() -> None:

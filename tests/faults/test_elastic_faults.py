@@ -136,6 +136,7 @@ def test_a_killed_server_comes_back_and_loses_nothing(
     assert len({line["server"] for line in begun}) == 4
     assert max(pauses) <= 5.0, pauses
     assert [seat.status for seat in world.workers] == [0] * 4, "a worker was lost"
+    assert world.summary["members_joined"] >= 4 * 4, "a server does not know whom the one before it had"
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 

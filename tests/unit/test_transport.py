@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic import frames, tcp
+from smolcluster.comm.elastic import frames, sockets, tcp
 from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
 from smolcluster.comm.elastic.memory import Switchboard
 from smolcluster.comm.elastic.security import Credentials, Keyring, new_token, open_credentials
-from smolcluster.comm.elastic.sockets import join_address, split_address
+from smolcluster.comm.elastic.sockets import INSTEAD_OF_BBR, join_address, set_options, split_address
 from smolcluster.comm.elastic.tcp import Limits, TcpTransport
 from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.group import PeerLost
@@ -581,6 +581,46 @@ class TestBuffers:
             worker.close()
             server.close()
             world.close()
+
+
+class TestCongestion:
+    """BBR leaves a part of a local line idle when sums go both ways (`benchmarks p1`)."""
+
+    @pytest.fixture
+    def pair(self) -> Iterator[tuple[socket.socket, socket.socket]]:
+        with socket.create_server((HERE, 0)) as server, socket.create_connection(server.getsockname()) as sock:
+            other, _ = server.accept()
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+            except (AttributeError, OSError):
+                pytest.skip("this system has no BBR")
+            with other:
+                yield sock, other
+
+    def algorithm(self, sock: socket.socket) -> bytes:
+        return bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)).rstrip(b"\0")
+
+    def test_bbr_gives_way_on_a_local_line(self, pair: tuple[socket.socket, socket.socket]) -> None:
+        set_options(pair[0], buffer_size=None)
+        assert self.algorithm(pair[0]) in INSTEAD_OF_BBR
+
+    def test_it_stays_on_the_way_to_others(
+        self, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sockets, "_is_local", lambda sock: False)
+        set_options(pair[0], buffer_size=None)
+        assert self.algorithm(pair[0]) == b"bbr"
+
+    @pytest.mark.parametrize(
+        ("address", "local"),
+        [("192.168.1.7", True), ("10.0.0.1", True), ("fe80::1%eth0", True), ("8.8.8.8", False), ("2600::1", False)],
+    )
+    def test_which_addresses_are_local(self, address: str, local: bool) -> None:
+        class Named:
+            def getpeername(self) -> tuple[str, int]:
+                return address, 1
+
+        assert sockets._is_local(Named()) is local  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not _installed("cryptography"), reason="a token needs cryptography")

@@ -33,7 +33,9 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     steps = config.training.steps or math.ceil((config.training.epochs or 1) * samples / sum(counts))
     with torch.device("meta"):
         model = task.model()
-    shape = Shape(parameters=sum(p.numel() for p in model.parameters()))
+    shape = Shape(
+        parameters=sum(p.numel() for p in model.parameters()), tensors=[tuple(p.shape) for p in model.parameters()]
+    )
     cost = strategy.cost(options, shape, nodes)
 
     lines = [

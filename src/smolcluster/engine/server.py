@@ -179,6 +179,7 @@ class Server(Role):
         self.roster.epoch = int(meta["epoch"])
         self.office.leases = Leases.from_state(meta["leases"])
         self._restore_agreement(meta)
+        self._restore_member_counts(meta)
         best = meta.get("best_val_loss")
         self.best_val_loss = math.inf if best is None else float(best)
 
@@ -193,10 +194,18 @@ class Server(Role):
         self.roster.epoch = max(self.roster.epoch, int(line["epoch"]))
         self.office.leases = Leases.from_state(line["data"])
         self._restore_agreement(meta)
+        self._restore_member_counts(meta)
 
     def _restore_agreement(self, meta: Mapping[str, Any]) -> None:
         self.office.recent = {int(step): tuple(value) for step, value in meta.get("recent", {}).items()}
         self.office.established = meta.get("established", [])
+
+    def _member_counts(self) -> dict[str, int]:
+        return {"joined": self.roster.joined, "lost": self.roster.lost}
+
+    def _restore_member_counts(self, meta: Mapping[str, Any]) -> None:
+        counts = meta.get("members", {})
+        self.roster.joined, self.roster.lost = int(counts.get("joined", 0)), int(counts.get("lost", 0))
 
     def _resume(self, source: Path) -> None:
         snapshot = self._read_checkpoint(source, self.strategy)
@@ -237,6 +246,7 @@ class Server(Role):
             "leases": self.office.leases.state_dict(),
             "recent": {str(step): list(value) for step, value in self.office.recent.items()},
             "established": list(self.office.established),
+            "members": self._member_counts(),
             "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
         }
         try:
@@ -324,7 +334,8 @@ class Server(Role):
             contributors=[history.Contribution.model_validate(c) for c in commit.contributors],
             data=history.Data.model_validate(self.office.leases.state_dict()),
         )
-        self._append({"line": line.fields(), **commit.numbers}, commit.gradient)
+        meta = {"line": line.fields(), "members": self._member_counts(), **commit.numbers}
+        self._append(meta, commit.gradient)
         self._restore_agreement(commit.numbers)
         self.history.add(line)
 

@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import os
 import socket
+import sys
 from typing import Any
 
 from smolcluster.errors import UserError
@@ -63,18 +64,24 @@ def set_options(sock: socket.socket, *, buffer_size: int | None) -> None:
         if hasattr(socket, name):
             with contextlib.suppress(OSError):
                 sock.setsockopt(level, getattr(socket, name), value)
-    _fill_local_line(sock)
+    if _is_local(sock):
+        _replace_bbr(sock)
 
 
-def _fill_local_line(sock: socket.socket) -> None:
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        local = ipaddress.ip_address(sock.getpeername()[0].partition("%")[0]).is_private
-        if not local or not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr"):
-            return
-        for algorithm in INSTEAD_OF_BBR:
-            with contextlib.suppress(OSError):
+def _is_local(sock: socket.socket) -> bool:
+    try:
+        return ipaddress.ip_address(sock.getpeername()[0].partition("%")[0]).is_private
+    except (OSError, ValueError):
+        return False
+
+
+def _replace_bbr(sock: socket.socket) -> None:
+    if sys.platform != "linux":
+        return
+    for algorithm in INSTEAD_OF_BBR:
+        with contextlib.suppress(OSError):  # it is not there, or not for everybody
+            if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm)
-                return
 
 
 def wake_at(sock: socket.socket, *, nbytes: int) -> bool:
