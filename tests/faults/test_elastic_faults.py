@@ -157,6 +157,26 @@ def test_a_killed_server_changes_no_bit_of_a_synchronous_run(tmp_path: Path, kin
     assert world.summary["weights_sha256"] == calm.summary["weights_sha256"]
 
 
+def test_when_nobody_has_the_weights_any_more_the_run_says_so(tmp_path: Path) -> None:
+    """The coordinator has the record of every step and no weights."""
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(10)
+        for rank in range(2):
+            world.kill(rank)
+        for rank in range(2):
+            world.start(rank)
+        world.wait_for_exit("server")
+        for rank in range(2):  # they wait for a server, as they must
+            world.kill(rank)
+
+    world = run("allreduce", 2, tmp_path, script=script)
+    failed = world.server.failed
+    assert failed is not None
+    assert "every worker that held the weights of step" in failed.message
+    assert "--resume" in failed.message
+
+
 # A worker stands still
 
 
