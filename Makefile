@@ -41,7 +41,7 @@ format: $(VENV)/.dev ## Format the code and mend what the linter can
 bench: $(VENV)/.dev ## List the benchmarks
 	$(BIN)/python -m benchmarks
 
-chaos: $(VENV)/.dev ## Ten minutes of killed, frozen and cut-off machines, for each elastic strategy (about an hour and a half)
+chaos: $(VENV)/.dev ## Ten minutes of killed, frozen and cut-off machines, for each elastic strategy, then `abuse` (hours)
 	$(BIN)/python -m tools.chaos
 	$(MAKE) abuse
 

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ class BatchNorm(Double):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).to(self.dtype)
+
+
+class BatchNorm32(BatchNorm):
+    dtype = torch.float32
 
 
 class Unused(Double):
@@ -191,6 +196,17 @@ class Odd(Tiny):
 
 
 # Mistakes
+
+
+class DiesInEvaluation(Tiny):
+    """The first process that evaluates is killed there; DIED is the file that says so."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        died = Path(os.environ["DIED"])
+        if not model.training and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
 
 
 class LossIsAnInt(Tiny):

@@ -275,7 +275,9 @@ def test_one_rank_comes_much_later(groups: list[ElasticGroup]) -> None:
     tensors = [[torch.full((200_000,), float(r + i)) for i in range(4)] for r in range(len(groups))]
     works = [[group.all_reduce(t) for t in tensors[r]] for r, group in enumerate(early)]
     until(lambda: late._exchange._early != {})  # type: ignore[attr-defined]
+    assert not any(work.done for rank in works for work in rank)
     works.append([late.all_reduce(t) for t in tensors[-1]])
+    until(lambda: all(work.done for rank in works for work in rank))  # without anybody waiting for it
     for work in [work for rank in works for work in rank]:
         work.wait()
     for rank in tensors:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 
 from smolcluster.comm.codecs import make_codec
 from smolcluster.comm.elastic.parcels import Parcels
+from smolcluster.comm.elastic.roster import Member
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
+from smolcluster.strategies.elastic import Elastic
 from smolcluster.strategies.shards import buddy, owners, providers, ward
 
 # balance
@@ -47,6 +51,17 @@ def test_all_are_done_at_one_time_whatever_a_step_takes_beside_computing() -> No
     assert sum(shares) == 1000
     assert abs(done_s[0] - done_s[1]) <= 1 / min(speeds)
     assert share_out(10, [100.0, 100.0], [0.0, 5.0]) == [9, 1]  # even idle it would be the last
+
+
+@pytest.mark.parametrize(
+    "said", [(0.0, 0.1), (math.inf, 0.1), (math.nan, 0.1), (0.1, math.inf), (0.1, math.nan), (-1.0, 0.0)]
+)
+def test_absurd_times_are_not_believed(said: tuple[float, float]) -> None:
+    member = SimpleNamespace(speed=0.0, fixed_s=0.0)
+    Elastic.note_speed(cast(Elastic, None), cast(Member, member), samples=8, compute_s=said[0], fixed_s=said[1])
+    assert math.isfinite(member.speed)
+    assert math.isfinite(member.fixed_s)
+    assert share_out(10, [member.speed or 1.0, 1.0], [member.fixed_s, 0.0])
 
 
 def test_smoothing_begins_with_the_first_measurement() -> None:

@@ -103,8 +103,8 @@ class GradientBuckets:
         current.works.clear()
 
     def done(self, slot: int) -> bool:
-        """Whether `wait` would return at once. Asked only of groups whose work can tell."""
-        return all(getattr(work, "done", False) for work in self._slots[slot].works)
+        """Whether `wait` would return at once."""
+        return all(work.done for work in self._slots[slot].works)
 
     def restart(self, slot: int, *, zero: bool = False) -> None:
         """Sum the kept gradients of this slot again, in the present group; `zero`: without a part of mine."""

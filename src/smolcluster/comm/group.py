@@ -3,7 +3,8 @@
 Strategies talk through this interface and never see a transport. Every operation starts at once and returns a `Work`; the
 tensor must not be touched until `wait()` returns. All ranks of a group call the same operations in the same order.
 
-Implementations: `torch_group.TorchGroup` (gloo, nccl, mpi), `memory_group.MemoryGroup` (threads of one process).
+Implementations: `torch_group.TorchGroup` (gloo, nccl, mpi), `elastic.group.ElasticGroup` (our own transport),
+`memory_group.MemoryGroup` (threads of one process).
 """
 
 from __future__ import annotations
@@ -30,9 +31,15 @@ class Work(Protocol):
     def wait(self) -> None:
         """Return when the result is in place. On a GPU: when the current stream will see it."""
 
+    @property
+    def done(self) -> bool:
+        """True: `wait` returns, or raises, at once. It may be False a little longer than it must."""
+
 
 class Done:
     """Work with nothing left to do."""
+
+    done = True
 
     def wait(self) -> None:
         return None
@@ -40,7 +47,10 @@ class Done:
 
 @dataclass(slots=True)
 class Traffic:
-    """Payload bytes this rank moved over its links, by the algorithm's formula. Tests hold it against the kernel's counters."""
+    """Bytes that were moved: of a group, payloads by the algorithm's formula; of a link, all that crossed it.
+
+    Tests hold both against the kernel's counters.
+    """
 
     bytes_sent: int = 0
     bytes_received: int = 0

@@ -57,6 +57,10 @@ class _Pending:
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
 
+    @property
+    def done(self) -> bool:
+        return self._finish is None
+
     def wait(self) -> None:
         if self._finish is not None:
             self._finish()

@@ -28,6 +28,10 @@ class _TorchWork:
     def __init__(self, work: dist.Work) -> None:
         self._work = work
 
+    @property
+    def done(self) -> bool:
+        return self._work.is_completed()
+
     def wait(self) -> None:
         try:
             self._work.wait()

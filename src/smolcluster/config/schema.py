@@ -233,7 +233,7 @@ class StrategyConfig(Section):
     timeout: Positive | None = Field(
         None, description="syncps: seconds to wait for stragglers after the first gradient"
     )
-    use_quantization: bool | None = Field(None, description="edp: 8-bit gradients; the same as codec: int8")
+    use_quantization: bool | None = Field(None, description="edp, syncps: 8-bit gradients; the same as codec: int8")
     codec: Annotated[Codec, Lower] | None = Field(None, description="how gradients are encoded on the wire")
     codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), Number] | None = Field(
         None, description="topk, randk: share of the numbers that travels"
@@ -245,7 +245,7 @@ class StrategyConfig(Section):
     server_batch: Count | None = Field(
         None, description="edp: samples that make a step of the server; null: what all live workers read in one step"
     )
-    bucket_mb: Positive | None = Field(None, description="allreduce: gradients travel in buckets of this size")
+    bucket_mb: Positive | None = Field(None, description="gradients travel in buckets of this size")
     fsdp_stage: Annotated[int, Field(ge=0, le=3), Number] | None = Field(None, description="fsdp: ZeRO stage")
     schedule: str | None = Field(None, description="pipeline: gpipe, 1f1b, ...")
     num_microbatches: Count | None = Field(None, description="pipeline: micro-batches per step")

@@ -1,15 +1,16 @@
 """Who may read which part of the sample stream, so that every sample counts exactly once though workers come and go.
 
 `sampler.py` makes all samples one infinite stream. A worker is granted ranges of it for one step. When that step is
-committed the ranges are settled, for good; when the worker dies or its step is refused they return, and go out again
-before anything fresh does. So each position below the frontier is in exactly one place:
+committed the ranges are settled, for good; when the worker dies they return, and go out again before anything fresh does.
+When its gradient is refused they are set aside: whoever read them next might fail in the same way. So each position below
+the frontier is in exactly one place:
 
-    0                                                    frontier
-    | settled | held | returned | settled | held | settled |  never granted ...
+    0                                                            frontier
+    | settled | held | returned | settled | aside | held | settled |  never granted ...
 
-Between two commits only the settled part is a fact. `state_dict` therefore counts what is held as not read: a server that
-starts again from it grants those ranges anew. With nothing lost the state is one number, the same that a `ShardedSampler`
-has, so either can go on where the other stopped.
+Between two commits only the settled part is a fact. `state_dict` therefore counts what is held or set aside as not read: a
+server that starts again from it grants those ranges anew. With nothing lost the state is one number, the same that a
+`ShardedSampler` has, so either can go on where the other stopped.
 
 Pure bookkeeping, for one thread. Nothing here imports torch.
 """

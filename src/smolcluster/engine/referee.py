@@ -1,7 +1,7 @@
 """Evaluation beside training: on a copy of the weights, on a thread of its own.
 
 One evaluation runs, one may wait; a newer one takes the place of the one that waits. So a slow machine evaluates less often and
-never holds up the workers.
+never holds up the workers. Who waits for a result is always told, if only that there is none.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ class Referee:
         self._task, self._data, self._device = task, data, device
         self._changed = threading.Condition()
         self._waiting: _Job | None = None
-        self._busy = self._closed = False
+        self._replaced: list[_Job] = []
+        self._closed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="evaluation", daemon=True)
         self._thread.start()
 
     def submit(self, step: int, weights: dict[str, Tensor], then: Callable[[dict[str, float]], None]) -> None:
-        """Evaluate these weights, which are the referee's from now on; `then` gets the result on its thread."""
+        """Evaluate these weights, which are the referee's from now on.
+
+        `then` gets the result on its thread; nothing when there is none, since a newer one came first or it failed.
+        """
         with self._changed:
             self._raise()
             if self._waiting is not None:
@@ -51,16 +55,17 @@ class Referee:
                     self._waiting.step,
                     step,
                 )
+                self._replaced.append(self._waiting)
             self._waiting = _Job(step, weights, then)
             self._changed.notify_all()
 
-    def wait(self) -> None:
-        """Until all that was submitted is evaluated."""
+    def check(self) -> None:
+        """Raise what went wrong so far."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or (self._waiting is None and not self._busy))
             self._raise()
 
     def close(self) -> None:
+        """After all that was submitted is evaluated."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -76,10 +81,13 @@ class Referee:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None or self._closed)
                 job, self._waiting = self._waiting, None
+                replaced, self._replaced = self._replaced, []
                 if job is None:
                     return
-                self._busy = True
+            result: dict[str, float] = {}
             try:
+                for older in replaced:
+                    older.then({})
                 self._model.load_state_dict(job.weights)
                 result = evaluate(
                     self._model,
@@ -90,10 +98,9 @@ class Referee:
                     batch_size=training.batch_size or 1,
                     max_batches=training.eval_batches,
                 )
-                job.then(result)
-            except Exception as error:  # noqa: BLE001 - told to whoever waits, on its own thread
+            except Exception as error:  # noqa: BLE001 - told to whoever asks, on its own thread
                 self._error = error
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+            try:
+                job.then(result)
+            except Exception as error:  # noqa: BLE001
+                self._error = self._error or error

@@ -61,11 +61,17 @@ class Server(Role):
         self._build()
         self._recover()
         self._announce()
+        if self.step >= self.total_steps:  # the one before died after its last step
+            self._due[self.step] = self._last_row()
+            if self.strategy.server_has_weights:
+                self._arrived(self.step)
         try:
             self.strategy.serve()
         finally:
             if self.referee is not None:
                 self.referee.close()
+        if self.referee is not None:
+            self.referee.check()
         return self._finish()
 
     # What needs no worker
@@ -308,7 +314,7 @@ class Server(Role):
 
     def _on_event(self, member: Member, meta: Mapping[str, Any]) -> None:
         """A worker's row goes into the run's record."""
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError, OSError):  # a full disk costs the row
             event = from_json(str(meta.get("event", "")))
             if isinstance(event, StepLogged) and event.rank == member.rank:
                 self.metrics.handle(event)
@@ -383,15 +389,18 @@ class Server(Role):
 
     def _arrived(self, step: int) -> None:
         """The state after this step is in the strategy: evaluate it, save it."""
-        row = self._due.pop(step, None)
-        if row is None:
+        steps = sorted(s for s in self._due if s <= step)  # states that came too late are made up for by this one
+        if not steps:
             return
-        final = step == self.total_steps
-        if self._to_evaluate(step):
-            self._evaluate(row, save=self._to_save(step), final=final)
+        *older, row = [self._due.pop(s) for s in steps]
+        for missed in older:
+            self.observer.emit(missed)
+        final, save = step == self.total_steps, any(map(self._to_save, steps))
+        if any(map(self._to_evaluate, steps)):
+            self._evaluate(row, self._snapshot(step), save=save, final=final)
             return
         self.observer.emit(row)
-        if self._to_save(step):
+        if save:
             self._save(self._snapshot(step), best=False, final=final)
 
     def _row(self, **fields: Any) -> StepLogged:
@@ -412,12 +421,28 @@ class Server(Role):
             **fields,
         )
 
-    def _evaluate(self, row: StepLogged, *, save: bool, final: bool) -> None:
+    def _last_row(self) -> StepLogged:
+        """Of the last step, taken by the server before this one."""
+        report = StepReport(
+            loss=torch.tensor(math.nan),
+            grad_norm=None,
+            learning_rate=self.strategy.replica.rate_of(self.step - 1),
+            samples=0,
+            tokens=0,
+        )
+        self.meter.add(report, step_s=0.0)
+        return self._row()
+
+    def _evaluate(self, row: StepLogged, snapshot: Snapshot, *, save: bool, final: bool) -> None:
         assert self.referee is not None
-        snapshot = self._snapshot(row.step)
         weights = {name: tensor.clone() for name, tensor in snapshot.weights.items()}
 
         def then(result: dict[str, float]) -> None:
+            if not result:
+                self.observer.emit(row)
+                if save:
+                    self._save(snapshot, best=False, final=final)
+                return
             improved = result["val_loss"] < self.best_val_loss
             self.best_val_loss = min(result["val_loss"], self.best_val_loss)
             self.last_evaluation = result
@@ -427,7 +452,7 @@ class Server(Role):
                 snapshot.state["best_val_loss"] = self.best_val_loss if math.isfinite(self.best_val_loss) else None
                 self._save(snapshot, best=improved, final=final)
 
-        self.referee.submit(row.step, weights, then)
+        self.referee.submit(snapshot.step, weights, then)
 
     def _snapshot(self, step: int) -> Snapshot:
         state = self.strategy.state()
@@ -512,11 +537,10 @@ class Server(Role):
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         final = self.strategy.state().weights
-        reports = [member.report for member in self.roster.former if member.report]
 
         def sum_of(name: str) -> int:
             """Over this process and the workers that stayed to the end."""
-            return sum(value for report in (mine, *reports) if isinstance(value := report.get(name), int))
+            return sum(value for report in (mine, *self.roster.reports) if isinstance(value := report.get(name), int))
 
         return join_ranks(
             [mine],

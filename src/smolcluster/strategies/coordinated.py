@@ -125,14 +125,16 @@ class Coordinated(Elastic):
         self.num_slots = self.options.staleness_bound + 1
         if self.context.line is not None:
             state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
-            self._peers = Peers(self._line.transport, limit_bytes=max(256 << 20, state_bytes))
+            # However long another one computes: who is dead is the transport's to find out, and the coordinator's to say.
+            self._peers = Peers(self._line.transport, limit_bytes=max(256 << 20, state_bytes), timeout_s=math.inf)
             self._group: ElasticGroup | None = None
             self._address = self._peers.listen(self._line.own_host, 0)
             self._peers.on_lost(lambda member, reason: self._suspect(member.rank, reason))
             # Nobody waits any longer for members that are gone, or for a step that nobody can commit.
-            self._void_before = 0.0  # views older than this epoch are over
-            self._line.at_once(Kind.VIEW, lambda epoch: self._void(epoch, "there is a new view"))
-            self._line.at_once(None, lambda _: self._void(math.inf, "the coordinator is away"))
+            self._newest = 0  # epoch of the newest view that was announced; older ones are over
+            self._away = False  # the coordinator is: no view holds
+            self._line.at_once(Kind.VIEW, self._announced)
+            self._line.at_once(None, self._lost_the_line)
             self._flights: deque[Flight] = deque()
             self._apply_s = 0.0  # what the last step took to apply
             self._norm: Tensor | None = None
@@ -228,11 +230,20 @@ class Coordinated(Elastic):
         except ViewChanged:
             pass  # completed when the next view is formed
 
-    def _void(self, epoch: float, why: str) -> None:
-        """On the transport's thread."""
-        self._void_before = max(self._void_before, epoch)
+    def _announced(self, epoch: int) -> None:
+        """On the transport's thread, long before the message has its turn."""
+        self._newest = max(self._newest, epoch)
         if self._group is not None:
-            self._group.abort(ViewChanged(why))
+            self._group.abort(ViewChanged("there is a new view"))
+
+    def _lost_the_line(self, _: int) -> None:
+        """On the transport's thread."""
+        self._away = True
+        if self._group is not None:
+            self._group.abort(ViewChanged("the coordinator is away"))
+
+    def _is_over(self, view: View) -> bool:
+        return self._away or view.epoch < self._newest
 
     def _enter(self, welcome: Message) -> None:
         """Take part again: with what I hold if it leads to the committed step, else with somebody's state."""
@@ -246,7 +257,7 @@ class Coordinated(Elastic):
             self._flights.clear()
             if computed and self.options.on_stale == "stop":
                 raise SmolclusterError("this worker's gradients came too late to count, and on_stale is stop")
-        self._void_before = welcome.epoch
+        self._away = False
         super()._enter(welcome)
 
     def _regroup(self, message: Message) -> None:
@@ -257,7 +268,7 @@ class Coordinated(Elastic):
         log.debug("view %d: members %s from step %d on; in flight here: %s", view.epoch, ranks, view.step + 1, steps)
         self._epoch = view.epoch
         self._group = self._peers.form(view)
-        if view.epoch < self._void_before:
+        if self._is_over(view):
             self._group.abort(ViewChanged("a later view is on its way"))
         try:
             self.reduction.formed(self._group, view, meta["established"])
@@ -280,7 +291,8 @@ class Coordinated(Elastic):
 
     def _receive_state(self, view: View) -> bool:
         """From the member that the coordinator chose; False when that has come to nothing, and a new view follows."""
-        while view.epoch >= self._void_before:
+        while not self._is_over(view):
+            self._check_stop()
             try:
                 said, tensors = self._peers.receive_state(STATE_POLL_S)
             except PeerLost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, StepReport
-from smolcluster.strategies.elastic import TRIES, send_state, unpack_state
+from smolcluster.strategies.elastic import RETURN_S, TRIES, send_state, unpack_state
 
 if TYPE_CHECKING:
     from smolcluster.strategies.coordinated import Coordinated
@@ -59,6 +60,7 @@ class Coordinator:
         self._put_out: dict[int, int] = {}  # rank -> how often
         self._barred: dict[int, float] = {}  # rank -> until when it may not come back
         self._tries = 0  # how often in a row the next step was begun anew
+        self._without_since: float | None = None  # nobody here has the weights
         self._needy: set[int] = set()  # ranks that wait for the state
         self._done: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said, in the present view
         self._left_out: dict[int, set[int]] = {}  # step -> ranks whose gradient does not count
@@ -72,13 +74,17 @@ class Coordinator:
         self._roster.allow(Kind.STATE, most_bytes=8 * sum(t.nbytes for t in weights) + 2**20)
         self._strategy.muster()
         while self._committed < self._context.total_steps and not self._context.stop_requested():
-            if self._view_due or any(map(self._may_come, self._roster.newcomers)):
-                self._form_view()
-            self._listen()
-            self._judge()
+            self._go_on()
             while self._agreed(self._committed + 1):
                 self._commit(self._committed + 1)
         self._fetch_last()
+
+    def _go_on(self) -> None:
+        """See who is here, and hear one of them."""
+        if (self._view_due or any(map(self._may_come, self._roster.newcomers))) and not self._holder_may_return():
+            self._form_view()
+        self._listen()
+        self._judge()
 
     def _listen(self) -> None:
         event = self._roster.get(0.1)
@@ -153,6 +159,17 @@ class Coordinator:
         for member in members:
             self._office.leases.give_back(member.instance)
         self._left_out.clear()
+
+    def _holder_may_return(self) -> bool:
+        """Nobody here has the weights, and it is not long that nobody has: who had them may be on its way back."""
+        holders = [member for member in self._roster.in_order() if member.rank not in self._needy]
+        holders += filter(self._knows, self._roster.newcomers)
+        if holders or self._has == self._committed:
+            self._without_since = None
+            return False
+        now = time.monotonic()
+        self._without_since = self._without_since or now
+        return now < self._without_since + RETURN_S
 
     def _may_come(self, newcomer: Member) -> bool:
         return time.monotonic() >= self._barred.get(newcomer.rank, 0.0)
@@ -258,6 +275,15 @@ class Coordinator:
             f"the results of step {step} differ between workers ({min(sums):g} to {max(sums):g}): done again"
         )
         self._view_due = True
+        self._tries += 1
+        if self._tries > TRIES:
+            raise SmolclusterError(
+                f"the results of step {step} differ between workers, {TRIES} times in a row: one of the machines is broken"
+            )
+        if len(done) > 2:
+            middle = statistics.median(sums)
+            odd = max(done, key=lambda rank: _distance(float(done[rank]["held"]), middle))
+            self._roster.evict(self._roster.members[odd], "its result differs from everybody else's")
         return False
 
     def _commit(self, step: int) -> None:
@@ -324,14 +350,13 @@ class Coordinator:
         """For the newest state that is wanted, which is what the workers have right now."""
         members = [member for member in self._roster.in_order() if member.rank not in self._needy]
         if self._upload is None and self._wanted and members:
-            step = self._wanted[-1]
+            step = self._committed
             self._wanted.clear()
-            if step == self._committed:
-                asked = members[:1] if self._whole else members
-                self._upload = Upload(step, list(asked))
-                for number, member in enumerate(asked):
-                    meta = {"first": number == 0}
-                    member.link.send(Message(kind=Kind.PULL, step=step, epoch=self._roster.epoch, meta=meta))
+            asked = members[:1] if self._whole else members
+            self._upload = Upload(step, list(asked))
+            for number, member in enumerate(asked):
+                meta = {"first": number == 0}
+                member.link.send(Message(kind=Kind.PULL, step=step, epoch=self._roster.epoch, meta=meta))
 
     def _take_state(self, member: Member, message: Message) -> None:
         upload = self._upload
@@ -349,16 +374,22 @@ class Coordinator:
                 return
             self._has = upload.step
             self._office.arrived(upload.step)
+            self._ask()  # for what was wanted meanwhile
 
     def _fetch_last(self) -> None:
         """The run ends with its weights here."""
-        while self._has != self._committed and self._roster.members:
+        while self._has != self._committed:
             if self._upload is None:
                 self._wanted.append(self._committed)
                 self._ask()
-            self._listen()
-        if self._has != self._committed:
-            raise self._lost()
+            if not self._roster.members and not self._roster.newcomers and not self._holder_may_return():
+                raise self._lost()
+            self._go_on()
+
+
+def _distance(value: float, middle: float) -> float:
+    distance = abs(value - middle)
+    return math.inf if math.isnan(distance) else distance
 
 
 def _sound(meta: dict[str, Any]) -> bool:

@@ -41,6 +41,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from smolcluster.comm.codecs import Feedback
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
@@ -153,7 +154,10 @@ class EDP(Served):
         elif message.kind is Kind.ACK:
             self._unanswered -= 1
             self._staleness = int(message.meta.get("staleness", 0))
-            self.stale_rejected += "refused" in message.meta
+            if "refused" in message.meta:
+                self.stale_rejected += 1
+                if self._feedback is not None:
+                    self._feedback = Feedback()  # what it left out goes with it
         elif message.kind is Kind.WEIGHTS and message.payload is not None:
             self._weights.decode(message.channel, message.payload, self._incoming)
             self._line.release(message.payload)

@@ -24,6 +24,7 @@ from smolcluster.tasks.base import Task
 
 MUSTER_S = 60.0  # a start waits so long for the last worker
 TRIES = 20  # a step of which no gradient may count is begun anew so often
+LEAST_S, MOST_S = 1e-6, 1e6  # what a member may say that a step took it
 RETURN_S = 3.0  # a restarted server waits so long for those it knew
 
 
@@ -124,17 +125,17 @@ class Elastic(Replicated):
     def _batch_size(self, member: Member) -> int:
         """What the member said, or its share by speed of what all automatic members have together."""
         automatic = [m for m in self._roster.in_order() if m.automatic]
-        if member not in automatic or any(m.speed == 0 for m in automatic):
-            return member.batch_size
         total, unit = sum(m.batch_size for m in automatic), self.context.config.training.grad_accumulation
+        if member not in automatic or any(m.speed == 0 for m in automatic) or total % unit:
+            return member.batch_size
         speeds, fixed_s = [m.speed for m in automatic], [m.fixed_s for m in automatic]
         return share_out(total, speeds, fixed_s, unit=unit)[automatic.index(member)]
 
     def note_speed(self, member: Member, *, samples: int, compute_s: float, fixed_s: float | None) -> None:
         """`fixed_s`: what its step took beside computing, up to its gradient; None: not known this time."""
-        if samples > 0 and compute_s > 0:
+        if samples > 0 and LEAST_S < compute_s < MOST_S:
             member.speed = smoothed(member.speed, samples / compute_s)
-            if fixed_s is not None:
+            if fixed_s is not None and fixed_s < MOST_S:
                 member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
 
     def none_counts(self, step: int) -> SmolclusterError:

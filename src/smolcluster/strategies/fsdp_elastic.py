@@ -305,7 +305,7 @@ class _Slot:
 
     @property
     def done(self) -> bool:
-        return all(getattr(work, "done", False) for work in self.works)
+        return all(work.done for work in self.works)
 
     def wait(self) -> None:
         for work in self.works:

@@ -5,7 +5,7 @@ The server holds the model and its optimizer; every worker has a replica.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,8 @@ class Served(Elastic):
             for channel, payload in self._buffers.encode(self.replica.weights()):
                 send(len(self._gradients) + channel, payload, "fp32")
         except CodecError as why:
+            if self._feedback is not None:
+                self._feedback.undo()
             self._line.send(Kind.PUSH, step=batch.step, epoch=self._epoch, meta={"skip": str(why), **said})
 
     def _take_gradients(self) -> dict[str, Tensor] | None:
@@ -155,7 +157,11 @@ class Served(Elastic):
         key = (member.rank, message.step)
         if message.epoch != member.epoch:
             return None  # sent before the member was welcomed again
+        if message.step not in self.office.leases.held(member.instance):
+            self._roster.evict(member, f"it pushed step {message.step}, of which it was lent nothing")
+            return None
         if "skip" in message.meta:
+            self._pushes.pop(key, None)
             self.refuse(member, message.step, str(message.meta["skip"]))
             return None
         buffer = message.channel - len(self._gradients)
@@ -232,16 +238,20 @@ class Served(Elastic):
                     "ranges": [list(r) for r in ranges],
                 }
             )
-        flat = torch.cat([average[n].reshape(-1) for n in self._gradients.names])
+        # Buffers are those of the first worker, as on the mesh plane.
+        buffers = min(pushes, key=lambda push: push.member.rank).buffers
+        parts = [*(average[n] for n in self._gradients.names), *(buffers[n] for n in self._buffers.names)]
+        flat = torch.cat([part.reshape(-1) for part in parts])
         self.office.record(Commit(step=step, contributors=contributors, gradient=flat))
 
     def _take_step(self, pushes: Sequence[Push], average: dict[str, Tensor]) -> Tensor:
         """Returns the norm of its gradient."""
-        # Buffers are those of the first worker, as on the mesh plane.
-        first = min(pushes, key=lambda push: push.member.rank)
-        for name, buffer in first.buffers.items():
-            self.replica.weights()[name].copy_(buffer)
+        self._set_buffers(min(pushes, key=lambda push: push.member.rank).buffers)
         return self._apply(average)
+
+    def _set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        for name, buffer in buffers.items():
+            self.replica.weights()[name].copy_(buffer)
 
     def _apply(self, gradients: dict[str, Tensor]) -> Tensor:
         for name, parameter in self.replica.model.named_parameters():
@@ -251,14 +261,19 @@ class Served(Elastic):
 
     def replay(self, commit: Commit) -> None:
         assert commit.gradient is not None
-        self._apply(dict(self._split(commit.gradient)))
+        shapes = self._shapes()
+        weights = self.replica.weights()
+        parts = iter(_split(commit.gradient, [*shapes.values(), *(weights[n].shape for n in self._buffers.names)]))
+        gradients = dict(zip(self._gradients.names, parts, strict=False))
+        self._set_buffers(dict(zip(self._buffers.names, parts, strict=True)))
+        self._apply(gradients)
 
-    def _split(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        shapes, offset = self._shapes(), 0
-        for name in self._gradients.names:
-            shape = shapes[name]
-            yield name, flat[offset : offset + shape.numel()].view(shape)
-            offset += shape.numel()
+
+def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
+    offset = 0
+    for shape in shapes:
+        yield flat[offset : offset + shape.numel()].view(shape)
+        offset += shape.numel()
 
 
 def _sound(meta: dict[str, Any]) -> bool:

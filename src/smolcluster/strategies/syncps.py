@@ -78,6 +78,7 @@ class SyncPS(Served):
             self._incoming = {n: torch.empty(s) for n, s in self._shapes().items()}
             self._server_weights = {n: torch.empty(t.shape) for n, t in self.replica.weights().items()}
             self._pulled = 0  # the step of the last weights that came
+            self._pushed = 0  # the step of my last gradient
             self._anew = False  # I was welcomed again: what I have pushed before does not count
             self._norm: Tensor | None = None
 
@@ -89,6 +90,8 @@ class SyncPS(Served):
         # My gradient, to the server.
         started = time.perf_counter()
         loss = replica.compute(batch)
+        float(loss)  # a GPU is done only then
+        self._pushed = batch.step
         self._push(batch, loss, compute_s=time.perf_counter() - started)
         for parameter in replica.parameters:
             parameter.grad = None
@@ -123,8 +126,9 @@ class SyncPS(Served):
             if message.channel == len(self._gradients) - 1:
                 self._drop_leases_before(message.step + 1)
                 self._norm = self._apply(self._incoming)
-                if self._feedback is not None:
-                    self._feedback.commit()  # of a push that was taken; one that was refused is undone already
+                if self._feedback is not None and message.step == self._pushed:
+                    counted = self.context.seat.rank in message.meta.get("counted", ())
+                    self._feedback.commit() if counted else self._feedback.undo()
         elif message.kind is Kind.WEIGHTS and message.payload is not None:
             self._weights.decode(message.channel, message.payload, self._server_weights)
             self._line.release(message.payload)
@@ -133,8 +137,6 @@ class SyncPS(Served):
                 self._pulled = message.step
         elif message.kind is Kind.ACK:
             self.stale_rejected += 1
-            if self._feedback is not None:
-                self._feedback.undo()
 
     def _drop_leases_before(self, step: int) -> None:
         """Steps that were committed without me are not mine to compute any more."""
@@ -158,26 +160,25 @@ class SyncPS(Served):
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             step = self.replica.updates + 1
             self._welcome()
-            started = time.perf_counter()
             pushes = self._collect(step)
             if not pushes:
                 continue  # nobody is left, or it is time to stop
-            comm_s = time.perf_counter() - started
-
             average = self._average(pushes)
             try:
                 encoded = self._encode_average(step, average)
             except CodecError as why:
+                if self._average_feedback is not None:
+                    self._average_feedback.undo()
                 self._begin_again(step, f"the average cannot be encoded: {why}")
                 continue
             rate = self.replica.learning_rate
             self._record(pushes, average)
             self._tries = 0
-            reached = self._send_average(step, encoded)
+            reached = self._send_average(step, encoded, counted=[push.member.rank for push in pushes])
             norm = self._take_step(pushes, average)  # while the workers read it
             self._send_weights(step, reached)
             self._bring_up()
-            self.office.committed(self._report(pushes, norm=norm, rate=rate, comm_s=comm_s))
+            self.office.committed(self._report(pushes, norm=norm, rate=rate))
 
     def _collect(self, step: int) -> list[Push]:
         """The gradients of this step, in rank order, from all members or those that came in time."""
@@ -185,10 +186,13 @@ class SyncPS(Served):
         done: set[int] = set()  # ranks that have answered, refused ones included
         deadline: float | None = None
         while not self.context.stop_requested():
-            if arrived and (done >= set(self._roster.members) or (deadline and time.monotonic() >= deadline)):
+            awaited = {member.rank for member in self._roster.in_order() if member not in self._behind}
+            if arrived and (done >= awaited or (deadline and time.monotonic() >= deadline)):
                 break
-            if not arrived and done >= set(self._roster.members):
-                # All were refused, or none is here.
+            if not awaited:  # nobody is here, or who is here has not read what it was sent
+                self._bring_up()
+                self._welcome()
+            elif not arrived and done >= awaited:  # all were refused
                 done.clear()
                 self._begin_again(step, "")
                 self._welcome()
@@ -196,6 +200,7 @@ class SyncPS(Served):
             event = self._roster.get(wait_s or 0.001)
             if isinstance(event, Gone):
                 self._gone(event)
+                self._behind.discard(event.member)
                 arrived = {rank: push for rank, push in arrived.items() if push.member is not event.member}
             elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
                 push = self._arrived_for(step, event, done)
@@ -236,15 +241,15 @@ class SyncPS(Served):
 
     def _begin_again(self, step: int, why: str) -> None:
         """Nothing came of a step: let everybody try it again."""
-        members = self._roster.in_order()
+        members = [member for member in self._roster.in_order() if member not in self._behind]
         self._tries += bool(members)
         if self._tries > TRIES:
             raise self.none_counts(step)
         self._sent.clear()
+        state, numbers = self.copied_state()
         for member in members:
             if step in self.office.leases.held(member.instance):
                 self.refuse(member, step, why)
-            state, numbers = self.copied_state()
             self._send_state(member, state, numbers, leases=[self.lend(member, step)])
 
     def _encode_average(self, step: int, average: dict[str, Tensor]) -> list[Tensor]:
@@ -257,12 +262,14 @@ class SyncPS(Served):
                 self._gradients.decode(channel, payload, average)
         return encoded
 
-    def _send_average(self, step: int, encoded: Sequence[Tensor]) -> list[Member]:
+    def _send_average(self, step: int, encoded: Sequence[Tensor], *, counted: Sequence[int]) -> list[Member]:
         """To those who keep up. They go on with it, and push again."""
         reached = [member for member in self._roster.in_order() if self._keeps_up(member)]
         for member in reached:
-            leases = [self.lend(member, step + 1)] if step < self.context.total_steps else []
-            self._send_buckets(member, Kind.AVERAGE, step, encoded, leases=leases)
+            meta: dict[str, object] = {"counted": counted}
+            if step < self.context.total_steps:
+                meta["leases"] = [self.lend(member, step + 1)]
+            self._send_buckets(member, Kind.AVERAGE, step, encoded, meta)
         self._sent = dict.fromkeys(reached, time.perf_counter())
         return reached
 
@@ -273,8 +280,9 @@ class SyncPS(Served):
                 self._send_buckets(member, Kind.WEIGHTS, step, weights)
 
     def _send_buckets(
-        self, member: Member, kind: Kind, step: int, payloads: Sequence[Tensor], leases: Sequence[object] = ()
+        self, member: Member, kind: Kind, step: int, payloads: Sequence[Tensor], meta: dict[str, object] | None = None
     ) -> None:
+        """`meta` is said with the last of them."""
         for channel, payload in enumerate(payloads):
             last = channel == len(payloads) - 1
             member.link.send(
@@ -284,7 +292,7 @@ class SyncPS(Served):
                     channel=channel,
                     epoch=member.epoch,
                     codec=self._gradients.codec.name if kind is Kind.AVERAGE else "fp32",
-                    meta={"leases": list(leases)} if last and leases else {},
+                    meta=meta or {} if last else {},
                     payload=payload,
                 )
             )
@@ -302,11 +310,10 @@ class SyncPS(Served):
         """Members that were behind, and have read all they were sent, get the whole state."""
         for member in [member for member in self._behind if member.link.queued_bytes == 0]:
             self._behind.discard(member)
-            if self._roster.members.get(member.rank) is member:
-                state, numbers = self.copied_state()
-                self._send_state(member, state, numbers, leases=[self.lend(member, self.replica.updates + 1)])
+            state, numbers = self.copied_state()
+            self._send_state(member, state, numbers, leases=[self.lend(member, self.replica.updates + 1)])
 
-    def _report(self, pushes: Sequence[Push], *, norm: Tensor, rate: float, comm_s: float) -> StepReport:
+    def _report(self, pushes: Sequence[Push], *, norm: Tensor, rate: float) -> StepReport:
         samples = sum(p.samples for p in pushes)
         return StepReport(
             loss=torch.tensor(sum(p.loss * p.samples for p in pushes) / samples),

@@ -61,6 +61,10 @@ class _Sending:
         self._over = threading.Event()
         self._lost, self._sent = "", sent
 
+    @property
+    def done(self) -> bool:
+        return self._over.is_set()
+
     def wait(self) -> None:
         self._over.wait()
         if self._lost:

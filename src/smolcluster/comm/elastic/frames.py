@@ -155,7 +155,7 @@ class Checksum:
     64-bit words are added up in 512 columns, and what the blocks before gave is multiplied by an odd number, so that
     their order counts. So are the rows of a last block that is not whole, unless it is small. The checksum is the crc32 of
     these sums and of the rest. Whatever happens to the bytes of one row of 4 KB changes a sum; what goes unnoticed is
-    two rows of a block that have changed places.
+    a change in one row of a block that another row makes up for, as when the two have changed places.
     """
 
     _COLUMNS = 512

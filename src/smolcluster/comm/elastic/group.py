@@ -38,6 +38,7 @@ from smolcluster.comm.elastic.view import View
 from smolcluster.comm.elastic.wires import Wires
 from smolcluster.comm.group import Group, PeerLost, Traffic, Work
 
+LONGEST_WAIT_S = 3600.0  # at a time; a lock knows no infinity
 FAR_AHEAD = 4096  # operations by which a peer may be ahead of us; further is nonsense
 _PATH = re.compile(r"\d{1,6}(\.\d{1,6}){0,7}")
 _SMALL_TORCH_ADD = 16_384  # elements: torch adds so many on the calling thread, and more with a team of threads
@@ -238,13 +239,17 @@ class Operation:
 
     # The caller's thread
 
+    @property
+    def done(self) -> bool:
+        return self.finished.is_set()
+
     def wait(self) -> None:
         exchange = self._exchange
         while not self.finished.is_set():
             left = exchange.heard + exchange.timeout_s - time.monotonic()
             if left <= 0:
                 raise PeerLost(f"{self.name}: nothing moved for {exchange.timeout_s:g} s; {self._waits_for()}")
-            self.finished.wait(left)
+            self.finished.wait(min(left, LONGEST_WAIT_S))
         exchange.check()
         if self._copy_back is not None:
             self._copy_back()
@@ -401,6 +406,8 @@ def _numpy_adds(dtype: torch.dtype) -> bool:
 
 class _NothingToMove:
     """Work of a group of one, or on a tensor of nothing: done, unless the group was aborted."""
+
+    done = True
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

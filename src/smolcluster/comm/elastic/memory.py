@@ -37,6 +37,8 @@ def _nothing(_sent: bool) -> None:
 
 
 class _Lost:
+    done = True
+
     def __init__(self, reason: str) -> None:
         self._reason = reason
 

@@ -47,7 +47,6 @@ class Kind(enum.IntEnum):
     # Agreement without a parameter server.
     DONE = 48  # worker: I hold the sum of this step; its norm, and mine
     COMMIT = 49  # coordinator: this step counts, with these samples
-    REDO = 50  # coordinator: sum this step again, without these ranks
     SUSPECT = 51  # worker: I cannot reach this peer
 
     # Groups.

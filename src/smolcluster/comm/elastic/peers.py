@@ -47,8 +47,8 @@ class Peers:
         """`limit_bytes`: for pieces that come before they are wanted. A rank that is ahead sends 1/n of each tensor it
         sums, so with the gradients of all steps in flight of G bytes, G/n is enough. Beyond it the link is closed.
 
-        `timeout_s`: after so long without a piece moving, `wait` gives up. `connect_s`: after so long without a link, a
-        member is reported to `on_lost`.
+        `timeout_s`: after so long without a piece moving, `wait` gives up; infinite: never. `connect_s`: after so long
+        without a link, a member is reported to `on_lost`.
         """
         self.dropped_chunks = 0  # of older views
         self._transport = transport

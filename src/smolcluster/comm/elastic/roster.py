@@ -26,7 +26,6 @@ from smolcluster.comm.elastic.transport import Link
 
 log = logging.getLogger(__name__)
 
-JUST_HEARD_S = 1.0  # a rank whose holder was heard so recently is taken
 MOST_NAMES = 1000  # peers name themselves: refusals of further ones are counted together
 
 
@@ -89,7 +88,7 @@ class Roster:
         """`admit` reads a JOIN and makes the member, or raises Refusal. `on_change` hears joined, left, evicted."""
         self.members: dict[int, Member] = {}
         self.newcomers: list[Member] = []
-        self.former: list[Member] = []
+        self.reports: list[dict[str, Any]] = []  # of members that have left in good order
         self.epoch = epoch
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
@@ -203,9 +202,9 @@ class Roster:
             self.newcomers = [m for m in self.newcomers if m is not member]
             return
         del self.members[member.rank]
-        self.former.append(member)
         self.epoch += 1
         if member.report:  # it said good-bye
+            self.reports.append(member.report)
             log.info("%s has left", member.name)
         else:
             self.lost += 1

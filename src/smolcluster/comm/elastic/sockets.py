@@ -19,7 +19,7 @@ UNSENT_BYTES = 1 << 19  # what the kernel may hold back unsent: more would only 
 
 
 # BBR sends at the rate it has seen. Sums come in bursts and both ways at once: it sees too little, and leaves a part of a local
-# line idle (`benchmarks p1`). Between machines of one network these take its place; across others it stays.
+# line idle (`benchmarks p1`). To a private address, which is most often of the same network, these take its place.
 INSTEAD_OF_BBR = (b"cubic", b"reno")
 
 

@@ -55,13 +55,17 @@ class Transfer:
         self._broken = False
         self._moved = time.monotonic()
 
+    @property
+    def done(self) -> bool:
+        return self._over.is_set()
+
     def wait(self) -> None:
         """Until all of it has left; the member says by itself that it has it."""
         while not self._over.is_set():
             left_s = self._moved + self._timeout_s - time.monotonic()
             if left_s <= 0:
                 raise PeerLost(f"{self._member.name} takes no state: nothing moved for {self._timeout_s:g} s")
-            self._over.wait(left_s)
+            self._over.wait(min(left_s, 3600.0))
         if self._broken:
             raise PeerLost(f"{self._member.name} was lost while its state was on the way")
 
