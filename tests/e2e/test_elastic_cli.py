@@ -242,6 +242,20 @@ def test_roles_by_hand_give_the_same_run(smol: Smol, folder: Path, base: Run) ->
     ]
 
 
+def test_a_cluster_file_says_where_the_server_is(smol: Smol, folder: Path) -> None:
+    """The file of the documents, the same on every machine; how many steps, only at the server."""
+    port = free_port()
+    lines = ["server: mini1", "workers: [pi5]", "host_ip: {mini1: 127.0.0.2, pi5: 127.0.0.2}", f"port: {port}"]
+    (folder / "cluster_config_edp.yaml").write_text("\n".join([*lines, "num_workers: 1", ""]))
+    files = ("cluster_config_edp.yaml", "--override", *TINY)
+    server = smol.start("server", *files, ALONE, "--steps", "4", "--run-dir", folder / "runs" / "file", cwd=folder)
+    worker = smol.start("worker", "0", "pi5", *files, cwd=folder)
+    ended = [command.end(within_s=PATIENCE_S).ok() for command in (server, worker)]
+    assert f"listening on 127.0.0.2:{port}" in ended[0].out
+    assert "worker 0 (pi5) joined\n" in ended[0].out
+    assert f"the run is over; its results are with the server at 127.0.0.2:{port}\n" in ended[1].out
+
+
 def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, folder: Path) -> None:
     port, run_dir, token = free_port(), folder / "runs" / "guarded", new_token()
     go = {"GO": str(folder / "never"), "SMOLCLUSTER_TOKEN": token}
@@ -265,6 +279,7 @@ def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, f
         ended = command.end(within_s=PATIENCE_S)
         assert (ended.status, ended.err.count("\n")) == (2, 1), ended
         assert re.search(message, ended.err), ended.err
+    wait(server, lambda: "in the TLS handshake" in server.output, what="the server to tell of the wrong token")
 
     # One leaves; the other goes on. Then the server is stopped, and everybody goes home.
     members[1].process.send_signal(signal.SIGINT)

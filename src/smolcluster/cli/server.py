@@ -32,7 +32,8 @@ def server(
     bind: Annotated[
         str | None,
         typer.Option(
-            help="Address to listen on. Default: cluster.bind, 127.0.0.1. Beyond this machine a token is needed."
+            help="Address to listen on. Default: cluster.bind, else what host_ip says, else 127.0.0.1. "
+            "Beyond this machine a token is needed."
         ),
     ] = None,
     port: Annotated[
@@ -65,6 +66,10 @@ def server(
         run_dir=run_dir,
         resume=resume,
     )
+    cluster = prepared.config.cluster
+    if cluster.server in cluster.host_ip and "bind" not in cluster.model_fields_set:
+        addresses = set(cluster.host_ip.values())  # where the hosts find this server
+        cluster.bind = addresses.pop() if len(addresses) == 1 else "0.0.0.0"
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.report import EndReport
 

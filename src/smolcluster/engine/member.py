@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 OWN_TO_A_MEMBER = OWN_TO_A_HOST | {
     *("training.precision", "training.compile", "training.gradient_checkpointing"),
     *("data.tokenizer_root", "data.download", "logging", "cluster", "task"),
+    *("training.steps", "training.epochs"),  # how long it takes is the server's to say, with --steps for example
 }
 
 

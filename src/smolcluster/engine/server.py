@@ -322,6 +322,7 @@ class Server(Role):
     def _on_change(self, what: str, member: Member, reason: str) -> None:
         self.history.member(what, rank=member.rank, instance=member.instance, epoch=self.roster.epoch, reason=reason)
         if what == "joined":
+            self.observer.emit(Notice(level="INFO", message=f"{member.name} joined"))
             theirs, ours = dict(member.link.peer.versions), dict(self.me.versions)
             unlike = [f"{k} {theirs.get(k)} (here {v})" for k, v in ours.items() if theirs.get(k) != v]
             if unlike:  # the protocol is the same, or it would not be here; only the last digits may differ

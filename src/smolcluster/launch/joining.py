@@ -18,6 +18,7 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed, suggest
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.launch.prepare import absolute_task
+from smolcluster.observe.events import Event, Notice, Phase
 from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import Sink
 from smolcluster.strategies.registry import check_name
@@ -144,7 +145,7 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
     )
     logging.getLogger("smolcluster.comm.elastic.tcp").addFilter(_Visible())
     outcome = Outcome()
-    status = run_worker(spec, channel, [outcome, *sinks])
+    status = run_worker(spec, channel, [outcome, *sinks, _Farewell(spec, sinks)])
     failed = outcome.failed
     if status == 0:
         return 0
@@ -153,6 +154,22 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
     if failed.kind == "user":
         raise UserError(failed.message)
     raise WorkerFailed(f"worker {spec.rank} failed: {failed.message}\n{failed.traceback}".rstrip())
+
+
+class _Farewell(Sink):
+    """Says on the screen why this worker ends, when all is well."""
+
+    def __init__(self, spec: WorkerSpec, sinks: list[Sink]) -> None:
+        self._server, self._sinks = spec.server, sinks
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Phase) and event.name == "finished":
+            text = f"the run is over; its results are with the server at {self._server}"
+            for sink in self._sinks:
+                sink.handle(Notice(level="INFO", message=text))
+
+    def close(self) -> None:
+        pass
 
 
 class _Visible(logging.Filter):

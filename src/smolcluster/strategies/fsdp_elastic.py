@@ -62,6 +62,7 @@ class ElasticFSDP(Coordinated):
     @classmethod
     def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
         assert isinstance(options, ElasticFSDPOptions)
+        _check_stage(options.fsdp_stage)
         size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
         sharded = options.fsdp_stage == 1 and n > 1
         moved = 2 * (n - 1) * size // n
@@ -78,10 +79,7 @@ class ElasticFSDP(Coordinated):
         )
 
     def setup(self, task: Task) -> None:
-        if self.options.fsdp_stage > 1:
-            raise UserError(
-                f"fsdp_stage {self.options.fsdp_stage} needs machines that stay; on the elastic plane there are 0 and 1"
-            )
+        _check_stage(self.options.fsdp_stage)
         super().setup(task)
         if self.context.line is not None and self.options.fsdp_stage == 0:
             bucket_bytes = int(self.options.bucket_mb * 2**20)
@@ -93,6 +91,11 @@ class ElasticFSDP(Coordinated):
     @property
     def results_are_whole(self) -> bool:
         return self.options.fsdp_stage == 0
+
+
+def _check_stage(stage: int) -> None:
+    if stage > 1:
+        raise UserError(f"fsdp_stage {stage} needs machines that stay; on the elastic plane there are 0 and 1")
 
 
 class ShardedOptimizer(Reduction):

@@ -311,6 +311,8 @@ class TcpTransport(Transport):
             self.note_stranger(link.address, problem)
         except OSError as error:
             problem = error.strerror or str(error)
+            if context is not None:
+                self.note_stranger(link.address, f"{problem} in the TLS handshake: it may have another token, or none")
         finally:
             self._strangers.pop(link, None)
             if not link.linked:
