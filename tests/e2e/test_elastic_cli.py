@@ -256,6 +256,33 @@ def test_a_cluster_file_says_where_the_server_is(smol: Smol, folder: Path) -> No
     assert f"the run is over; its results are with the server at 127.0.0.2:{port}\n" in ended[1].out
 
 
+def test_another_strategy_does_not_lose_what_is_only_in_the_journal(smol: Smol, folder: Path) -> None:
+    """A parameter server's run, killed as a whole between two checkpoints, and continued by something else."""
+    run_dir = folder / "runs" / "changed"
+    go = {"GO": str(folder / "never")}
+    serve = ("train", "tasks.py:Gated", "--strategy", "syncps", "--workers", "1", "--steps", "1000000")
+    keys = (*GATED, "training.checkpoint_steps=0", ALONE)
+    first = smol.start(*serve, "--run-dir", run_dir, "--override", *keys, cwd=folder, env=go)
+    wait(first, lambda: last_step(run_dir) >= 3, what="step 3")
+    processes = [process_of(run_dir, seat) for seat in ("server", "worker-rank0")]
+    first.process.kill()
+    for process in processes:
+        assert process is not None
+        process.kill()
+    first.end(within_s=PATIENCE_S)
+    other = ("--strategy", "allreduce", "--plane", "elastic", "--steps", "1000000")
+    refused = smol.run("train", "--resume", run_dir, *other, cwd=folder, env=go)
+    assert refused.status == 2, refused
+    said = re.search(r"this run has committed (\d+) steps, and its last checkpoint is of step 0", refused.err)
+    assert said is not None, refused.err
+    assert "--strategy syncps" in refused.err
+    steps = int(said[1]) + 3
+    go["GO"] = str(folder)
+    again = ("--strategy", "syncps", "--steps", str(steps))
+    smol.run("train", "--resume", run_dir, *again, cwd=folder, env=go).ok()
+    assert last_step(run_dir) == steps
+
+
 def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, folder: Path) -> None:
     port, run_dir, token = free_port(), folder / "runs" / "guarded", new_token()
     go = {"GO": str(folder / "never"), "SMOLCLUSTER_TOKEN": token}

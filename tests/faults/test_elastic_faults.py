@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from benchmarks.network import Network, check_possible, hosts
+from safetensors.torch import load_file
 from tests.faults.elastic_history import (
     Lines,
     assert_sound,
@@ -175,7 +176,7 @@ def test_a_server_killed_after_the_last_step_still_delivers(tmp_path: Path, kind
 
 
 def test_what_a_restarted_server_hands_out_has_the_running_means(tmp_path: Path) -> None:
-    config = {"training.steps": 60, "training.batch_size": 8}
+    config = {"training.steps": 60, "training.batch_size": 8, "training.checkpoint_steps": 1000}
     calm = run("syncps", 1, tmp_path / "calm", config, task="BatchNorm32", slow={})
 
     def script(world: ElasticWorld) -> None:
@@ -186,6 +187,9 @@ def test_what_a_restarted_server_hands_out_has_the_running_means(tmp_path: Path)
     world = run("syncps", 1, tmp_path / "killed", config, task="BatchNorm32", script=script)
     assert len(world.server.lives) == 3
     assert world.summary["weights_sha256"] == calm.summary["weights_sha256"]
+    saved = load_file(Path(world.summary["checkpoint"]) / "weights.safetensors")
+    counts = [int(tensor) for name, tensor in saved.items() if name.endswith("num_batches_tracked")]
+    assert set(counts) == {60}, "whole numbers do not reach the server"
 
 
 def test_when_nobody_has_the_weights_any_more_the_run_says_so(tmp_path: Path) -> None:

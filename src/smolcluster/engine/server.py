@@ -31,9 +31,10 @@ from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.data.leases import Leases
 from smolcluster.engine import history
+from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.checks import batch_size_of, check_enough_samples
 from smolcluster.engine.identity import new_peer, new_run_id
-from smolcluster.engine.journal import Journal, JournalFull
+from smolcluster.engine.journal import Journal, JournalFull, Recovered
 from smolcluster.engine.loop import due
 from smolcluster.engine.meter import Meter
 from smolcluster.engine.referee import Referee
@@ -158,7 +159,7 @@ class Server(Role):
         recovered = self.journal.recover()
         # A person's wish to continue, long after: the workers begin too, and have no weights where the server has none.
         begins = self.spec.resume is not None
-        if recovered.meta is not None and not (begins and not recovered.state):
+        if recovered.meta is not None and not (begins and self._checkpoint_is_better(recovered)):
             state = unpack_state(recovered.state, recovered.meta["numbers"]) if recovered.state else None
             self._restore(state, recovered.meta)
             self.office.fresh = begins
@@ -177,6 +178,26 @@ class Server(Role):
         )
         self.office.first_step = self.step
         self._snapshot_journal(wait=True)
+
+    def _checkpoint_is_better(self, recovered: Recovered) -> bool:
+        """To begin from, than this journal: it is newer, or the journal cannot be used. Refuses to lose a step for it."""
+        assert recovered.meta is not None
+        if not recovered.state:
+            return True
+        lines = [record.meta["line"] for record in recovered.records]
+        step = int(lines[-1]["step"] if lines else recovered.meta["step"])
+        found = CheckpointStore(Path(str(self.spec.resume)), keep=1).load_latest()
+        saved = found[1].step if found is not None else 0
+        if saved > step:
+            log.warning("the journal ends at step %d: going on from the checkpoint of step %d", step, saved)
+        elif saved < step and not self.strategy.server_has_weights:
+            name, folder = recovered.meta.get("strategy", "its own"), self.run_dir.checkpoints / f"step-{saved:08d}"
+            back = f", or go back to that checkpoint on purpose with --resume {folder}" if saved else ""
+            raise UserError(
+                f"this run has committed {step} steps, and its last checkpoint is of step {saved}: the rest is in the journal "
+                f"of a parameter server; continue with --strategy {name}{back}"
+            )
+        return saved > step or not self.strategy.server_has_weights
 
     def _restore(self, state: State | None, meta: Mapping[str, Any]) -> None:
         if state is not None:
@@ -244,6 +265,7 @@ class Server(Role):
     def _snapshot_journal(self, *, wait: bool = False) -> None:
         state = self.strategy.state()
         meta = {
+            "strategy": self.strategy.name,
             "numbers": state.numbers,
             "step": self.step,
             "samples": self.samples,

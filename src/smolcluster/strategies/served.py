@@ -79,7 +79,8 @@ class Served(Elastic):
         bucket_bytes = int(self.options.bucket_mb * 2**20)
         trained = [(n, tuple(p.shape)) for n, p in self.replica.model.named_parameters() if p.requires_grad]
         floats = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if t.is_floating_point()]
-        buffers = [(n, shape) for n, shape in floats if n not in dict(self.replica.model.named_parameters())]
+        parameters = dict(self.replica.model.named_parameters())
+        buffers = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if n not in parameters]
         self._gradients = Parcels(trained, codec=codec, bucket_bytes=bucket_bytes)
         self._weights = Parcels(floats, codec=make_codec("fp32"), bucket_bytes=bucket_bytes)
         self._buffers = Parcels(
