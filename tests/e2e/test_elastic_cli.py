@@ -276,6 +276,9 @@ def test_another_strategy_does_not_lose_what_is_only_in_the_journal(smol: Smol, 
     said = re.search(r"this run has committed (\d+) steps, and its last checkpoint is of step 0", refused.err)
     assert said is not None, refused.err
     assert "--strategy syncps" in refused.err
+    mesh = smol.run("train", "--resume", run_dir, "--strategy", "allreduce", "--plane", "mesh", cwd=folder, env=go)
+    assert mesh.status == 2
+    assert f"this run has committed {said[1]} steps on the elastic plane" in mesh.err
     steps = int(said[1]) + 3
     go["GO"] = str(folder)
     again = ("--strategy", "syncps", "--steps", str(steps))

@@ -8,6 +8,7 @@ logs is an fp32 number.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,31 @@ def test_checkpoints_resume_across_planes(tmp_path: Path, single: Single, strate
         assert ended.summary["steps"] == STEPS
         for key, tensor in weights(ended).items():
             torch.testing.assert_close(tensor, whole[key], rtol=0, atol=TOLERANCE[strategy])
+
+
+def test_a_newer_checkpoint_wins_over_a_torn_journal(tmp_path: Path) -> None:
+    """The disk lost the end of the journal; what was saved when the run was stopped is there."""
+    config = COMMON | SYNCHRONOUS["syncps"] | {"training.batch_size": 4, "training.checkpoint_steps": 1000}
+    config["training.steps"] = 60
+    whole = run_elastic_world(1, tmp_path / "whole", config, task="Dropout", strategy="syncps")
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(20)
+        world.ask_to_stop("server")
+
+    stopped = run_elastic_world(
+        1, tmp_path / "run", config, task="Dropout", strategy="syncps", script=script, slow={0: 0.02}
+    )
+    saved = int(Path(stopped.summary["checkpoint"]).name.removeprefix("step-"))
+    assert 20 <= saved < 60, "it was not stopped in the middle"
+    log = max((tmp_path / "run" / "journal").glob("log-*"), key=lambda path: path.stat().st_size)
+    os.truncate(log, log.stat().st_size // 2)
+    resumed = run_elastic_world(
+        1, tmp_path / "run", config, task="Dropout", strategy="syncps", resume=tmp_path / "run" / "checkpoints"
+    )
+    assert_good_end(resumed)
+    assert resumed.server.rows()[0].step == saved + 1
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
 @pytest.mark.parametrize("strategy", ["syncps", "allreduce"])

@@ -17,6 +17,7 @@ from typing import Any
 
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
+from smolcluster.engine import history
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
@@ -51,8 +52,26 @@ def run_local(
 ) -> dict[str, Any]:
     """Train on `workers` processes of this machine. Returns the summary; raises when the run fails or is interrupted."""
     refuse_inside_a_worker()
+    _check_nothing_is_lost(run_dir, resume)
     with run_dir.opened(dump(config), resume=resume is not None), run_dir.without_journal():
         return _run(config, workers=workers, run_dir=run_dir, resume=resume, backend=backend, sinks=sinks)
+
+
+def _check_nothing_is_lost(run_dir: RunDir, resume: Path | None) -> None:
+    """The journal of an elastic run is of no use here, and may be ahead of its checkpoints."""
+    if resume is None or resume.resolve() != run_dir.checkpoints.resolve() or not run_dir.journal.is_dir():
+        return
+    lines = history.read(run_dir.path / "history.jsonl")
+    committed = max((int(line["step"]) for line in lines if line.get("kind") == "commit"), default=0)
+    saved = max(
+        (int(path.name[5:]) for path in run_dir.checkpoints.glob("step-*") if path.name[5:].isdigit()), default=0
+    )
+    if committed > saved:
+        back = f", or go back on purpose with --resume {run_dir.checkpoints / f'step-{saved:08d}'}" if saved else ""
+        raise UserError(
+            f"this run has committed {committed} steps on the elastic plane, and its last checkpoint is of step {saved}; "
+            f"continue it there with --plane elastic and its own strategy{back}"
+        )
 
 
 def _run(
