@@ -279,6 +279,9 @@ def test_another_strategy_does_not_lose_what_is_only_in_the_journal(smol: Smol, 
     mesh = smol.run("train", "--resume", run_dir, "--strategy", "allreduce", "--plane", "mesh", cwd=folder, env=go)
     assert mesh.status == 2
     assert f"this run has committed {said[1]} steps on the elastic plane" in mesh.err
+    short = smol.run("train", "--resume", run_dir, "--strategy", "syncps", "--steps", "1", cwd=folder, env=go)
+    assert short.status == 2
+    assert f"this run has committed {said[1]} steps and would end at 1: nothing is left to train" in short.err
     steps = int(said[1]) + 3
     go["GO"] = str(folder)
     again = ("--strategy", "syncps", "--steps", str(steps))

@@ -102,5 +102,5 @@ class Referee:
                 self._error = error
             try:
                 job.then(result)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001 - the same
                 self._error = self._error or error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 INTERRUPTED = 130
 
 
-class Role:
+class Role(ABC):
     """One process of a run. Subclasses have `run`, which calls their phases in order."""
 
     def __init__(self, spec: WorkerSpec, channel: Channel, sinks: list[Sink]) -> None:
@@ -46,8 +47,9 @@ class Role:
         if spec.run_dir:
             self._log_to(RunDir(Path(spec.run_dir)))
 
+    @abstractmethod
     def run(self) -> int:
-        raise NotImplementedError
+        """From the first phase to the last. Returns the exit status."""
 
     def _log_to(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir

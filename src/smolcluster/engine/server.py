@@ -186,6 +186,11 @@ class Server(Role):
             return True
         lines = [record.meta["line"] for record in recovered.records]
         step = int(lines[-1]["step"] if lines else recovered.meta["step"])
+        if step > self.total_steps:
+            raise UserError(
+                f"this run has committed {step} steps and would end at {self.total_steps}: nothing is left to train; "
+                "raise --steps or training.epochs"
+            )
         found = CheckpointStore(Path(str(self.spec.resume)), keep=1).load_latest()
         saved = found[1].step if found is not None else 0
         if saved > step:

@@ -262,12 +262,11 @@ class Served(Elastic):
 
     def replay(self, commit: Commit) -> None:
         assert commit.gradient is not None
-        shapes = self._shapes()
-        weights = self.replica.weights()
-        parts = iter(_split(commit.gradient, [*shapes.values(), *(weights[n].shape for n in self._buffers.names)]))
-        gradients = dict(zip(self._gradients.names, parts, strict=False))
-        self._set_buffers(dict(zip(self._buffers.names, parts, strict=True)))
-        self._apply(gradients)
+        names = [*self._gradients.names, *self._buffers.names]
+        shapes = {**self._shapes(), **{n: self.replica.weights()[n].shape for n in self._buffers.names}}
+        parts = dict(zip(names, _split(commit.gradient, [shapes[n] for n in names]), strict=True))
+        self._set_buffers({n: parts[n] for n in self._buffers.names})
+        self._apply({n: parts[n] for n in self._gradients.names})
 
 
 def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
