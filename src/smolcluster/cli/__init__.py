@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import typer
 
 from smolcluster.cli import config, server, strategies, token, train, worker
+from smolcluster.cli.ending import tell
 from smolcluster.errors import SmolclusterError
 
 # Newer versions of typer carry click inside, older ones depend on it: this is the click that typer itself raises from.
@@ -48,10 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         status = app(arguments, prog_name="smolcluster", standalone_mode=False)
     except SmolclusterError as error:
-        from smolcluster.observe.text import printable
-
-        print("smolcluster:", printable(str(error), keep="\t\n"), file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(tell(error))
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except (typer.Abort, KeyboardInterrupt):

@@ -164,18 +164,19 @@ def train(
                 f"strategy {prepared.config.strategy.name} has no ranks that start together: "
                 "start its server with `smolcluster server`, and `smolcluster worker RANK HOSTNAME` on every machine"
             )
-        from smolcluster.engine.process import leave
+        from smolcluster.cli.ending import leave_after
         from smolcluster.launch.environment import run_assigned
 
-        status = run_assigned(
-            prepared.config,
-            place,
-            run_dir=prepared.run_dir,
-            resume=prepared.resume,
-            backend=backend,
-            sinks=[ConsoleSink(), EndReport()] if place.rank == 0 else [],
+        leave_after(
+            lambda: run_assigned(
+                prepared.config,
+                place,
+                run_dir=prepared.run_dir,
+                resume=prepared.resume,
+                backend=backend,
+                sinks=[ConsoleSink(), EndReport()] if place.rank == 0 else [],
+            )
         )
-        leave(status)
     from smolcluster.launch.api import run_here
 
     run_here(prepared, backend=backend, sinks=[ConsoleSink(), EndReport()])

@@ -78,7 +78,7 @@ def worker(
             "data.root": None if data_root is None else str(data_root.resolve()),
         },
     )
-    from smolcluster.engine.process import leave
+    from smolcluster.cli.ending import leave_after
     from smolcluster.observe.console import ConsoleSink
 
-    leave(run_joined(spec, log_dir=log_dir, sinks=[ConsoleSink(alone=True)]))
+    leave_after(lambda: run_joined(spec, log_dir=log_dir, sinks=[ConsoleSink(alone=True)]))
