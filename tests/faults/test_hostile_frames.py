@@ -16,7 +16,7 @@ import threading
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic import frames
+from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.frames import Parser
 from smolcluster.comm.elastic.handshake import Handshake
 from smolcluster.comm.elastic.security import Keyring, new_token, open_credentials
@@ -134,10 +135,15 @@ class Witness:
 class Field:
     """A server under fire, and its witness."""
 
-    def __init__(self, *, tokens: list[str] | None = None, **limits: float) -> None:
+    def __init__(self, *, tokens: list[str] | None = None, uvloop: bool = True, **limits: float) -> None:
         keyring = Keyring(tokens) if tokens else None
         self.server = Server()
-        self.transport = TcpTransport(make_peer("server"), keyring=keyring, limits=Limits(**limits))  # type: ignore[arg-type]
+        self.transport = TcpTransport(
+            make_peer("server"),
+            keyring=keyring,
+            limits=Limits(**limits),  # type: ignore[arg-type]
+            uvloop=uvloop,
+        )
         self.address = self.transport.listen("127.0.0.1", 0, self.server)
         self.witness = Witness(self.address, Keyring(tokens) if tokens else None)
 
@@ -198,6 +204,24 @@ class RawMember:
                 heard += self.hear()
         self.sock.close()
         return heard
+
+
+def counted_links() -> int:
+    """How many objects there are for connections, those included that only wait for the garbage collector."""
+    return sum(1 for thing in gc.get_objects() if type(thing) is TcpLink)
+
+
+def open_files() -> int:
+    """Of this process; 0 where the system does not tell."""
+    folder = Path("/proc/self/fd")
+    return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
+
+
+def settles_at(count: int, counted: Callable[[], int]) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while counted() > count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return counted() <= count
 
 
 def to_bytes(message: Message) -> bytes:
@@ -360,6 +384,41 @@ class TestStrangers:
         finally:
             for sock in idle:
                 sock.close()
+            field.close()
+
+    def test_one_who_says_nothing_costs_a_file_descriptor_and_nothing_else(self) -> None:
+        """A thousand of them must not be felt by a run: nothing is made for one before it says something."""
+        field = Field(handshake_s=0.5)
+        made = counted_links()
+        try:
+            files = open_files()
+            silent = [field.connect() for _ in range(50)]
+            assert [hung_up(sock) for sock in silent] == [b""] * 50
+            assert counted_links() == made
+            field.connect().close()  # nor for one who goes without a word
+            assert settles_at(files, open_files)
+            RawMember(field).greet().sock.close()
+            assert counted_links() > made
+        finally:
+            field.close()
+
+    @pytest.mark.parametrize("uvloop", [True, False])
+    def test_nobody_leaves_work_to_the_garbage_collector(self, uvloop: bool) -> None:
+        """A collection of everything is rare where torch is loaded: a flood would pile up megabytes until then."""
+        field = Field(uvloop=uvloop)
+        gc.collect()
+        gc.disable()
+        try:
+            before = counted_links()
+            for number in range(60):
+                member = RawMember(field)
+                if number % 3:
+                    member.greet()
+                member.say(b"nonsense" * 40 if number % 2 else to_bytes(PUSH)[:300])
+                member.sock.close()
+            assert settles_at(before, counted_links)
+        finally:
+            gc.enable()
             field.close()
 
     def test_one_who_says_a_byte_at_a_time_has_no_more_time_than_others(self) -> None:

@@ -109,6 +109,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         self._wake_at, self._can_wake_late = 1, True
         self._second, self._messages = 0, 0  # how many came in this second
         self._leaving = False  # we close; what still comes is not looked at
+        self._put_out: asyncio.TimerHandle | None = None  # for a peer that does not hang up after our last words
 
         self._lock = threading.Lock()  # over these
         self._queue: deque[tuple[Frame, _Sending | None]] = deque()
@@ -345,7 +346,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         elif isinstance(error, frames.WrongVersion) or (self._dialing and isinstance(error, frames.ForeignBytes)):
             self._refuse(Refusal(str(error)))
         else:
-            self._owner.note_stranger(self.address, str(error))
+            self._owner.strangers.note(self.address, str(error))
             foreign = isinstance(error, frames.ForeignBytes)
             if foreign:
                 self._say(Message(kind=Kind.REFUSE))  # one who speaks TLS learns from any answer that we do not
@@ -369,7 +370,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             self._transport.abort()
         elif self._transport is not None:
             self._transport.close()
-            self._owner.loop.call_later(LINGER_S, self._transport.abort)
+            self._put_out = self._owner.loop.call_later(LINGER_S, self.abort)
         self._owner.links.discard(self)
         if not self.decided.done():
             self.decided.set_result(None)
@@ -457,6 +458,11 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             self.end("it hung up without a word" + ("" if self._encrypted else "; does it want a token?"))
         else:
             self.end("the connection was closed")
+        # A million strangers may come: none of them waits for the garbage collector.
+        self._parser.close()
+        self._transport = self._handshake = None
+        if self._put_out is not None:
+            self._put_out.cancel()
 
 
 def _find_open(cluster: bytes) -> Credentials | None:

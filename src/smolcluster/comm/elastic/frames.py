@@ -348,6 +348,10 @@ class _Header:
     meta_crc: int
 
 
+def _nowhere(_: Head) -> None:
+    """Where payloads belong that nobody wants."""
+
+
 class Parser:
     """Messages out of a stream of bytes, whatever pieces it comes in.
 
@@ -375,7 +379,7 @@ class Parser:
         self._start = self._end = 0  # what of it is read and not yet used
         self._target: memoryview | None = None
         self._filled = 0
-        self._frames = self._parse()
+        self._frames: Iterator[Message | None] = self._parse()
 
     def buffer(self) -> memoryview:
         """Where the next bytes belong. Never empty."""
@@ -388,6 +392,11 @@ class Parser:
             self._staging[:left] = bytes(self._staging[self._start : self._end])
             self._start, self._end = 0, left
         return self._staging[self._end :]
+
+    def close(self) -> None:
+        """Nothing more will come: let go of everything now, not when the garbage collector finds the circle we are in."""
+        self._frames, self._place = iter(()), _nowhere
+        self._staging = self._target = None
 
     @property
     def due_bytes(self) -> int:

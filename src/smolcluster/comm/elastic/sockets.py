@@ -23,24 +23,6 @@ UNSENT_BYTES = 1 << 19  # what the kernel may hold back unsent: more would only 
 INSTEAD_OF_BBR = (b"cubic", b"reno")
 
 
-class Listener(socket.socket):
-    """Keeps what it accepted until somebody takes it on: a task that is cancelled at that moment would never see it."""
-
-    def __init__(self, family: int, kind: int, protocol: int) -> None:
-        super().__init__(family, kind, protocol)
-        self.unclaimed: set[socket.socket] = set()
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        sock, name = super().accept()
-        self.unclaimed.add(sock)
-        return sock, name
-
-    def close(self) -> None:
-        for sock in self.unclaimed:
-            sock.close()
-        super().close()
-
-
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -93,7 +75,7 @@ def wake_at(sock: socket.socket, *, nbytes: int) -> bool:
     return True
 
 
-def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[Listener]:
+def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[socket.socket]:
     """A listening socket for every address that `host` stands for, IPv4 and IPv6, all on one port. Port 0: any."""
     where = join_address(host, port)
     try:
@@ -102,7 +84,7 @@ def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[Listener
         raise UserError(
             f"cannot listen on {where}: '{host}' is no address of this machine ({error.strerror})"
         ) from error
-    sockets: list[Listener] = []
+    sockets: list[socket.socket] = []
     problem = "no address"
     for family, kind, protocol, _, name in dict.fromkeys(found):
         port = sockets[0].getsockname()[1] if sockets else port
@@ -122,8 +104,8 @@ def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[Listener
     return sockets
 
 
-def _listener(family: int, kind: int, protocol: int, name: Any, buffer_size: int | None) -> Listener:
-    sock = Listener(family, kind, protocol)
+def _listener(family: int, kind: int, protocol: int, name: Any, buffer_size: int | None) -> socket.socket:
+    sock = socket.socket(family, kind, protocol)
     try:
         if os.name == "posix":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

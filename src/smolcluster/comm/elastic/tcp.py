@@ -6,10 +6,7 @@ Life. Every `beat_s` a link that was quiet sends a BEAT. Any byte from the peer 
 Dialing. Pauses between attempts grow to a second and are drawn at random, so that a hundred workers do not come back to a
 restarted server all at once. A refusal is final.
 
-Strangers. Until its handshake is done a connection may send only that, has `handshake_s` for it, and competes with others of
-its kind for a limited number of places: the oldest has to go.
-
-`connection.py` has what happens on one connection.
+`strangers.py` has what becomes of those who connect to us; `connection.py` what happens on one connection.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import contextlib
 import logging
 import os
 import random
-import socket
 import ssl
 import sys
 import threading
@@ -30,7 +26,8 @@ from typing import Any
 from smolcluster.comm.elastic import frames
 from smolcluster.comm.elastic.connection import LINGER_S, Limits, TcpLink
 from smolcluster.comm.elastic.security import Keyring, explain
-from smolcluster.comm.elastic.sockets import Listener, join_address, listen_on, split_address
+from smolcluster.comm.elastic.sockets import join_address, listen_on, split_address
+from smolcluster.comm.elastic.strangers import Strangers
 from smolcluster.comm.elastic.transport import LEFT, Dialer, Handler, Peer, Transport
 from smolcluster.comm.group import Traffic
 
@@ -154,21 +151,19 @@ class TcpTransport(Transport):
         self.connections: set[TcpLink] = set()  # these, strangers, and what is not quite closed yet
         self.past = Traffic()  # of connections that have ended
         self.waste = memoryview(bytearray(1 << 16))  # for what nobody wants to read
-        self._tls: dict[str, Any] = {}
+        self.tls: dict[str, Any] = {}
         self.client_tls: list[dict[str, Any]] = [{}]  # one for each token
         if keyring is not None:
-            self._tls = {"ssl_handshake_timeout": limits.handshake_s, "ssl_shutdown_timeout": LINGER_S}
+            self.tls = {"ssl_handshake_timeout": limits.handshake_s, "ssl_shutdown_timeout": LINGER_S}
             self.client_tls = [
-                {"ssl": known.client_context(), "server_hostname": known.server_name, **self._tls}
+                {"ssl": known.client_context(), "server_hostname": known.server_name, **self.tls}
                 for known in keyring.credentials
             ]
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: dict[TcpLink, asyncio.Task[None]] = {}  # oldest first
-        self._noted, self._told_at = 0, -TELL_EVERY_S
-        self._listeners: list[Listener] = []
         self._due = 0.0
         self._stop = asyncio.Event()
         self.loop = _new_loop(uvloop)
+        self.strangers = Strangers(self)
         self._thread = threading.Thread(target=self._work, name="smolcluster-transport", daemon=True)
         self._thread.start()
 
@@ -192,7 +187,7 @@ class TcpTransport(Transport):
     def listen(self, host: str, port: int, handler: Handler) -> str:
         context = self.keyring.server_context() if self.keyring is not None else None
         listeners = listen_on(host, port, buffer_size=self.buffer_size)
-        self.post(self._start_accepting, listeners, handler, context)
+        self.post(self.strangers.listen, listeners, handler, context)
         return join_address(host, listeners[0].getsockname()[1])
 
     def dial(self, address: str, handler: Handler) -> TcpDialer:
@@ -227,14 +222,6 @@ class TcpTransport(Transport):
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def note_stranger(self, address: str, problem: str) -> None:
-        """Somebody sent what is no handshake. Told now and then only: there may be a million of them."""
-        self._noted += 1
-        now = time.monotonic()
-        if now - self._told_at >= TELL_EVERY_S:
-            log.warning("refused %s: %s (%d of this kind so far)", address, problem, self._noted)
-            self._told_at = now
-
     # The thread
 
     def _work(self) -> None:
@@ -248,11 +235,10 @@ class TcpTransport(Transport):
         self._tick()
         await self._stop.wait()
 
+        self.strangers.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for listener in self._listeners:
-            listener.close()
         for link in list(self.links):
             link.leave(LEFT)
         await _all_done([link.over for link in self.links], timeout_s=LONGEST_LINGER_S)
@@ -267,61 +253,10 @@ class TcpTransport(Transport):
         stood_still_s = now - self._due
         self._due = now + self.limits.beat_s
         self.loop.call_later(self.limits.beat_s, self._tick)
+        self.strangers.expire(now)
         for link in list(self.links):
             link.beat()
             link.check_life(now, stood_still_s=stood_still_s)
-
-    # Strangers
-
-    def _start_accepting(self, listeners: list[Listener], handler: Handler, context: ssl.SSLContext | None) -> None:
-        self._listeners += listeners
-        for listener in listeners:
-            self.start(self._accept(listener, handler, context))
-
-    async def _accept(self, listener: Listener, handler: Handler, context: ssl.SSLContext | None) -> None:
-        while True:
-            try:
-                sock, name = await self.loop.sock_accept(listener)
-            except OSError as error:
-                # Out of file descriptors, most likely: make room and go on.
-                log.warning("cannot accept a connection: %s", error.strerror)
-                self._drop_a_stranger()
-                await asyncio.sleep(FIRST_PAUSE_S)
-                continue
-            if len(self._strangers) >= self.limits.unauthenticated:
-                self._drop_a_stranger()
-            link = TcpLink(self, handler, address=join_address(name[0], name[1]), dialing=False)
-            self._strangers[link] = self.start(self._admit(listener, sock, link, context))
-            await asyncio.sleep(0)  # it begins before anybody may drop it
-
-    async def _admit(
-        self, listener: Listener, sock: socket.socket, link: TcpLink, context: ssl.SSLContext | None
-    ) -> None:
-        """From a connected socket to a link, or to nothing."""
-        problem = "it had to make room for others"
-        listener.unclaimed.discard(sock)  # from here on asyncio closes it
-        try:
-            async with asyncio.timeout(self.limits.handshake_s):
-                await self.loop.connect_accepted_socket(lambda: link, sock, ssl=context, **self._tls)
-                await asyncio.wait([link.decided])
-        except TimeoutError:
-            problem = "the handshake took too long"
-        except ssl.SSLError as error:
-            problem = explain(error)
-            self.note_stranger(link.address, problem)
-        except OSError as error:
-            problem = error.strerror or str(error)
-            if context is not None:
-                self.note_stranger(link.address, f"{problem} in the TLS handshake: it may have another token, or none")
-        finally:
-            self._strangers.pop(link, None)
-            if not link.linked:
-                link.end(problem)
-
-    def _drop_a_stranger(self) -> None:
-        if self._strangers:
-            link = next(iter(self._strangers))
-            self._strangers.pop(link).cancel()
 
 
 async def _all_done(futures: list[asyncio.Future[None]], *, timeout_s: float) -> None:
@@ -335,4 +270,6 @@ def _new_loop(uvloop: bool) -> asyncio.AbstractEventLoop:
             from uvloop import new_event_loop
 
             return new_event_loop()
-    return asyncio.new_event_loop()
+    return (
+        asyncio.SelectorEventLoop()
+    )  # also on Windows: the other kind there cannot watch a socket that is not its own
