@@ -256,7 +256,8 @@ class Seat:
         return self.lives[-1].status if self.lives else None
 
     def rows(self) -> list[StepLogged]:
-        return [e for e in self.events if isinstance(e, StepLogged)]
+        """In the order of steps: a row that waits for a state or an evaluation may come after the next."""
+        return sorted((e for e in self.events if isinstance(e, StepLogged)), key=lambda row: row.step)
 
     def losses(self) -> list[float]:
         return [row.loss for row in self.rows()]

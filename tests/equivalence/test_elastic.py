@@ -26,6 +26,7 @@ from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.rng import seed_everything
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine import history
+from smolcluster.engine.checkpoint import CheckpointStore, read_checkpoint
 
 STEPS = 8
 COMMON: dict[str, Any] = {
@@ -390,3 +391,15 @@ def test_killed_as_a_whole_and_resumed_is_bitwise_the_same(tmp_path: Path, strat
         assert first in ((4, 7, 10, 13) if from_a_checkpoint else range(12, 18)), first
         assert resumed.server.losses() == whole.server.losses()[first - 1 :]
         assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_a_checkpoint_has_read_what_its_steps_have_read(tmp_path: Path) -> None:
+    """Where the workers have the weights a state comes when later steps are committed: their samples are not in it."""
+    config = COMMON | ELASTIC | {"training.batch_size": 4, "training.checkpoint_steps": 1, "training.steps": 40}
+    config |= {"training.max_checkpoints_to_keep": 50, "strategy.staleness_bound": 2}
+    world = run_elastic_world(3, tmp_path, config, task="Tiny", strategy="allreduce")
+    assert_good_end(world)
+    saved = [read_checkpoint(path) for path in CheckpointStore(tmp_path / "checkpoints", keep=50).list()]
+    assert saved[-1].step == 40
+    read = [(s.step, s.state["sampler"]["position"], s.state["sampler"]["holes"]) for s in saved]
+    assert read == [(step, 12 * step, []) for step, _, _ in read]

@@ -150,6 +150,9 @@ class Server(Role):
         self.best_val_loss = math.inf
         self.last_evaluation: dict[str, float] = {}
         self._due: dict[int, StepLogged] = {}  # rows that wait for their evaluation
+        self._read_by: dict[
+            int, dict[str, Any]
+        ] = {}  # what had been read by these steps, where their state is to come yet
 
     # Where it starts: its own journal, a checkpoint, or nothing
 
@@ -177,6 +180,7 @@ class Server(Role):
             self.step + 1, epoch=self.roster.epoch, server=self.me.instance, data=self.office.leases.state_dict()
         )
         self.office.first_step = self.step
+        self._read_by = {self.step: self.office.leases.state_dict()}
         self._snapshot_journal(wait=True)
 
     def _checkpoint_is_better(self, recovered: Recovered) -> bool:
@@ -361,17 +365,20 @@ class Server(Role):
 
     def _record(self, commit: Commit) -> None:
         """In the journal first: that is what makes it count."""
+        read = self.office.leases.state_dict()
         line = history.Commit(
             step=commit.step,
             epoch=self.roster.epoch,
             server=self.me.instance,
             contributors=[history.Contribution.model_validate(c) for c in commit.contributors],
-            data=history.Data.model_validate(self.office.leases.state_dict()),
+            data=history.Data.model_validate(read),
         )
         meta = {"line": line.fields(), "members": self._member_counts(), **commit.numbers}
         self._append(meta, commit.gradient)
         self._restore_agreement(commit.numbers)
         self.history.add(line)
+        needed = min(self._due, default=commit.step)
+        self._read_by = {step: kept for step, kept in self._read_by.items() if step >= needed} | {commit.step: read}
 
     def _append(self, meta: dict[str, Any], gradient: Tensor | None) -> None:
         """A step that cannot be recorded is not committed: training waits for room, loudly."""
@@ -485,7 +492,7 @@ class Server(Role):
     def _snapshot(self, step: int) -> Snapshot:
         state = self.strategy.state()
         copy = self.saver.snapshot_tensors if self.saver is not None else _clone
-        leases = self.office.leases.state_dict()
+        leases = self._read_by[step]  # more may have been read since
         return Snapshot(
             step=step,
             weights=copy(state.weights),
