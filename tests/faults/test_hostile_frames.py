@@ -421,6 +421,20 @@ class TestStrangers:
             gc.enable()
             field.close()
 
+    def test_nor_does_one_who_fails_at_tls(self) -> None:
+        pytest.importorskip("cryptography")
+        field = Field(tokens=[new_token()])
+        gc.collect()
+        gc.disable()
+        try:
+            before = counted_links()
+            for _ in range(30):
+                provoke(field.connect(), HELLO)
+            assert settles_at(before, counted_links)
+        finally:
+            gc.enable()
+            field.close()
+
     def test_one_who_says_a_byte_at_a_time_has_no_more_time_than_others(self) -> None:
         field = Field(handshake_s=0.5)
         try:

@@ -371,6 +371,8 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         elif self._transport is not None:
             self._transport.close()
             self._put_out = self._owner.loop.call_later(LINGER_S, self.abort)
+        else:  # it never got so far
+            self._let_go()
         self._owner.links.discard(self)
         if not self.decided.done():
             self.decided.set_result(None)
@@ -458,7 +460,10 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             self.end("it hung up without a word" + ("" if self._encrypted else "; does it want a token?"))
         else:
             self.end("the connection was closed")
-        # A million strangers may come: none of them waits for the garbage collector.
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Leave no circle behind: a million strangers may come, and none of them waits for the garbage collector."""
         self._parser.close()
         self._transport = self._handshake = None
         if self._put_out is not None:
