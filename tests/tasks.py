@@ -146,6 +146,13 @@ class Digits(Classification):
         return x[kept], y[kept]
 
 
+class DoubleGPT(GPTTask):
+    """The embedded text in fp64."""
+
+    def model(self) -> nn.Module:
+        return super().model().double()
+
+
 class Paced(GPTTask):
     """The embedded text, on a machine whose every step takes PACE_S seconds longer: it sleeps, so that many fit onto one."""
 

@@ -24,7 +24,8 @@ def test_every_spelling_finds_the_strategy(name: str) -> None:
 def test_unknown_names_list_the_known_and_suggest_the_nearest() -> None:
     with pytest.raises(
         UserError,
-        match=r"unknown strategy 'alreduce'; did you mean 'allreduce'\? known: allreduce, edp, fsdp, single, syncps",
+        match=r"unknown strategy 'alreduce'; did you mean 'allreduce'\? "
+        "known: allreduce, edp, fsdp, mesh, pipeline, single, syncps, tensor",
     ):
         check_name("alreduce")
     with pytest.raises(UserError, match="'diloco' is not built yet"):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.group import Group, Work
+from smolcluster.comm.sharded import gradient, like, local
 
 
 @dataclass(slots=True)
@@ -55,11 +56,12 @@ class GradientBuckets:
         self.group = group
         self._keep = keep
         self._parameters = list(parameters)
-        device = self._parameters[0].device
+        self._parts = [local(p.detach()) for p in self._parameters]  # of each, what this rank has
+        device = self._parts[0].device
         self._home = group.buffer_device(device) if buffer_device is None else buffer_device
         self._staged = self._home != device  # a backend that cannot reach the device gets copies
         self._bucket_of, self._num_buckets = assign_buckets(
-            [(p.dtype, p.nbytes) for p in self._parameters],
+            [(p.dtype, p.nbytes) for p in self._parts],
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=min(first_bucket_bytes, bucket_bytes),
         )
@@ -84,6 +86,14 @@ class GradientBuckets:
         self._missing = [len(members) for members in self._members]
         self._ready = [False] * len(self._parameters)
         self._next_to_send = 0
+
+    def send(self, slot: int, *, weight: float, scale: float = 1.0) -> None:
+        """Backward is over already: send the gradients on the parameters, times `weight`."""
+        self.arm(slot, weight=weight, stop=False, scale=scale)
+        for j, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._on_gradient(j, parameter)
+        self.disarm()
 
     def disarm(self) -> None:
         """Backward is over: parameters that got no gradient count as zero, and what has not left leaves now."""
@@ -129,7 +139,7 @@ class GradientBuckets:
         if factor != 1.0:
             torch._foreach_mul_(current.flats, factor)
         for parameter, view in zip(self._parameters, self._views_of(current.flats), strict=True):
-            parameter.grad = view.to(parameter.device) if self._staged else view
+            parameter.grad = like(parameter, view.to(parameter.device) if self._staged else view)
 
     def scale_of(self, slot: int) -> float:
         """The loss scale the gradients of this slot were computed with."""
@@ -143,12 +153,12 @@ class GradientBuckets:
         slot = self._current
         if slot is None:
             return
-        gradient = parameter.grad
-        assert gradient is not None
+        mine = gradient(parameter)
+        assert mine is not None
         if self._staged:
-            slot.views[j].copy_(gradient * self._weight)
+            slot.views[j].copy_(mine * self._weight)
         else:
-            torch.mul(gradient, self._weight, out=slot.views[j])
+            torch.mul(mine, self._weight, out=slot.views[j])
         parameter.grad = None
         self._mark(j)
 
@@ -173,19 +183,19 @@ class GradientBuckets:
     def _make_flats(self) -> list[Tensor]:
         flats = []
         for i, members in enumerate(self._members):
-            length = sum(self._parameters[j].numel() for j in members) + (i == self._num_buckets - 1)
-            flats.append(torch.zeros(length, dtype=self._parameters[members[0]].dtype, device=self._home))
+            length = sum(self._parts[j].numel() for j in members) + (i == self._num_buckets - 1)
+            flats.append(torch.zeros(length, dtype=self._parts[members[0]].dtype, device=self._home))
         return flats
 
     def _views_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The part of each parameter, in the order of the parameters."""
-        views: list[Tensor | None] = [None] * len(self._parameters)
+        views: list[Tensor | None] = [None] * len(self._parts)
         for flat, members in zip(flats, self._members, strict=True):
             offset = 0
             for j in members:
-                parameter = self._parameters[j]
-                views[j] = flat[offset : offset + parameter.numel()].view(parameter.shape)
-                offset += parameter.numel()
+                part = self._parts[j]
+                views[j] = flat[offset : offset + part.numel()].view(part.shape)
+                offset += part.numel()
         return [view for view in views if view is not None]
 
 

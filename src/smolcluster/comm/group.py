@@ -138,3 +138,28 @@ def broadcast_tensors(group: Group, tensors: dict[str, Tensor] | None) -> dict[s
             group.broadcast(tensor.reshape(-1).view(torch.uint8), source=0).wait()
         result[name] = tensor.cpu()
     return result
+
+
+def collect_tensors(group: Group, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Everybody's named tensors together, on rank 0 of the group and on the CPU; the others get nothing.
+
+    Where two ranks have one of the same name, the lower rank's is taken.
+    """
+    layout = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
+    everyone = gather_json(group, layout)
+    result = {name: tensor.cpu() for name, tensor in tensors.items()} if group.rank == 0 else {}
+    taken = {name for name, _, _ in everyone[0]}
+    for rank, theirs in enumerate(everyone[1:], start=1):
+        for name, dtype, shape in theirs:
+            if name in taken:
+                continue
+            taken.add(name)
+            if group.rank == 0:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+                if tensor.numel():
+                    group.recv(tensor.reshape(-1).view(torch.uint8), source=rank).wait()
+                result[name] = tensor.cpu()
+            elif group.rank == rank and tensors[name].numel():
+                mine = tensors[name].to(group.device).contiguous()
+                group.send(mine.reshape(-1).view(torch.uint8), to=0).wait()
+    return result

@@ -90,7 +90,11 @@ class TorchGroup(Group):
 
     def sub(self, ranks: Sequence[int]) -> Group | None:
         group = dist.new_group(list(ranks))
-        return TorchGroup(group, device=self._device) if self.rank in ranks else None
+        if self.rank not in ranks:
+            return None
+        part = TorchGroup(group, device=self._device)
+        part.traffic = self.traffic  # what a part of the group moves, this process moves
+        return part
 
     def close(self) -> None:
         if dist.is_initialized():

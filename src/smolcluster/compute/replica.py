@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
+from smolcluster.comm.sharded import gradient
 from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.precision import LossScale, autocast
 from smolcluster.errors import UserError
@@ -73,8 +74,8 @@ class Replica:
         """The learning rate of any update, counted from 0."""
         return self._learning_rate(update)
 
-    def compute(self, batch: Batch, *, before_last: Callable[[], None] | None = None) -> Tensor:
-        """Gradients of the mean loss over the batch's parts. `before_last` runs ahead of the last backward."""
+    def compute(self, batch: Batch, *, before_last: Callable[[], None] | None = None, weight: float = 1.0) -> Tensor:
+        """Gradients of the mean loss over the batch's parts, times `weight`. `before_last` runs ahead of the last backward."""
         if not self.model.training:
             self.model.train()
         total: Tensor | None = None
@@ -86,33 +87,33 @@ class Replica:
                 check_loss(loss)
             if before_last is not None and number == len(batch.parts):
                 before_last()
-            factor = self.loss_scale / len(batch.parts)
+            factor = weight * self.loss_scale / len(batch.parts)
             (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total / len(batch.parts) if len(batch.parts) > 1 else total
 
-    def apply(self, *, scale: float | None = None, norm: float | None = None) -> Tensor:
+    def apply(self, *, scale: float | None = None, norm: float | Tensor | None = None) -> Tensor:
         """One update from the gradients on the parameters. Returns their norm before clipping.
 
         `norm` is given where only a part of the gradients is here, or where all must clip alike. A step whose gradients
         overflowed in fp16 counts as an update but changes no weight.
         """
         parameters = [p for p in self.parameters if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [g for p in parameters if (g := gradient(p)) is not None]
         scale = self.loss_scale if scale is None else scale
         if scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / scale)
         if norm is None:
             total = get_total_norm(gradients)
         else:
-            total = torch.tensor(norm, dtype=self.parameters[0].dtype, device=self.device)
+            total = torch.as_tensor(norm, dtype=self.parameters[0].dtype, device=self.device)
         if self._track:
             self.gradient_norms = {n: p.grad.norm() for n, p in self.model.named_parameters() if p.grad is not None}
         overflow = self.scale is not None and not bool(torch.isfinite(total))
         if not overflow:
             if self._clip is not None:
-                clip_grads_with_norm_(parameters, self._clip, total)
+                torch._foreach_mul_(gradients, torch.clamp(self._clip / (total + 1e-6), max=1.0))
             rate = self.learning_rate
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)
@@ -139,6 +140,9 @@ class Replica:
         self, weights: dict[str, Tensor], optimizer: dict[str, Tensor], numbers: dict[str, Any]
     ) -> None:
         self.model.load_state_dict(weights)
+        self.load_optimizer(optimizer, numbers)
+
+    def load_optimizer(self, optimizer: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         load_named_state(self.model, self.optimizer, optimizer)
         self.updates = int(numbers["updates"])
         if self.scale is not None and "loss_scale" in numbers:

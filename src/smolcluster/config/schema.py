@@ -247,11 +247,16 @@ class StrategyConfig(Section):
     )
     bucket_mb: Positive | None = Field(None, description="gradients travel in buckets of this size")
     fsdp_stage: Annotated[int, Field(ge=0, le=3), Number] | None = Field(None, description="fsdp: ZeRO stage")
+    shard_size: Count | None = Field(None, description="fsdp: workers that share one set of pieces; null: all")
     schedule: str | None = Field(None, description="pipeline: gpipe, 1f1b, ...")
     num_microbatches: Count | None = Field(None, description="pipeline: micro-batches per step")
+    stages_per_rank: Count | None = Field(None, description="pipeline: pieces of the model on each rank")
     layer_distribution: list[Count] | None = Field(None, description="pipeline: layers per stage")
     dp: Count | None = Field(None, description="mesh: data-parallel size")
     tp: Count | None = Field(None, description="mesh, tensor: tensor-parallel size")
+    sequence_parallel: bool | None = Field(
+        None, description="tensor, mesh: the stream between layers is cut along the sequence"
+    )
     pp: Count | None = Field(None, description="mesh: pipeline stages")
     inner_steps: Count | None = Field(None, description="diloco: local steps between exchanges")
     options: dict[str, Any] = Field(default_factory=dict, description="options of strategies from other packages")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smolcluster.comm.group import Group
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import to_device
 from smolcluster.data.dataset import Dataset
+from smolcluster.strategies.base import Share
 from smolcluster.tasks.base import Task
 
 
@@ -25,23 +28,33 @@ def evaluate(
     device: torch.device,
     batch_size: int,
     max_batches: int | None,
+    measure: Callable[[Any], dict[str, Tensor]] | None = None,
+    share: Share | None = None,
 ) -> dict[str, float]:
     """Means over the validation samples: `val_loss`, and `val_accuracy`, `val_ppl` where the task has them.
 
-    Rank r takes every N-th batch from r on; sums meet in one small all-reduce, in double precision.
+    Share i of n takes every n-th batch from i on; sums meet in one small all-reduce, in double precision.
     """
+    share = share or Share(index=group.rank, count=group.size)
     num_batches = math.ceil(len(data) / batch_size)
     num_batches = num_batches if max_batches is None else min(num_batches, max_batches)
+    numbers = list(range(share.index, num_batches, share.count))
+    if share.lockstep:  # who has none left takes part in one more that does not count
+        numbers += [num_batches] * (math.ceil(num_batches / share.count) - len(numbers))
     sums = torch.zeros(3, dtype=torch.float64)  # loss, accuracy, samples
     has_accuracy = False
     model.eval()
-    for number in range(group.rank, num_batches, group.size):
-        indices = np.arange(number * batch_size, min(len(data), (number + 1) * batch_size))
+    for number in numbers:
+        counts = share.counts and number < num_batches
+        first = number * batch_size if number < num_batches else 0
+        indices = np.arange(first, min(len(data), first + batch_size))
+        part = to_device(data.batch(indices), device)
         with autocast(task.config.training.precision, device):
-            metrics = task.metrics(model, to_device(data.batch(indices), device))
-        has_accuracy = "accuracy" in metrics
-        values = [metrics["loss"], metrics.get("accuracy", torch.zeros(())), torch.ones(())]
-        sums += torch.tensor([float(v) for v in values], dtype=torch.float64) * len(indices)
+            metrics = task.metrics(model, part) if measure is None else measure(part)
+        if counts:
+            has_accuracy = "accuracy" in metrics
+            values = [metrics["loss"], metrics.get("accuracy", torch.zeros(())), torch.ones(())]
+            sums += torch.tensor([float(v) for v in values], dtype=torch.float64) * len(indices)
     model.train()
 
     sums = torch.cat([sums, torch.tensor([float(has_accuracy)], dtype=torch.float64)]).to(group.device)

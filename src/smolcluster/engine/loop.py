@@ -78,8 +78,8 @@ class Loop:
             step = work[0]
             report = self._step(*work)
             self.meter.stop()
-            if first and self._saver is not None:
-                self._reserve(self._saver)
+            if first:
+                self._reserve()
 
             last = step == total or report.stop
             evaluated = self._val_data is not None and (last or due(step, self._config.eval_steps))
@@ -97,15 +97,17 @@ class Loop:
             self._log(self.progress.step, with_evaluation=False)
 
     def _step(self, step: int, indices: Indices) -> StepReport:
-        # Everything random in this step follows from (seed, step, rank): a resumed run repeats it.
-        seed_everything(self._config.seed or 0, step, self.context.seat.rank, device=self.context.device)
+        # Everything random in this step follows from (seed, step, stream): a resumed run repeats it.
+        seat = self.context.seat
+        stream = seat.rank if seat.stream is None else seat.stream
+        seed_everything(self._config.seed or 0, step, stream, device=self.context.device)
         batch = self._read(step, indices)
         started = time.perf_counter()
         report = self.strategy.step(batch)
         self.meter.add(report, step_s=time.perf_counter() - started)
         self.progress.step = step
-        self.progress.samples += batch.samples
-        self.progress.tokens += batch.tokens
+        self.progress.samples += report.samples
+        self.progress.tokens += report.tokens
         return report
 
     def _read(self, step: int, indices: Indices) -> Batch:
@@ -125,6 +127,8 @@ class Loop:
             device=self.context.device,
             batch_size=self._config.batch_size or 1,
             max_batches=self._config.eval_batches,
+            measure=lambda part: self.strategy.measure(self.task, part),
+            share=self.strategy.share,
         )
         loss = self.last_evaluation["val_loss"]
         improved = loss < self.progress.best_val_loss
@@ -158,12 +162,13 @@ class Loop:
 
     # Checkpoints. Every rank drains and asks for the state; the lead rank copies and writes it.
 
-    def _reserve(self, saver: Saver) -> None:
+    def _reserve(self) -> None:
         """Memory for a copy of the state is made beside training, so that the first save stalls no longer than others."""
         if self._config.checkpoint_steps != 0:
             state = self.strategy.state()
-            saver.reserve(state.weights)
-            saver.reserve(state.optimizer)
+            if self._saver is not None:
+                self._saver.reserve(state.weights)
+                self._saver.reserve(state.optimizer)
 
     def _save(self, step: int, *, best: bool, final: bool) -> None:
         if self._config.checkpoint_steps == 0 or step == self._saved_step:
@@ -200,7 +205,7 @@ class Loop:
         )
         self._reader.load_state_dict(state["sampler"])
         best = state.get("best_val_loss")
-        samples = self._share(self._reader.position)
+        samples = self._share(self._reader.position) if self.context.tells else 0
         self.progress = Progress(
             step=snapshot.step,
             samples=samples,

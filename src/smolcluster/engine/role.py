@@ -79,8 +79,7 @@ class Role(ABC):
 
     def _make_saver(self, strategy: Strategy) -> Saver:
         self.run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
-        state = strategy.state()
-        weights_bytes = sum(t.nbytes for t in state.weights.values())
+        weights_bytes = sum(t.nbytes for t in strategy.layout().values())
         check_disk_space(self.run_dir.path, need_bytes=3 * weights_bytes)
         self.store = CheckpointStore(self.run_dir.checkpoints, keep=self.config.training.max_checkpoints_to_keep)
         self.checkpoint: str | None = None
@@ -108,7 +107,7 @@ class Role(ABC):
             if found is None:
                 raise UserError(f"--resume: there is no checkpoint in {source}")
             snapshot = found[1]
-        check_compatible(snapshot, strategy.state().weights)
+        check_compatible(snapshot, strategy.layout())
         return snapshot
 
     # Telling
@@ -125,7 +124,7 @@ class Role(ABC):
             algorithm=strategy.algorithm,
             world_size=world_size,
             device=str(self.device),
-            parameters=sum(p.numel() for p in strategy.model.parameters()),
+            parameters=strategy.num_parameters,
             learning_rate=config.training.learning_rate,
             project_name=config.logging.project_name or "smolcluster",
             config=public_dict(config),
@@ -145,9 +144,9 @@ class Role(ABC):
             self.observer.add(WandbSink(started.project_name, run_name(started), run_dir=folder, config=started.config))
 
     def _sample(self, strategy: Strategy) -> None:
-        model = strategy.model
-        model.eval()
         try:
+            model = strategy.whole_model(self.task)
+            model.eval()
             with torch.no_grad():
                 sample = self.task.sample(model)
         except Exception as error:

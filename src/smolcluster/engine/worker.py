@@ -197,7 +197,7 @@ class Worker(Role):
             "own_tokens": meter.tokens,
             "busy_s": meter.busy_s,
             "loss": meter.last_loss,
-            "batch_samples": self.counts[self.seat.shard or 0],
+            "batch_samples": self.counts[self.seat.shard or 0] if self.context.tells else 0,
             "bytes_sent": traffic.bytes_sent,
             "bytes_received": traffic.bytes_received,
             "staleness_sum": meter.staleness_sum,

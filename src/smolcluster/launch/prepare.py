@@ -11,7 +11,7 @@ from smolcluster.config import Config, canonical_strategy, load_config, resolve
 from smolcluster.data.names import is_text
 from smolcluster.engine.run_dir import Resume, RunDir, find_resume, new_run_dir
 from smolcluster.errors import UserError, unknown_name
-from smolcluster.strategies.registry import ELASTIC, ELASTIC_ONLY, check_name, known_strategies
+from smolcluster.strategies.registry import ELASTIC, ELASTIC_BY_OPTION, ELASTIC_ONLY, check_name, known_strategies
 
 DEFAULT_CONFIG = "default"
 BACKENDS = ("gloo", "nccl", "mpi")
@@ -99,7 +99,10 @@ def choose_plane(config: Config) -> str:
     if (said == "elastic" and not elastic) or (said == "mesh" and not mesh):
         there = {*ELASTIC, *ELASTIC_ONLY} if said == "elastic" else set(known_strategies()) - ELASTIC_ONLY
         raise UserError(f"strategy {name} does not run on the {said} plane; those that do: {', '.join(sorted(there))}")
-    return said or ("mesh" if mesh else "elastic")
+    if said is not None:
+        return said
+    wishes_elastic = name in ELASTIC_BY_OPTION and getattr(config.strategy, ELASTIC_BY_OPTION[name])
+    return "mesh" if mesh and not wishes_elastic else "elastic"
 
 
 def task_name(config: Config) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smolcluster.models.gpt_config import GPTConfig
+from smolcluster.models.gpt_tensor import STYLES, fused, must_divide
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines, each T x 1 x E/2, fp32
 
@@ -101,11 +103,15 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer
+        self.num_heads, self.num_kv_heads = (
+            config.num_heads,
+            config.num_kv_heads,
+        )  # of this rank, where they are shared out
         self.qkv = Linear(config.model_dim, config.qkv_dim, bias=bool(config.qkv_bias))
         self.out = Linear(config.model_dim, config.model_dim, bias=bool(config.bias))
 
     def forward(self, x_BTD: Tensor, rope: Rope | None, mask_TS: Tensor | None, cache: KVCache | None) -> Tensor:
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        heads, kv_heads = self.num_heads, self.num_kv_heads
         # The projection gives all query heads, then key heads, then value heads; the first two are turned together.
         qkv = self.qkv(x_BTD).unflatten(-1, (heads + 2 * kv_heads, self.config.head_dim))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
@@ -176,6 +182,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
+        self.sequence_shards = 1  # the stream between blocks may be cut along T
         self.token_embedding = Embedding(config.vocab_size, config.model_dim)
         learned = config.position == "learned"
         self.position_embedding = Embedding(config.max_seq_len, config.model_dim) if learned else None
@@ -210,13 +217,13 @@ class GPT(nn.Module):
             )
         x_BTD: Tensor = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding.weight[start:end]
+            x_BTD = x_BTD + self.position_embedding(torch.arange(start, end, device=tokens_BT.device))
         dropped_BTD: Tensor = self.dropout(x_BTD)
         return dropped_BTD
 
     def run_blocks(self, x_BTD: Tensor, blocks: Iterable[nn.Module], *, cache: KVCache | None = None) -> Tensor:
         """Some of the blocks, in order. Rotary angles and the mask are made once and shared."""
-        start, num_tokens = 0 if cache is None else cache.length, x_BTD.size(1)
+        start, num_tokens = 0 if cache is None else cache.length, x_BTD.size(1) * self.sequence_shards
         rope = self.rope(start, num_tokens, device=x_BTD.device)
         mask_TS = None
         if start > 0 and num_tokens > 1:
@@ -254,9 +261,28 @@ class GPT(nn.Module):
         return self.head(x_BTD)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross entropy in fp32 over the targets that are not -100."""
-        logits_BTV = self(tokens_BT)
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=-100)
+        return next_token_loss(self(tokens_BT), targets_BT)
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    def stage(self, layers: range, *, first: bool, last: bool) -> GPT:
+        """Some of the layers, with the embedding before the first and the head behind the last. Weights are shared."""
+        return GPTStage(self, layers, first=first, last=last)
+
+    def tensor_styles(self) -> dict[str, Any]:
+        """How this model is shared out along a tensor-parallel axis."""
+        config = self.config
+        return {"styles": STYLES, "fused": fused(config), "must_divide": must_divide(config)}
+
+    def shared_out(self, size: int, *, sequence_parallel: bool) -> None:
+        """Told when its layers have been dealt out to `size` ranks."""
+        self.sequence_shards = size if sequence_parallel else 1
+        for block in self.modules():
+            if isinstance(block, Attention):
+                block.num_heads //= size
+                block.num_kv_heads //= size
 
     def new_cache(
         self, batch: int, max_len: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -310,6 +336,39 @@ class GPT(nn.Module):
         finally:
             self.train(was_training)
         return tokens_BT
+
+
+class GPTStage(GPT):
+    """A part of a GPT: tokens or activations in, activations or logits out. Names are those of the whole."""
+
+    def __init__(self, whole: GPT, layers: range, *, first: bool, last: bool) -> None:
+        nn.Module.__init__(self)
+        self.config, self.first, self.last = whole.config, first, last
+        self.gradient_checkpointing, self.sequence_shards = whole.gradient_checkpointing, whole.sequence_shards
+        if first:
+            self.token_embedding = whole.token_embedding
+        elif last and whole.lm_head is None:
+            # A tied head that is far from the embedding: a weight of its own, of the same value.
+            self.token_embedding = Embedding(whole.config.vocab_size, whole.config.model_dim, device="meta")
+            self.token_embedding.weight = nn.Parameter(whole.token_embedding.weight.detach().clone())
+        self.position_embedding = whole.position_embedding if first else None
+        self.dropout = whole.dropout
+        self.blocks = nn.ModuleDict({str(layer): whole.blocks[layer] for layer in layers})  # type: ignore[assignment]
+        if last:
+            self.norm = whole.norm
+        self.lm_head = whole.lm_head if last else None
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.embed(x) if self.first else x
+        x = self.run_blocks(x, self.blocks.values())  # type: ignore[operator]
+        return self.head(x) if self.last else x
+
+
+def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross entropy over the targets that are not -100, in fp32 at least."""
+    logits = logits_BTV.flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=-100)
 
 
 def sample(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -52,6 +52,17 @@ class Seat:
     role: str = "worker"
     coords: dict[str, int] = field(default_factory=dict)
     shard: int | None = None
+    stream: int | None = None  # of random numbers; None: one of its own, numbered as its rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A rank's part of the validation batches: every `count`-th from `index` on."""
+
+    index: int
+    count: int
+    counts: bool = True  # or another rank tells the same numbers
+    lockstep: bool = False  # one batch takes several ranks: all have equally many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +154,11 @@ class Context:
     office: Office | None = None  # elastic plane: a server's
 
     @property
+    def tells(self) -> bool:
+        """Of the seats that share a data shard, the first counts its samples."""
+        return self.seat.rank == min(s.rank for s in self.seats if s.shard == self.seat.shard)
+
+    @property
     def traffic(self) -> Traffic:
         """What this process has moved: over all its links, to the server and to other workers."""
         return self.group.traffic if self.line is None else self.line.transport.traffic
@@ -213,13 +229,34 @@ class Strategy(ABC):
         """The whole weights, on the lead rank."""
         return self.state().weights if self.context.seat.rank == 0 else None
 
+    def layout(self) -> dict[str, Tensor]:
+        """The whole weights by name, for their shapes only. Needs no other rank."""
+        return self.state().weights
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
+        """The task's metrics on one validation batch."""
+        return task.metrics(self.model, part)
+
+    @property
+    def share(self) -> Share:
+        """Which validation batches this rank takes."""
+        return Share(index=self.context.group.rank, count=self.context.group.size)
+
+    def whole_model(self, task: Task) -> nn.Module:
+        """To try out, on the lead rank, when training is over."""
+        return self.model
+
     def gradient_norms(self) -> dict[str, Tensor]:
         """Per parameter, of the last applied gradient, when `training.track_gradients` is on."""
         return {}
 
 
-def build_replica(task: Task, context: Context) -> Replica:
-    """A whole model on this rank's device, alike on every rank that calls it."""
+def build_replica(task: Task, context: Context, *, arrange: Callable[[nn.Module], nn.Module] | None = None) -> Replica:
+    """A whole model on this rank's device, alike on every rank that calls it; `arrange` keeps this rank's part of it."""
     config = context.config.training
     seed_everything(config.seed or 0, "weights", device=context.device)
     model = task.model()
@@ -235,6 +272,8 @@ def build_replica(task: Task, context: Context) -> Replica:
             setattr(model, "gradient_checkpointing", True)  # noqa: B010 - not every module has it
         else:
             context.warn(f"training.gradient_checkpointing has no effect: {type(model).__name__} does not offer it")
+    if arrange is not None:
+        model = arrange(model)
     optimizer = task.optimizer(model)
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", group["lr"] / config.learning_rate)

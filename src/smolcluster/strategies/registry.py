@@ -21,17 +21,26 @@ BUILT_IN = {
     "allreduce": "smolcluster.strategies.allreduce:AllReduce",
     "syncps": "smolcluster.strategies.syncps:SyncPS",
     "edp": "smolcluster.strategies.edp:EDP",
-    "fsdp": "smolcluster.strategies.fsdp_elastic:ElasticFSDP",
+    "fsdp": "smolcluster.strategies.fsdp:FSDP",
+    "mesh": "smolcluster.strategies.mesh:Mesh",
+    "pipeline": "smolcluster.strategies.pipeline:Pipeline",
+    "tensor": "smolcluster.strategies.tensor:TensorParallel",
 }
 
 # The same algorithms where members may come and go.
-ELASTIC = {"allreduce": "smolcluster.strategies.allreduce_elastic:ElasticAllReduce"}
+ELASTIC = {
+    "allreduce": "smolcluster.strategies.allreduce_elastic:ElasticAllReduce",
+    "fsdp": "smolcluster.strategies.fsdp_elastic:ElasticFSDP",
+}
+
+# An option that only the elastic one has: who says it wants that one.
+ELASTIC_BY_OPTION = {"fsdp": "staleness_bound"}
 
 # Those that run on the elastic plane only.
-ELASTIC_ONLY = {"syncps", "edp", "fsdp"}
+ELASTIC_ONLY = {"syncps", "edp"}
 
 # Named in the documentation and in ready cluster files, and still to come.
-PLANNED = {"pipeline", "tensor", "mesh", "diloco", "dipaco", "swarm"}
+PLANNED = {"diloco", "dipaco", "swarm"}
 
 
 def known_strategies() -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from smolcluster.config.schema import Config
 from smolcluster.data.text import TextData, open_text
 from smolcluster.errors import UserError
-from smolcluster.models import GPT, GPTConfig
+from smolcluster.models import GPT, GPTConfig, next_token_loss
 from smolcluster.tasks.base import Task
 
 Progress = Callable[[str, int, int | None], None]
@@ -71,8 +71,7 @@ class GPTTask(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         tokens_BT, targets_BT = batch
-        assert isinstance(model, GPT)
-        return model.loss(tokens_BT, targets_BT)
+        return next_token_loss(model(tokens_BT), targets_BT)
 
     def sample(self, model: nn.Module) -> tuple[str, str] | None:
         """Continue the first words of the validation text."""

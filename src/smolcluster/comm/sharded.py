@@ -1,0 +1,73 @@
+"""Tensors of which this rank holds a part: torch's `DTensor`, seen from here as a plain tensor and as a place in the whole.
+
+    local(t)          my part, sharing its memory
+    gradient(p)       my part of p's gradient, laid out as p is
+    whole(t)          all of it, on every rank that has a part: they all call this together
+    place(t)          where my part begins, and its shape
+    copies(t)         how many ranks hold the same part
+
+Plain tensors are their own whole.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gradient(parameter: Tensor) -> Tensor | None:
+    """A sum that is still to be taken over the ranks of a part is taken here."""
+    grad = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+    return None if grad is None else local(grad)
+
+
+def like(parameter: Tensor, part: Tensor) -> Tensor:
+    """My part of something that is laid out as `parameter` is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and shape of my part."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(shape)
+
+
+def part_of(full: Tensor, tensor: Tensor) -> Tensor:
+    """What of `full` belongs into my part of `tensor`."""
+    offsets, shape = place(tensor)
+    return full[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
+
+
+def copies(tensor: Tensor) -> int:
+    """Within the mesh that the tensor is spread over."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())

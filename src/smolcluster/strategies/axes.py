@@ -1,0 +1,73 @@
+"""How the ranks of a mesh are numbered: pure arithmetic.
+
+rank = ((pp * replicas + replica) * shards + shard) * tp + tp
+
+axis      ranks along it share                        they exchange
+tp        a data shard, and each layer's work         activations, several times a layer: keep it inside a machine
+shard     nothing but the parameters, cut in pieces   parameters and gradients        \\ together: dp,
+replica   nothing; each has the same pieces           gradients                       / the data shards
+pp        a data shard; each has some of the layers   activations between neighbours
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smolcluster.errors import UserError
+from smolcluster.strategies.base import Node, Seat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    pp: int = 1
+    replicas: int = 1
+    shards: int = 1
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        return self.replicas * self.shards
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def coords(self, rank: int) -> dict[str, int]:
+        rest, tp = divmod(rank, self.tp)
+        pp, dp = divmod(rest, self.dp)
+        return {"pp": pp, "dp": dp, "tp": tp}
+
+    def rank(self, *, pp: int, dp: int, tp: int) -> int:
+        return (pp * self.dp + dp) * self.tp + tp
+
+    def lines(self, axis: str) -> list[list[int]]:
+        """The ranks along `axis`, for every choice of the others."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            coords = self.coords(rank)
+            groups.setdefault(tuple(v for k, v in coords.items() if k != axis), []).append(rank)
+        return list(groups.values())
+
+    def seats(self, nodes: Sequence[Node], *, alike: bool) -> list[Seat]:
+        """`alike`: ranks along tp draw the same random numbers, as what they compute in common must not differ."""
+        seats = []
+        for rank, node in enumerate(nodes):
+            coords = self.coords(rank)
+            first = self.rank(pp=coords["pp"], dp=coords["dp"], tp=0)
+            if nodes[first].batch_size != node.batch_size:
+                raise UserError(
+                    f"{node.name} and {nodes[first].name} work on the same samples and must have the same batch size, "
+                    f"not {node.batch_size} and {nodes[first].batch_size}"
+                )
+            seats.append(
+                Seat(rank=rank, node=node.name, coords=coords, shard=coords["dp"], stream=first if alike else rank)
+            )
+        return seats
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} x tp {self.tp} x pp {self.pp}"
+
+
+def divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

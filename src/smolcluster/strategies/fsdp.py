@@ -1,0 +1,234 @@
+"""fsdp (ZeRO): data parallel, with optimizer state, gradients and parameters cut up among the workers.
+
+    for each step, on N workers:
+        my gradient on my samples; parameters that are not here are gathered for as long as they are used     (stage 3)
+        reduce-scatter: each worker gets the mean gradient of its piece
+        w[piece] <- optimizer(w[piece], clip(g[piece]))
+        all-gather: everybody gets the pieces they need                                          (stages 1, 2)
+
+    stage  also called       cut up                  bytes sent and received per step, for S bytes of parameters
+    0      NO_SHARD          nothing                 2 (N-1)/N S    as allreduce
+    1                        optimizer               2 (N-1)/N S    shares are padded to the largest
+    2      SHARD_GRAD_OP     + gradients             2 (N-1)/N S
+    3      FULL_SHARD        + parameters            3 (N-1)/N S    gathered again for backward
+
+HYBRID_SHARD is stage 3 inside a group of `shard_size` workers, replicated across groups.
+
+Memory of a worker, with AdamW in fp32 and P parameters: 16 P; 8 P + 8 P/N; 4 P + 12 P/N; 16 P/N.
+
+Stage 1 deals whole parameters out (`shards.py`): each has one owner, who alone updates it and hands it out. Stages 2 and 3 are
+torch's FSDP2, with one group of pieces for each block of the model.
+
+Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
+Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from smolcluster.comm.buckets import GradientBuckets
+from smolcluster.comm.group import Group
+from smolcluster.comm.sharded import gradient, like, local
+from smolcluster.compute.replica import Batch, Replica
+from smolcluster.errors import UserError
+from smolcluster.strategies.axes import Axes, divisors
+from smolcluster.strategies.base import Cost, Node, Options, Shape
+from smolcluster.strategies.parallel import Exchange, Parallel, ParallelOptions
+from smolcluster.strategies.shards import largest_share, owners
+
+
+class FSDPOptions(ParallelOptions):
+    fsdp_stage: int = Field(3, ge=0, le=3, description="ZeRO stage: what is cut up; 0 nothing, 3 all")
+    shard_size: int | None = Field(
+        None, ge=1, description="hybrid: workers that share one set of pieces; null: all of them"
+    )
+
+
+class FSDP(Parallel):
+    name = "fsdp"
+    algorithm = "FSDP"
+    summary = "ZeRO 0-3 and hybrid: optimizer state, gradients and parameters cut up among the workers"
+    Config = FSDPOptions
+    options: FSDPOptions
+
+    @classmethod
+    def axes(cls, options: FSDPOptions, num_ranks: int) -> Axes:
+        shards = options.shard_size or num_ranks
+        if num_ranks % shards:
+            raise UserError(
+                f"strategy.shard_size = {shards} does not divide {num_ranks} workers; try {divisors(num_ranks)}"
+            )
+        if shards < num_ranks and options.fsdp_stage < 2:
+            raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
+        return Axes(replicas=num_ranks // shards, shards=shards)
+
+    @classmethod
+    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
+        assert isinstance(options, FSDPOptions)
+        size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
+        axes, stage = cls.axes(options, n), options.fsdp_stage
+        shards = axes.shards
+        moved = (3 if stage == 3 else 2) * (shards - 1) * size // shards
+        if stage == 1 and n > 1 and shape.tensors:
+            moved = 2 * (n - 1) * largest_share(list(map(math.prod, shape.tensors)), n) * shape.bytes_per_parameter
+        if axes.replicas > 1:
+            moved += 2 * (axes.replicas - 1) * size // (axes.replicas * shards)
+        return Cost(
+            parameter_bytes=size // shards if stage == 3 else size,
+            gradient_bytes=size // shards if stage >= 2 else size,
+            optimizer_bytes=size * shape.optimizer_states // (shards if stage >= 1 else 1),
+            bytes_sent=moved,
+            bytes_received=moved,
+            messages=3 * (n - 1) if stage == 3 else 2 * (n - 1),
+        )
+
+    def make_exchange(self) -> Exchange:
+        return make_exchange(self, self.options)
+
+
+def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
+    """What `options.fsdp_stage` says, along the data axis."""
+    axes, group, weight, mesh = strategy.mesh_axes, strategy.dp, strategy.weight, strategy.mesh
+    if axes.dp == 1:
+        return Exchange(weight)
+    if options.fsdp_stage == 0:
+        return Summed(group, bucket_bytes=int(options.bucket_mb * 2**20), weight=weight)
+    if options.fsdp_stage == 1:
+        return Owned(group, weight=weight)
+    assert mesh is not None
+    names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
+    return Sharded(mesh[names], group, axes, stage=options.fsdp_stage, weight=weight)
+
+
+class Summed(Exchange):
+    """Stage 0. Buckets leave while backward runs."""
+
+    def __init__(self, group: Group, *, bucket_bytes: int, weight: float) -> None:
+        super().__init__(weight)
+        self._group, self._bucket_bytes = group, bucket_bytes
+        self.copies = group.size
+        self._sent = False
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        self._buckets = GradientBuckets(replica.parameters, self._group, bucket_bytes=self._bucket_bytes)
+
+    def compute(self, batch: Batch) -> Tensor:
+        loss = self._replica.compute(batch, before_last=lambda: self._buckets.arm(0, weight=self._weight, stop=False))
+        self._buckets.disarm()
+        self._sent = True
+        return loss
+
+    def finish(self) -> None:
+        if not self._sent:  # a pipeline ran backward
+            self._buckets.send(0, weight=self._weight)
+        self._sent = False
+        self._buckets.wait(0)
+        self._buckets.give(0)
+
+
+class Owned(Exchange):
+    """Stage 1. Row r of a flat buffer takes the gradients that rank r owns; shares are padded to the largest."""
+
+    owners = True
+
+    def __init__(self, group: Group, *, weight: float) -> None:
+        super().__init__(weight)
+        self._group = group
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        parts = [local(p.detach()) for p in replica.parameters]
+        self._owner = owners([part.numel() for part in parts], self._group.size)
+        self._dealt = [
+            [p for p, owner in zip(replica.parameters, self._owner, strict=True) if owner == place]
+            for place in range(self._group.size)
+        ]
+        self._own = set(self._dealt[self._group.rank])
+        width = max(sum(local(p.detach()).numel() for p in dealt) for dealt in self._dealt)
+        home = self._group.buffer_device(parts[0].device)
+        self._rows = torch.zeros(self._group.size, width, dtype=parts[0].dtype, device=home)
+        self._row = torch.zeros(width, dtype=parts[0].dtype, device=home)
+
+    def updates(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._own
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for row, dealt in zip(self._rows, self._dealt, strict=True):
+            for view, parameter in _views(row, dealt):
+                mine = gradient(parameter)
+                view.zero_() if mine is None else view.copy_(mine * self._weight)
+                parameter.grad = None
+        self._group.reduce_scatter(self._row, self._rows.view(-1)).wait()
+        for view, parameter in _views(self._row, self._dealt[self._group.rank]):
+            parameter.grad = like(parameter, view.to(parameter.device))
+
+    @torch.no_grad()
+    def hand_out(self) -> None:
+        for view, parameter in _views(self._row, self._dealt[self._group.rank]):
+            view.copy_(local(parameter.detach()))
+        self._group.all_gather(self._rows.view(-1), self._row).wait()
+        for row, dealt in zip(self._rows, self._dealt, strict=True):
+            for view, parameter in _views(row, dealt):
+                if parameter not in self._own:
+                    local(parameter.detach()).copy_(view)
+
+
+class Sharded(Exchange):
+    """Stages 2 and 3: FSDP2, one group of parameters for each block of the model and one for the rest."""
+
+    def __init__(self, mesh: DeviceMesh, group: Group, axes: Axes, *, stage: int, weight: float) -> None:
+        super().__init__(weight)
+        self._mesh, self._group, self._axes, self._stage = mesh, group, axes, stage
+        self.loss_weight = weight * group.size  # FSDP2 takes the mean over ranks; samples are to count alike
+
+    def wrap(self, model: nn.Module) -> None:
+        for module in [*blocks_of(model), model]:
+            fully_shard(
+                module,
+                mesh=self._mesh,
+                reshard_after_forward=self._stage == 3,
+            )
+
+    def compute(self, batch: Batch) -> Tensor:
+        return self._replica.compute(batch, weight=self.loss_weight)
+
+    def finish(self) -> None:
+        """FSDP2 has exchanged all there is; it counts no bytes, so they are added up here, by the formula."""
+        size = sum(local(p.detach()).nbytes for p in self._replica.parameters)
+        shards, replicas = self._axes.shards, self._axes.replicas
+        moved = (3 if self._stage == 3 else 2) * (shards - 1) * size + 2 * (replicas - 1) / replicas * size
+        self._group.traffic.add(moved, moved)
+
+    def settle(self) -> None:
+        for module in self._replica.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: the longest list of modules in it, or the children of a sequence."""
+    if isinstance(model, nn.Sequential):
+        return [child for child in model if any(True for _ in child.parameters())]
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    longest = max(lists, key=len, default=None)
+    return list(longest.children()) if longest is not None else []
+
+
+def _views(row: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Parameter]]:
+    """Where in a row each parameter has its place."""
+    found, offset = [], 0
+    for parameter in parameters:
+        part = local(parameter.detach())
+        found.append((row[offset : offset + part.numel()].view(part.shape), parameter))
+        offset += part.numel()
+    return found

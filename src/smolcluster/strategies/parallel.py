@@ -1,0 +1,312 @@
+"""What fsdp, tensor, pipeline and mesh have in common: a rank that has only a part of the model.
+
+    setup:  the whole model, alike on every rank, then this rank's part of it:
+                pipeline   some of its layers                          pipeline.py
+                tensor     of each layer some rows or columns          tensor.py
+                fsdp       of each tensor a piece, or all of it        fsdp.py
+            the optimizer sees what is left
+
+    step:   forward and backward, through the pipeline if there is one
+            gradients are averaged over the data shards                             (fsdp)
+            a weight that two pipeline stages share gets the sum of both gradients
+            one small all-reduce: the norm over all parts, the loss of each data shard, who asks to stop
+            w <- optimizer(w, clip(g));  where only owners update, they hand out the result      (fsdp, stage 1)
+
+Names stay those of the whole model, and what is saved is whole: any strategy resumes from any other's checkpoint.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from smolcluster.comm.group import Group, collect_tensors
+from smolcluster.comm.sharded import copies, gradient, like, local, part_of, whole
+from smolcluster.compute.replica import Batch, Replica
+from smolcluster.compute.timing import DelayedFlag, Span
+from smolcluster.strategies.axes import Axes
+from smolcluster.strategies.base import Node, Options, Seat, Share, State, StepReport, Strategy, build_replica
+from smolcluster.strategies.replicated import train_alone
+from smolcluster.tasks.base import Task
+
+if TYPE_CHECKING:
+    from smolcluster.strategies.pipeline import Pipe
+    from smolcluster.strategies.tensor import Fusions
+
+COPY = "@copy"  # ends the name of a weight that another stage of this rank has too
+
+
+class ParallelOptions(Options):
+    bucket_mb: float = Field(25.0, gt=0, description="stage 0: gradients travel in buckets of this size")
+    sequence_parallel: bool = Field(True, description="tensor: the stream between layers is cut along the sequence")
+
+
+class Exchange:
+    """How the data shards share gradients and updates. With one shard there is nothing to do: the base of those in fsdp.py."""
+
+    loss_weight = 1.0  # what the loss is multiplied by before backward
+    copies = 1  # how many data shards hold the same gradients after `finish`
+    owners = False  # each data shard has the optimizer state of some whole parameters
+
+    def __init__(self, weight: float) -> None:
+        """`weight`: this shard's part of all samples."""
+        self._weight = weight
+
+    def wrap(self, model: nn.Module) -> None:
+        """Before there is an optimizer: cut the parameters up."""
+
+    def attach(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def compute(self, batch: Batch) -> Tensor:
+        """Forward and backward, where no pipeline does it."""
+        return self._replica.compute(batch)
+
+    def finish(self) -> None:
+        """Gradients on the parameters are the mean over all samples."""
+
+    def hand_out(self) -> None:
+        """The updated parameters are everywhere they belong."""
+
+    def updates(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank updates it."""
+        return True
+
+    def settle(self) -> None:
+        """Parameters that were gathered for a while are in pieces again."""
+
+
+class Parallel(Strategy):
+    options: ParallelOptions
+    replica: Replica
+
+    @classmethod
+    @abstractmethod
+    def axes(cls, options: Any, num_ranks: int) -> Axes:
+        """How the ranks are arranged."""
+
+    @classmethod
+    def seats(cls, options: Any, nodes: Sequence[Node]) -> list[Seat]:
+        return cls.axes(options, len(nodes)).seats(nodes, alike=not options.sequence_parallel)
+
+    # What a subclass has of the three
+
+    def make_pipe(self, model: nn.Module) -> Pipe | None:
+        """This rank's stages of a pipeline."""
+        return None
+
+    def share_out(self, model: nn.Module) -> Fusions | None:
+        """Keep this rank's rows and columns of each layer."""
+        return None
+
+    def make_exchange(self) -> Exchange:
+        return Exchange(self.weight)
+
+    # Setting up
+
+    def setup(self, task: Task) -> None:
+        context = self.context
+        self.task = task
+        self.mesh_axes = self.axes(self.options, len(context.seats))
+        self.coords = context.seat.coords
+        self.mesh = self._make_mesh()
+        self.dp, self.pp = self._line("dp"), self._line("pp")
+        counts = context.samples_per_step
+        self.weight = counts[self.coords["dp"]] / sum(counts)
+        self._exchange = self.make_exchange()
+        self.replica = build_replica(task, context, arrange=self._arrange)
+        self._exchange.attach(self.replica)
+        self._stop = DelayedFlag(context.device)
+        self._exported: dict[str, Tensor] | None = None
+
+    def _make_mesh(self) -> DeviceMesh | None:
+        """torch's view of the same axes, without those of length one."""
+        axes = self.mesh_axes
+        lengths = {"pp": axes.pp, "replicas": axes.replicas, "shards": axes.shards, "tp": axes.tp}
+        lengths = {name: length for name, length in lengths.items() if length > 1}
+        if not lengths:
+            return None
+        return init_device_mesh(self.context.device.type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
+
+    def _line(self, axis: str) -> Group:
+        """The ranks along one axis that this one belongs to. Every rank makes all of them."""
+        mine: Group | None = None
+        for ranks in self.mesh_axes.lines(axis):
+            mine = self.context.group.sub(ranks) or mine
+        assert mine is not None
+        return mine
+
+    def _arrange(self, model: nn.Module) -> nn.Module:
+        """From the whole model to this rank's part of it."""
+        self._layout = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}
+        self._num_parameters = sum(p.numel() for p in model.parameters())
+        self._pipe = self.make_pipe(model)
+        for part in [model] if self._pipe is None else self._pipe.stages:
+            self._fusions = self.share_out(part)
+            self._exchange.wrap(part)
+        return model if self._pipe is None else self._pipe.model
+
+    @property
+    def model(self) -> nn.Module:
+        return self.replica.model
+
+    # A step
+
+    def step(self, batch: Batch) -> StepReport:
+        replica, context, pipe = self.replica, self.context, self._pipe
+        if context.group.size == 1:
+            return train_alone(replica, batch, stop=context.stop_requested())
+        rate = replica.learning_rate
+        with self._engine():
+            if pipe is None:
+                loss = self._exchange.compute(batch)
+            else:
+                loss = pipe.compute(batch, weight=self._exchange.loss_weight * replica.loss_scale)
+        comm = Span(context.device)
+        if pipe is not None:
+            pipe.join_twins()
+        self._exchange.finish()
+        loss, norm, stop = self._agree(loss)
+        comm.end()
+        replica.apply(norm=norm / replica.loss_scale)
+        self._exchange.hand_out()
+        counted = context.tells
+        return StepReport(
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            samples=batch.samples if counted else 0,
+            tokens=batch.tokens if counted else 0,
+            comm=comm,
+            stop=stop,
+        )
+
+    def _engine(self) -> AbstractContextManager[None]:
+        """Around forward and backward: with tensor parallelism the loss is taken over pieces of the vocabulary."""
+        return nullcontext() if self.mesh_axes.tp == 1 else loss_parallel()
+
+    def _agree(self, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """My data shard's loss, the norm of the whole gradient, and whether anybody asks to stop."""
+        group, mine = self.context.group, 2 + self.coords["dp"]
+        said = torch.zeros(2 + self.mesh_axes.dp, dtype=torch.float64, device=group.device)
+        said[0] = self._squares()
+        said[1] = float(self.context.stop_requested())
+        said[mine] = whole(loss) / self.mesh_axes.tp
+        group.all_reduce(said).wait()
+        said = said.to(self.context.device)
+        return said[mine], said[0].sqrt(), self._stop.read(said[1:2].float())
+
+    def _squares(self) -> Tensor:
+        """The sum of squares of my gradients, each divided by how many ranks have it too: these add up to the whole."""
+        twins = set() if self._pipe is None else self._pipe.copied
+        parts: dict[int, list[Tensor]] = {}
+        for parameter in self.replica.parameters:
+            if parameter not in twins and (mine := gradient(parameter)) is not None:
+                parts.setdefault(copies(parameter) * self._exchange.copies, []).append(mine)
+        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
+        for count, gradients in parts.items():
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+            total += norms.square().sum() / count
+        return total.to(self.context.group.device)
+
+    # Evaluation
+
+    def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
+        with self._engine():
+            model = self.model if self._pipe is None else self._pipe.answering(part)
+            return {} if model is None else {name: whole(v) for name, v in task.metrics(model, part).items()}
+
+    @property
+    def share(self) -> Share:
+        return Share(
+            index=self.coords["dp"],
+            count=self.mesh_axes.dp,
+            counts=self.coords["tp"] == 0 and (self._pipe is None or self._pipe.has_last),
+            lockstep=True,
+        )
+
+    def drain(self) -> None:
+        """Buffers are those of the first data shard."""
+        for buffer in self.replica.model.buffers():
+            if buffer.numel() and self.dp.size > 1:
+                exchanged = buffer.to(self.dp.buffer_device(buffer.device))
+                self.dp.broadcast(exchanged, source=0).wait()
+                if exchanged is not buffer:
+                    buffer.copy_(exchanged)
+
+    def whole_model(self, task: Task) -> nn.Module:
+        model = task.model()
+        assert self._exported is not None
+        model.load_state_dict(self._exported)
+        return model
+
+    # What is saved, and taken up again
+
+    @property
+    def num_parameters(self) -> int:
+        return self._num_parameters
+
+    def layout(self) -> dict[str, Tensor]:
+        return self._layout
+
+    def state(self) -> State:
+        """Whole on the lead rank; the others take part in gathering it, and get nothing."""
+        self._exchange.settle()
+        optimizer, numbers = self.replica.state_dict()
+        return State(weights=self._gather(self.replica.weights()), optimizer=self._gather(optimizer), numbers=numbers)
+
+    def export(self) -> dict[str, Tensor] | None:
+        self._exchange.settle()
+        weights = self._gather(self.replica.weights())
+        self._exported = weights if self.context.seat.rank == 0 else None
+        return self._exported
+
+    def _gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Along tp and dp, then along pp."""
+        first = self.coords["dp"] == self.coords["tp"] == 0
+        found = {}
+        for name, tensor in tensors.items():
+            full = whole(tensor)
+            if (first or self._exchange.owners) and not name.endswith(COPY):
+                plain = name.rpartition("/")[2]
+                found[name] = full if self._fusions is None else self._fusions.restored(plain, full)
+        if self._exchange.owners:
+            found = collect_tensors(self.dp, found)
+        if first and self.pp.size > 1:
+            found = collect_tensors(self.pp, found)
+        return found if self.context.seat.rank == 0 else {}
+
+    def load_state(self, state: State) -> None:
+        self._exchange.settle()
+        replica = self.replica
+        with torch.no_grad():
+            for name, tensor in replica.model.state_dict().items():
+                local(tensor).copy_(self._part(name, state.weights[name.removesuffix(COPY)], tensor))
+        kinds: dict[str, list[str]] = {}  # of states the optimizer keeps for each parameter
+        for key in state.optimizer:
+            kind, _, name = key.partition("/")
+            kinds.setdefault(name, []).append(kind)
+        mine: dict[str, Tensor] = {}
+        for name, parameter in replica.model.named_parameters():
+            saved = name.removesuffix(COPY)
+            for kind in kinds.get(saved, []) if self._exchange.updates(parameter) else []:
+                full = state.optimizer[f"{kind}/{saved}"]
+                if full.shape == parameter.shape:
+                    part = self._part(name, full, parameter).to(local(parameter.detach()).device, copy=True)
+                    mine[f"{kind}/{name}"] = like(parameter, part)
+                else:
+                    mine[f"{kind}/{name}"] = full.clone()  # a counter
+        replica.load_optimizer(mine, state.numbers)
+
+    def _part(self, name: str, full: Tensor, tensor: Tensor) -> Tensor:
+        """What of `full` belongs into this rank's part of `tensor`."""
+        full = full if self._fusions is None else self._fusions.arranged(name.removesuffix(COPY), full)
+        return part_of(full, tensor)

@@ -1,0 +1,475 @@
+"""pipeline: each rank has some of the layers; micro-batches follow each other through them.
+
+    a step, on P ranks with M micro-batches:
+        rank p gets the activations of micro-batch m from rank p-1, runs its layers, sends them on
+        the last rank takes the loss; gradients of activations travel back the same way
+        when all micro-batches are through:  w <- optimizer(w, clip(g))
+
+    schedule      stages a rank   what it does                                              idle share of the time
+    sequential    1               one micro-batch: plain model parallelism                  (P-1)/P
+    gpipe         1               all forward, then all backward                            (P-1)/(M+P-1)
+    1f1b          1               forward and backward alternate: activations of P          (P-1)/(M+P-1)
+                                  micro-batches at most
+    interleaved   V               as 1f1b, each rank with V pieces of the model             (P-1)/(V M+P-1)
+    zero-bubble   V               backward in two halves; weights' gradients fill the gaps  towards 0
+    zbv           2               the same, pieces in a V: rank p has stages p and 2P-1-p   towards 0
+
+The schedules are torch's (`torch.distributed.pipelining`). A model says how it is cut by `stage(layers, first=, last=)`, as
+the GPT does, or is an `nn.Sequential`. The task's loss calls the model once, as `model(inputs)`: on the first rank that call
+shows what goes in, on the last it is answered with what came out. Parameter names stay those of the whole model.
+
+A weight that the first and the last stage both use (a tied head) lives on both; their gradients are added.
+
+Bytes per step, sent and received each, for A bytes of activations of a whole batch: 2 A on inner ranks, A on the outer ones.
+
+Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019, and "Efficient large-scale language model training on GPU
+clusters using Megatron-LM", 2021 (interleaved). Qi et al., "Zero bubble pipeline parallelism", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+from smolcluster.comm.group import Group
+from smolcluster.comm.sharded import gradient, whole
+from smolcluster.compute.precision import autocast
+from smolcluster.compute.replica import Batch, to_device
+from smolcluster.errors import UserError, unknown_name
+from smolcluster.strategies.axes import Axes, divisors
+from smolcluster.strategies.base import Context, Cost, Node, Options, Shape
+from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions
+from smolcluster.tasks.base import Task
+
+SCHEDULES = {
+    "sequential": schedules.ScheduleGPipe,
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+}
+
+
+class PipelineOptions(ParallelOptions):
+    schedule: str = Field("1f1b", description=f"one of {', '.join(SCHEDULES)}")
+    num_microbatches: int | None = Field(None, ge=1, description="per batch; null: twice the stages, if they divide it")
+    stages_per_rank: int = Field(2, ge=1, description="interleaved, zero-bubble: pieces of the model on each rank")
+    layer_distribution: list[int] | None = Field(None, description="layers of each stage; null: evenly")
+
+
+class Pipeline(Parallel):
+    name = "pipeline"
+    algorithm = "MP"
+    summary = "each rank has some of the layers; micro-batches follow each other through them"
+    Config = PipelineOptions
+    options: PipelineOptions
+
+    @classmethod
+    def axes(cls, options: PipelineOptions, num_ranks: int) -> Axes:
+        check_schedule(options)
+        return Axes(pp=num_ranks)
+
+    def make_pipe(self, model: nn.Module) -> Pipe | None:
+        return make_pipe(self, self.options, model)
+
+    @classmethod
+    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
+        size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
+        return Cost(
+            parameter_bytes=size // n,
+            gradient_bytes=size // n,
+            optimizer_bytes=size * shape.optimizer_states // n,
+            bytes_sent=0,
+            bytes_received=0,
+            messages=0,
+        )
+
+
+def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) -> Pipe | None:
+    """This rank's stages, where there is a pipeline."""
+    axes = strategy.mesh_axes
+    if axes.pp == 1:
+        return None
+    assert strategy.mesh is not None
+    cut = Cut.plan(num_layers_of(model), axes.pp, options)
+    ends = sorted({cut.ranks[0], cut.ranks[-1]})
+    pair: Group | None = None  # the ranks of the first and the last stage, where they are two
+    if len(ends) == 2:
+        for ranks in axes.lines("pp"):
+            pair = strategy.context.group.sub([ranks[end] for end in ends]) or pair
+    return Pipe(
+        strategy.task,
+        model,
+        cut,
+        options=options,
+        context=strategy.context,
+        group=strategy.pp,
+        process_group=strategy.mesh["pp"].get_group(),
+        pair=pair,
+        sequence_shards=axes.tp if options.sequence_parallel else 1,
+    )
+
+
+def check_schedule(options: PipelineOptions) -> None:
+    if options.schedule not in SCHEDULES:
+        raise unknown_name("strategy.schedule", options.schedule, SCHEDULES)
+
+
+# Who has which layers: pure
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The stages of a pipeline: which layers, on which rank."""
+
+    layers: tuple[range, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def plan(cls, num_layers: int, num_ranks: int, options: PipelineOptions) -> Cut:
+        name = options.schedule
+        per_rank = {"zbv": 2, "interleaved": options.stages_per_rank, "zero-bubble": options.stages_per_rank}.get(
+            name, 1
+        )
+        count = num_ranks * per_rank
+        counts = options.layer_distribution or _evenly(num_layers, count)
+        if len(counts) != count:
+            raise UserError(
+                f"strategy.layer_distribution has {len(counts)} entries and schedule {name} on {num_ranks} ranks has "
+                f"{count} stages"
+            )
+        if sum(counts) != num_layers:
+            raise UserError(f"strategy.layer_distribution adds up to {sum(counts)} layers; the model has {num_layers}")
+        if min(counts) < 1:
+            raise UserError(
+                f"{count} stages ({num_ranks} ranks, schedule {name}) and only {num_layers} layers: every stage needs one; "
+                f"use fewer workers, or a schedule with fewer stages"
+            )
+        first, spans = 0, []
+        for length in counts:
+            spans.append(range(first, first + length))
+            first += length
+        if name == "zbv":
+            ranks = [*range(num_ranks), *reversed(range(num_ranks))]
+        else:
+            ranks = [stage % num_ranks for stage in range(count)]
+        return cls(tuple(spans), tuple(ranks))
+
+    def of(self, rank: int) -> list[int]:
+        return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
+
+
+def _evenly(num_layers: int, count: int) -> list[int]:
+    """The last stages get the fewer: the last one has the head as well."""
+    return [num_layers // count + (stage < num_layers % count) for stage in range(count)]
+
+
+def num_layers_of(model: nn.Module) -> int:
+    if isinstance(model, nn.Sequential):
+        return len(model)
+    if hasattr(model, "stage") and hasattr(model, "num_layers"):
+        return int(getattr(model, "num_layers"))  # noqa: B009 - not every module has it
+    raise UserError(
+        f"{type(model).__name__} cannot be cut into stages: it is no nn.Sequential and has no "
+        "stage(layers, first=, last=) and num_layers; see models/gpt.py for an example"
+    )
+
+
+def stage_of(model: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
+    """Some of the layers, under their own names."""
+    if isinstance(model, nn.Sequential):
+        part = nn.Sequential()
+        for name in list(model._modules)[layers.start : layers.stop]:
+            part.add_module(name, model._modules[name])
+        return part
+    found: nn.Module = model.stage(layers, first=first, last=last)  # type: ignore[operator]
+    return found
+
+
+class Several(nn.Module):
+    """The stages of one rank as one model. What another of them has too is marked: it is a copy."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from _marked(stage.named_parameters() for stage in self.stages)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from _marked(stage.named_buffers() for stage in self.stages)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return dict(_marked(stage.state_dict().items() for stage in self.stages))
+
+
+def _marked(parts: Any) -> Iterator[tuple[str, Any]]:
+    seen: set[str] = set()
+    for part in parts:
+        for name, tensor in part:
+            yield (name + COPY if name in seen else name), tensor
+            seen.add(name)
+
+
+# Running it
+
+
+class _Asked(Exception):
+    """What the loss gives the model."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+class _Asking(nn.Module):
+    """Stands in for the model on the first rank."""
+
+    def forward(self, *inputs: Any) -> Tensor:
+        raise _Asked(inputs)
+
+
+class _Answering(nn.Module):
+    """Stands in for the model on the last rank."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self._output
+
+
+def inputs_of(task: Task, part: Any) -> tuple[Tensor, ...]:
+    """What goes into the model for this batch."""
+    try:
+        task.loss(_Asking(), part)
+    except _Asked as asked:
+        if all(isinstance(value, Tensor) for value in asked.inputs):
+            return asked.inputs
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"loss() of {task.name} must call the model once, as model(inputs): {error}") from error
+    raise UserError(f"loss() of {task.name} must call the model once, with tensors, to be run in stages")
+
+
+class Pipe:
+    """One rank's stages, and the schedule that runs them."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        cut: Cut,
+        *,
+        options: PipelineOptions,
+        context: Context,
+        group: Group,
+        process_group: Any,
+        pair: Group | None,
+        sequence_shards: int,
+    ) -> None:
+        """`process_group` is torch's name for `group`; `pair` are the first and the last of it, on those."""
+        self.cut, self.mine = cut, cut.of(group.rank)
+        self.stages = [self._stage(model, index) for index in self.mine]
+        self.model = self.stages[0] if len(self.stages) == 1 else Several(self.stages)
+        self._task, self._options, self._context = task, options, context
+        self._group, self._process_group, self._pair = group, process_group, pair
+        self._sequence_shards = sequence_shards
+        self._shared = self._shared_names(model)
+        self._schedule: Any = None
+        self._part: Any = None
+        self._losses: list[Tensor] = []
+        self._factor = 1.0
+
+    def _stage(self, model: nn.Module, index: int) -> nn.Module:
+        return stage_of(model, self.cut.layers[index], first=index == 0, last=index == len(self.cut.layers) - 1)
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self.mine
+
+    @property
+    def has_last(self) -> bool:
+        return len(self.cut.layers) - 1 in self.mine
+
+    # A weight on both ends
+
+    def _shared_names(self, model: nn.Module) -> list[str]:
+        first, last = self._stage(model, 0), self._stage(model, len(self.cut.layers) - 1)
+        names = dict(first.named_parameters())
+        return [name for name, _ in last.named_parameters() if name in names]
+
+    @property
+    def copied(self) -> set[nn.Parameter]:
+        """What the first stage has too: it counts once in the norm."""
+        return set() if not self.has_last else {self._named(self.stages[-1], name) for name in self._shared}
+
+    def join_twins(self) -> None:
+        """Both get the sum of both gradients."""
+        ends = [stage for stage, there in ((self.stages[0], self.has_first), (self.stages[-1], self.has_last)) if there]
+        for name in self._shared if ends else []:
+            gradients = [gradient(self._named(end, name)) for end in ends]
+            first = gradients[0]
+            assert first is not None
+            if self._pair is not None:
+                exchanged = first.to(self._pair.buffer_device(first.device))
+                self._pair.all_reduce(exchanged).wait()
+                first.copy_(exchanged)
+            elif gradients[-1] is not None:
+                first.add_(gradients[-1])
+                gradients[-1].copy_(first)
+
+    def _named(self, stage: nn.Module, name: str) -> nn.Parameter:
+        return dict(stage.named_parameters())[name]
+
+    # Training
+
+    def compute(self, batch: Batch, *, weight: float) -> Tensor:
+        """Gradients of the mean loss, times `weight`, and the loss itself on the last rank (zero elsewhere)."""
+        device = self._context.device
+        self.model.train()
+        total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        for part in batch.parts:
+            part = to_device(part, device)
+            if self._schedule is None:
+                self._build(part)
+            inputs = inputs_of(self._task, part) if self.has_first else ()
+            self._part, self._losses = part, []
+            self._factor = weight / len(batch.parts) / self._num_microbatches
+            target = torch.arange(self._num_microbatches) if self.has_last else None
+            with autocast(self._task.config.training.precision, device):
+                self._schedule.step(*inputs, target=target, return_outputs=False)
+            self._count_bytes()
+            if self._losses:
+                total += torch.stack(self._losses).mean() / len(batch.parts)
+        return total
+
+    def _count_bytes(self) -> None:
+        """torch's schedules count none: activations go on, their gradients come back."""
+        sent = received = 0
+        for index in self.mine:
+            before, after = self.cut.ranks[max(index - 1, 0)], self.cut.ranks[min(index + 1, len(self.cut.ranks) - 1)]
+            if index > 0 and before != self._group.rank:
+                size = sum(t.nbytes for t in self.shapes[index])
+                sent, received = sent + size, received + size
+            if index + 1 < len(self.cut.ranks) and after != self._group.rank:
+                size = sum(t.nbytes for t in self.shapes[index + 1])
+                sent, received = sent + size, received + size
+        self._group.traffic.add(sent * self._num_microbatches, received * self._num_microbatches)
+
+    def _loss(self, output: Tensor, number: Tensor) -> Tensor:
+        size = _length(self._part) // self._num_microbatches
+        first = int(number) * size
+        part = tree_map_only(Tensor, lambda t: t[first : first + size], self._part)
+        loss = self._task.loss(_Answering(output), part)
+        self._losses.append(whole(loss.detach()))
+        return loss * self._factor
+
+    def _build(self, part: Any) -> None:
+        """The schedule is made when the first batch is here: it shows the shapes that travel."""
+        name, length = self._options.schedule, _length(part)
+        self._num_microbatches = num_microbatches(self._options, length, len(self.cut.layers))
+        size = length // self._num_microbatches
+        self.shapes = self._measure(tree_map_only(Tensor, lambda t: t[:size], part))
+        stages = [
+            PipelineStage(
+                stage,
+                index,
+                len(self.cut.layers),
+                self._context.device,
+                input_args=self.shapes[index],
+                output_args=self.shapes[index + 1],
+                group=self._process_group,
+            )
+            for index, stage in zip(self.mine, self.stages, strict=True)
+        ]
+        kind = SCHEDULES[name]
+        single = issubclass(kind, schedules.PipelineScheduleSingle)
+        self._schedule = kind(
+            stages[0] if single else stages,
+            n_microbatches=self._num_microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+
+    def _measure(self, part: Any) -> list[tuple[Tensor, ...]]:
+        """What goes into each stage and out of the last, on the meta device: nobody needs to tell anybody."""
+        device, shards = self._context.device, self._sequence_shards
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model = self._task.model()
+            stages = [self._stage(model, index) for index in range(len(self.cut.layers))]
+            states = [stage.state_dict() for stage in stages]
+        with FakeTensorMode() as fake, autocast(self._task.config.training.precision, device):
+            found = [inputs_of(self._task, tree_map_only(Tensor, fake.from_tensor, part))]
+            for stage, state in zip(stages, states, strict=True):
+                tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in state.items()}
+                output = functional_call(stage, tensors, found[-1])
+                found.append(output if isinstance(output, tuple) else (output,))
+        first = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in found[0])
+        return [first, *(tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:])]
+
+    # Evaluation
+
+    def answering(self, part: Any) -> nn.Module | None:
+        """A stand-in for the model, on the last rank: a batch went through, one stage after the other."""
+        me, ranks = self._group.rank, self.cut.ranks
+        held: tuple[Tensor, ...] = ()
+        for index, stage in zip(self.mine, self.stages, strict=True):
+            if index == 0:
+                held = inputs_of(self._task, part)
+            elif ranks[index - 1] != me:
+                held = self._receive(index, ranks[index - 1], _length(part))
+            output = stage(*held)
+            held = output if isinstance(output, tuple) else (output,)
+            if index + 1 < len(ranks) and ranks[index + 1] != me:
+                for number, tensor in enumerate(held):
+                    exchanged = tensor.contiguous().to(self._group.buffer_device(tensor.device))
+                    self._group.send(exchanged, to=ranks[index + 1], tag=number).wait()
+        return _Answering(held[0]) if self.has_last else None
+
+    def _receive(self, index: int, source: int, length: int) -> tuple[Tensor, ...]:
+        device, group, tensors = self._context.device, self._group, []
+        for number, like in enumerate(self.shapes[index]):
+            home = group.buffer_device(device)
+            tensor = torch.empty((length, *like.shape[1:]), dtype=like.dtype, device=home)
+            group.recv(tensor, source=source, tag=number).wait()
+            tensors.append(tensor.to(device))
+        return tuple(tensors)
+
+
+def num_microbatches(options: PipelineOptions, batch_size: int, num_stages: int) -> int:
+    if options.schedule == "sequential":
+        return 1
+    if options.num_microbatches is None:
+        return max(m for m in range(1, min(2 * num_stages, batch_size) + 1) if batch_size % m == 0)
+    if batch_size % options.num_microbatches:
+        raise UserError(
+            f"strategy.num_microbatches = {options.num_microbatches} does not divide a batch of {batch_size} samples; "
+            f"try {divisors(batch_size)}"
+        )
+    return options.num_microbatches
+
+
+def _length(part: Any) -> int:
+    """How many samples are in it."""
+    lengths: list[int] = []
+    tree_map_only(Tensor, lambda t: lengths.append(len(t)), part)
+    return lengths[0]
+
+
+def _travelling(tensor: Tensor, shards: int) -> Tensor:
+    """As it goes from stage to stage: cut along the sequence, and with a gradient that comes back."""
+    shape = list(tensor.shape)
+    if shards > 1:
+        shape[1] //= shards
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.is_floating_point())

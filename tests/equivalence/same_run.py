@@ -1,0 +1,43 @@
+"""Two runs that should be the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.world import World
+
+STEPS = 8
+COMMON = {
+    "training.steps": STEPS,
+    "training.learning_rate": 0.01,
+    "training.weight_decay": 0.1,
+    "training.eval_steps": 0,
+    "training.seed": 3,
+    "lr_schedule.warmup_iters": 2,
+}
+GPT = {
+    "model.model_dim": 32,
+    "model.num_layers": 2,
+    "model.num_heads": 2,
+    "model.max_seq_len": 32,
+    "model.ff_dim": 64,
+    "training.eval_batches": 2,
+}
+
+
+def weights(world: World) -> dict[str, torch.Tensor]:
+    return load_file(Path(world.summary["checkpoint"]) / "weights.safetensors")
+
+
+def assert_same_run(one: World, other: World, *, tolerance: float) -> None:
+    failed = [rank.failed for world in (one, other) for rank in world.ranks if rank.failed is not None]
+    failed.sort(key=lambda f: f.kind == "peer")  # the first to fail says why, the others only that it is gone
+    assert not failed, f"{failed[0].message}\n{failed[0].traceback}"
+    assert one.global_losses() == pytest.approx(other.global_losses(), rel=tolerance)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=tolerance)

@@ -1,0 +1,72 @@
+"""`fsdp`, all stages, computes what `single` computes, over real processes and sockets.
+
+Tolerances as in test_allreduce.py: in fp64 only the order of sums differs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.equivalence.same_run import COMMON, GPT, assert_same_run
+from tests.world import run_world
+
+STAGES = [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_equals_single(tmp_path: Path, stage: int, size: int) -> None:
+    """With clipping and accumulation; the model has tensors that do not divide evenly."""
+    config = COMMON | {"training.grad_clip_norm": 0.05}
+    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 24}, task="Double", strategy="single")
+    parts = {"training.batch_size": 12 // size, "training.grad_accumulation": 2, "strategy.fsdp_stage": stage}
+    many = run_world(size, tmp_path / "many", config | parts, task="Double", strategy="fsdp")
+    assert_same_run(one, many, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gpt_equals_single(tmp_path: Path, stage: int) -> None:
+    """The real model: tied embeddings, blocks that are gathered one by one."""
+    config = COMMON | GPT
+    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, task="DoubleGPT", strategy="single")
+    parts = {"training.batch_size": 4, "training.eval_batches": 6, "strategy.fsdp_stage": stage}
+    many = run_world(3, tmp_path / "many", config | parts, task="DoubleGPT", strategy="fsdp")
+    assert_same_run(one, many, tolerance=1e-9)
+    assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hybrid_equals_single(tmp_path: Path, stage: int) -> None:
+    config = COMMON | GPT
+    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 8}, task="DoubleGPT", strategy="single")
+    parts = {"training.batch_size": 2, "strategy.fsdp_stage": stage, "strategy.shard_size": 2}
+    many = run_world(4, tmp_path / "many", config | parts, task="DoubleGPT", strategy="fsdp")
+    assert_same_run(one, many, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_unlike_batch_sizes_are_weighted_by_samples(tmp_path: Path, stage: int) -> None:
+    hosts = {"cluster.workers": ["a", "b", "c"], "cluster.batch_size": {"a": 7, "b": 2}, "training.batch_size": 3}
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 12}, task="Double", strategy="single")
+    many = run_world(
+        3, tmp_path / "many", COMMON | hosts | {"strategy.fsdp_stage": stage}, task="Double", strategy="fsdp"
+    )
+    assert [rank.rows()[0].samples for rank in many.ranks] == [7, 2, 3]
+    assert_same_run(one, many, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_resumes_bitwise(tmp_path: Path, stage: int) -> None:
+    config = COMMON | {"training.batch_size": 4, "strategy.fsdp_stage": stage, "training.checkpoint_steps": 3}
+    whole = run_world(3, tmp_path / "whole", config, task="Dropout", strategy="fsdp")
+    resumed = run_world(
+        3,
+        tmp_path / "resumed",
+        config,
+        task="Dropout",
+        strategy="fsdp",
+        resume=tmp_path / "whole" / "checkpoints" / "step-00000003",
+    )
+    assert resumed.ranks[0].losses() == whole.ranks[0].losses()[3:]
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]

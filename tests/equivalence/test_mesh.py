@@ -1,0 +1,42 @@
+"""`mesh` computes what `single` computes, for every shape of 4 and 8 ranks. Tolerances as in test_allreduce.py."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from tests.equivalence.same_run import COMMON, GPT, assert_same_run
+from tests.world import World, run_world
+
+SHAPES = [
+    (size, dp, tp, pp)
+    for size in (4, 8)
+    for dp, tp, pp in itertools.product((1, 2, 4, 8), repeat=3)
+    if dp * tp * pp == size and tp <= 4 and pp <= 4
+]
+# A stage needs a data axis; with eight ranks the first and the last of them.
+CASES = [
+    (size, dp, tp, pp, stage)
+    for size, dp, tp, pp in SHAPES
+    for stage in ((0,) if dp == 1 else (0, 1, 2, 3) if size == 4 else (0, 3))
+]
+CONFIG = COMMON | GPT | {"training.steps": 4, "model.num_heads": 4, "model.num_layers": 4}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> World:
+    config = CONFIG | {"training.batch_size": 8}
+    return run_world(1, tmp_path_factory.mktemp("one"), config, task="DoubleGPT", strategy="single")
+
+
+@pytest.mark.parametrize(("size", "dp", "tp", "pp", "stage"), CASES, ids=lambda v: str(v))
+def test_every_shape_equals_single(
+    tmp_path: Path, one: World, size: int, dp: int, tp: int, pp: int, stage: int
+) -> None:
+    parts = {"training.batch_size": 8 // dp, "strategy.dp": dp, "strategy.tp": tp, "strategy.pp": pp}
+    parts |= {"strategy.fsdp_stage": stage, "training.eval_batches": 2 * dp}
+    many = run_world(size, tmp_path, CONFIG | parts, task="DoubleGPT", strategy="mesh")
+    assert_same_run(one, many, tolerance=1e-9)
+    assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+    assert many.summary["samples"] == 4 * 8
