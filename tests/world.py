@@ -204,12 +204,19 @@ class _Sink:
         return None
 
 
+def _refuse_to_pickle(*_: object) -> None:
+    raise AssertionError("an object was to be pickled and sent")
+
+
 def _be_rank(spec_json: str, pipe: Any, hook: tuple[str, Any] | None) -> None:
     import torch
+    from torch.distributed import distributed_c10d
 
     from smolcluster.engine.process import run_worker
     from smolcluster.engine.spec import WorkerSpec
 
+    # Some of torch's own machinery would pickle what it tells other ranks. Nothing here may make it do so.
+    distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = _refuse_to_pickle
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     spec = WorkerSpec.from_json(spec_json)

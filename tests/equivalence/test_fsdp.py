@@ -70,3 +70,18 @@ def test_resumes_bitwise(tmp_path: Path, stage: int) -> None:
     )
     assert resumed.ranks[0].losses() == whole.ranks[0].losses()[3:]
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_mixed_precision_follows_single(tmp_path: Path, stage: int) -> None:
+    """Parameters travel and compute in bf16, masters and sums stay in fp32. bf16 has three digits: losses agree to two."""
+    config = COMMON | GPT | {"training.precision": "bf16"}
+    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 8}, strategy="single")
+    parts = {"training.batch_size": 4, "strategy.fsdp_stage": stage}
+    many = run_world(2, tmp_path / "many", config | parts, strategy="fsdp")
+    assert one.global_losses() == pytest.approx(many.global_losses(), rel=1e-2)
+    exact = run_world(2, tmp_path / "exact", config | parts | {"strategy.param_dtype": "fp32"}, strategy="fsdp")
+    assert one.global_losses() == pytest.approx(exact.global_losses(), rel=2e-3)
+    # Gathered in two bytes each instead of four, averaged in four.
+    share = {2: (2 + 4) / (4 + 4), 3: (2 + 2 + 4) / (4 + 4 + 4)}[stage]
+    assert many.summary["bytes_sent"] / exact.summary["bytes_sent"] == pytest.approx(share, rel=0.02)

@@ -113,7 +113,8 @@ class Replica:
         overflow = self.scale is not None and not bool(torch.isfinite(total))
         if not overflow:
             if self._clip is not None:
-                torch._foreach_mul_(gradients, torch.clamp(self._clip / (total + 1e-6), max=1.0))
+                factor = torch.clamp(self._clip / (total + 1e-6), max=1.0)
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device) if gradients else factor)
             rate = self.learning_rate
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)

@@ -32,6 +32,12 @@ def _dataset_name(value: Any) -> Any:
     return value if isinstance(value, str) and value.startswith("hf:") else _lower(value)
 
 
+def _stage_name(value: Any) -> Any:
+    """The names that FSDP gives to stages of ZeRO."""
+    stages = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
+    return stages.get(value.upper(), value) if isinstance(value, str) else value
+
+
 Number = BeforeValidator(_not_a_flag)
 Lower = BeforeValidator(_lower)
 Upper = BeforeValidator(_upper)
@@ -44,6 +50,7 @@ NonNegative = Annotated[float, Field(ge=0.0), Number]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 Auto = Annotated[Literal["auto"], Lower]
+Precision = Literal["fp32", "bf16", "fp16"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd"]
 
 
@@ -246,8 +253,23 @@ class StrategyConfig(Section):
         None, description="edp: samples that make a step of the server; null: what all live workers read in one step"
     )
     bucket_mb: Positive | None = Field(None, description="gradients travel in buckets of this size")
-    fsdp_stage: Annotated[int, Field(ge=0, le=3), Number] | None = Field(None, description="fsdp: ZeRO stage")
+    fsdp_stage: Annotated[int, Field(ge=0, le=3), Number, BeforeValidator(_stage_name)] | None = Field(
+        None, description="fsdp: ZeRO stage, 0 to 3, or its name: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD"
+    )
     shard_size: Count | None = Field(None, description="fsdp: workers that share one set of pieces; null: all")
+    param_dtype: Annotated[Precision, Lower] | None = Field(
+        None,
+        description="fsdp, stages 2 and 3: type that parameters are gathered and used in; null: training.precision",
+    )
+    reduce_dtype: Annotated[Precision, Lower] | None = Field(
+        None, description="fsdp, stages 2 and 3: type that gradients are averaged in; null: fp32"
+    )
+    cpu_offload: bool | None = Field(
+        None, description="fsdp on a GPU: pieces and optimizer state in the machine's memory"
+    )
+    prefetch: Natural | None = Field(
+        None, description="fsdp, stage 3: blocks that are gathered ahead of the one in use"
+    )
     schedule: str | None = Field(None, description="pipeline: gpipe, 1f1b, ...")
     num_microbatches: Count | None = Field(None, description="pipeline: micro-batches per step")
     stages_per_rank: Count | None = Field(None, description="pipeline: pieces of the model on each rank")

@@ -28,7 +28,8 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     seats = strategy.seats(options, nodes)
     task = find_task(config)
     samples = len(as_dataset(task.train_data()))
-    counts = [nodes[s.rank].batch_size * config.training.grad_accumulation for s in seats if s.shard is not None]
+    sizes = {s.shard: nodes[s.rank].batch_size for s in seats if s.shard is not None}
+    counts = [size * config.training.grad_accumulation for size in sizes.values()]
     check_enough_samples(samples, counts)
     steps = config.training.steps or math.ceil((config.training.epochs or 1) * samples / sum(counts))
     with torch.device("meta"):
@@ -55,7 +56,8 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         elif plane == "elastic":
             lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, {nodes[s.rank].batch_size} samples at a time")
         else:
-            lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}")
+            place = "".join(f", {axis} {s.coords[axis]}" for axis in ("pp", "tp") if axis in s.coords)
+            lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}{place}")
     if ignored:
         lines.append(f"# not used by {strategy.name}: {', '.join(ignored)}")
     memory = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes

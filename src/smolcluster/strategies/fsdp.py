@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from smolcluster.comm.buckets import GradientBuckets
 from smolcluster.comm.group import Group
@@ -44,12 +45,23 @@ from smolcluster.strategies.base import Cost, Node, Options, Shape
 from smolcluster.strategies.parallel import Exchange, Parallel, ParallelOptions
 from smolcluster.strategies.shards import largest_share, owners
 
+Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class FSDPOptions(ParallelOptions):
     fsdp_stage: int = Field(3, ge=0, le=3, description="ZeRO stage: what is cut up; 0 nothing, 3 all")
     shard_size: int | None = Field(
         None, ge=1, description="hybrid: workers that share one set of pieces; null: all of them"
     )
+    param_dtype: Dtype | None = Field(
+        None, description="stages 2, 3: type that parameters are gathered and used in; null: training.precision"
+    )
+    reduce_dtype: Dtype | None = Field(None, description="stages 2, 3: type that gradients are averaged in; null: fp32")
+    cpu_offload: bool = Field(
+        False, description="stages 2, 3 on a GPU: pieces and optimizer state live in the memory of the machine"
+    )
+    prefetch: int = Field(1, ge=0, description="stage 3: blocks that are gathered ahead of the one in use")
 
 
 class FSDP(Parallel):
@@ -105,7 +117,21 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
         return Owned(group, weight=weight)
     assert mesh is not None
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
-    return Sharded(mesh[names], group, axes, stage=options.fsdp_stage, weight=weight)
+    context = strategy.context
+    precision = context.config.training.precision
+    if options.cpu_offload and context.device.type == "cpu":
+        context.warn("strategy.cpu_offload has no effect: there is no GPU to take the load off")
+    return Sharded(
+        mesh[names],
+        group,
+        axes,
+        stage=options.fsdp_stage,
+        weight=weight,
+        param_dtype=DTYPES[options.param_dtype or precision],
+        reduce_dtype=DTYPES[options.reduce_dtype or "fp32"],
+        offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
+        prefetch=options.prefetch,
+    )
 
 
 class Summed(Exchange):
@@ -186,28 +212,65 @@ class Owned(Exchange):
 class Sharded(Exchange):
     """Stages 2 and 3: FSDP2, one group of parameters for each block of the model and one for the rest."""
 
-    def __init__(self, mesh: DeviceMesh, group: Group, axes: Axes, *, stage: int, weight: float) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        group: Group,
+        axes: Axes,
+        *,
+        stage: int,
+        weight: float,
+        param_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        offload: OffloadPolicy,
+        prefetch: int,
+    ) -> None:
         super().__init__(weight)
         self._mesh, self._group, self._axes, self._stage = mesh, group, axes, stage
+        self._param_dtype, self._reduce_dtype, self._offload, self._prefetch = (
+            param_dtype,
+            reduce_dtype,
+            offload,
+            prefetch,
+        )
         self.loss_weight = weight * group.size  # FSDP2 takes the mean over ranks; samples are to count alike
 
     def wrap(self, model: nn.Module) -> None:
-        for module in [*blocks_of(model), model]:
+        blocks, policy = blocks_of(model), self._policy()
+        for module in [*blocks, model]:
             fully_shard(
                 module,
                 mesh=self._mesh,
                 reshard_after_forward=self._stage == 3,
+                mp_policy=policy,
+                offload_policy=self._offload,
             )
+        wrapped: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+        for number, block in enumerate(wrapped):
+            block.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + self._prefetch])
+            block.set_modules_to_backward_prefetch(wrapped[max(0, number - self._prefetch) : number][::-1])
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        """Types of a lower precision than the parameters have themselves."""
+        lower = self._param_dtype != torch.float32
+        return MixedPrecisionPolicy(
+            param_dtype=self._param_dtype if lower else None,
+            reduce_dtype=self._reduce_dtype if lower or self._reduce_dtype != torch.float32 else None,
+        )
 
     def compute(self, batch: Batch) -> Tensor:
         return self._replica.compute(batch, weight=self.loss_weight)
 
     def finish(self) -> None:
         """FSDP2 has exchanged all there is; it counts no bytes, so they are added up here, by the formula."""
-        size = sum(local(p.detach()).nbytes for p in self._replica.parameters)
+        count = sum(local(p.detach()).numel() for p in self._replica.parameters)
+        kept = self._replica.parameters[0].dtype
+        used = self._param_dtype if self._param_dtype != torch.float32 else kept
+        reduced = self._reduce_dtype if used != kept else kept
         shards, replicas = self._axes.shards, self._axes.replicas
-        moved = (3 if self._stage == 3 else 2) * (shards - 1) * size + 2 * (replicas - 1) / replicas * size
-        self._group.traffic.add(moved, moved)
+        gathered = (2 if self._stage == 3 else 1) * (shards - 1) * count * used.itemsize
+        averaged = ((shards - 1) + 2 * (replicas - 1) / replicas) * count * reduced.itemsize
+        self._group.traffic.add(gathered + averaged, gathered + averaged)
 
     def settle(self) -> None:
         for module in self._replica.model.modules():

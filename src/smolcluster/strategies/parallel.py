@@ -214,7 +214,7 @@ class Parallel(Strategy):
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for count, gradients in parts.items():
             norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-            total += norms.square().sum() / count
+            total += norms.square().sum().to(total.device) / count
         return total.to(self.context.group.device)
 
     # Evaluation

@@ -1,0 +1,201 @@
+"""The pure parts of the mesh strategies: who sits where, who has which layers, which rows, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from smolcluster.config import load_config, resolve
+from smolcluster.engine.dry_run import describe_run
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.errors import UserError
+from smolcluster.strategies.axes import Axes
+from smolcluster.strategies.base import Node
+from smolcluster.strategies.fsdp import FSDP, FSDPOptions, blocks_of
+from smolcluster.strategies.mesh import Mesh, MeshOptions
+from smolcluster.strategies.pipeline import Cut, Pipeline, PipelineOptions, num_layers_of, num_microbatches, stage_of
+from smolcluster.strategies.tensor import Fusions, TensorOptions, TensorParallel
+
+
+def nodes(count: int, **sizes: int) -> list[Node]:
+    return [Node(name=f"n{i}", batch_size=sizes.get(f"n{i}", 4)) for i in range(count)]
+
+
+@pytest.mark.parametrize(("pp", "replicas", "shards", "tp"), list(itertools.product((1, 2, 3), (1, 2), (1, 3), (1, 2))))
+def test_ranks_and_coordinates_are_the_same_thing(pp: int, replicas: int, shards: int, tp: int) -> None:
+    axes = Axes(pp=pp, replicas=replicas, shards=shards, tp=tp)
+    assert [axes.rank(**axes.coords(rank)) for rank in range(axes.size)] == list(range(axes.size))
+    for axis, length in (("pp", pp), ("dp", replicas * shards), ("tp", tp)):
+        lines = axes.lines(axis)
+        assert sorted(itertools.chain(*lines)) == list(range(axes.size))
+        assert {len(line) for line in lines} == {length}
+        assert all([axes.coords(r)[axis] for r in line] == list(range(length)) for line in lines)
+
+
+def test_neighbours_share_a_layer() -> None:
+    seats = Mesh.seats(MeshOptions(tp=2, pp=2), nodes(8))
+    assert [(s.coords["pp"], s.coords["dp"], s.coords["tp"]) for s in seats] == [
+        *((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)),
+        *((1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)),
+    ]
+    assert [s.shard for s in seats] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_ranks_that_compute_the_same_draw_the_same_numbers() -> None:
+    alike = TensorParallel.seats(TensorOptions(sequence_parallel=False), nodes(4))
+    assert [s.stream for s in alike] == [0, 0, 0, 0]
+    cut = TensorParallel.seats(TensorOptions(sequence_parallel=True), nodes(4))
+    assert [s.stream for s in cut] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "count", "said"),
+    [
+        (Mesh, MeshOptions(tp=3), 8, "tp 3 x pp 1 does not divide 8 workers; the product must be one of 1, 2, 4, 8"),
+        (Mesh, MeshOptions(tp=2, dp=2), 8, "dp 2 x tp 2 x pp 1 = 4 and there are 8 workers; .* dp must be 4"),
+        (Mesh, MeshOptions(shard_size=3), 8, "shard_size = 3 does not divide dp 8; try 1, 2, 4, 8"),
+        (FSDP, FSDPOptions(shard_size=4), 6, "shard_size = 4 does not divide 6 workers; try 1, 2, 3, 6"),
+        (FSDP, FSDPOptions(shard_size=2, fsdp_stage=1), 4, "shard_size is for stages 2 and 3, not 1"),
+        (TensorParallel, TensorOptions(tp=2), 4, "tp = 2 on 4 workers: .* use --strategy mesh"),
+        (Pipeline, PipelineOptions(schedule="1f1"), 2, "unknown strategy.schedule '1f1'; did you mean '1f1b'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_does(strategy: Any, options: Any, count: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        strategy.seats(options, nodes(count))
+
+
+def test_ranks_on_the_same_samples_have_one_batch_size() -> None:
+    with pytest.raises(UserError, match=r"n1 and n0 work on the same samples .* not 3 and 4"):
+        TensorParallel.seats(TensorOptions(), nodes(2, n1=3))
+
+
+# Layers
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "layers", "spans", "holders"),
+    [
+        ("1f1b", 2, 5, [(0, 3), (3, 5)], (0, 1)),
+        ("gpipe", 3, 3, [(0, 1), (1, 2), (2, 3)], (0, 1, 2)),
+        ("interleaved", 2, 6, [(0, 2), (2, 4), (4, 5), (5, 6)], (0, 1, 0, 1)),
+        ("zbv", 2, 4, [(0, 1), (1, 2), (2, 3), (3, 4)], (0, 1, 1, 0)),
+    ],
+)
+def test_layers_are_dealt_out(
+    schedule: str, ranks: int, layers: int, spans: list[tuple[int, int]], holders: tuple[int, ...]
+) -> None:
+    cut = Cut.plan(layers, ranks, PipelineOptions(schedule=schedule))
+    assert [(span.start, span.stop) for span in cut.layers] == spans
+    assert cut.ranks == holders
+    assert [stage for rank in range(ranks) for stage in cut.of(rank)] == sorted(
+        range(len(spans)), key=lambda stage: (holders[stage], stage)
+    )
+
+
+def test_layers_as_they_are_said() -> None:
+    cut = Cut.plan(6, 2, PipelineOptions(layer_distribution=[1, 5]))
+    assert [len(span) for span in cut.layers] == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "options", "said"),
+    [
+        (3, 4, {}, "4 stages .* and only 3 layers: every stage needs one"),
+        (3, 2, {"schedule": "zbv"}, "4 stages .* and only 3 layers"),
+        (6, 2, {"layer_distribution": [2, 2, 2]}, "has 3 entries and schedule 1f1b on 2 ranks has 2 stages"),
+        (6, 2, {"layer_distribution": [2, 2]}, "adds up to 4 layers; the model has 6"),
+    ],
+)
+def test_layers_that_do_not_fit(layers: int, ranks: int, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Cut.plan(layers, ranks, PipelineOptions(**options))
+
+
+def test_micro_batches_divide_the_batch() -> None:
+    assert num_microbatches(PipelineOptions(), 12, 2) == 4
+    assert num_microbatches(PipelineOptions(), 7, 4) == 7
+    assert num_microbatches(PipelineOptions(), 11, 4) == 1
+    assert num_microbatches(PipelineOptions(schedule="sequential", num_microbatches=4), 12, 2) == 1
+    with pytest.raises(
+        UserError, match="num_microbatches = 5 does not divide a batch of 12 samples; try 1, 2, 3, 4, 6, 12"
+    ):
+        num_microbatches(PipelineOptions(num_microbatches=5), 12, 2)
+
+
+def test_a_sequence_is_cut_between_its_children_and_keeps_their_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4), nn.Linear(4, 1))
+    assert num_layers_of(model) == 4
+    part = stage_of(model, range(2, 4), first=False, last=True)
+    assert [name for name, _ in part.named_parameters()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    assert part(torch.ones(5, 3)).shape == (5, 1)
+
+
+def test_a_model_that_cannot_be_cut_is_told_what_it_lacks() -> None:
+    with pytest.raises(
+        UserError, match=r"Linear cannot be cut into stages: .* stage\(layers, first=, last=\) and num_layers"
+    ):
+        num_layers_of(nn.Linear(1, 1))
+
+
+def test_blocks_are_what_a_model_repeats() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList([nn.Linear(1, 1)])
+            self.layers = nn.ModuleList([nn.Linear(1, 1) for _ in range(3)])
+
+    model = Model()
+    assert blocks_of(model) == list(model.layers)
+    sequence = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    assert blocks_of(sequence) == [sequence[0]]
+    assert blocks_of(nn.Linear(1, 1)) == []
+
+
+# Rows
+
+
+def test_fused_rows_are_dealt_out_section_by_section() -> None:
+    fusions = Fusions({"blocks.*.qkv": (4, 2, 2)}, 2)
+    whole = torch.arange(8.0)[:, None].repeat(1, 3)
+    arranged = fusions.arranged("blocks.7.qkv.weight", whole)
+    assert arranged[:, 0].tolist() == [
+        0,
+        1,
+        4,
+        6,
+        2,
+        3,
+        5,
+        7,
+    ]  # the first rank's queries, keys, values; then the second's
+    assert torch.equal(fusions.restored("blocks.7.qkv.weight", arranged), whole)
+    assert torch.equal(fusions.arranged("blocks.7.out.weight", whole), whole)
+    counter = torch.tensor(3.0)
+    assert fusions.arranged("blocks.7.qkv.weight", counter) is counter
+
+
+# What a run would do
+
+
+def test_a_dry_run_counts_a_data_shard_once(tmp_path: Path) -> None:
+    config = resolve(
+        load_config([], overrides=["strategy.name=mesh", "strategy.tp=2", "strategy.pp=2", "training.batch_size=8"])
+    )
+    said = describe_run(config, workers=8, run_dir=RunDir(tmp_path / "run"), backend=None)
+    assert "steps of 16 samples" in said
+    assert "rank 5: worker on worker-5, data shard 0, pp 1, tp 1" in said
+
+
+# Names
+
+
+@pytest.mark.parametrize(("name", "stage"), [("NO_SHARD", 0), ("shard_grad_op", 2), ("FULL_SHARD", 3), ("1", 1)])
+def test_stages_have_names(name: str, stage: int) -> None:
+    config = load_config([], overrides=[f"strategy.fsdp_stage={name}"])
+    assert config.strategy.fsdp_stage == stage
