@@ -53,6 +53,10 @@ def train(
     backend: Annotated[
         str | None, typer.Option(help="gloo, nccl or mpi. Default: nccl between GPUs, gloo otherwise.")
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="STEPS", help="Profile these steps, such as 10 or 10:13, on training.profile_ranks."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; train nothing, write nothing.")
     ] = False,
@@ -131,6 +135,7 @@ def train(
         "cluster.plane": plane,
         "training.steps": steps,
         "training.seed": seed,
+        "training.profile": profile,
     }
     prepared = prepare(
         sources or [],

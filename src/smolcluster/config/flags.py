@@ -32,6 +32,7 @@ COMMAND_FLAGS: dict[str, str] = {
     "port": "cluster.port",
     "steps": "training.steps",
     "seed": "training.seed",
+    "profile": "training.profile",
     "device": "training.device",
     "precision": "training.precision",
     "data_root": "data.root",

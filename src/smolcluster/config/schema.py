@@ -141,6 +141,11 @@ class TrainingConfig(Section):
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, more time")
     compile: bool = Field(False, description="torch.compile the model")
+    profile: str | None = Field(
+        None,
+        description="write a profile of these steps into the run directory: 10, or the first and the last as 10:13",
+    )
+    profile_ranks: list[Natural] = Field(default=[0], description="ranks that are profiled")
     device: str | None = Field(None, description="cpu, cuda, cuda:1, mps; null: the best one here")
     seed: Seed | None = Field(None, description="null: cluster.seed, or 42")
 

@@ -20,6 +20,7 @@ from smolcluster.data.dataset import Dataset
 from smolcluster.data.sampler import Indices
 from smolcluster.engine.evaluate import evaluate
 from smolcluster.engine.meter import Meter
+from smolcluster.engine.profiler import Profiler
 from smolcluster.engine.reader import Reader
 from smolcluster.engine.saver import Saver
 from smolcluster.engine.snapshot import Snapshot
@@ -55,6 +56,7 @@ class Loop:
         saver: Saver | None,
         host: str,
         info: dict[str, Any],
+        profiler: Profiler | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.strategy, self.task, self.context = strategy, task, context
@@ -67,6 +69,7 @@ class Loop:
         self._host, self._info, self._clock = host, info, clock
         self._config = context.config.training
         self._log_interval = context.config.logging.log_interval
+        self._profiler = profiler
         self._warned_of_loss = False
         self._saved_step = -1
 
@@ -103,7 +106,11 @@ class Loop:
         seed_everything(self._config.seed or 0, step, stream, device=self.context.device)
         batch = self._read(step, indices)
         started = time.perf_counter()
+        if self._profiler is not None:
+            self._profiler.before(step)
         report = self.strategy.step(batch)
+        if self._profiler is not None:
+            self._profiler.after(step, report.comm, last=report.stop or step == self.context.total_steps)
         self.meter.add(report, step_s=time.perf_counter() - started)
         self.progress.step = step
         self.progress.samples += report.samples

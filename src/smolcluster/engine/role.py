@@ -17,12 +17,13 @@ from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.channel import Channel
 from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.checks import check_disk_space
+from smolcluster.engine.profiler import Profiler, steps_of
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.saver import Saver
 from smolcluster.engine.snapshot import Snapshot, check_compatible
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError
-from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Progress, RunStarted, SampleText
+from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Notice, Progress, RunStarted, SampleText
 from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import NoticeHandler, Observer, Sink
 from smolcluster.strategies.base import Strategy
@@ -66,6 +67,10 @@ class Role(ABC):
         self.device = choose_device(self.config.training.device, local_rank=self.spec.local_rank)
         self.strategy_class = find_strategy(self.config.strategy.name, plane=self.spec.plane)
         self.options, ignored = read_options(self.strategy_class, self.config.strategy)
+        if self.config.training.profile is not None:
+            steps_of(self.config.training.profile)  # a mistake shows before anyone waits
+            if self.spec.plane == "elastic" and lead:
+                self._warn("training.profile has no effect on the elastic plane")
         if ignored and lead:
             self._warn(f"strategy {self.strategy_class.name} does not use: {', '.join(ignored)}")
 
@@ -111,6 +116,18 @@ class Role(ABC):
         return snapshot
 
     # Telling
+
+    def _make_profiler(self) -> Profiler | None:
+        training, rank = self.config.training, self.spec.rank
+        if training.profile is None or rank not in training.profile_ranks:
+            return None
+        return Profiler(
+            steps_of(training.profile),
+            self.run_dir.path / "profile",
+            rank=rank,
+            device=self.device,
+            tell=lambda text: self.observer.emit(Notice(level="INFO", message=text, rank=rank)),
+        )
 
     def _started_event(self, strategy: Strategy, *, rank: int, world_size: int, **fields: Any) -> RunStarted:
         config = self.config

@@ -122,6 +122,7 @@ class Worker(Role):
             observer=self.observer,
             saver=self.saver,
             host=self.spec.host,
+            profiler=self._make_profiler(),
             info={
                 "task": self.task.name,
                 "strategy": strategy.name,
