@@ -5,11 +5,14 @@ Tolerances as in test_allreduce.py.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from tests.equivalence.same_run import COMMON, GPT, assert_same_run
 from tests.world import run_world
+
+from smolcluster.observe.events import Notice
 
 GPT4 = GPT | {"model.num_layers": 4}
 SCHEDULES = ["sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
@@ -27,3 +30,32 @@ def test_a_gpt_equals_single(tmp_path: Path, schedule: str, size: int) -> None:
     )
     assert_same_run(one, many, tolerance=1e-9)
     assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_picture_of_a_step(tmp_path: Path, schedule: str) -> None:
+    """Every forward and backward of every micro-batch is in it once, and it changes nothing."""
+    config = COMMON | GPT4 | {"training.batch_size": 8, "strategy.schedule": schedule, "strategy.num_microbatches": 4}
+    plain = run_world(2, tmp_path / "plain", config, strategy="pipeline")
+    drawn = run_world(2, tmp_path / "drawn", config | {"strategy.draw_schedule": True}, strategy="pipeline")
+    assert drawn.summary["weights_sha256"] == plain.summary["weights_sha256"]
+    assert not (tmp_path / "plain" / "schedule.svg").exists()
+    picture = (tmp_path / "drawn" / "schedule.svg").read_text()
+    shown = re.findall(r"<title>(\w+)(?:, (activations|weights) only)?, stage (\d), micro-batch (\d),", picture)
+    stages = 2 if schedule == "1f1b" else 4
+    halves = [("backward", "")] if schedule == "1f1b" else [("backward", "activations"), ("backward", "weights")]
+    expected = [
+        (*kind, str(stage), str(number))
+        for kind in [("forward", ""), *halves]
+        for stage in range(stages)
+        for number in range(4)
+    ]
+    if schedule == "zbv":  # a backward that nothing waits for is done in one piece
+        whole = {s for s in shown if s[:2] == ("backward", "")}
+        split = {(h[0], "", *h[2:]) for h in shown if h[1]}
+        assert {s[2:] for s in shown if s[0] == "forward"} == {e[2:] for e in expected}
+        assert {s[2:] for s in whole | split} == {e[2:] for e in expected}
+    else:
+        assert sorted(shown) == sorted(expected)
+    told = [e.message for e in drawn.ranks[0].events if isinstance(e, Notice) and "schedule.svg" in e.message]
+    assert "2 ranks, 4 micro-batches: idle" in told[0]

@@ -57,6 +57,9 @@ def train(
         str | None,
         typer.Option(metavar="STEPS", help="Profile these steps, such as 10 or 10:13, on training.profile_ranks."),
     ] = None,
+    draw_schedule: Annotated[
+        bool, typer.Option("--draw-schedule", help="pipeline, mesh: write schedule.svg, who computed what when.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; train nothing, write nothing.")
     ] = False,
@@ -136,6 +139,7 @@ def train(
         "training.steps": steps,
         "training.seed": seed,
         "training.profile": profile,
+        "strategy.draw_schedule": draw_schedule or None,
     }
     prepared = prepare(
         sources or [],

@@ -33,6 +33,7 @@ COMMAND_FLAGS: dict[str, str] = {
     "steps": "training.steps",
     "seed": "training.seed",
     "profile": "training.profile",
+    "draw_schedule": "strategy.draw_schedule",
     "device": "training.device",
     "precision": "training.precision",
     "data_root": "data.root",

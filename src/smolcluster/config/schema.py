@@ -278,6 +278,9 @@ class StrategyConfig(Section):
     schedule: str | None = Field(None, description="pipeline: gpipe, 1f1b, ...")
     num_microbatches: Count | None = Field(None, description="pipeline: micro-batches per step")
     stages_per_rank: Count | None = Field(None, description="pipeline: pieces of the model on each rank")
+    draw_schedule: bool | None = Field(
+        None, description="pipeline: write schedule.svg, a picture of who computed what when"
+    )
     layer_distribution: list[Count] | None = Field(None, description="pipeline: layers per stage")
     dp: Count | None = Field(None, description="mesh: data-parallel size")
     tp: Count | None = Field(None, description="mesh, tensor: tensor-parallel size")

@@ -223,9 +223,17 @@ class Worker(Role):
                 write_summary(self.run_dir.summary, summary)
             except OSError as error:
                 log.error("%s could not be written: %s", self.run_dir.summary, error.strerror or error)
+            self._draw()
             if not loop.interrupted:
                 self._sample(loop.strategy)
             self.observer.emit(RunFinished(summary=summary))
         self.observer.emit(Phase(rank=self.spec.rank, name="finished"))
         self.group.close()
         return INTERRUPTED if loop.interrupted else 0
+
+    def _draw(self) -> None:
+        drawing = self.loop.strategy.drawing()
+        if drawing is not None:
+            name, picture, says = drawing
+            (self.run_dir.path / name).write_text(picture, encoding="utf-8")
+            self.observer.emit(Notice(level="INFO", message=f"{self.run_dir.path / name}: {says}", rank=0))

@@ -246,6 +246,10 @@ class Strategy(ABC):
         """Which validation batches this rank takes."""
         return Share(index=self.context.group.rank, count=self.context.group.size)
 
+    def drawing(self) -> tuple[str, str, str] | None:
+        """A picture of how this run worked, on the lead rank: a file name, an SVG, and what it shows."""
+        return None
+
     def whole_model(self, task: Task) -> nn.Module:
         """To try out, on the lead rank, when training is over."""
         return self.model

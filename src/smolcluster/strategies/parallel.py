@@ -242,6 +242,11 @@ class Parallel(Strategy):
                 if exchanged is not buffer:
                     buffer.copy_(exchanged)
 
+    def drawing(self) -> tuple[str, str, str] | None:
+        if self._pipe is None or self._pipe.drawing is None:
+            return None
+        return "schedule.svg", *self._pipe.drawing
+
     def whole_model(self, task: Task) -> nn.Module:
         model = task.model()
         assert self._exported is not None

@@ -28,7 +28,9 @@ clusters using Megatron-LM", 2021 (interleaved). Qi et al., "Zero bubble pipelin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +42,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from smolcluster.comm.group import Group
+from smolcluster.comm.group import Group, gather_json
 from smolcluster.comm.sharded import gradient, whole
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device
@@ -48,6 +50,7 @@ from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.axes import Axes, divisors
 from smolcluster.strategies.base import Context, Cost, Node, Options, Shape
 from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions
+from smolcluster.strategies.timeline import Worked, draw, expected_idle, idle_share
 from smolcluster.tasks.base import Task
 
 SCHEDULES = {
@@ -60,11 +63,20 @@ SCHEDULES = {
 }
 
 
+DRAWN = 4  # which run of the schedule is drawn: by then everything is warm
+WATCHED = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "weights",
+}
+
+
 class PipelineOptions(ParallelOptions):
     schedule: str = Field("1f1b", description=f"one of {', '.join(SCHEDULES)}")
     num_microbatches: int | None = Field(None, ge=1, description="per batch; null: twice the stages, if they divide it")
     stages_per_rank: int = Field(2, ge=1, description="interleaved, zero-bubble: pieces of the model on each rank")
     layer_distribution: list[int] | None = Field(None, description="layers of each stage; null: evenly")
+    draw_schedule: bool = Field(False, description="write schedule.svg: who computed what when, in one step of the run")
 
 
 class Pipeline(Parallel):
@@ -286,6 +298,9 @@ class Pipe:
         self._group, self._process_group, self._pair = group, process_group, pair
         self._sequence_shards = sequence_shards
         self._shared = self._shared_names(model)
+        self.drawing: tuple[str, str] | None = None  # a picture of one step, and what it shows, on the lead rank
+        self._worked: list[Worked] | None = None  # in the step that is drawn
+        self._runs = 0
         self._schedule: Any = None
         self._part: Any = None
         self._losses: list[Tensor] = []
@@ -347,8 +362,14 @@ class Pipe:
             self._part, self._losses = part, []
             self._factor = weight / len(batch.parts) / self._num_microbatches
             target = torch.arange(self._num_microbatches) if self.has_last else None
+            self._runs += 1
+            drawn = self._options.draw_schedule and self._runs == DRAWN
+            if drawn:
+                self._start_watching()
             with autocast(self._task.config.training.precision, device):
                 self._schedule.step(*inputs, target=target, return_outputs=False)
+            if drawn:
+                self._draw()
             self._count_bytes()
             if self._losses:
                 total += torch.stack(self._losses).mean() / len(batch.parts)
@@ -393,6 +414,8 @@ class Pipe:
             )
             for index, stage in zip(self.mine, self.stages, strict=True)
         ]
+        for stage in stages:
+            self._watch(stage)
         kind = SCHEDULES[name]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         self._schedule = kind(
@@ -417,6 +440,48 @@ class Pipe:
                 found.append(output if isinstance(output, tuple) else (output,))
         first = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in found[0])
         return [first, *(tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:])]
+
+    # A picture of one step
+
+    def _start_watching(self) -> None:
+        self._group.barrier()
+        self._worked, self._began = [], time.perf_counter()
+
+    def _watch(self, stage: PipelineStage) -> None:
+        """Note when each piece of work begins and ends, in the step that is drawn."""
+        if not self._options.draw_schedule:
+            return
+        for name, kind in WATCHED.items():
+            setattr(stage, name, functools.partial(self._timed, getattr(stage, name), kind, stage.stage_index))
+
+    def _timed(self, work: Callable[..., Any], kind: str, stage: int, number: int, *args: Any, **kwargs: Any) -> Any:
+        if self._worked is None:
+            return work(number, *args, **kwargs)
+        device = self._context.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        result = work(number, *args, **kwargs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if kind == "backward" and not kwargs.get("full_backward", True):
+            kind = "input"
+        self._worked.append(Worked(kind, stage, number, began - self._began, time.perf_counter() - self._began))
+        return result
+
+    def _draw(self) -> None:
+        assert self._worked is not None
+        everyone = gather_json(self._group, [piece.fields() for piece in self._worked])
+        self._worked = None
+        ranks = [[Worked(*fields) for fields in rank] for rank in everyone]
+        options, count = self._options, self._num_microbatches
+        idle = idle_share(ranks)
+        per_rank = len(self.cut.layers) // self._group.size
+        formula = expected_idle(options.schedule, self._group.size, count, per_rank)
+        says = f"{options.schedule}, {self._group.size} ranks, {count} micro-batches: idle {idle:.0%}"
+        if formula is not None:
+            says += f", {formula:.0%} by the formula"
+        self.drawing = draw(ranks, title=says), says
 
     # Evaluation
 
