@@ -9,6 +9,7 @@ BENCHMARKS = {
     "p1": ("benchmarks.p1", "sum of 1-40 MB over limited links against gloo all_reduce"),
     "p3": ("benchmarks.p3", "bytes on the wire at the loss of torch DDP: every codec, on the parameter servers"),
     "p4": ("benchmarks.p4", "time to a loss with one of two workers at a quarter of the speed, against torch DDP"),
+    "p5": ("benchmarks.p5", "idle time of each pipeline schedule against its formula"),
     "ddp": ("benchmarks.ddp", "step time of allreduce against torch DDP, on loopback or a limited link"),
     "p7": ("benchmarks.p7", "one worker through the loop and a strategy against the bare PyTorch loop"),
     "p9": ("benchmarks.p9", "kill -9 one of 4 workers: time to the next step, against elastic torchrun"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -234,6 +235,7 @@ class Worker(Role):
     def _draw(self) -> None:
         drawing = self.loop.strategy.drawing()
         if drawing is not None:
-            name, picture, says = drawing
-            (self.run_dir.path / name).write_text(picture, encoding="utf-8")
-            self.observer.emit(Notice(level="INFO", message=f"{self.run_dir.path / name}: {says}", rank=0))
+            picture = self.run_dir.path / f"{drawing.name}.svg"
+            picture.write_text(drawing.svg, encoding="utf-8")
+            picture.with_suffix(".json").write_text(json.dumps(drawing.numbers) + "\n", encoding="utf-8")
+            self.observer.emit(Notice(level="INFO", message=f"{picture}: {drawing.says}", rank=0))

@@ -101,6 +101,14 @@ class StepReport:
     stop: bool = False  # every rank leaves after this step
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    name: str  # of the files, without their endings
+    svg: str
+    says: str  # what it shows, in a line
+    numbers: dict[str, Any]  # what it was drawn from
+
+
 @dataclass(slots=True, kw_only=True)
 class State:
     """Everything a strategy must save. Names are the model's own, so any strategy can load any other's."""
@@ -246,8 +254,8 @@ class Strategy(ABC):
         """Which validation batches this rank takes."""
         return Share(index=self.context.group.rank, count=self.context.group.size)
 
-    def drawing(self) -> tuple[str, str, str] | None:
-        """A picture of how this run worked, on the lead rank: a file name, an SVG, and what it shows."""
+    def drawing(self) -> Drawing | None:
+        """A picture of how this run worked, on the lead rank."""
         return None
 
     def whole_model(self, task: Task) -> nn.Module:

@@ -33,7 +33,7 @@ from smolcluster.comm.sharded import copies, gradient, like, local, part_of, who
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.strategies.axes import Axes
-from smolcluster.strategies.base import Node, Options, Seat, Share, State, StepReport, Strategy, build_replica
+from smolcluster.strategies.base import Drawing, Node, Options, Seat, Share, State, StepReport, Strategy, build_replica
 from smolcluster.strategies.replicated import train_alone
 from smolcluster.tasks.base import Task
 
@@ -242,10 +242,8 @@ class Parallel(Strategy):
                 if exchanged is not buffer:
                     buffer.copy_(exchanged)
 
-    def drawing(self) -> tuple[str, str, str] | None:
-        if self._pipe is None or self._pipe.drawing is None:
-            return None
-        return "schedule.svg", *self._pipe.drawing
+    def drawing(self) -> Drawing | None:
+        return None if self._pipe is None else self._pipe.drawing
 
     def whole_model(self, task: Task) -> nn.Module:
         model = task.model()

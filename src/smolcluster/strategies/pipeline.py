@@ -48,7 +48,7 @@ from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.base import Context, Cost, Node, Options, Shape
+from smolcluster.strategies.base import Context, Cost, Drawing, Node, Options, Shape
 from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions
 from smolcluster.strategies.timeline import Worked, draw, expected_idle, idle_share
 from smolcluster.tasks.base import Task
@@ -298,7 +298,7 @@ class Pipe:
         self._group, self._process_group, self._pair = group, process_group, pair
         self._sequence_shards = sequence_shards
         self._shared = self._shared_names(model)
-        self.drawing: tuple[str, str] | None = None  # a picture of one step, and what it shows, on the lead rank
+        self.drawing: Drawing | None = None  # of one step
         self._worked: list[Worked] | None = None  # in the step that is drawn
         self._runs = 0
         self._schedule: Any = None
@@ -481,7 +481,9 @@ class Pipe:
         says = f"{options.schedule}, {self._group.size} ranks, {count} micro-batches: idle {idle:.0%}"
         if formula is not None:
             says += f", {formula:.0%} by the formula"
-        self.drawing = draw(ranks, title=says), says
+        numbers = {"schedule": options.schedule, "ranks": self._group.size, "microbatches": count, "idle": idle}
+        numbers |= {"idle_by_formula": formula, "work": everyone}
+        self.drawing = Drawing(name="schedule", svg=draw(ranks, title=says), says=says, numbers=numbers)
 
     # Evaluation
 
