@@ -43,7 +43,7 @@ def idle_share(ranks: Sequence[Sequence[Worked]]) -> float:
 
 
 def draw(ranks: Sequence[Sequence[Worked]], *, title: str) -> str:
-    """An SVG with one row for each rank. Numbers are micro-batches; pieces of a later stage on a rank are drawn darker."""
+    """An SVG with one row for each rank. Numbers are micro-batches; a later stage on the same rank is paler."""
     pieces = [piece for rank in ranks for piece in rank]
     begin, end = min(p.start_s for p in pieces), max(p.end_s for p in pieces)
     scale = (WIDTH - LEFT - 10) / max(end - begin, 1e-9)
