@@ -105,6 +105,10 @@ class FSDP(Parallel):
     def make_exchange(self) -> Exchange:
         return make_exchange(self, self.options)
 
+    @property
+    def cuts_up_parameters(self) -> bool:
+        return self.options.fsdp_stage >= 2
+
 
 def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     """What `options.fsdp_stage` says, along the data axis."""

@@ -71,6 +71,10 @@ class Mesh(Parallel):
     def make_exchange(self) -> Exchange:
         return make_exchange(self, self.options)
 
+    @property
+    def cuts_up_parameters(self) -> bool:
+        return self.options.fsdp_stage >= 2
+
     @classmethod
     def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
         assert isinstance(options, MeshOptions)

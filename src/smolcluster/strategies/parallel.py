@@ -32,6 +32,7 @@ from smolcluster.comm.group import Group, collect_tensors
 from smolcluster.comm.sharded import copies, gradient, like, local, part_of, whole
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
+from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes
 from smolcluster.strategies.base import Drawing, Node, Options, Seat, Share, State, StepReport, Strategy, build_replica
 from smolcluster.strategies.replicated import train_alone
@@ -117,6 +118,7 @@ class Parallel(Strategy):
         self.task = task
         self.mesh_axes = self.axes(self.options, len(context.seats))
         self.coords = context.seat.coords
+        self._check_backend()
         self.mesh = self._make_mesh()
         self.dp, self.pp = self._line("dp"), self._line("pp")
         counts = context.samples_per_step
@@ -126,6 +128,21 @@ class Parallel(Strategy):
         self._exchange.attach(self.replica)
         self._stop = DelayedFlag(context.device)
         self._exported: dict[str, Tensor] | None = None
+
+    def _check_backend(self) -> None:
+        """torch's engine hands GPU memory to the backend, and gloo would read it as its own: the process would die of it."""
+        group, axes = self.context.group, self.mesh_axes
+        by_torch = axes.pp > 1 or axes.tp > 1 or (axes.dp > 1 and self.cuts_up_parameters)
+        if by_torch and self.context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
+            raise UserError(
+                f"{self.name} on {self.context.device.type} cannot exchange over gloo; use --backend nccl with a GPU for each "
+                "worker, or training.device=cpu"
+            )
+
+    @property
+    def cuts_up_parameters(self) -> bool:
+        """Parameters are in pieces along the data axis."""
+        return False
 
     def _make_mesh(self) -> DeviceMesh | None:
         """torch's view of the same axes, without those of length one."""

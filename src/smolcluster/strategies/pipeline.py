@@ -439,7 +439,8 @@ class Pipe:
                 output = functional_call(stage, tensors, found[-1])
                 found.append(output if isinstance(output, tuple) else (output,))
         first = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in found[0])
-        return [first, *(tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:])]
+        between = [tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:-1]]
+        return [first, *between, tuple(_travelling(t, 1) for t in found[-1])]
 
     # A picture of one step
 
