@@ -119,6 +119,8 @@ class Parallel(Strategy):
         self.mesh_axes = self.axes(self.options, len(context.seats))
         self.coords = context.seat.coords
         self._check_backend()
+        if context.device.type == "cuda":
+            torch.cuda.set_device(context.device)  # torch's engine exchanges from there
         self.mesh = self._make_mesh()
         self.dp, self.pp = self._line("dp"), self._line("pp")
         counts = context.samples_per_step
