@@ -95,6 +95,7 @@ class ModelConfig(Section):
     bias: bool | None = Field(
         None, description="biases in linear layers and norms; null: yes for layernorm, no for rmsnorm"
     )
+    qkv_bias: bool | None = Field(None, description="biases on queries, keys and values; null: as bias; true: Qwen2")
     tie_head: bool = Field(True, description="share the token embedding with the output head")
     rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
     norm_eps: Positive = Field(1e-5, description="epsilon inside the norms")

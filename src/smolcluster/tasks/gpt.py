@@ -10,13 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smolcluster.config.schema import Config
+from smolcluster.config.schema import Config, ModelConfig
 from smolcluster.data.text import TextData, open_text
 from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig, next_token_loss
 from smolcluster.tasks.base import Task
 
 Progress = Callable[[str, int, int | None], None]
+
+
+def gpt_config(model: ModelConfig, *, vocab_size: int) -> GPTConfig:
+    """The shape of the model that a configuration describes."""
+    return GPTConfig(
+        vocab_size=vocab_size,
+        model_dim=model.model_dim,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads or 0,
+        ff_dim=model.ff_dim or 0,
+        dropout=model.dropout,
+        max_seq_len=model.max_seq_len,
+        position=model.position,
+        norm=model.norm,
+        activation=model.activation,
+        bias=model.bias,
+        qkv_bias=model.qkv_bias,
+        tie_head=model.tie_head,
+        rope_theta=model.rope_theta,
+        norm_eps=model.norm_eps,
+    )
 
 
 class GPTTask(Task):
@@ -43,25 +65,7 @@ class GPTTask(Task):
                 f"model.vocab_size {c.vocab_size} is smaller than the {vocabulary} tokens of {self.text.tokenizer.name}; "
                 "leave it null or raise it"
             )
-        return GPT(
-            GPTConfig(
-                vocab_size=c.vocab_size or vocabulary,
-                model_dim=c.model_dim,
-                num_layers=c.num_layers,
-                num_heads=c.num_heads,
-                num_kv_heads=c.num_kv_heads or 0,
-                ff_dim=c.ff_dim or 0,
-                dropout=c.dropout,
-                max_seq_len=c.max_seq_len,
-                position=c.position,
-                norm=c.norm,
-                activation=c.activation,
-                bias=c.bias,
-                tie_head=c.tie_head,
-                rope_theta=c.rope_theta,
-                norm_eps=c.norm_eps,
-            )
-        )
+        return GPT(gpt_config(c, vocab_size=c.vocab_size or vocabulary))
 
     def train_data(self) -> Any:
         return self.text.train
