@@ -187,7 +187,7 @@ class CheckpointStore:
         names = self._best_names([path.name for path in self.list()])
         return self.folder / names[0] if names else None
 
-    def load_latest(self) -> tuple[Path, Snapshot] | None:
+    def load_latest(self, *, optimizer: bool = True) -> tuple[Path, Snapshot] | None:
         """The newest good checkpoint; None when there is none at all.
 
         Damaged ones are skipped with an error in the log. Raises DamagedCheckpoint when none is good.
@@ -196,7 +196,7 @@ class CheckpointStore:
         damages = []
         for path in reversed(paths):
             try:
-                return path, self._load(path)
+                return path, self._load(path, optimizer=optimizer)
             except DamagedCheckpoint as damage:
                 self._log.error("checkpoint %s is damaged, trying the one before it: %s", path, damage)
                 damages.append(str(damage))
@@ -207,10 +207,10 @@ class CheckpointStore:
             )
         return None
 
-    def load(self, which: str | Path = "latest") -> Snapshot:
+    def load(self, which: str | Path = "latest", *, optimizer: bool = True) -> Snapshot:
         """Loads `latest`, `best`, a checkpoint of this store by its name, or any checkpoint by its path."""
         if which == "latest":
-            latest = self.load_latest()
+            latest = self.load_latest(optimizer=optimizer)
             if latest is None:
                 raise UserError(f"no checkpoint in {self.folder} yet; start without --resume")
             return latest[1]
@@ -218,14 +218,14 @@ class CheckpointStore:
             best = self.best()
             if best is None:
                 raise UserError(f"no best checkpoint in {self.folder} yet; known: {self._known()}")
-            return self._load(best)
+            return self._load(best, optimizer=optimizer)
         for path in (self.folder / which, Path(which)):
             if (path / MANIFEST).exists() or (path.is_dir() and _step_of(path.name) >= 0):
-                return self._load(path)
+                return self._load(path, optimizer=optimizer)
         raise UserError(f"no checkpoint at '{which}'; known here: {self._known()}")
 
-    def _load(self, path: Path) -> Snapshot:
-        snapshot = read_checkpoint(path)
+    def _load(self, path: Path, *, optimizer: bool) -> Snapshot:
+        snapshot = read_checkpoint(path, optimizer=optimizer)
         if _step_of(path.name) not in (-1, snapshot.step):
             raise DamagedCheckpoint(f"{path.name}: holds step {snapshot.step}; the folder was renamed")
         return snapshot

@@ -175,13 +175,16 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def read_checkpoint(folder: Path) -> Snapshot:
-    """Verifies a checkpoint and loads it. Raises DamagedCheckpoint, or UserError for a newer format."""
+def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Snapshot:
+    """Verifies a checkpoint and loads it. Raises DamagedCheckpoint, or UserError for a newer format.
+
+    Without the optimizer's tensors it takes a third of the memory; they are verified all the same.
+    """
     manifest = verify(folder)
     return Snapshot(
         step=manifest.step,
         weights=_read_tensors(folder, WEIGHTS, manifest.files[WEIGHTS]),
-        optimizer=_read_tensors(folder, OPTIMIZER, manifest.files[OPTIMIZER]),
+        optimizer=_read_tensors(folder, OPTIMIZER, manifest.files[OPTIMIZER]) if optimizer else {},
         state=_read_state(folder),
         metrics=manifest.metrics,
         info=manifest.info,
