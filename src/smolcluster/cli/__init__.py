@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from smolcluster.cli import config, server, strategies, token, train, worker
+from smolcluster.cli import config, export, server, strategies, token, train, worker
 from smolcluster.cli.ending import tell
 from smolcluster.errors import SmolclusterError
 
@@ -29,6 +29,7 @@ app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("server", epilog=server.EXAMPLES)(server.server)
 app.command("worker", epilog=worker.EXAMPLES)(worker.worker)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
+app.command("export", epilog=export.EXAMPLES)(export.export)
 app.add_typer(config.app, name="config")
 app.add_typer(token.app, name="token")
 

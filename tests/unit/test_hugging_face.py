@@ -1,0 +1,339 @@
+"""Hugging Face's names: the round trip keeps every bit, and `transformers` computes the same logits both ways."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from smolcluster.config import Config, ModelConfig, dump
+from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
+from smolcluster.engine.export import export_run, write_folder
+from smolcluster.engine.files import Files
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.errors import UserError
+from smolcluster.models import GPT, GPTConfig
+from smolcluster.models.hugging_face import (
+    export_config,
+    export_weights,
+    family_of,
+    import_config,
+    import_weights,
+    load,
+)
+from smolcluster.tasks.gpt import gpt_config
+
+VOCAB, CONTEXT = 61, 24
+GPT2 = GPTConfig(vocab_size=VOCAB, model_dim=48, num_layers=2, num_heads=4, max_seq_len=CONTEXT)
+LLAMA = GPTConfig.llama(
+    vocab_size=VOCAB, model_dim=48, num_layers=2, num_heads=6, num_kv_heads=2, ff_dim=80, max_seq_len=CONTEXT
+)
+SHAPES = {
+    "gpt2": GPT2,
+    "gpt2-untied": replace(GPT2, tie_head=False, ff_dim=100, norm_eps=1e-3, dropout=0.2),
+    "llama": LLAMA,
+    "llama-untied": replace(LLAMA, tie_head=False, rope_theta=5e5, norm_eps=1e-6),
+    "llama-biases": replace(LLAMA, bias=True, qkv_bias=True, num_kv_heads=6),
+    "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6),
+    "qwen2-untied": replace(LLAMA, qkv_bias=True, tie_head=False, num_kv_heads=3),
+}
+EVERY_SHAPE = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+
+
+def make(config: GPTConfig) -> GPT:
+    """A model whose every parameter is away from its initial value, biases and norms too."""
+    torch.manual_seed(0)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def ours_of(config: GPTConfig, weights: dict[str, Tensor]) -> GPT:
+    model = GPT(config).eval()
+    model.load_state_dict(weights)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (2, CONTEXT), generator=torch.Generator().manual_seed(1))
+
+
+def write(folder: Path, config: GPTConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A folder as `smolcluster export` writes it; also what is in it, to be changed and written again."""
+    theirs, tensors = export_config(config), export_weights(config, make(config).state_dict())
+    write_folder(folder, theirs, tensors)
+    return theirs, {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
+# ---- names and shapes
+
+
+@EVERY_SHAPE
+def test_there_and_back_keeps_every_bit(config: GPTConfig, tmp_path: Path) -> None:
+    weights = make(config).state_dict()
+    theirs = json.loads(json.dumps(export_config(config)))
+    assert import_config(theirs) == config
+    back = import_weights(config, export_weights(config, weights))
+    assert same_bits(back, weights)
+    assert all(tensor.is_contiguous() for tensor in back.values())
+
+    write(tmp_path / "out", config)
+    found, read = load(tmp_path / "out")
+    assert found == config
+    assert same_bits(read, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_type_of_the_weights_is_kept(dtype: torch.dtype) -> None:
+    weights = {name: tensor.to(dtype) for name, tensor in make(LLAMA).state_dict().items()}
+    assert same_bits(import_weights(LLAMA, export_weights(LLAMA, weights)), weights)
+    assert export_config(LLAMA, dtype=dtype)["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("gpt2", "GPT2LMHeadModel"),
+        ("llama", "LlamaForCausalLM"),
+        ("llama-biases", "LlamaForCausalLM"),
+        ("qwen2", "Qwen2ForCausalLM"),
+    ],
+)
+def test_the_architecture_goes_by_the_parts(name: str, architecture: str) -> None:
+    assert family_of(SHAPES[name]).architecture == architecture
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (replace(GPT2, activation="swiglu"), "nearest is GPT2LMHeadModel, but for activation swiglu (there: gelu)"),
+        (replace(GPT2, num_kv_heads=2), "num_kv_heads 2 (there: as many as num_heads, 4)"),
+        (replace(GPT2, bias=False, qkv_bias=False), "biases none (there: everywhere)"),
+        (replace(LLAMA, norm="layernorm"), "LlamaForCausalLM, but for norm layernorm (there: rmsnorm)"),
+        (replace(LLAMA, position="learned"), "position learned (there: rotary)"),
+        (replace(LLAMA, bias=True, qkv_bias=False), "biases everywhere but on q, k, v (there: none or everywhere)"),
+    ],
+)
+def test_another_mix_of_parts_is_refused_by_name(config: GPTConfig, told: str) -> None:
+    for refused in (lambda: export_config(config), lambda: export_weights(config, GPT(config).state_dict())):
+        with pytest.raises(ValueError, match="no model with these parts together") as error:
+            refused()
+        assert told in str(error.value)
+
+
+def test_weights_of_another_model_are_not_exported() -> None:
+    with pytest.raises(ValueError, match=r"1 missing: lm_head\.weight"):
+        export_weights(replace(LLAMA, tie_head=False), GPT(LLAMA).state_dict())
+    with pytest.raises(ValueError, match=r"of another shape: token_embedding.weight is \(61, 48\), not \(62, 48\)"):
+        export_weights(replace(LLAMA, vocab_size=62), GPT(LLAMA).state_dict())
+
+
+# ---- folders of others
+
+
+def test_the_released_gpt2_has_no_prefix_and_holds_masks(tmp_path: Path) -> None:
+    theirs, tensors = write(tmp_path / "out", GPT2)
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    del theirs["tie_word_embeddings"]
+    assert same_bits(import_weights(import_config(theirs), old), make(GPT2).state_dict())
+
+
+def test_a_tied_head_may_be_there_twice_but_not_differ() -> None:
+    tensors = export_weights(LLAMA, make(LLAMA).state_dict())
+    embedding = tensors["model.embed_tokens.weight"]
+    assert same_bits(
+        import_weights(LLAMA, tensors | {"lm_head.weight": embedding.clone()}), import_weights(LLAMA, tensors)
+    )
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        import_weights(LLAMA, tensors | {"lm_head.weight": embedding + 1})
+
+
+def test_shards(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    _, tensors = write(folder, LLAMA)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(names)}
+    index = folder / "model.safetensors.index.json"
+
+    def write_index(weight_map: Any) -> None:
+        index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+
+    for place in set(places.values()):
+        save_file({name: tensors[name] for name in names if places[name] == place}, folder / place)
+    write_index(places)
+    assert same_bits(load(folder)[1], make(LLAMA).state_dict())
+
+    # The index and its files must agree, and stay in the folder.
+    write_index(places | {"extra.weight": places[names[0]]})
+    with pytest.raises(ValueError, match=r"does not hold the tensors of .*: extra\.weight"):
+        load(folder)
+    for place in ("../model.safetensors", "sub/model.safetensors", "model.bin"):
+        write_index(places | {names[0]: place})
+        with pytest.raises(ValueError, match="not the name of a safetensors file in this folder"):
+            load(folder)
+    write_index(places | {names[0]: "gone.safetensors"})
+    with pytest.raises(ValueError, match=r"gone\.safetensors: not a readable safetensors file"):
+        load(folder)
+    write_index([])
+    with pytest.raises(ValueError, match="weight_map is not a table"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "the architecture is MambaForCausalLM; known: GPT2LMHeadModel, Llama",
+        ),
+        ({"architectures": None}, "the architecture is not given"),
+        ({"hidden_size": None}, "hidden_size is None, which is not a number"),
+        ({"hidden_size": "48"}, "hidden_size is '48', which is not a number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True, which is not a number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, which is not true or false"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported: only 'silu'"),
+        ({"head_dim": 16}, "head_dim is 16, which is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is"),
+        ({"rope_scaling": "yes"}, "only plain rotary positions"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters is"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "without full attention"),
+        ({"num_attention_heads": 5}, "model_dim 48 is not divisible by num_heads 5"),
+        ({"num_hidden_layers": 10**9}, "says 1000000000 layers, but there are only 20 tensors"),
+        ({"num_hidden_layers": 3}, "9 missing: model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "9 superfluous: model.layers.1."),
+        ({"attention_bias": True, "mlp_bias": True}, "missing: model.layers.0.self_attn.q_proj.bias"),
+        ({"intermediate_size": 81}, "model.layers.0.mlp.gate_proj.weight is (80, 48), not (81, 48)"),
+        ({"tie_word_embeddings": False}, "1 missing: lm_head.weight"),
+    ],
+)
+def test_what_cannot_be_read_is_told_by_name(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    theirs, _ = write(tmp_path / "out", LLAMA)
+    config = {key: value for key, value in (theirs | change).items() if value is not None or key == "hidden_size"}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        load(tmp_path / "out")
+    assert told in str(error.value)
+    assert str(tmp_path / "out") in str(error.value)
+
+
+def test_a_missing_key_and_the_keys_of_newer_files() -> None:
+    theirs = export_config(SHAPES["llama-untied"])
+    with pytest.raises(ValueError, match="vocab_size is missing"):
+        import_config({key: value for key, value in theirs.items() if key != "vocab_size"})
+    newer = {key: value for key, value in theirs.items() if key != "rope_theta"}
+    newer["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
+    assert import_config(newer) == SHAPES["llama-untied"]
+
+
+def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        load(tmp_path)
+    folder = tmp_path / "out"
+    write(folder, GPT2)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        load(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="weights in other formats are not read"):
+        load(folder)
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
+        load(folder)
+    (folder / "config.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds a list, not an object"):
+        load(folder)
+
+
+def test_a_run_may_have_the_parts_of_qwen2() -> None:
+    model = ModelConfig(position="rotary", norm="rmsnorm", activation="swiglu", qkv_bias=True)
+    assert family_of(gpt_config(model, vocab_size=VOCAB)).architecture == "Qwen2ForCausalLM"
+
+
+def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = ModelConfig(model_dim=32, num_layers=1, num_heads=2, max_seq_len=8)
+    weights = make(gpt_config(model, vocab_size=VOCAB)).state_dict()
+    weights["norm.weight"][3] = 1e5
+    run = RunDir(tmp_path / "run")
+    run.create(dump(Config(model=model)), resume=False)
+    CheckpointStore(run.checkpoints, keep=1).save(Snapshot(step=1, weights=weights))
+    with pytest.raises(UserError, match=r"norm\.weight has values that fp16 cannot hold; use --dtype bf16 or fp32"):
+        export_run(run.path, tmp_path / "out", dtype="fp16")
+    assert not (tmp_path / "out").exists()
+    assert export_run(run.path, tmp_path / "out", dtype="bf16").architecture == "GPT2LMHeadModel"
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    class Full(Files):
+        def fsync_folder(self, path: Path) -> None:
+            if path.name.startswith(".tmp-"):
+                raise OSError(28, "No space left on device")
+
+    weights = make(GPT2).state_dict()
+    with pytest.raises(UserError, match=r"cannot write .*out: No space left on device"):
+        write_folder(tmp_path / "out", export_config(GPT2), export_weights(GPT2, weights), files=Full())
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the same logits as transformers
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="pip install 'smolcluster[dev]'")
+
+
+def check_logits(theirs: Any, ours: GPT) -> None:
+    """Both compute in fp32; only the order of their sums differs."""
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(tokens()).logits, ours(tokens()), rtol=1e-5, atol=1e-5)
+
+
+@EVERY_SHAPE
+def test_transformers_loads_an_export(config: GPTConfig, tmp_path: Path, transformers: Any) -> None:
+    write(tmp_path / "out", config)
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(model).__name__ == family_of(config).architecture
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert model.dtype == torch.float32
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters
+    check_logits(model, make(config))
+
+
+@EVERY_SHAPE
+def test_a_model_saved_by_transformers_is_read(config: GPTConfig, tmp_path: Path, transformers: Any) -> None:
+    """Its own defaults and its own way to write config.json, shards included."""
+    theirs = transformers.AutoConfig.for_model(**export_config(config))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(theirs)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    for folder, options in ((tmp_path / "whole", {}), (tmp_path / "shards", {"max_shard_size": "40KB"})):
+        model.save_pretrained(folder, safe_serialization=True, **options)
+        found, weights = load(folder)
+        assert found == config
+        check_logits(model, ours_of(found, weights))
+    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
+
+
+def test_an_export_is_a_plain_safetensors_file(tmp_path: Path) -> None:
+    _, tensors = write(tmp_path / "out", LLAMA)
+    assert same_bits(load_file(tmp_path / "out" / "model.safetensors"), tensors)
