@@ -415,6 +415,10 @@ class Pipe:
             for index, stage in zip(self.mine, self.stages, strict=True)
         ]
         for stage in stages:
+            if getattr(self._group, "backend", "") == "gloo":
+                # A greeting of neighbours, which only NCCL needs. Some versions of torch greet a stage's own rank too, and gloo
+                # has no connection to itself.
+                setattr(stage, "_get_init_p2p_neighbors_ops", list)  # noqa: B010
             self._watch(stage)
         kind = SCHEDULES[name]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
