@@ -37,7 +37,7 @@ STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2}  
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=STAGES, help="one schedule (default: all)")
     parser.add_argument("--microbatches", type=int, nargs="+", help="default: 8 16 32; quick: 4")
-    parser.add_argument("--rest", type=float, default=0.02, help="seconds a layer takes forward (default: 0.02)")
+    parser.add_argument("--rest", type=float, default=0.05, help="seconds a layer takes forward (default: 0.05)")
 
 
 def run(session: Session, arguments: argparse.Namespace) -> None:

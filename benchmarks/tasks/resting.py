@@ -52,6 +52,8 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()  # the first layer has as much to do as the others
         y: Tensor = _Stream.apply(x) + _Weight.apply(self.weight)  # type: ignore[no-untyped-call]
         return y
 
