@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from tests.world import World
 
 STEPS = 8
-COMMON = {
+COMMON: dict[str, Any] = {
     "training.steps": STEPS,
     "training.learning_rate": 0.01,
     "training.weight_decay": 0.1,
@@ -18,7 +19,7 @@ COMMON = {
     "training.seed": 3,
     "lr_schedule.warmup_iters": 2,
 }
-GPT = {
+GPT: dict[str, Any] = {
     "model.model_dim": 32,
     "model.num_layers": 2,
     "model.num_heads": 2,

@@ -11,36 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from tests.equivalence.same_run import COMMON, GPT, STEPS, assert_same_run, weights
 from tests.tasks import Double, spirals
-from tests.world import World, run_world
+from tests.world import run_world
 from torch import nn
 
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.rng import seed_everything
 from smolcluster.data.sampler import Sampler
-
-STEPS = 8
-COMMON = {
-    "training.steps": STEPS,
-    "training.learning_rate": 0.01,
-    "training.weight_decay": 0.1,
-    "training.eval_steps": 0,
-    "training.seed": 3,
-    "lr_schedule.warmup_iters": 2,
-}
-
-
-def weights(world: World) -> dict[str, torch.Tensor]:
-    return load_file(Path(world.summary["checkpoint"]) / "weights.safetensors")
-
-
-def assert_same_run(one: World, other: World, *, tolerance: float) -> None:
-    assert one.global_losses() == pytest.approx(other.global_losses(), rel=tolerance)
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    for name in first:
-        torch.testing.assert_close(first[name], second[name], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -88,8 +66,7 @@ def test_small_buckets_change_nothing(tmp_path: Path) -> None:
 
 def test_a_gpt_equals_single(tmp_path: Path) -> None:
     """The real model on the embedded text: tied embeddings, clipping, three ranks."""
-    shape = {"model_dim": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "ff_dim": 64}
-    config = COMMON | {f"model.{k}": v for k, v in shape.items()} | {"training.eval_batches": 2}
+    config = COMMON | GPT
     one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, strategy="single")
     many = run_world(3, tmp_path / "many", config | {"training.batch_size": 4})
     assert_same_run(one, many, tolerance=2e-5)

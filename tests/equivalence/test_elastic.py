@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from tests.equivalence.same_run import COMMON, STEPS
 from tests.tasks import Tiny
 from tests.world import ElasticWorld, World, run_elastic_world, run_world
 from torch import Tensor, nn
@@ -28,15 +29,6 @@ from smolcluster.data.sampler import Sampler
 from smolcluster.engine import history
 from smolcluster.engine.checkpoint import CheckpointStore, read_checkpoint
 
-STEPS = 8
-COMMON: dict[str, Any] = {
-    "training.steps": STEPS,
-    "training.learning_rate": 0.01,
-    "training.weight_decay": 0.1,
-    "training.eval_steps": 0,
-    "training.seed": 3,
-    "lr_schedule.warmup_iters": 2,
-}
 ELASTIC = {"cluster.plane": "elastic"}
 AT_ONCE = {"strategy.worker_update_interval": 1}  # every worker computes at the server's weights
 SYNCHRONOUS = {"syncps": AT_ONCE | {"strategy.polyak_alpha": 1.0}, "allreduce": ELASTIC, "edp": AT_ONCE}

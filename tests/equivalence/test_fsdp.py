@@ -56,6 +56,24 @@ def test_unlike_batch_sizes_are_weighted_by_samples(tmp_path: Path, stage: int) 
     assert_same_run(one, many, tolerance=1e-10)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_model_of_two_types_and_a_parameter_without_a_gradient(tmp_path: Path, stage: int) -> None:
+    config = COMMON | {"training.batch_size": 6}
+    summed = run_world(2, tmp_path / "summed", config, task="Unused", strategy="allreduce")
+    many = run_world(2, tmp_path / "many", config | {"strategy.fsdp_stage": stage}, task="Unused", strategy="fsdp")
+    assert_same_run(summed, many, tolerance=1e-10)
+
+
+def test_a_model_of_two_types_is_not_cut_up(tmp_path: Path) -> None:
+    config = COMMON | {"training.batch_size": 6, "strategy.fsdp_stage": 3}
+    failed = run_world(2, tmp_path, config, task="Unused", strategy="fsdp").ranks[0].failed
+    assert failed is not None
+    assert failed.kind == "user"
+    assert failed.message == (
+        "fsdp_stage 3 cuts up parameters of one type and the model has float32, float64; use stage 0 or 1"
+    )
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_resumes_bitwise(tmp_path: Path, stage: int) -> None:
     config = COMMON | {"training.batch_size": 4, "strategy.fsdp_stage": stage, "training.checkpoint_steps": 3}

@@ -15,7 +15,7 @@ from smolcluster.engine.dry_run import describe_run
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes
-from smolcluster.strategies.base import Node
+from smolcluster.strategies.base import Node, Shape
 from smolcluster.strategies.fsdp import FSDP, FSDPOptions, blocks_of
 from smolcluster.strategies.mesh import Mesh, MeshOptions
 from smolcluster.strategies.pipeline import Cut, Pipeline, PipelineOptions, num_layers_of, num_microbatches, stage_of
@@ -58,7 +58,8 @@ def test_ranks_that_compute_the_same_draw_the_same_numbers() -> None:
     [
         (Mesh, MeshOptions(tp=3), 8, "tp 3 x pp 1 does not divide 8 workers; the product must be one of 1, 2, 4, 8"),
         (Mesh, MeshOptions(tp=2, dp=2), 8, "dp 2 x tp 2 x pp 1 = 4 and there are 8 workers; .* dp must be 4"),
-        (Mesh, MeshOptions(shard_size=3), 8, "shard_size = 3 does not divide dp 8; try 1, 2, 4, 8"),
+        (Mesh, MeshOptions(shard_size=4, fsdp_stage=1), 8, "shard_size is for stages 2 and 3, not 1"),
+        (Mesh, MeshOptions(shard_size=3, fsdp_stage=3), 8, "shard_size = 3 does not divide dp 8; try 1, 2, 4, 8"),
         (FSDP, FSDPOptions(shard_size=4), 6, "shard_size = 4 does not divide 6 workers; try 1, 2, 3, 6"),
         (FSDP, FSDPOptions(shard_size=2, fsdp_stage=1), 4, "shard_size is for stages 2 and 3, not 1"),
         (TensorParallel, TensorOptions(tp=2), 4, "tp = 2 on 4 workers: .* use --strategy mesh"),
@@ -180,6 +181,28 @@ def test_fused_rows_are_dealt_out_section_by_section() -> None:
     assert fusions.arranged("blocks.7.qkv.weight", counter) is counter
 
 
+# What a step costs
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "count", "parameters", "optimizer", "moved"),
+    [
+        (FSDP, FSDPOptions(fsdp_stage=0), 4, 4800, 9600, 7200),
+        (FSDP, FSDPOptions(fsdp_stage=1), 4, 4800, 2400, 7200),
+        (FSDP, FSDPOptions(fsdp_stage=2), 4, 4800, 2400, 7200),
+        (FSDP, FSDPOptions(fsdp_stage=3), 4, 1200, 2400, 10800),
+        (FSDP, FSDPOptions(fsdp_stage=3, shard_size=2), 4, 2400, 4800, 7200 + 2400),
+        (TensorParallel, TensorOptions(), 4, 1200, 2400, 0),
+        (Pipeline, PipelineOptions(), 2, 2400, 4800, 0),
+        (Mesh, MeshOptions(tp=2, fsdp_stage=3), 8, 600, 1200, 5400),
+    ],
+)
+def test_the_formulas(strategy: Any, options: Any, count: int, parameters: int, optimizer: int, moved: int) -> None:
+    cost = strategy.cost(options, Shape(parameters=1200), nodes(count))
+    assert (cost.parameter_bytes, cost.optimizer_bytes, cost.bytes_sent) == (parameters, optimizer, moved)
+    assert cost.activations_travel == (strategy is not FSDP)
+
+
 # What a run would do
 
 
@@ -189,6 +212,7 @@ def test_a_dry_run_counts_a_data_shard_once(tmp_path: Path) -> None:
     )
     said = describe_run(config, workers=8, run_dir=RunDir(tmp_path / "run"), backend=None)
     assert "steps of 16 samples" in said
+    assert "and activations, which are not counted here" in said
     assert "rank 5: worker on worker-5, data shard 0, pp 1, tp 1" in said
 
 

@@ -64,7 +64,8 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     lines.append(
         f"# a worker holds {memory / 2**20:.1f} MiB of weights, gradients and optimizer state, before activations"
     )
-    lines.append(f"# a step sends {cost.bytes_sent / 2**20:.2f} MiB from each worker")
+    also = ", and activations, which are not counted here" if cost.activations_travel else ""
+    lines.append(f"# a step sends {cost.bytes_sent / 2**20:.2f} MiB of parameters and gradients from each worker{also}")
     lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
     lines.append(f"# run directory: {run_dir.path}")
     return "\n".join(lines)

@@ -85,6 +85,7 @@ class Cost:
     bytes_sent: int
     bytes_received: int
     messages: int
+    activations_travel: bool = False  # too; how much depends on the samples, and is not in these numbers
 
 
 @dataclass(slots=True, kw_only=True)

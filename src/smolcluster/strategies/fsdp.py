@@ -25,7 +25,7 @@ Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel",
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -41,9 +41,8 @@ from smolcluster.comm.sharded import gradient, like, local
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.base import Cost, Node, Options, Shape
 from smolcluster.strategies.parallel import Exchange, Parallel, ParallelOptions
-from smolcluster.strategies.shards import largest_share, owners
+from smolcluster.strategies.shards import owners
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,32 +81,12 @@ class FSDP(Parallel):
             raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
         return Axes(replicas=num_ranks // shards, shards=shards)
 
-    @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        assert isinstance(options, FSDPOptions)
-        size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
-        axes, stage = cls.axes(options, n), options.fsdp_stage
-        shards = axes.shards
-        moved = (3 if stage == 3 else 2) * (shards - 1) * size // shards
-        if stage == 1 and n > 1 and shape.tensors:
-            moved = 2 * (n - 1) * largest_share(list(map(math.prod, shape.tensors)), n) * shape.bytes_per_parameter
-        if axes.replicas > 1:
-            moved += 2 * (axes.replicas - 1) * size // (axes.replicas * shards)
-        return Cost(
-            parameter_bytes=size // shards if stage == 3 else size,
-            gradient_bytes=size // shards if stage >= 2 else size,
-            optimizer_bytes=size * shape.optimizer_states // (shards if stage >= 1 else 1),
-            bytes_sent=moved,
-            bytes_received=moved,
-            messages=3 * (n - 1) if stage == 3 else 2 * (n - 1),
-        )
-
     def make_exchange(self) -> Exchange:
         return make_exchange(self, self.options)
 
-    @property
-    def cuts_up_parameters(self) -> bool:
-        return self.options.fsdp_stage >= 2
+    @classmethod
+    def stage(cls, options: FSDPOptions) -> int:
+        return options.fsdp_stage
 
 
 def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
@@ -185,8 +164,9 @@ class Owned(Exchange):
         self._own = set(self._dealt[self._group.rank])
         width = max(sum(local(p.detach()).numel() for p in dealt) for dealt in self._dealt)
         home = self._group.buffer_device(parts[0].device)
-        self._rows = torch.zeros(self._group.size, width, dtype=parts[0].dtype, device=home)
-        self._row = torch.zeros(width, dtype=parts[0].dtype, device=home)
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))  # nothing is rounded on its way
+        self._rows = torch.zeros(self._group.size, width, dtype=dtype, device=home)
+        self._row = torch.zeros(width, dtype=dtype, device=home)
 
     def updates(self, parameter: nn.Parameter) -> bool:
         return parameter in self._own
@@ -200,7 +180,7 @@ class Owned(Exchange):
                 parameter.grad = None
         self._group.reduce_scatter(self._row, self._rows.view(-1)).wait()
         for view, parameter in _views(self._row, self._dealt[self._group.rank]):
-            parameter.grad = like(parameter, view.to(parameter.device))
+            parameter.grad = like(parameter, view.to(parameter.device, parameter.dtype))
 
     @torch.no_grad()
     def hand_out(self) -> None:
@@ -240,6 +220,12 @@ class Sharded(Exchange):
         self.loss_weight = weight * group.size  # FSDP2 takes the mean over ranks; samples are to count alike
 
     def wrap(self, model: nn.Module) -> None:
+        types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+        if len(types) > 1:
+            raise UserError(
+                f"fsdp_stage {self._stage} cuts up parameters of one type and the model has {', '.join(sorted(types))}; "
+                "use stage 0 or 1"
+            )
         blocks, policy = blocks_of(model), self._policy()
         for module in [*blocks, model]:
             fully_shard(

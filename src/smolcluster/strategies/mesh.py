@@ -15,14 +15,11 @@ Narayanan et al., "Efficient large-scale language model training on GPU clusters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pydantic import Field
 from torch import nn
 
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.base import Cost, Node, Options, Shape
 from smolcluster.strategies.fsdp import FSDPOptions, make_exchange
 from smolcluster.strategies.parallel import Exchange, Parallel
 from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe
@@ -58,6 +55,8 @@ class Mesh(Parallel):
                 f"with this tp and pp, dp must be {num_ranks // (tp * pp)}"
             )
         shards = options.shard_size or dp
+        if shards < dp and options.fsdp_stage < 2:
+            raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
         if dp % shards:
             raise UserError(f"strategy.shard_size = {shards} does not divide dp {dp}; try {divisors(dp)}")
         return Axes(pp=pp, replicas=dp // shards, shards=shards, tp=tp)
@@ -71,21 +70,6 @@ class Mesh(Parallel):
     def make_exchange(self) -> Exchange:
         return make_exchange(self, self.options)
 
-    @property
-    def cuts_up_parameters(self) -> bool:
-        return self.options.fsdp_stage >= 2
-
     @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        assert isinstance(options, MeshOptions)
-        axes, stage = cls.axes(options, len(nodes)), options.fsdp_stage
-        size = shape.parameters * shape.bytes_per_parameter // (axes.tp * axes.pp)
-        moved = (3 if stage == 3 else 2) * (axes.dp - 1) * size // axes.dp
-        return Cost(
-            parameter_bytes=size // axes.shards if stage == 3 else size,
-            gradient_bytes=size // axes.shards if stage >= 2 else size,
-            optimizer_bytes=size * shape.optimizer_states // (axes.shards if stage >= 1 else 1),
-            bytes_sent=moved,
-            bytes_received=moved,
-            messages=2 * (axes.dp - 1),
-        )
+    def stage(cls, options: MeshOptions) -> int:
+        return options.fsdp_stage

@@ -17,6 +17,7 @@ Names stay those of the whole model, and what is saved is whole: any strategy re
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,8 +35,21 @@ from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes
-from smolcluster.strategies.base import Drawing, Node, Options, Seat, Share, State, StepReport, Strategy, build_replica
+from smolcluster.strategies.base import (
+    Cost,
+    Drawing,
+    Node,
+    Options,
+    Seat,
+    Shape,
+    Share,
+    State,
+    StepReport,
+    Strategy,
+    build_replica,
+)
 from smolcluster.strategies.replicated import train_alone
+from smolcluster.strategies.shards import largest_share
 from smolcluster.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -95,6 +109,33 @@ class Parallel(Strategy):
         """How the ranks are arranged."""
 
     @classmethod
+    def stage(cls, options: Any) -> int:
+        """The ZeRO stage along the data axis."""
+        return 0
+
+    @classmethod
+    def cost(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> Cost:
+        """Of a rank, where layers are dealt out evenly. Only the data axis has bytes that do not depend on the samples."""
+        axes, stage = cls.axes(options, len(nodes)), cls.stage(options)
+        size, dp, shards = shape.parameters * shape.bytes_per_parameter // (axes.tp * axes.pp), axes.dp, axes.shards
+        if stage < 2:
+            moved = 2 * (dp - 1) * size // dp
+        else:
+            moved = stage * (shards - 1) * size // shards  # stage 3 gathers once more, for backward
+            moved += 2 * (axes.replicas - 1) * size // (axes.replicas * shards)
+        if stage == 1 and axes.tp == axes.pp == 1 and shape.tensors:
+            moved = 2 * (dp - 1) * largest_share(list(map(math.prod, shape.tensors)), dp) * shape.bytes_per_parameter
+        return Cost(
+            parameter_bytes=size // shards if stage == 3 else size,
+            gradient_bytes=size // shards if stage >= 2 else size,
+            optimizer_bytes=size * shape.optimizer_states // (shards if stage >= 1 else 1),
+            bytes_sent=moved,
+            bytes_received=moved,
+            messages=(stage if stage >= 2 else 2) * (dp - 1),
+            activations_travel=axes.tp > 1 or axes.pp > 1,
+        )
+
+    @classmethod
     def seats(cls, options: Any, nodes: Sequence[Node]) -> list[Seat]:
         return cls.axes(options, len(nodes)).seats(nodes, alike=not options.sequence_parallel)
 
@@ -128,23 +169,21 @@ class Parallel(Strategy):
         self._exchange = self.make_exchange()
         self.replica = build_replica(task, context, arrange=self._arrange)
         self._exchange.attach(self.replica)
+        for key, idle in (("track_gradients", True), ("compile", self._pipe is not None)):
+            if idle and getattr(context.config.training, key) and context.group.size > 1:
+                context.warn(f"training.{key} has no effect with {self.name}")
         self._stop = DelayedFlag(context.device)
         self._exported: dict[str, Tensor] | None = None
 
     def _check_backend(self) -> None:
         """torch's engine hands GPU memory to the backend, and gloo would read it as its own: the process would die of it."""
         group, axes = self.context.group, self.mesh_axes
-        by_torch = axes.pp > 1 or axes.tp > 1 or (axes.dp > 1 and self.cuts_up_parameters)
+        by_torch = axes.pp > 1 or axes.tp > 1 or (axes.dp > 1 and self.stage(self.options) >= 2)
         if by_torch and self.context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
             raise UserError(
                 f"{self.name} on {self.context.device.type} cannot exchange over gloo; use --backend nccl with a GPU for each "
                 "worker, or training.device=cpu"
             )
-
-    @property
-    def cuts_up_parameters(self) -> bool:
-        """Parameters are in pieces along the data axis."""
-        return False
 
     def _make_mesh(self) -> DeviceMesh | None:
         """torch's view of the same axes, without those of length one."""

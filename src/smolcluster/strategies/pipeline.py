@@ -48,7 +48,7 @@ from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.base import Context, Cost, Drawing, Node, Options, Shape
+from smolcluster.strategies.base import Context, Drawing
 from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions
 from smolcluster.strategies.timeline import Worked, draw, expected_idle, idle_share
 from smolcluster.tasks.base import Task
@@ -93,18 +93,6 @@ class Pipeline(Parallel):
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)
-
-    @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
-        return Cost(
-            parameter_bytes=size // n,
-            gradient_bytes=size // n,
-            optimizer_bytes=size * shape.optimizer_states // n,
-            bytes_sent=0,
-            bytes_received=0,
-            messages=0,
-        )
 
 
 def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) -> Pipe | None:

@@ -43,7 +43,6 @@ from torch.distributed.tensor.parallel import (
 
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.base import Cost, Node, Options, Shape
 from smolcluster.strategies.parallel import Parallel, ParallelOptions
 
 
@@ -69,18 +68,6 @@ class TensorParallel(Parallel):
 
     def share_out(self, model: nn.Module) -> Fusions | None:
         return share_out(self, model)
-
-    @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
-        return Cost(
-            parameter_bytes=size // n,
-            gradient_bytes=size // n,
-            optimizer_bytes=size * shape.optimizer_states // n,
-            bytes_sent=0,
-            bytes_received=0,
-            messages=0,
-        )
 
 
 def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
