@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.world import World
+
+from smolcluster.engine.checkpoint import read_checkpoint
 
 STEPS = 8
 COMMON: dict[str, Any] = {
@@ -30,7 +31,7 @@ GPT: dict[str, Any] = {
 
 
 def weights(world: World) -> dict[str, torch.Tensor]:
-    return load_file(Path(world.summary["checkpoint"]) / "weights.safetensors")
+    return dict(read_checkpoint(Path(world.summary["checkpoint"])).weights)
 
 
 def assert_same_run(one: World, other: World, *, tolerance: float) -> None:

@@ -5,11 +5,17 @@ In fp64, so that only the order of sums differs.
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tests.equivalence.same_run import COMMON, GPT, weights
 from tests.world import World, run_world
+
+from smolcluster.engine.checkpoint import read_checkpoint
 
 HALF, ALL = 3, 6
 CONFIG = COMMON | GPT | {"model.num_layers": 4, "training.steps": ALL, "training.checkpoint_steps": HALF}
@@ -27,9 +33,9 @@ WAYS = {
 }
 
 
-def train(way: str, run_dir: Path, *, resume: Path | None = None) -> World:
+def train(way: str, run_dir: Path, *, resume: Path | None = None, **more: Any) -> World:
     size, shards, options = WAYS[way]
-    config = CONFIG | options | {"training.batch_size": GLOBAL_BATCH // shards}
+    config = CONFIG | options | {"training.batch_size": GLOBAL_BATCH // shards} | more
     strategy = way.partition("-")[0]
     world = run_world(size, run_dir, config, task="DoubleGPT", strategy=strategy, resume=resume)
     assert [rank.status for rank in world.ranks] == [0] * size, [rank.failed for rank in world.ranks]
@@ -54,3 +60,33 @@ def test_any_goes_on_from_any(whole: dict[str, World], tmp_path: Path, first: st
     assert expected.keys() == found.keys()
     for name, tensor in found.items():
         assert (tensor - expected[name]).abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize(("first", "then"), itertools.pairwise([*WAYS, "single"]))
+def test_what_is_loaded_is_what_was_saved_to_the_last_bit(
+    whole: dict[str, World], tmp_path: Path, first: str, then: str
+) -> None:
+    """One step with a rate that changes nothing, and the weights are saved again."""
+    saved = whole[first].run_dir / "checkpoints" / f"step-{HALF:08d}"
+    rate = {"training.learning_rate": 1e-300, "training.steps": HALF + 1}
+    again = train(then, tmp_path, resume=saved, **rate)
+    expected, found = read_checkpoint(saved).weights, weights(again)
+    assert expected.keys() == found.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_each_rank_saves_its_part(whole: dict[str, World]) -> None:
+    """And no rank all of it."""
+    for way in ("fsdp-1", "fsdp-3", "tensor", "pipeline", "mesh"):
+        folder = whole[way].run_dir / "checkpoints" / f"step-{HALF:08d}"
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        ranks = range(WAYS[way][0])
+        assert {f"weights-{rank}.safetensors" for rank in ranks} == {name for name in files if "weights" in name}, way
+        sizes = [files[f"optimizer-{rank}.safetensors"]["size"] for rank in ranks]
+        assert max(sizes) < 0.75 * sum(sizes), (way, sizes)
+
+
+def test_one_rank_saves_all_when_asked_to(tmp_path: Path) -> None:
+    world = train("fsdp-3", tmp_path, **{"training.sharded_checkpoints": False, "training.steps": 1})
+    names = {path.name for path in Path(world.summary["checkpoint"]).iterdir()}
+    assert names == {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}

@@ -373,8 +373,8 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(store: CheckpointStore, name: s
 def test_a_newer_format_is_the_users_to_mend_and_not_skipped(store: CheckpointStore) -> None:
     store.save(snapshot_of(1))
     path = store.save(snapshot_of(2))
-    forge(path, lambda f: f.update(version=2))
-    with pytest.raises(UserError, match=r"written by a newer smolcluster \(checkpoint format 2.*pip install -U"):
+    forge(path, lambda f: f.update(version=3))
+    with pytest.raises(UserError, match=r"written by a newer smolcluster \(checkpoint format 3.*pip install -U"):
         store.load_latest()
 
 

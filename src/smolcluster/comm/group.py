@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from smolcluster.errors import SmolclusterError
+
+if TYPE_CHECKING:
+    from smolcluster.comm.bulletin import Bulletin
 
 
 class PeerLost(SmolclusterError):
@@ -93,6 +96,10 @@ class Group(ABC):
     def sub(self, ranks: Sequence[int]) -> Group | None:
         """The group of some of these ranks; None on a rank that is not among them. Called by every rank."""
 
+    def bulletin(self, name: str) -> Bulletin | None:
+        """Notes between the ranks, where they can be had."""
+        return None
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -124,7 +131,7 @@ def gather_json(group: Group, value: Any) -> list[Any]:
     return [json.loads(bytes(rows[r, : int(sizes[r])].tolist())) for r in range(group.size)]
 
 
-def broadcast_tensors(group: Group, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+def broadcast_tensors(group: Group, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Rank 0's named tensors on every rank, on the CPU. The others pass None."""
     layout = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()] if tensors else []
     result: dict[str, Tensor] = {}

@@ -97,7 +97,7 @@ def connect(
         raise PeerLost(f"the ranks did not find each other: {str(error).splitlines()[0]}") from error
     world = dist.group.WORLD
     assert world is not None
-    return TorchGroup(world, device=device)
+    return TorchGroup(world, device=device, met_at=(place.master_addr, store.port))
 
 
 def _open_store(place: Place) -> TCPStore:

@@ -5,13 +5,16 @@
     whole(t)          all of it, on every rank that has a part: they all call this together
     place(t)          where my part begins, and its shape
     copies(t)         how many ranks hold the same part
+    has_first(t)      whether I am the first of those
+    axes_of(t)        along which axes of ranks it is spread, or copied
 
-Plain tensors are their own whole.
+Plain tensors are their own whole. A part that is saved is called `name@where it begins`: box_name, read_box_name.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +66,28 @@ def part_of(full: Tensor, tensor: Tensor) -> Tensor:
     """What of `full` belongs into my part of `tensor`."""
     offsets, shape = place(tensor)
     return full[tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))]
+
+
+def axes_of(tensor: Tensor) -> tuple[str, ...]:
+    return tuple(tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+
+
+def has_first(tensor: Tensor) -> bool:
+    """Of the ranks that hold the same part, within the mesh that the tensor is spread over."""
+    if not isinstance(tensor, DTensor):
+        return True
+    where = tensor.device_mesh.get_coordinate()
+    assert where is not None
+    return all(at == 0 for placement, at in zip(tensor.placements, where, strict=True) if placement.is_replicate())
+
+
+def box_name(name: str, offsets: Sequence[int]) -> str:
+    return f"{name}@{','.join(map(str, offsets))}"
+
+
+def read_box_name(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, where = text.rpartition("@")
+    return name, tuple(int(at) for at in where.split(",")) if where else ()
 
 
 def copies(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smolcluster.comm.bulletin import Bulletin, StoreBulletin
 from smolcluster.comm.group import Done, Group, PeerLost, Traffic, Work
 
 
@@ -40,12 +41,15 @@ class _TorchWork:
 
 
 class TorchGroup(Group):
-    def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, *, device: torch.device, met_at: tuple[str, int] | None = None
+    ) -> None:
+        """`met_at`: host and port of the store at which the ranks met."""
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.traffic = Traffic()
         self.backend = dist.get_backend(process_group)
-        self._group = process_group
+        self._group, self._met_at = process_group, met_at
         self._device = device if self.backend == "nccl" else torch.device("cpu")
 
     @property
@@ -95,6 +99,9 @@ class TorchGroup(Group):
         part = TorchGroup(group, device=self._device)
         part.traffic = self.traffic  # what a part of the group moves, this process moves
         return part
+
+    def bulletin(self, name: str) -> Bulletin | None:
+        return None if self._met_at is None else StoreBulletin(*self._met_at, name=name)
 
     def close(self) -> None:
         if dist.is_initialized():

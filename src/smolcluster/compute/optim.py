@@ -7,7 +7,7 @@ what another has written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def put_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors:
         optimizer.state[parameters[name]][state] = tensor if tensor.ndim == 0 else tensor.to(parameters[name].device)
 
 
-def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back what `named_state` gave. torch's own loader moves each tensor to where the optimizer wants it."""
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():

@@ -8,7 +8,7 @@ Strategies put their exchange between the two. A replica knows nothing of other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,12 +138,12 @@ class Replica:
         return named_state(self.model, self.optimizer), numbers
 
     def load_state_dict(
-        self, weights: dict[str, Tensor], optimizer: dict[str, Tensor], numbers: dict[str, Any]
+        self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], numbers: dict[str, Any]
     ) -> None:
         self.model.load_state_dict(weights)
         self.load_optimizer(optimizer, numbers)
 
-    def load_optimizer(self, optimizer: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def load_optimizer(self, optimizer: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
         load_named_state(self.model, self.optimizer, optimizer)
         self.updates = int(numbers["updates"])
         if self.scale is not None and "loss_scale" in numbers:

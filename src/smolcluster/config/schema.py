@@ -135,6 +135,10 @@ class TrainingConfig(Section):
     checkpoint_steps: Natural | None = Field(
         None, description="save every so many steps and at the end; null: every eval_steps; 0: never, nor at the end"
     )
+    sharded_checkpoints: bool = Field(
+        True,
+        description="a worker that has a part of the model saves it, if all see the run directory; false: rank 0 saves all",
+    )
     max_checkpoints_to_keep: Count = Field(3, description="keep the last so many, and the best")
     track_gradients: bool = Field(False, description="log the gradient norm of every parameter")
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Lower] = Field(

@@ -28,6 +28,7 @@ from smolcluster.engine.snapshot import (
     MANIFEST,
     Encoded,
     Manifest,
+    Others,
     Snapshot,
     check_compatible,
     read_checkpoint,
@@ -71,11 +72,11 @@ class CheckpointStore:
 
     # Saving
 
-    def save(self, snapshot: Snapshot, *, best: bool = False) -> Path:
+    def save(self, snapshot: Snapshot, *, best: bool = False, others: Others | None = None) -> Path:
         """Writes a checkpoint and returns its folder. When this returns, a power cut cannot undo it.
 
-        A good checkpoint of the same step is kept as it is; a damaged one is moved aside. Raises OSError when it cannot
-        be written; what was there before is then still there.
+        `others` write parts of it. A good checkpoint of the same step is kept as it is; a damaged one is moved aside. Raises
+        OSError when it cannot be written; what was there before is then still there.
         """
         encoded = Encoded(snapshot, best=best)
         ensure_folder(self.folder, files=self._files)
@@ -86,7 +87,7 @@ class CheckpointStore:
             if self._is_good(final):
                 self._log.info("%s exists and is good: kept, not written again", final.name)
             else:
-                self._write(final, encoded)
+                self._write(final, encoded, others)
             self._point("latest", self.list()[-1].name)
             best_path = final if best else self.best()
             if best_path is not None:
@@ -111,11 +112,14 @@ class CheckpointStore:
         self._log.warning("going back to step %d: %s moved aside", step, ", ".join(path.name for path in later))
         return moved
 
-    def _write(self, final: Path, encoded: Encoded) -> None:
+    def size_bytes(self, path: Path) -> int:
+        return read_manifest(path).size_bytes
+
+    def _write(self, final: Path, encoded: Encoded, others: Others | None) -> None:
         temporary = self.folder / temporary_name(final.name)
         try:
             self._files.mkdir(temporary)
-            encoded.write_to(temporary, files=self._files)
+            encoded.write_to(temporary, files=self._files, others=others)
             self._files.fsync_folder(temporary)
             if final.exists():
                 self._move_aside(final, "damaged")
@@ -187,7 +191,7 @@ class CheckpointStore:
         names = self._best_names([path.name for path in self.list()])
         return self.folder / names[0] if names else None
 
-    def load_latest(self, *, optimizer: bool = True) -> tuple[Path, Snapshot] | None:
+    def load_latest(self, *, optimizer: bool = True, lazily: bool = False) -> tuple[Path, Snapshot] | None:
         """The newest good checkpoint; None when there is none at all.
 
         Damaged ones are skipped with an error in the log. Raises DamagedCheckpoint when none is good.
@@ -196,7 +200,7 @@ class CheckpointStore:
         damages = []
         for path in reversed(paths):
             try:
-                return path, self._load(path, optimizer=optimizer)
+                return path, self._load(path, optimizer=optimizer, lazily=lazily)
             except DamagedCheckpoint as damage:
                 self._log.error("checkpoint %s is damaged, trying the one before it: %s", path, damage)
                 damages.append(str(damage))
@@ -207,10 +211,10 @@ class CheckpointStore:
             )
         return None
 
-    def load(self, which: str | Path = "latest", *, optimizer: bool = True) -> Snapshot:
+    def load(self, which: str | Path = "latest", *, optimizer: bool = True, lazily: bool = False) -> Snapshot:
         """Loads `latest`, `best`, a checkpoint of this store by its name, or any checkpoint by its path."""
         if which == "latest":
-            latest = self.load_latest(optimizer=optimizer)
+            latest = self.load_latest(optimizer=optimizer, lazily=lazily)
             if latest is None:
                 raise UserError(f"no checkpoint in {self.folder} yet; start without --resume")
             return latest[1]
@@ -218,14 +222,14 @@ class CheckpointStore:
             best = self.best()
             if best is None:
                 raise UserError(f"no best checkpoint in {self.folder} yet; known: {self._known()}")
-            return self._load(best, optimizer=optimizer)
+            return self._load(best, optimizer=optimizer, lazily=lazily)
         for path in (self.folder / which, Path(which)):
             if (path / MANIFEST).exists() or (path.is_dir() and _step_of(path.name) >= 0):
-                return self._load(path, optimizer=optimizer)
+                return self._load(path, optimizer=optimizer, lazily=lazily)
         raise UserError(f"no checkpoint at '{which}'; known here: {self._known()}")
 
-    def _load(self, path: Path, *, optimizer: bool) -> Snapshot:
-        snapshot = read_checkpoint(path, optimizer=optimizer)
+    def _load(self, path: Path, *, optimizer: bool, lazily: bool) -> Snapshot:
+        snapshot = read_checkpoint(path, optimizer=optimizer, lazily=lazily)
         if _step_of(path.name) not in (-1, snapshot.step):
             raise DamagedCheckpoint(f"{path.name}: holds step {snapshot.step}; the folder was renamed")
         return snapshot

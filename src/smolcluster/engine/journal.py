@@ -50,7 +50,7 @@ from torch import Tensor
 from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.files import Files, OutputFile, ensure_folder
 from smolcluster.engine.saver import Saver
-from smolcluster.engine.snapshot import Snapshot
+from smolcluster.engine.snapshot import Others, Snapshot
 from smolcluster.engine.tensorfile import tensor_bytes
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
@@ -158,7 +158,7 @@ class Journal:
         if loaded is None:
             return 0, 0, None, None
         snapshot = loaded[1]
-        return snapshot.step, snapshot.state["records"], snapshot.weights, snapshot.state["meta"]
+        return snapshot.step, snapshot.state["records"], dict(snapshot.weights), snapshot.state["meta"]
 
     def _in_turn(self, segments: list[_ReadSegment], base: int) -> list[Record]:
         """The records from number `base` on, as far as they go without a gap."""
@@ -451,7 +451,7 @@ class _Snapshots(CheckpointStore):
         super().__init__(folder, keep=1, files=files, log=log)
         self._journal = journal
 
-    def save(self, snapshot: Snapshot, *, best: bool = False) -> Path:
+    def save(self, snapshot: Snapshot, *, best: bool = False, others: Others | None = None) -> Path:
         # In this order: a snapshot on the disk promises that the log file after it is there, too.
         self._journal._flush(since=snapshot.step)
         path = super().save(snapshot)

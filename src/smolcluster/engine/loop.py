@@ -5,15 +5,17 @@ for each step: read a batch, strategy.step, and when they are due: evaluate, log
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from smolcluster.comm.group import gather_json
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything
 from smolcluster.data.dataset import Dataset
@@ -54,6 +56,7 @@ class Loop:
         val_data: Dataset | None,
         observer: Observer,
         saver: Saver | None,
+        together: bool = False,
         host: str,
         info: dict[str, Any],
         profiler: Profiler | None = None,
@@ -65,7 +68,7 @@ class Loop:
         self.last_evaluation: dict[str, float] = {}
         self.interrupted = False
         self._reader, self._train_data, self._val_data = reader, train_data, val_data
-        self._observer, self._saver = observer, saver
+        self._observer, self._saver, self._together = observer, saver, together
         self._host, self._info, self._clock = host, info, clock
         self._config = context.config.training
         self._log_interval = context.config.logging.log_interval
@@ -167,12 +170,18 @@ class Loop:
             )
         )
 
-    # Checkpoints. Every rank drains and asks for the state; the lead rank copies and writes it.
+    # Checkpoints. Every rank drains and asks for the state; the lead rank copies and writes it. Together, every rank has a
+    # part of it, which it copies and writes itself.
+
+    def _state(self) -> State:
+        state = self.strategy.part_of_state() if self._together else self.strategy.state()
+        assert state is not None
+        return state
 
     def _reserve(self) -> None:
         """Memory for a copy of the state is made beside training, so that the first save stalls no longer than others."""
         if self._config.checkpoint_steps != 0:
-            state = self.strategy.state()
+            state = self._state()
             if self._saver is not None:
                 self._saver.reserve(state.weights)
                 self._saver.reserve(state.optimizer)
@@ -181,11 +190,13 @@ class Loop:
         if self._config.checkpoint_steps == 0 or step == self._saved_step:
             return
         self.strategy.drain()
-        state = self.strategy.state()
+        state = self._state()
         self._saved_step = step
         if self._saver is None:
             return
         broken = [n for n, t in state.weights.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+        if self._together:
+            broken = list(itertools.chain.from_iterable(gather_json(self.context.group, broken[:1])))
         if broken:  # good checkpoints must not give way to this one
             log.error("step %d is not saved: %s has NaN or infinite values", step, broken[0])
             return
@@ -201,6 +212,8 @@ class Loop:
             },
             metrics=dict(self.last_evaluation),
             info=self._info,
+            wholes=state.wholes,
+            part=self.context.seat.rank,
         )
         self._saver.submit(snapshot, best=best, final=final, stall_s=time.perf_counter() - started)
 
@@ -225,7 +238,7 @@ class Loop:
         counts, shard = self.context.samples_per_step, self.context.seat.shard or 0
         return total * sum(counts[: shard + 1]) // sum(counts) - total * sum(counts[:shard]) // sum(counts)
 
-    def final_weights(self) -> dict[str, torch.Tensor] | None:
+    def final_weights(self) -> Mapping[str, torch.Tensor] | None:
         self.strategy.drain()
         return self.strategy.export()
 

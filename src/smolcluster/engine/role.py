@@ -19,7 +19,7 @@ from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.checks import check_disk_space
 from smolcluster.engine.profiler import Profiler, steps_of
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.engine.saver import Saver
+from smolcluster.engine.saver import Saver, Store
 from smolcluster.engine.snapshot import Snapshot, check_compatible
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError
@@ -82,18 +82,24 @@ class Role(ABC):
 
     # Checkpoints
 
-    def _make_saver(self, strategy: Strategy) -> Saver:
+    def _make_saver(self, strategy: Strategy, *, together: bool = False) -> Saver:
+        """`together`: every rank has one, for its part of the state."""
         self.run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         weights_bytes = sum(t.nbytes for t in strategy.layout().values())
         check_disk_space(self.run_dir.path, need_bytes=3 * weights_bytes)
         self.store = CheckpointStore(self.run_dir.checkpoints, keep=self.config.training.max_checkpoints_to_keep)
         self.checkpoint: str | None = None
+        told = not together or self.spec.rank == 0
 
         def saved(event: CheckpointSaved) -> None:
+            if not told:
+                return
             self.checkpoint = event.path
             self.observer.emit(event)
 
         def failed(event: CheckpointFailed) -> None:
+            if not told:
+                return
             log.error(
                 "the checkpoint of step %d could not be saved: %s", event.step, event.reason, extra={"event": event}
             )
@@ -102,18 +108,22 @@ class Role(ABC):
         def skipped(step: int, by: int) -> None:
             log.warning("the disk is slower than checkpoint_steps: step %d is not saved, step %d is next", step, by)
 
-        return Saver(self.store, on_saved=saved, on_failed=failed, on_skipped=skipped)
+        return Saver(self._make_store(), patient=together, on_saved=saved, on_failed=failed, on_skipped=skipped)
 
-    def _read_checkpoint(self, source: Path, strategy: Strategy) -> Snapshot:
+    def _make_store(self) -> Store:
+        return self.store
+
+    def _find_checkpoint(self, source: Path, strategy: Strategy, *, lazily: bool = False) -> tuple[Path, Snapshot]:
+        """Its folder, and what is in it, verified. Lazily, tensors are read when they are asked for."""
         if (source / "manifest.json").is_file():
-            snapshot = CheckpointStore(source.parent, keep=1).load(source)
+            path, snapshot = source, CheckpointStore(source.parent, keep=1).load(source, lazily=lazily)
         else:
-            found = CheckpointStore(source, keep=1).load_latest()
+            found = CheckpointStore(source, keep=1).load_latest(lazily=lazily)
             if found is None:
                 raise UserError(f"--resume: there is no checkpoint in {source}")
-            snapshot = found[1]
+            path, snapshot = found
         check_compatible(snapshot, strategy.layout())
-        return snapshot
+        return path, snapshot
 
     # Telling
 

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from smolcluster.engine.checkpoint import CheckpointStore
-from smolcluster.engine.snapshot import Snapshot, read_manifest
+from smolcluster.engine.snapshot import Snapshot
 from smolcluster.engine.tensorfile import find_aliases
 from smolcluster.errors import SmolclusterError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
@@ -33,12 +34,21 @@ class _Job:
     stall_s: float
 
 
+class Store(Protocol):
+    """Where snapshots go: `checkpoint.CheckpointStore`, or one of `together.py`, where every rank writes a part."""
+
+    def save(self, snapshot: Snapshot, *, best: bool = False) -> Path: ...
+
+    def size_bytes(self, path: Path) -> int: ...
+
+
 class Saver:
     """Writes snapshots to a store in the background: at most one being written and one waiting.
 
     When a snapshot arrives while another waits, the newer one takes its place. But a waiting `best` gives way only to a
     newer `best` (a plain newcomer is skipped instead), and a `final` one is never given up: `submit` then blocks until
-    there is room. `on_skipped(step, by)` tells which step was given up and for which.
+    there is room. `on_skipped(step, by)` tells which step was given up and for which. With `patient`, nothing is given up:
+    where every rank writes a part, all must save the same steps.
 
     `on_saved` and `on_failed` are called on the writing thread, `on_skipped` on the caller's. An error that is neither
     of the disk nor of the user is a bug: the next `submit`, `wait` or `close` raises it.
@@ -46,13 +56,14 @@ class Saver:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: Store,
         *,
+        patient: bool = False,
         on_saved: Callable[[CheckpointSaved], None],
         on_failed: Callable[[CheckpointFailed], None],
         on_skipped: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._patient = store, patient
         self._on_saved, self._on_failed, self._on_skipped = on_saved, on_failed, on_skipped
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._changed = threading.Condition()  # guards the next three
@@ -85,7 +96,7 @@ class Saver:
         with self._changed:
             self._raise_bug()
             waiting = self._waiting
-            if waiting is not None and (waiting.final or (final and waiting.best)):
+            if waiting is not None and (self._patient or waiting.final or (final and waiting.best)):
                 self._changed.wait_for(lambda: self._waiting is None)
                 self._raise_bug()
                 waiting = None
@@ -147,7 +158,7 @@ class Saver:
         start = time.perf_counter()
         try:
             path = self._store.save(job.snapshot, best=job.best)
-            size_bytes = read_manifest(path).size_bytes
+            size_bytes = self._store.size_bytes(path)
         except (OSError, SmolclusterError) as error:
             self._on_failed(CheckpointFailed(step=job.snapshot.step, reason=f"{type(error).__name__}: {error}"))
             return
@@ -223,7 +234,7 @@ class SnapshotBuffers:
             tensor.zero_()
         self.release(copies)
 
-    def release(self, copies: dict[str, Tensor]) -> None:
+    def release(self, copies: Mapping[str, Tensor]) -> None:
         """Gives a copy back. Dicts that did not come from `copy` are left alone."""
         if isinstance(copies, _Copies):
             with self._lock:

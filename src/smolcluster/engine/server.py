@@ -244,7 +244,7 @@ class Server(Role):
         self.roster.joined, self.roster.lost = int(counts.get("joined", 0)), int(counts.get("lost", 0))
 
     def _resume(self, source: Path) -> None:
-        snapshot = self._read_checkpoint(source, self.strategy)
+        _, snapshot = self._find_checkpoint(source, self.strategy)
         if snapshot.step >= self.total_steps:
             raise UserError(
                 f"the checkpoint is at step {snapshot.step} and the run ends at {self.total_steps}: nothing is left to train; "

@@ -6,6 +6,12 @@
         state.json               everything else that resuming needs: data position, counters, loss scale, ...
         manifest.json            format, step, and the size and SHA-256 of the three files above and of itself
 
+Where every rank has only a part of the model, each writes what it has (`together.py`), and the manifest has the shape of each
+whole tensor:
+
+        weights-0.safetensors, weights-1.safetensors, ...      boxes of the tensors: "<name>@<where the box begins>", for
+        optimizer-0.safetensors, ...                           example "blocks.0.attn.qkv.weight@96,0"
+
 The manifest is written last: a folder without a good manifest is not a checkpoint. Its own hash is its first entry and
 is taken over its bytes with the 64 digits of that hash set to '0', so that a single flipped bit anywhere is found.
 Reading runs no code from a checkpoint and allocates no more than the files hold.
@@ -18,50 +24,51 @@ import datetime
 import hashlib
 import json
 import math
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Protocol
 
-from pydantic import BaseModel, Field
-from safetensors import SafetensorError
+from pydantic import BaseModel
 from torch import Tensor
 
 from smolcluster.engine.files import Files
-from smolcluster.engine.tensorfile import HashedFile, TensorFile, read_tensors
+from smolcluster.engine.stored import FileEntry, Size, StoredTensors
+from smolcluster.engine.tensorfile import HashedFile, TensorFile
 from smolcluster.errors import DamagedCheckpoint, UserError
 
 FORMAT = "smolcluster-checkpoint"
-VERSION = 1
+VERSION = 2
+_WHOLE, _IN_PARTS = 1, 2  # versions: a checkpoint in one piece is still one that older programs read
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
 _CONTENTS = (WEIGHTS, OPTIMIZER, STATE)
+_PART = re.compile(r"(weights|optimizer)-[0-9]{1,6}\.safetensors")
 
 _MANIFEST_LIMIT_BYTES = 256 << 20
 _DIGEST_AT = len(b'{\n  "sha256": "')
 _NO_DIGEST = "0" * 64
 
-Size = Annotated[int, Field(ge=0)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+Layout = dict[str, dict[str, list[int]]]  # of "weights" and "optimizer": the shape of each whole tensor
 
 
 @dataclasses.dataclass(kw_only=True)
 class Snapshot:
-    """The state of a run after `step` steps. Tensors are whole and on the CPU; `state` and `info` are JSON values."""
+    """The state of a run after `step` steps. Tensors are on the CPU; `state` and `info` are JSON values.
+
+    Tensors are whole. Where `wholes` is given, they are the boxes that rank `part` saves, by their names in its file.
+    """
 
     step: int
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class FileEntry(BaseModel):
-    sha256: Digest
-    size: Size
-    tensors: Size | None = None
-    aliases: dict[str, str] = {}
+    wholes: Layout | None = None
+    part: int = 0
 
 
 class Manifest(BaseModel):
@@ -73,10 +80,21 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]
     metrics: dict[str, float]
     info: dict[str, Any]
+    wholes: dict[str, dict[str, list[Size]]] | None = None
 
     @property
     def size_bytes(self) -> int:
         return sum(entry.size for entry in self.files.values())
+
+
+class Others(Protocol):
+    """The ranks that write the rest of a checkpoint."""
+
+    def begin(self, step: int, folder: str) -> None:
+        """They may write into the folder of this name."""
+
+    def collect(self, step: int) -> tuple[dict[str, Any], Layout]:
+        """Waits until they have written. Returns their files' entries and the shapes of what is in them. Raises OSError."""
 
 
 class Encoded:
@@ -85,8 +103,11 @@ class Encoded:
     def __init__(self, snapshot: Snapshot, *, best: bool) -> None:
         if snapshot.step < 0:
             raise ValueError(f"a snapshot's step is a count, not {snapshot.step}")
-        self.step, self.best = snapshot.step, best
+        self.step, self.best, self.wholes = snapshot.step, best, snapshot.wholes
         self.tensor_files = {WEIGHTS: TensorFile.plan(snapshot.weights), OPTIMIZER: TensorFile.plan(snapshot.optimizer)}
+        if snapshot.wholes is not None:
+            files = self.tensor_files.items()
+            self.tensor_files = {_part_name(name, snapshot.part): plan for name, plan in files if plan.tensors}
         self.state = json.dumps(_checked(snapshot.state, "state")).encode("utf-8")
         # JSON has no NaN and no infinity, and other tools read the manifest: they become strings.
         self.metrics = {
@@ -94,30 +115,34 @@ class Encoded:
         }
         self.info = json.loads(json.dumps(_checked(snapshot.info, "info")))
 
-    def write_to(self, folder: Path, *, files: Files) -> None:
-        """Writes all files into an empty folder, each flushed to the disk, the manifest last."""
-        entries: dict[str, Any] = {}
-        for name in _CONTENTS:
-            with files.create(folder / name) as raw:
-                file = HashedFile(raw)
-                plan = self.tensor_files.get(name)
-                if plan is None:
-                    file.write(self.state)
-                else:
-                    plan.write_to(file)
-                raw.fsync()
-            entries[name] = {"sha256": file.sha256, "size": file.size}
-            if plan is not None:
-                entries[name] |= {"tensors": len(plan.tensors), "aliases": plan.aliases}
+    def write_to(self, folder: Path, *, files: Files, others: Others | None = None) -> None:
+        """Writes all files into an empty folder, each flushed to the disk, the manifest last. `others` write theirs."""
+        if others is not None:
+            others.begin(self.step, folder.name)
+        entries = self.write_tensors(folder, files=files)
+        entries[STATE] = _write_file(folder / STATE, self.state, files=files)
+        wholes = self.wholes
+        if others is not None and wholes is not None:
+            theirs, more = others.collect(self.step)
+            entries |= theirs
+            wholes = {kind: wholes[kind] | more.get(kind, {}) for kind in wholes}
         with files.create(folder / MANIFEST) as raw:
-            raw.write(self._manifest(entries))
+            raw.write(self._manifest(entries, wholes))
             raw.fsync()
 
-    def _manifest(self, entries: dict[str, Any]) -> bytes:
+    def write_tensors(self, folder: Path, *, files: Files) -> dict[str, Any]:
+        """The files with tensors. Returns their entries in the manifest."""
+        entries = {}
+        for name, plan in self.tensor_files.items():
+            entry = _write_file(folder / name, plan, files=files)
+            entries[name] = entry | {"tensors": len(plan.tensors), "aliases": plan.aliases}
+        return entries
+
+    def _manifest(self, entries: dict[str, Any], wholes: Layout | None) -> bytes:
         fields = {
             "sha256": _NO_DIGEST,
             "format": FORMAT,
-            "version": VERSION,
+            "version": _WHOLE if wholes is None else _IN_PARTS,
             "step": self.step,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "best": self.best,
@@ -125,6 +150,8 @@ class Encoded:
             "metrics": self.metrics,
             "info": self.info,
         }
+        if wholes is not None:
+            fields["wholes"] = wholes
         raw = json.dumps(fields, indent=2).encode("utf-8")
         return _with_digest(raw, hashlib.sha256(raw).hexdigest())
 
@@ -153,9 +180,21 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{where}: not a valid manifest: {error}") from error
     # Fixed names only: a manifest can never point outside its folder.
-    if set(manifest.files) != set(_CONTENTS):
+    if manifest.wholes is None and set(manifest.files) != set(_CONTENTS):
         raise DamagedCheckpoint(f"{where}: lists the files {sorted(manifest.files)}, not {sorted(_CONTENTS)}")
+    if manifest.wholes is not None:
+        strange = [name for name in manifest.files if name != STATE and not _PART.fullmatch(name)]
+        if strange or STATE not in manifest.files or set(manifest.wholes) != {"weights", "optimizer"}:
+            raise DamagedCheckpoint(f"{where}: lists the files {sorted(manifest.files)}")
     return manifest
+
+
+def manifest_sha256(folder: Path) -> str | None:
+    """By which two ranks can tell whether they see the same checkpoint."""
+    try:
+        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def verify(folder: Path) -> Manifest:
@@ -175,25 +214,39 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Snapshot:
+def read_checkpoint(folder: Path, *, optimizer: bool = True, lazily: bool = False) -> Snapshot:
     """Verifies a checkpoint and loads it. Raises DamagedCheckpoint, or UserError for a newer format.
 
-    Without the optimizer's tensors it takes a third of the memory; they are verified all the same.
+    Without the optimizer's tensors it takes a third of the memory; they are verified all the same. Lazily, tensors are read
+    when they are asked for, each time anew.
     """
-    manifest = verify(folder)
+    return open_checkpoint(folder, verify(folder), optimizer=optimizer, lazily=lazily)
+
+
+def open_checkpoint(folder: Path, manifest: Manifest, *, optimizer: bool = True, lazily: bool = False) -> Snapshot:
+    """The same, of a checkpoint that was verified already, perhaps by another rank."""
+    weights = _stored(folder, manifest, WEIGHTS)
+    moments = _stored(folder, manifest, OPTIMIZER)
     return Snapshot(
         step=manifest.step,
-        weights=_read_tensors(folder, WEIGHTS, manifest.files[WEIGHTS]),
-        optimizer=_read_tensors(folder, OPTIMIZER, manifest.files[OPTIMIZER]) if optimizer else {},
+        weights=weights if lazily else weights.read_all(),
+        optimizer={} if not optimizer else moments if lazily else moments.read_all(),
         state=_read_state(folder),
         metrics=manifest.metrics,
         info=manifest.info,
     )
 
 
+def _stored(folder: Path, manifest: Manifest, file: str) -> StoredTensors:
+    kind = file.partition(".")[0]
+    entries = {name: entry for name, entry in manifest.files.items() if name.startswith(kind)}
+    return StoredTensors(folder, entries, None if manifest.wholes is None else manifest.wholes[kind])
+
+
 def check_compatible(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> None:
     """Raises UserError unless the weights have the names and shapes of this model."""
-    saved = {name: tuple(tensor.shape) for name, tensor in snapshot.weights.items()}
+    weights = snapshot.weights
+    saved = weights.shapes() if isinstance(weights, StoredTensors) else {n: tuple(t.shape) for n, t in weights.items()}
     model = {name: tuple(tensor.shape) for name, tensor in model_state.items()}
     different = [
         f"{n} is {saved[n]}, the model has {model[n]}" for n in sorted(saved) if n in model and saved[n] != model[n]
@@ -217,6 +270,21 @@ def _with_digest(raw: bytes, digest: str) -> bytes:
     return raw[:_DIGEST_AT] + digest.encode() + raw[_DIGEST_AT + len(digest) :]
 
 
+def _part_name(name: str, part: int) -> str:
+    return name.replace(".", f"-{part}.")
+
+
+def _write_file(path: Path, contents: bytes | TensorFile, *, files: Files) -> dict[str, Any]:
+    with files.create(path) as raw:
+        file = HashedFile(raw)
+        if isinstance(contents, bytes):
+            file.write(contents)
+        else:
+            contents.write_to(file)
+        raw.fsync()
+    return {"sha256": file.sha256, "size": file.size}
+
+
 def _size(folder: Path, name: str) -> int:
     """Size of a regular file: a device or a pipe in its place must not be opened."""
     try:
@@ -226,21 +294,6 @@ def _size(folder: Path, name: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise DamagedCheckpoint(f"{folder.name}/{name}: not a regular file")
     return status.st_size
-
-
-def _read_tensors(folder: Path, name: str, entry: FileEntry) -> dict[str, Tensor]:
-    try:
-        tensors = read_tensors(folder / name)
-    except (SafetensorError, OSError) as error:
-        raise DamagedCheckpoint(f"{folder.name}/{name}: not a valid safetensors file: {error}") from error
-    if len(tensors) != entry.tensors:
-        raise DamagedCheckpoint(f"{folder.name}/{name}: {len(tensors)} tensors, the manifest says {entry.tensors}")
-    stored = dict(tensors)
-    for alias, target in entry.aliases.items():
-        if alias in stored or target not in stored:
-            raise DamagedCheckpoint(f"{folder.name}/{MANIFEST}: '{alias}' cannot be another name of '{target}'")
-        tensors[alias] = stored[target]
-    return tensors
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Tensors to safetensors files and back, and one hash for a set of weights.
+"""Tensors to safetensors files, and one hash for a set of weights.
 
 The file format is that of the safetensors library: eight bytes with the length of the header (little-endian), the
 header as JSON padded with spaces to a multiple of eight, then the raw little-endian bytes of every tensor without gaps.
 Tensors with larger elements come first, so that each one is aligned.
 
 We write it ourselves: that needs no second copy of the tensors, hashes while writing, and leaves the interpreter
-free for training (hashing and writing large buffers both release its lock). We read with the library, whose checks of
-a header (lengths, overlaps, overflow) are well tried.
+free for training (hashing and writing large buffers both release its lock). We read with the library (`stored.py`), whose
+checks of a header (lengths, overlaps, overflow) are well tried.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from smolcluster.engine.files import OutputFile
@@ -96,13 +94,6 @@ class TensorFile:
         file.write(self.header)
         for tensor in self.tensors:
             file.write(tensor_bytes(tensor))
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, in memory of their own (the library maps the file, which may go away)."""
-    with safe_open(path, framework="pt") as file:
-        tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    return tensors
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from smolcluster.comm.bulletin import Bulletin
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
 from smolcluster.comm.rendezvous import Place, choose_backend, connect
 from smolcluster.compute.device import peak_memory_bytes
@@ -20,13 +23,16 @@ from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import StreamReader
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.engine.snapshot import Snapshot
+from smolcluster.engine.saver import Store
+from smolcluster.engine.snapshot import Snapshot, manifest_sha256, open_checkpoint, read_manifest
+from smolcluster.engine.stored import StoredTensors
 from smolcluster.engine.summary import join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
+from smolcluster.engine.together import LeadStore, PartStore, all_see
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.events import Notice, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
-from smolcluster.strategies.base import Context, Node
+from smolcluster.strategies.base import Context, Node, Strategy
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +53,10 @@ class Worker(Role):
         self._announce()
         try:
             self.loop.run()
+        except BaseException:
+            if self.bulletin is not None:
+                self.bulletin.close()  # nobody waits for the part of a rank that is gone
+            raise
         finally:
             if self.saver is not None:
                 self.saver.close()
@@ -106,7 +116,11 @@ class Worker(Role):
         )
         strategy = self.strategy_class(self.options, self.context)
         strategy.setup(self.task)
-        self.saver = self._make_saver(strategy) if self.lead and training.checkpoint_steps != 0 else None
+        self.bulletin = self._find_bulletin(strategy)
+        together = self.bulletin is not None
+        self.saver = None
+        if training.checkpoint_steps != 0 and (self.lead or together):
+            self.saver = self._make_saver(strategy, together=together)
         assert self.seat.shard is not None
         self.loop = Loop(
             strategy=strategy,
@@ -122,6 +136,7 @@ class Worker(Role):
             val_data=self.val_data,
             observer=self.observer,
             saver=self.saver,
+            together=together,
             host=self.spec.host,
             profiler=self._make_profiler(),
             info={
@@ -132,30 +147,60 @@ class Worker(Role):
             },
         )
 
+    def _find_bulletin(self, strategy: Strategy) -> Bulletin | None:
+        """Where all ranks write checkpoints together, what they tell each other by: if the strategy cuts the model up, and
+        every rank sees the run directory."""
+        training, group = self.config.training, self.group
+        if training.checkpoint_steps == 0 or not training.sharded_checkpoints or group.size == 1:
+            return None
+        name = gather_json(group, secrets.token_hex(8))[0]
+        bulletin = group.bulletin(name)
+        if bulletin is None or strategy.part_of_state() is None:
+            return None
+        if not all_see(group, self.run_dir.checkpoints):
+            if self.lead:
+                self._warn("not every rank sees the run directory of rank 0, which saves all of the model by itself")
+            return None
+        return bulletin
+
+    def _make_store(self) -> Store:
+        store = super()._make_store()
+        if self.bulletin is None:
+            return store
+        if self.lead:
+            return LeadStore(self.store, self.bulletin, size=self.spec.world_size)
+        return PartStore(self.store.folder, self.bulletin, rank=self.spec.rank)
+
     def _resume(self) -> None:
-        """The lead rank reads and checks the checkpoint; the others get it over the wire, so only one needs the files."""
-        snapshot: Snapshot | None = None
-        problem: str | None = None
+        """The lead rank reads and checks the checkpoint. Others that see its files read what they need of them; if one of them
+        does not, all get it over the wire."""
+        found: Snapshot | None = None
+        head: dict[str, Any] | None = None
         if self.lead:
             try:
-                snapshot = self._read_checkpoint(Path(self.spec.resume or ""), self.loop.strategy)
+                path, found = self._find_checkpoint(Path(self.spec.resume or ""), self.loop.strategy, lazily=True)
+                head = {"step": found.step, "state": found.state, "path": str(path), "sha256": manifest_sha256(path)}
             except SmolclusterError as error:
-                problem = str(error)
-        problem = gather_json(self.group, problem)[0]
-        if problem is not None:
-            raise UserError(problem)
-        head = {"step": snapshot.step, "state": snapshot.state} if snapshot else None
+                head = {"problem": str(error)}
         head = gather_json(self.group, head)[0]
+        assert head is not None
+        if "problem" in head:
+            raise UserError(head["problem"])
         if head["step"] >= self.context.total_steps:
             raise UserError(
                 f"the checkpoint is at step {head['step']} and the run ends at {self.context.total_steps}: nothing is left "
                 "to train; raise --steps or training.epochs"
             )
-        weights = broadcast_tensors(self.group, snapshot.weights if snapshot else None)
-        optimizer = broadcast_tensors(self.group, snapshot.optimizer if snapshot else None)
-        found = Snapshot(
-            step=head["step"], weights=weights, optimizer=optimizer, state=head["state"], metrics={}, info={}
-        )
+        path = Path(head["path"])
+        if all(gather_json(self.group, manifest_sha256(path) == head["sha256"])):
+            found = found or open_checkpoint(path, read_manifest(path), lazily=True)
+        else:
+            found = Snapshot(
+                step=head["step"],
+                weights=broadcast_tensors(self.group, found.weights if found else None),
+                optimizer=broadcast_tensors(self.group, found.optimizer if found else None),
+                state=head["state"],
+            )
         try:
             self.loop.load(found)
         except (KeyError, TypeError, ValueError) as error:
@@ -169,6 +214,9 @@ class Worker(Role):
                 self.store.set_aside_after(head["step"])
             extra = f"; {dropped} rows logged after it are dropped" if dropped else ""
             self.observer.emit(Notice(level="INFO", message=f"resumed at step {head['step']}{extra}", rank=0))
+        for tensors in (found.weights, found.optimizer):
+            if isinstance(tensors, StoredTensors):
+                tensors.close()
         self.group.barrier()  # nobody opens the metrics file before it is cut
 
     def _announce(self) -> None:

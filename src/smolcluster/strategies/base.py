@@ -8,7 +8,7 @@ sees a socket. The loop in `engine/` calls these methods and knows no strategy b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -114,9 +114,10 @@ class Drawing:
 class State:
     """Everything a strategy must save. Names are the model's own, so any strategy can load any other's."""
 
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     numbers: dict[str, Any]
+    wholes: dict[str, dict[str, list[int]]] | None = None  # where tensors are boxes: the shapes of the whole ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +208,11 @@ class Strategy(ABC):
     def state(self) -> State:
         """What to save, not copied. Call `drain` first."""
 
+    def part_of_state(self) -> State | None:
+        """What to save where every rank saves a part: boxes of tensors (`comm.sharded.box_name`). All ranks' together are the
+        whole, every element once. None: this strategy has whole states only."""
+        return None
+
     @abstractmethod
     def load_state(self, state: State) -> None: ...
 
@@ -234,11 +240,11 @@ class Strategy(ABC):
     def drain(self) -> None:  # noqa: B027 - nothing is in flight by default
         """Finish what is in flight: before evaluation, checkpoint and exit. Every rank calls it at the same step."""
 
-    def export(self) -> dict[str, Tensor] | None:
+    def export(self) -> Mapping[str, Tensor] | None:
         """The whole weights, on the lead rank."""
         return self.state().weights if self.context.seat.rank == 0 else None
 
-    def layout(self) -> dict[str, Tensor]:
+    def layout(self) -> Mapping[str, Tensor]:
         """The whole weights by name, for their shapes only. Needs no other rank."""
         return self.state().weights
 

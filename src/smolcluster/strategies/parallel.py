@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from smolcluster.comm.group import Group, collect_tensors
-from smolcluster.comm.sharded import copies, gradient, like, local, part_of, whole
+from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
@@ -323,6 +323,35 @@ class Parallel(Strategy):
         self._exchange.settle()
         optimizer, numbers = self.replica.state_dict()
         return State(weights=self._gather(self.replica.weights()), optimizer=self._gather(optimizer), numbers=numbers)
+
+    def part_of_state(self) -> State | None:
+        self._exchange.settle()
+        optimizer, numbers = self.replica.state_dict()
+        kinds = {"weights": self.replica.weights(), "optimizer": optimizer}
+        boxes: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
+        wholes: dict[str, dict[str, list[int]]] = {kind: {} for kind in kinds}
+        parameters = self.replica.model.state_dict(keep_vars=True)
+        twins = set() if self._pipe is None else self._pipe.copied
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                plain = name.rpartition("/")[2]
+                if name.endswith(COPY) or parameters[plain] in twins:
+                    continue
+                wholes[kind][name] = list(tensor.shape)
+                part, (offsets, _) = local(tensor), place(tensor)
+                if part.numel() and self._saves(tensor, parameters[plain]):
+                    runs = [(offsets, part)] if self._fusions is None else self._fusions.runs(plain, part, offsets)
+                    boxes[kind].update({box_name(name, at): rows for at, rows in runs})
+        return State(**boxes, numbers=numbers, wholes=wholes)
+
+    def _saves(self, tensor: Tensor, parameter: Tensor) -> bool:
+        """Of the ranks that have the same, the first; of data shards, the owner, where there are any."""
+        axes = axes_of(tensor)
+        if self._exchange.owners and isinstance(parameter, nn.Parameter):
+            along_dp = self._exchange.updates(parameter)
+        else:
+            along_dp = "shards" in axes or "replicas" in axes or self.coords["dp"] == 0
+        return along_dp and ("tp" in axes or self.coords["tp"] == 0) and has_first(tensor)
 
     def export(self) -> dict[str, Tensor] | None:
         self._exchange.settle()

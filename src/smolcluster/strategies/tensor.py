@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -128,6 +129,15 @@ class Fusions:
     def arranged(self, name: str, full: Tensor) -> Tensor:
         order = self.order(name) if full.ndim else None
         return full if order is None else full[order.to(full.device)]
+
+    def runs(self, name: str, part: Tensor, offsets: Sequence[int]) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Boxes of the whole that a rank's rows come from, and where each begins."""
+        order = self.order(name) if part.ndim else None
+        if order is None:
+            return [(tuple(offsets), part)]
+        rows = order[offsets[0] : offsets[0] + len(part)].tolist()
+        starts = [0, *(at for at in range(1, len(rows)) if rows[at] != rows[at - 1] + 1), len(rows)]
+        return [((rows[a], *offsets[1:]), part[a:b]) for a, b in itertools.pairwise(starts)]
 
     def restored(self, name: str, full: Tensor) -> Tensor:
         order = self.order(name) if full.ndim else None
