@@ -62,7 +62,7 @@ def test_any_goes_on_from_any(whole: dict[str, World], tmp_path: Path, first: st
         assert (tensor - expected[name]).abs().max() < 1e-9, name
 
 
-@pytest.mark.parametrize(("first", "then"), itertools.pairwise([*WAYS, "single"]))
+@pytest.mark.parametrize(("first", "then"), list(itertools.pairwise([*WAYS, "single"])))
 def test_what_is_loaded_is_what_was_saved_to_the_last_bit(
     whole: dict[str, World], tmp_path: Path, first: str, then: str
 ) -> None:
