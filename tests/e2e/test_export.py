@@ -57,6 +57,27 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     return Here(folder, monkeypatch, capsys)
 
 
+def test_an_export_is_imported_and_trained_on(smol: Smol, folder: Path, tmp_path: Path) -> None:
+    """There and back, bit for bit; then another strategy goes on from it."""
+    smol.run("export", "runs/llama", tmp_path / "hf", cwd=folder).ok()
+    done = smol.run("import", tmp_path / "hf", tmp_path / "run", cwd=tmp_path).ok()
+    assert f"smolcluster train --resume {tmp_path / 'run'}" in done.out
+    first = read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000000").weights
+    saved = read_checkpoint(folder / "runs" / "llama" / "checkpoints" / "step-00000002").weights
+    assert first.keys() == saved.keys()
+    assert all(torch.equal(first[name], saved[name]) for name in saved)
+    arguments = ("train", "--resume", "run", "--strategy", "fsdp", "--workers", "2", "--steps", "2")
+    smol.run(*arguments, "--override", "training.batch_size=2", "training.eval_batches=1", cwd=tmp_path).ok()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    again = smol.run("import", tmp_path / "hf", tmp_path / "run", cwd=tmp_path)
+    assert again.status == 2
+    assert "already holds a run" in again.err
+    other = smol.run("import", tmp_path, tmp_path / "new", cwd=tmp_path)
+    assert other.status == 2
+    assert "has no config.json" in other.err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_run_is_exported(smol: Smol, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "hf"
     first, second, third = smol.run("export", "runs/llama", out, cwd=folder).ok().out.splitlines()

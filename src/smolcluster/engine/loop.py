@@ -223,7 +223,8 @@ class Loop:
         self.strategy.load_state(
             State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=state["strategy"])
         )
-        self._reader.load_state_dict(state["sampler"])
+        if state["sampler"] is not None:  # an imported model has read nothing
+            self._reader.load_state_dict(state["sampler"])
         best = state.get("best_val_loss")
         samples = self._share(self._reader.position) if self.context.tells else 0
         self.progress = Progress(

@@ -250,7 +250,7 @@ class Server(Role):
                 f"the checkpoint is at step {snapshot.step} and the run ends at {self.total_steps}: nothing is left to train; "
                 "raise --steps or training.epochs"
             )
-        sampler = snapshot.state["sampler"]
+        sampler = snapshot.state["sampler"] or {"position": 0}  # an imported model has read nothing
         state = State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=snapshot.state["strategy"])
         leases = {"position": sampler["position"], "holes": sampler.get("holes", [])}
         samples = int(sampler["position"])
