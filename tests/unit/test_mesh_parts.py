@@ -19,6 +19,7 @@ from smolcluster.strategies.base import Node, Shape
 from smolcluster.strategies.fsdp import FSDP, FSDPOptions, blocks_of
 from smolcluster.strategies.mesh import Mesh, MeshOptions
 from smolcluster.strategies.pipeline import Cut, Pipeline, PipelineOptions, num_layers_of, num_microbatches, stage_of
+from smolcluster.strategies.registry import read_options
 from smolcluster.strategies.tensor import Fusions, TensorOptions, TensorParallel
 
 
@@ -69,6 +70,33 @@ def test_ranks_that_compute_the_same_draw_the_same_numbers() -> None:
 def test_what_does_not_fit_is_refused_with_what_does(strategy: Any, options: Any, count: int, said: str) -> None:
     with pytest.raises(UserError, match=said):
         strategy.seats(options, nodes(count))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "machines", "shape"),
+    [
+        (FSDP, {}, "aabb", (2, 2)),
+        (FSDP, {}, "aaaa", (1, 4)),
+        (FSDP, {}, "abcd", (4, 1)),
+        (FSDP, {"shard_size": 4}, "aabb", (1, 4)),
+        (Mesh, {"tp": 2}, "aaaabbbb", (2, 2)),
+        (Mesh, {"pp": 2}, "aabbccdd", (2, 2)),
+        (Mesh, {"tp": 2}, "aabbccdd", (4, 1)),
+    ],
+)
+def test_hybrid_cuts_up_inside_a_machine(strategy: Any, options: dict[str, Any], machines: str, shape: Any) -> None:
+    axes = strategy.axes(strategy.Config(fsdp_stage="HYBRID_SHARD", **options), list(machines))
+    assert (axes.replicas, axes.shards) == shape
+    assert strategy.stage(strategy.Config(fsdp_stage="HYBRID_SHARD")) == 3
+
+
+@pytest.mark.parametrize(("machines", "said"), [("aaab", "3 on a, 1 on b"), ("abab", "1 on a, 1 on b")])
+def test_hybrid_needs_as_many_neighbours_on_each_machine(machines: str, said: str) -> None:
+    found = [Node(name=f"worker-{i}", machine=machine) for i, machine in enumerate(machines)]
+    with pytest.raises(
+        UserError, match=f"neighbouring ranks are {said}; use as many on each machine, next to each other"
+    ):
+        FSDP.seats(FSDPOptions(shard_size="node"), found)
 
 
 def test_ranks_on_the_same_samples_have_one_batch_size() -> None:
@@ -219,7 +247,18 @@ def test_a_dry_run_counts_a_data_shard_once(tmp_path: Path) -> None:
 # Names
 
 
-@pytest.mark.parametrize(("name", "stage"), [("NO_SHARD", 0), ("shard_grad_op", 2), ("FULL_SHARD", 3), ("1", 1)])
-def test_stages_have_names(name: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("NO_SHARD", 0), ("shard_grad_op", 2), ("FULL_SHARD", 3), ("1", 1), ("hybrid_shard", "HYBRID_SHARD")],
+)
+def test_stages_have_names(name: str, stage: int | str) -> None:
     config = load_config([], overrides=[f"strategy.fsdp_stage={name}"])
     assert config.strategy.fsdp_stage == stage
+
+
+def test_a_bucket_has_a_size_in_bytes_or_in_numbers() -> None:
+    config = load_config([], overrides=["strategy.reduce_bucket_size=262144"])
+    assert read_options(FSDP, config.strategy)[0].bucket_mb == 1.0
+    config.strategy.bucket_mb = 2.0
+    with pytest.raises(UserError, match=r"bucket_mb and strategy\.reduce_bucket_size say the same"):
+        read_options(FSDP, config.strategy)

@@ -24,7 +24,15 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     strategy = find_strategy(config.strategy.name, plane=plane)
     options, ignored = read_options(strategy, config.strategy)
     names = [*config.cluster.workers, *(f"worker-{rank}" for rank in range(workers))]
-    nodes = [Node(name=names[rank], batch_size=batch_size_of(config, rank)) for rank in range(workers)]
+    named = len(config.cluster.workers)
+    nodes = [
+        Node(
+            name=names[rank],
+            batch_size=batch_size_of(config, rank),
+            machine=names[rank] if rank < named else "this machine",
+        )
+        for rank in range(workers)
+    ]
     seats = strategy.seats(options, nodes)
     task = find_task(config)
     samples = len(as_dataset(task.train_data()))

@@ -11,6 +11,7 @@ pp        a data shard; each has some of the layers   activations between neighb
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,12 +62,41 @@ class Axes:
                     f"not {node.batch_size} and {nodes[first].batch_size}"
                 )
             seats.append(
-                Seat(rank=rank, node=node.name, coords=coords, shard=coords["dp"], stream=first if alike else rank)
+                Seat(
+                    rank=rank,
+                    node=node.name,
+                    machine=node.machine,
+                    coords=coords,
+                    shard=coords["dp"],
+                    stream=first if alike else rank,
+                )
             )
         return seats
 
     def __str__(self) -> str:
         return f"dp {self.dp} x tp {self.tp} x pp {self.pp}"
+
+
+def machines(places: Sequence[Node | Seat]) -> list[str]:
+    """Which machine each rank is on."""
+    return [place.machine or (place.name if isinstance(place, Node) else place.node) for place in places]
+
+
+def ranks_per_machine(lines: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
+    """How many neighbours along each of these lines of ranks are on one machine: as many everywhere, or an error."""
+    runs = [
+        (number, host, len(list(run)))
+        for number, line in enumerate(lines)
+        for host, run in itertools.groupby(hosts[rank] for rank in line)
+    ]
+    lengths = {length for _, _, length in runs}
+    if len(lengths) > 1 or len({(number, host) for number, host, _ in runs}) < len(runs):
+        said = ", ".join(f"{length} on {host}" for host, length in dict.fromkeys(run[1:] for run in runs))
+        raise UserError(
+            f"HYBRID_SHARD cuts the model up inside each machine, and neighbouring ranks are {said}; "
+            "use as many on each machine, next to each other, or say strategy.shard_size"
+        )
+    return lengths.pop()
 
 
 def divisors(number: int) -> str:

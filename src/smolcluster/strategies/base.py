@@ -41,6 +41,7 @@ class Node:
 
     name: str
     batch_size: int = 1
+    machine: str = ""  # that it is on; empty: one of its own, of that name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Seat:
 
     rank: int
     node: str
+    machine: str = ""  # as in Node
     role: str = "worker"
     coords: dict[str, int] = field(default_factory=dict)
     shard: int | None = None
@@ -159,6 +161,7 @@ class Context:
     samples_per_step: Sequence[int]  # of every data shard
     stop_requested: Callable[[], bool]
     warn: Callable[[str], None]
+    tell: Callable[[str], None] = lambda _: None  # a line that is no warning
     line: Line | None = None  # elastic plane: a worker's line to its server
     office: Office | None = None  # elastic plane: a server's
 

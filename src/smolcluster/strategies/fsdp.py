@@ -12,7 +12,7 @@
     2      SHARD_GRAD_OP     + gradients             2 (N-1)/N S
     3      FULL_SHARD        + parameters            3 (N-1)/N S    gathered again for backward
 
-HYBRID_SHARD is stage 3 inside a group of `shard_size` workers, replicated across groups.
+HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` says other groups than machines.
 
 Memory of a worker, with AdamW in fp32 and P parameters: 16 P; 8 P + 8 P/N; 4 P + 12 P/N; 16 P/N.
 
@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -40,7 +41,7 @@ from smolcluster.comm.group import Group
 from smolcluster.comm.sharded import gradient, like, local
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes, divisors
+from smolcluster.strategies.axes import Axes, divisors, ranks_per_machine
 from smolcluster.strategies.parallel import Exchange, Parallel, ParallelOptions
 from smolcluster.strategies.shards import owners
 
@@ -50,17 +51,25 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 class FSDPOptions(ParallelOptions):
     fsdp_stage: int = Field(3, ge=0, le=3, description="ZeRO stage: what is cut up; 0 nothing, 3 all")
-    shard_size: int | None = Field(
-        None, ge=1, description="hybrid: workers that share one set of pieces; null: all of them"
+    shard_size: Annotated[int, Field(ge=1)] | Literal["node"] | None = Field(
+        None, description="hybrid: workers that share one set of pieces; node: those of a machine; null: all of them"
     )
     param_dtype: Dtype | None = Field(
         None, description="stages 2, 3: type that parameters are gathered and used in; null: training.precision"
     )
     reduce_dtype: Dtype | None = Field(None, description="stages 2, 3: type that gradients are averaged in; null: fp32")
+    buffer_dtype: Dtype | None = Field(None, description="stages 2, 3: type of buffers; null: as the model has them")
     cpu_offload: bool = Field(
         False, description="stages 2, 3 on a GPU: pieces and optimizer state live in the memory of the machine"
     )
     prefetch: int = Field(1, ge=0, description="stage 3: blocks that are gathered ahead of the one in use")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hybrid(cls, said: Any) -> Any:
+        if isinstance(said, dict) and said.get("fsdp_stage") == "HYBRID_SHARD":
+            return {"shard_size": "node"} | said | {"fsdp_stage": 3}
+        return said
 
 
 class FSDP(Parallel):
@@ -71,15 +80,8 @@ class FSDP(Parallel):
     options: FSDPOptions
 
     @classmethod
-    def axes(cls, options: FSDPOptions, num_ranks: int) -> Axes:
-        shards = options.shard_size or num_ranks
-        if num_ranks % shards:
-            raise UserError(
-                f"strategy.shard_size = {shards} does not divide {num_ranks} workers; try {divisors(num_ranks)}"
-            )
-        if shards < num_ranks and options.fsdp_stage < 2:
-            raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
-        return Axes(replicas=num_ranks // shards, shards=shards)
+    def axes(cls, options: FSDPOptions, hosts: Sequence[str]) -> Axes:
+        return cut_up(Axes(shards=len(hosts)), options, hosts, "{} workers")
 
     def make_exchange(self) -> Exchange:
         return make_exchange(self, self.options)
@@ -89,18 +91,36 @@ class FSDP(Parallel):
         return options.fsdp_stage
 
 
+def cut_up(axes: Axes, options: FSDPOptions, hosts: Sequence[str], what: str) -> Axes:
+    """The data axis as replicas of groups that share one set of pieces; `what` names its length in an error."""
+    dp, size = axes.dp, options.shard_size
+    if size is not None and size != dp and options.fsdp_stage < 2:
+        raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
+    shards = ranks_per_machine(axes.lines("dp"), hosts) if size == "node" else size or dp
+    if dp % shards:
+        raise UserError(f"strategy.shard_size = {shards} does not divide {what.format(dp)}; try {divisors(dp)}")
+    return replace(axes, replicas=dp // shards, shards=shards)
+
+
 def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     """What `options.fsdp_stage` says, along the data axis."""
     axes, group, weight, mesh = strategy.mesh_axes, strategy.dp, strategy.weight, strategy.mesh
     if axes.dp == 1:
         return Exchange(weight)
-    if options.fsdp_stage == 0:
+    context = strategy.context
+    if options.shard_size == "node" and context.seat.rank == 0:
+        where = "inside a machine, replicated across machines"
+        if axes.replicas == 1:
+            where = "over all ranks, which are on one machine: as FULL_SHARD"
+        elif axes.shards == 1:
+            where = "nowhere, as no two ranks of the data axis share a machine: as NO_SHARD"
+        context.tell(f"HYBRID_SHARD: cut up {where}; {axes.replicas} x {axes.shards}")
+    if options.fsdp_stage == 0 or axes.shards == 1:
         return Summed(group, bucket_bytes=int(options.bucket_mb * 2**20), weight=weight)
     if options.fsdp_stage == 1:
         return Owned(group, weight=weight)
     assert mesh is not None
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
-    context = strategy.context
     precision = context.config.training.precision
     if options.cpu_offload and context.device.type == "cpu":
         context.warn("strategy.cpu_offload has no effect: there is no GPU to take the load off")
@@ -112,6 +132,7 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
         weight=weight,
         param_dtype=DTYPES[options.param_dtype or precision],
         reduce_dtype=DTYPES[options.reduce_dtype or "fp32"],
+        buffer_dtype=DTYPES[options.buffer_dtype] if options.buffer_dtype else None,
         offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
         prefetch=options.prefetch,
     )
@@ -206,17 +227,14 @@ class Sharded(Exchange):
         weight: float,
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        buffer_dtype: torch.dtype | None,
         offload: OffloadPolicy,
         prefetch: int,
     ) -> None:
         super().__init__(weight)
         self._mesh, self._group, self._axes, self._stage = mesh, group, axes, stage
-        self._param_dtype, self._reduce_dtype, self._offload, self._prefetch = (
-            param_dtype,
-            reduce_dtype,
-            offload,
-            prefetch,
-        )
+        self._param_dtype, self._reduce_dtype, self._buffer_dtype = param_dtype, reduce_dtype, buffer_dtype
+        self._offload, self._prefetch = offload, prefetch
         self.loss_weight = weight * group.size  # FSDP2 takes the mean over ranks; samples are to count alike
 
     def wrap(self, model: nn.Module) -> None:
@@ -226,6 +244,9 @@ class Sharded(Exchange):
                 f"fsdp_stage {self._stage} cuts up parameters of one type and the model has {', '.join(sorted(types))}; "
                 "use stage 0 or 1"
             )
+        for buffer in model.buffers() if self._buffer_dtype is not None else ():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(self._buffer_dtype)
         blocks, policy = blocks_of(model), self._policy()
         for module in [*blocks, model]:
             fully_shard(

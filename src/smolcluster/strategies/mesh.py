@@ -15,12 +15,14 @@ Narayanan et al., "Efficient large-scale language model training on GPU clusters
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field
 from torch import nn
 
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.fsdp import FSDPOptions, make_exchange
+from smolcluster.strategies.fsdp import FSDPOptions, cut_up, make_exchange
 from smolcluster.strategies.parallel import Exchange, Parallel
 from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe
 from smolcluster.strategies.tensor import Fusions, share_out
@@ -41,9 +43,9 @@ class Mesh(Parallel):
     options: MeshOptions
 
     @classmethod
-    def axes(cls, options: MeshOptions, num_ranks: int) -> Axes:
+    def axes(cls, options: MeshOptions, hosts: Sequence[str]) -> Axes:
         check_schedule(options)
-        tp, pp = options.tp, options.pp
+        num_ranks, tp, pp = len(hosts), options.tp, options.pp
         if num_ranks % (tp * pp):
             raise UserError(
                 f"tp {tp} x pp {pp} does not divide {num_ranks} workers; the product must be one of {divisors(num_ranks)}"
@@ -54,12 +56,7 @@ class Mesh(Parallel):
                 f"dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp} and there are {num_ranks} workers; "
                 f"with this tp and pp, dp must be {num_ranks // (tp * pp)}"
             )
-        shards = options.shard_size or dp
-        if shards < dp and options.fsdp_stage < 2:
-            raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
-        if dp % shards:
-            raise UserError(f"strategy.shard_size = {shards} does not divide dp {dp}; try {divisors(dp)}")
-        return Axes(pp=pp, replicas=dp // shards, shards=shards, tp=tp)
+        return cut_up(Axes(pp=pp, shards=dp, tp=tp), options, hosts, "dp {}")
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)

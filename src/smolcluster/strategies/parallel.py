@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from smolcluster.comm.group import Group, collect_tensors
+from smolcluster.comm.group import Group, collect_tensors, gather_json
 from smolcluster.comm.sharded import copies, gradient, like, local, part_of, whole
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes
+from smolcluster.strategies.axes import Axes, machines
 from smolcluster.strategies.base import (
     Cost,
     Drawing,
@@ -105,8 +105,8 @@ class Parallel(Strategy):
 
     @classmethod
     @abstractmethod
-    def axes(cls, options: Any, num_ranks: int) -> Axes:
-        """How the ranks are arranged."""
+    def axes(cls, options: Any, hosts: Sequence[str]) -> Axes:
+        """How the ranks are arranged; `hosts` are the machines they are on."""
 
     @classmethod
     def stage(cls, options: Any) -> int:
@@ -116,7 +116,7 @@ class Parallel(Strategy):
     @classmethod
     def cost(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> Cost:
         """Of a rank, where layers are dealt out evenly. Only the data axis has bytes that do not depend on the samples."""
-        axes, stage = cls.axes(options, len(nodes)), cls.stage(options)
+        axes, stage = cls.axes(options, machines(nodes)), cls.stage(options)
         size, dp, shards = shape.parameters * shape.bytes_per_parameter // (axes.tp * axes.pp), axes.dp, axes.shards
         if stage < 2:
             moved = 2 * (dp - 1) * size // dp
@@ -137,7 +137,7 @@ class Parallel(Strategy):
 
     @classmethod
     def seats(cls, options: Any, nodes: Sequence[Node]) -> list[Seat]:
-        return cls.axes(options, len(nodes)).seats(nodes, alike=not options.sequence_parallel)
+        return cls.axes(options, machines(nodes)).seats(nodes, alike=not options.sequence_parallel)
 
     # What a subclass has of the three
 
@@ -157,7 +157,8 @@ class Parallel(Strategy):
     def setup(self, task: Task) -> None:
         context = self.context
         self.task = task
-        self.mesh_axes = self.axes(self.options, len(context.seats))
+        self.mesh_axes = self.axes(self.options, machines(context.seats))
+        self._check_machines()
         self.coords = context.seat.coords
         self._check_backend()
         if context.device.type == "cuda":
@@ -174,6 +175,16 @@ class Parallel(Strategy):
                 context.warn(f"training.{key} has no effect with {self.name}")
         self._stop = DelayedFlag(context.device)
         self._exported: dict[str, Tensor] | None = None
+
+    def _check_machines(self) -> None:
+        """Where nobody named the machines, a rank knows its own only and took the others to be like it."""
+        if getattr(self.options, "shard_size", None) == "node":
+            seen = gather_json(self.context.group, self.mesh_axes.shards)
+            if len(set(seen)) > 1:
+                raise UserError(
+                    f"HYBRID_SHARD needs as many ranks on each machine, and these see {seen} on theirs; "
+                    "start as many on each, or say strategy.shard_size"
+                )
 
     def _check_backend(self) -> None:
         """torch's engine hands GPU memory to the backend, and gloo would read it as its own: the process would die of it."""
@@ -320,13 +331,18 @@ class Parallel(Strategy):
 
     def state(self) -> State:
         """Whole on the lead rank; the others take part in gathering it, and get nothing."""
-        self._exchange.settle()
+        weights = self._whole_weights()
         optimizer, numbers = self.replica.state_dict()
-        return State(weights=self._gather(self.replica.weights()), optimizer=self._gather(optimizer), numbers=numbers)
+        return State(weights=weights, optimizer=self._gather(optimizer), numbers=numbers)
 
-    def export(self) -> dict[str, Tensor] | None:
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """In the types that the model has them in."""
         self._exchange.settle()
         weights = self._gather(self.replica.weights())
+        return {name: tensor.to(self._layout[name].dtype) for name, tensor in weights.items()}
+
+    def export(self) -> dict[str, Tensor] | None:
+        weights = self._whole_weights()
         self._exported = weights if self.context.seat.rank == 0 else None
         return self._exported
 

@@ -87,9 +87,9 @@ class Pipeline(Parallel):
     options: PipelineOptions
 
     @classmethod
-    def axes(cls, options: PipelineOptions, num_ranks: int) -> Axes:
+    def axes(cls, options: PipelineOptions, hosts: Sequence[str]) -> Axes:
         check_schedule(options)
-        return Axes(pp=num_ranks)
+        return Axes(pp=len(hosts))
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)
