@@ -153,6 +153,17 @@ class DoubleGPT(GPTTask):
         return super().model().double()
 
 
+class UnlikeGPT(DoubleGPT):
+    """The same, on machines of unlike speed: each block takes 20 ms longer on rank 1."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            for block in model.blocks:
+                block.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+        return model
+
+
 class Paced(GPTTask):
     """The embedded text, on a machine whose every step takes PACE_S seconds longer: it sleeps, so that many fit onto one."""
 

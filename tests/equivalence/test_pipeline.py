@@ -32,6 +32,25 @@ def test_a_gpt_equals_single(tmp_path: Path, schedule: str, size: int) -> None:
     assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
 
 
+@pytest.mark.parametrize(("schedule", "shape"), [("1f1b", {}), ("zbv", {}), ("1f1b", {"dp": 2, "pp": 2})])
+def test_layers_by_measured_speed(tmp_path: Path, schedule: str, shape: dict[str, int]) -> None:
+    """A slow rank gets fewer layers: of eight, four stages leave it its two; and all is as on one machine."""
+    config = COMMON | GPT | {"model.num_layers": 8, "training.steps": 2, "training.batch_size": 8}
+    one = run_world(1, tmp_path / "one", config, task="DoubleGPT", strategy="single")
+    parts = {f"strategy.{axis}": length for axis, length in shape.items()}
+    parts |= {"strategy.layer_distribution": "auto", "strategy.schedule": schedule, "strategy.num_microbatches": 2}
+    parts |= {"training.batch_size": 8 // shape.get("dp", 1), "training.eval_batches": 2 * shape.get("dp", 1)}
+    size, strategy = (4, "mesh") if shape else (2, "pipeline")
+    many = run_world(size, tmp_path / "many", config | parts, task="UnlikeGPT", strategy=strategy)
+    assert_same_run(one, many, tolerance=1e-9)
+    told = [e.message for e in many.ranks[0].events if isinstance(e, Notice) and "layer_distribution" in e.message]
+    counts = [int(number) for number in re.search(r"gives \[(.*)\];", told[0])[1].split(",")]
+    assert sum(counts) == 8
+    # In the mesh the slow rank is the second of the first stage; on two ranks it is the last stage, or the two in the middle.
+    slow = {"1f1b": counts[-1:], "zbv": counts[1:3]}[schedule] if not shape else counts[:1]
+    assert sum(slow) <= 2
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_picture_of_a_step(tmp_path: Path, schedule: str) -> None:
     """Every forward and backward of every micro-batch is in it once, and it changes nothing."""

@@ -18,8 +18,9 @@ from smolcluster.strategies.axes import Axes
 from smolcluster.strategies.base import Node, Shape
 from smolcluster.strategies.fsdp import FSDP, FSDPOptions, blocks_of
 from smolcluster.strategies.mesh import Mesh, MeshOptions
-from smolcluster.strategies.pipeline import Cut, Pipeline, PipelineOptions, num_layers_of, num_microbatches, stage_of
+from smolcluster.strategies.pipeline import Pipeline, PipelineOptions
 from smolcluster.strategies.registry import read_options
+from smolcluster.strategies.stages import Cut, layers_of, num_microbatches
 from smolcluster.strategies.tensor import Fusions, TensorOptions, TensorParallel
 
 
@@ -159,8 +160,8 @@ def test_micro_batches_divide_the_batch() -> None:
 
 def test_a_sequence_is_cut_between_its_children_and_keeps_their_names() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4), nn.Linear(4, 1))
-    assert num_layers_of(model) == 4
-    part = stage_of(model, range(2, 4), first=False, last=True)
+    assert layers_of(model).count == 4
+    part = layers_of(model).stage(model, range(2, 4), first=False, last=True)
     assert [name for name, _ in part.named_parameters()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
     assert part(torch.ones(5, 3)).shape == (5, 1)
 
@@ -169,7 +170,7 @@ def test_a_model_that_cannot_be_cut_is_told_what_it_lacks() -> None:
     with pytest.raises(
         UserError, match=r"Linear cannot be cut into stages: .* stage\(layers, first=, last=\) and num_layers"
     ):
-        num_layers_of(nn.Linear(1, 1))
+        layers_of(nn.Linear(1, 1))
 
 
 def test_blocks_are_what_a_model_repeats() -> None:

@@ -294,7 +294,9 @@ class StrategyConfig(Section):
     draw_schedule: bool | None = Field(
         None, description="pipeline: write schedule.svg, a picture of who computed what when"
     )
-    layer_distribution: list[Count] | None = Field(None, description="pipeline: layers per stage")
+    layer_distribution: list[Count] | Auto | None = Field(
+        None, description="pipeline: layers per stage; auto: by measured speed and memory of the ranks; null: evenly"
+    )
     dp: Count | None = Field(None, description="mesh: data-parallel size")
     tp: Count | None = Field(None, description="mesh, tensor: tensor-parallel size")
     sequence_parallel: bool | None = Field(

@@ -8,6 +8,7 @@ import math
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
@@ -108,6 +109,7 @@ class Worker(Role):
             samples_per_step=self.counts,
             stop_requested=self.channel.stop_requested,
             warn=self._warn,
+            example=lambda count: self.train_data.batch(np.arange(count)),
             tell=lambda text: self.observer.emit(Notice(level="INFO", message=text, rank=self.spec.rank)),
         )
         strategy = self.strategy_class(self.options, self.context)

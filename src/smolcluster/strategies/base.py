@@ -162,6 +162,7 @@ class Context:
     stop_requested: Callable[[], bool]
     warn: Callable[[str], None]
     tell: Callable[[str], None] = lambda _: None  # a line that is no warning
+    example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, to measure with
     line: Line | None = None  # elastic plane: a worker's line to its server
     office: Office | None = None  # elastic plane: a server's
 
