@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.equivalence.same_run import COMMON, GPT, assert_same_run
@@ -30,6 +31,37 @@ def test_a_gpt_equals_single(tmp_path: Path, schedule: str, size: int) -> None:
     )
     assert_same_run(one, many, tolerance=1e-9)
     assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "options"),
+    [
+        (2, "pipeline", {}),
+        (3, "pipeline", {"schedule": "zbv"}),
+        (2, "pipeline", {"layer_distribution": "auto"}),
+        (4, "mesh", {"pp": 2, "fsdp_stage": 3}),
+    ],
+    ids=["1f1b", "zbv", "auto", "mesh"],
+)
+def test_a_traced_model_equals_single(tmp_path: Path, size: int, strategy: str, options: dict[str, Any]) -> None:
+    config = COMMON | {"training.batch_size": 12, "training.grad_clip_norm": 0.1}
+    one = run_world(1, tmp_path / "one", config, task="Residual", strategy="single")
+    parts = {f"strategy.{key}": value for key, value in options.items()}
+    parts |= {"training.batch_size": 6 if strategy == "mesh" else 12}
+    many = run_world(size, tmp_path / "many", config | parts, task="Residual", strategy=strategy)
+    assert_same_run(one, many, tolerance=1e-10)
+    assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+
+
+def test_a_model_that_cannot_be_traced_is_told_why(tmp_path: Path) -> None:
+    failed = run_world(
+        2, tmp_path, COMMON | {"training.batch_size": 8}, task="BranchesOnValues", strategy="pipeline"
+    ).ranks
+    assert [rank.failed.kind for rank in failed if rank.failed] == ["user", "user"]
+    assert (
+        "Branches cannot be cut into stages: its forward cannot be traced (symbolically traced variables cannot be"
+        in (failed[0].failed.message)
+    )
 
 
 @pytest.mark.parametrize(("schedule", "shape"), [("1f1b", {}), ("zbv", {}), ("1f1b", {"dp": 2, "pp": 2})])

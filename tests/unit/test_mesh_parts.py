@@ -166,13 +166,6 @@ def test_a_sequence_is_cut_between_its_children_and_keeps_their_names() -> None:
     assert part(torch.ones(5, 3)).shape == (5, 1)
 
 
-def test_a_model_that_cannot_be_cut_is_told_what_it_lacks() -> None:
-    with pytest.raises(
-        UserError, match=r"Linear cannot be cut into stages: .* stage\(layers, first=, last=\) and num_layers"
-    ):
-        layers_of(nn.Linear(1, 1))
-
-
 def test_blocks_are_what_a_model_repeats() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

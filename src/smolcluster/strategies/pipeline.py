@@ -14,9 +14,10 @@
     zero-bubble   V               backward in two halves; weights' gradients fill the gaps  towards 0
     zbv           2               the same, pieces in a V: rank p has stages p and 2P-1-p   towards 0
 
-The schedules are torch's (`torch.distributed.pipelining`). A model says how it is cut by `stage(layers, first=, last=)`, as
-the GPT does, or is an `nn.Sequential`. The task's loss calls the model once, as `model(inputs)`: on the first rank that call
-shows what goes in, on the last it is answered with what came out. Parameter names stay those of the whole model.
+The schedules are torch's (`torch.distributed.pipelining`). How a model is cut stands in `stages.py`, and for one that neither
+says so nor is an `nn.Sequential` in `tracing.py`; `split.py` measures how fast the ranks are. The task's loss calls the model
+once, as `model(inputs)`: on the first rank that call shows what goes in, on the last it is answered with what came out.
+Parameter names stay those of the whole model.
 
 A weight that the first and the last stage both use (a tied head) lives on both; their gradients are added.
 
@@ -56,12 +57,14 @@ from smolcluster.strategies.stages import (
     Layers,
     Several,
     as_tuple,
+    holders,
     inputs_of,
     layers_of,
     length_of,
     num_microbatches,
 )
 from smolcluster.strategies.timeline import Worked, draw, expected_idle, idle_share
+from smolcluster.strategies.tracing import trace_layers
 from smolcluster.tasks.base import Task
 
 SCHEDULES = {
@@ -114,8 +117,10 @@ def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) ->
     if axes.pp == 1:
         return None
     assert strategy.mesh is not None
-    layers = layers_of(model)
-    counts = measured_split(strategy, options, model, layers) if options.layer_distribution == "auto" else None
+    said = options.layer_distribution
+    at_least = sum(said) if isinstance(said, list) else len(holders(axes.pp, options))
+    layers = layers_of(model) or trace_layers(strategy.task, strategy.context.example, at_least=at_least)
+    counts = measured_split(strategy, options, model, layers) if said == "auto" else None
     cut = Cut.plan(layers.count, axes.pp, options, counts)
     ends = sorted({cut.ranks[0], cut.ranks[-1]})
     pair: Group | None = None  # the ranks of the first and the last stage, where they are two
@@ -289,6 +294,9 @@ class Pipe:
                 # has no connection to itself.
                 setattr(stage, "_get_init_p2p_neighbors_ops", list)  # noqa: B010
             self._watch(stage)
+        if name in ("zero-bubble", "zbv"):
+            for module in self.stages:
+                module.register_forward_hook(lambda *call: tree_map_only(Tensor, _no_view, call[-1]))
         kind = SCHEDULES[name]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         self._schedule = kind(
@@ -304,7 +312,7 @@ class Pipe:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = self._task.model()
             stages = [self._stage(model, index) for index in range(len(self.cut.layers))]
-            states = [stage.state_dict() for stage in stages]
+            states = [{**stage.state_dict(), **dict(stage.named_buffers())} for stage in stages]
         with FakeTensorMode() as fake, autocast(self._task.config.training.precision, device):
             found = [inputs_of(self._task, tree_map_only(Tensor, fake.from_tensor, part))]
             for stage, state in zip(stages, states, strict=True):
@@ -384,6 +392,11 @@ class Pipe:
             group.recv(tensor, source=source, tag=number).wait()
             tensors.append(tensor.to(device))
         return tuple(tensors)
+
+
+def _no_view(output: Tensor) -> Tensor:
+    """Backward in two halves detaches what a stage gave, in place; torch refuses that for a view of another tensor."""
+    return output.clone() if output._is_view() else output
 
 
 def _travelling(tensor: Tensor, shards: int) -> Tensor:

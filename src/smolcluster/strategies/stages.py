@@ -126,15 +126,13 @@ class Told(Layers):
         return found
 
 
-def layers_of(model: nn.Module) -> Layers:
+def layers_of(model: nn.Module) -> Layers | None:
+    """None: it must be traced."""
     if isinstance(model, nn.Sequential):
         return Children(model)
     if hasattr(model, "stage") and hasattr(model, "num_layers"):
         return Told(model)
-    raise UserError(
-        f"{type(model).__name__} cannot be cut into stages: it is no nn.Sequential and has no "
-        "stage(layers, first=, last=) and num_layers; see models/gpt.py for an example"
-    )
+    return None
 
 
 class Several(nn.Module):
