@@ -233,9 +233,14 @@ class Sharded(Exchange):
     ) -> None:
         super().__init__(weight)
         self._mesh, self._group, self._axes, self._stage = mesh, group, axes, stage
-        self._param_dtype, self._reduce_dtype, self._buffer_dtype = param_dtype, reduce_dtype, buffer_dtype
+        self._lower_dtype = None if param_dtype == torch.float32 else param_dtype
+        self._reduce_dtype, self._buffer_dtype = reduce_dtype, buffer_dtype
         self._offload, self._prefetch = offload, prefetch
         self.loss_weight = weight * group.size  # FSDP2 takes the mean over ranks; samples are to count alike
+
+    def used_in(self, tensor: Tensor) -> torch.dtype:
+        lower = self._lower_dtype if isinstance(tensor, nn.Parameter) else self._buffer_dtype
+        return lower if lower is not None and tensor.is_floating_point() else tensor.dtype
 
     def wrap(self, model: nn.Module) -> None:
         types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
@@ -244,9 +249,8 @@ class Sharded(Exchange):
                 f"fsdp_stage {self._stage} cuts up parameters of one type and the model has {', '.join(sorted(types))}; "
                 "use stage 0 or 1"
             )
-        for buffer in model.buffers() if self._buffer_dtype is not None else ():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(self._buffer_dtype)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.used_in(buffer))
         blocks, policy = blocks_of(model), self._policy()
         for module in [*blocks, model]:
             fully_shard(
@@ -263,11 +267,8 @@ class Sharded(Exchange):
 
     def _policy(self) -> MixedPrecisionPolicy:
         """Types of a lower precision than the parameters have themselves."""
-        lower = self._param_dtype != torch.float32
-        return MixedPrecisionPolicy(
-            param_dtype=self._param_dtype if lower else None,
-            reduce_dtype=self._reduce_dtype if lower or self._reduce_dtype != torch.float32 else None,
-        )
+        exact = self._lower_dtype is None and self._reduce_dtype == torch.float32
+        return MixedPrecisionPolicy(param_dtype=self._lower_dtype, reduce_dtype=None if exact else self._reduce_dtype)
 
     def compute(self, batch: Batch) -> Tensor:
         return self._replica.compute(batch, weight=self.loss_weight)
@@ -276,7 +277,7 @@ class Sharded(Exchange):
         """FSDP2 has exchanged all there is; it counts no bytes, so they are added up here, by the formula."""
         count = sum(local(p.detach()).numel() for p in self._replica.parameters)
         kept = self._replica.parameters[0].dtype
-        used = self._param_dtype if self._param_dtype != torch.float32 else kept
+        used = self._lower_dtype or kept
         reduced = self._reduce_dtype if used != kept else kept
         shards, replicas = self._axes.shards, self._axes.replicas
         gathered = (2 if self._stage == 3 else 1) * (shards - 1) * count * used.itemsize

@@ -75,6 +75,10 @@ class Exchange:
         """`weight`: this shard's part of all samples."""
         self._weight = weight
 
+    def used_in(self, tensor: Tensor) -> torch.dtype:
+        """The type that this parameter or buffer has in forward."""
+        return tensor.dtype
+
     def wrap(self, model: nn.Module) -> None:
         """Before there is an optimizer: cut the parameters up."""
 
@@ -138,6 +142,10 @@ class Parallel(Strategy):
     @classmethod
     def seats(cls, options: Any, nodes: Sequence[Node]) -> list[Seat]:
         return cls.axes(options, machines(nodes)).seats(nodes, alike=not options.sequence_parallel)
+
+    def used_in(self, tensor: Tensor) -> torch.dtype:
+        """The type that this parameter or buffer has in forward."""
+        return self._exchange.used_in(tensor)
 
     # What a subclass has of the three
 
@@ -245,7 +253,8 @@ class Parallel(Strategy):
         self._exchange.finish()
         loss, norm, stop = self._agree(loss)
         comm.end()
-        replica.apply(norm=norm / replica.loss_scale)
+        norm = norm / replica.loss_scale
+        replica.apply(norm=norm)
         self._exchange.hand_out()
         counted = context.tells
         return StepReport(

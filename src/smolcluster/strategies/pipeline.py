@@ -138,6 +138,7 @@ def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) ->
         process_group=strategy.mesh["pp"].get_group(),
         pair=pair,
         sequence_shards=axes.tp if options.sequence_parallel else 1,
+        used_in=strategy.used_in,
     )
 
 
@@ -162,6 +163,7 @@ class Pipe:
         process_group: Any,
         pair: Group | None,
         sequence_shards: int,
+        used_in: Callable[[Tensor], torch.dtype],
     ) -> None:
         """`process_group` is torch's name for `group`; `pair` are the first and the last of it, on those."""
         self.layers, self.cut, self.mine = layers, cut, cut.of(group.rank)
@@ -169,7 +171,7 @@ class Pipe:
         self.model = self.stages[0] if len(self.stages) == 1 else Several(self.stages)
         self._task, self._options, self._context = task, options, context
         self._group, self._process_group, self._pair = group, process_group, pair
-        self._sequence_shards = sequence_shards
+        self._sequence_shards, self._used_in = sequence_shards, used_in
         self._shared = self._shared_names(model)
         self.drawing: Drawing | None = None  # of one step
         self._worked: list[Worked] | None = None  # in the step that is drawn
@@ -312,11 +314,11 @@ class Pipe:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = self._task.model()
             stages = [self._stage(model, index) for index in range(len(self.cut.layers))]
-            states = [{**stage.state_dict(), **dict(stage.named_buffers())} for stage in stages]
+            states = [{**stage.state_dict(keep_vars=True), **dict(stage.named_buffers())} for stage in stages]
         with FakeTensorMode() as fake, autocast(self._task.config.training.precision, device):
             found = [inputs_of(self._task, tree_map_only(Tensor, fake.from_tensor, part))]
             for stage, state in zip(stages, states, strict=True):
-                tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in state.items()}
+                tensors = {n: torch.empty(t.shape, dtype=self._used_in(t), device=device) for n, t in state.items()}
                 found.append(as_tuple(functional_call(stage, tensors, found[-1])))
         first = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in found[0])
         between = [tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:-1]]
