@@ -178,9 +178,10 @@ class Parallel(Strategy):
         self._exchange = self.make_exchange()
         self.replica = build_replica(task, context, arrange=self._arrange)
         self._exchange.attach(self.replica)
-        for key, idle in (("track_gradients", True), ("compile", self._pipe is not None)):
-            if idle and getattr(context.config.training, key) and context.group.size > 1:
-                context.warn(f"training.{key} has no effect with {self.name}")
+        if self._pipe is not None and context.config.training.compile:
+            context.warn(f"training.compile has no effect with {self.name}")
+        self._tracks = self.replica.track_gradients and context.group.size > 1
+        self.replica.track_gradients &= not self._tracks  # it has only parts of them
         self._stop = DelayedFlag(context.device)
         self._exported: dict[str, Tensor] | None = None
 
@@ -225,6 +226,8 @@ class Parallel(Strategy):
         """From the whole model to this rank's part of it."""
         self._layout = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}
         self._num_parameters = sum(p.numel() for p in model.parameters())
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._places = {name: place for place, name in enumerate(trained)}
         self._pipe = self.make_pipe(model)
         for part in [model] if self._pipe is None else self._pipe.stages:
             self._fusions = self.share_out(part)
@@ -253,7 +256,7 @@ class Parallel(Strategy):
         self._exchange.finish()
         loss, norm, stop = self._agree(loss)
         comm.end()
-        norm = norm / replica.loss_scale
+        norm, self._norm_scale = norm / replica.loss_scale, replica.loss_scale
         replica.apply(norm=norm)
         self._exchange.hand_out()
         counted = context.tells
@@ -285,15 +288,28 @@ class Parallel(Strategy):
     def _squares(self) -> Tensor:
         """The sum of squares of my gradients, each divided by how many ranks have it too: these add up to the whole."""
         twins = set() if self._pipe is None else self._pipe.copied
-        parts: dict[int, list[Tensor]] = {}
-        for parameter in self.replica.parameters:
-            if parameter not in twins and (mine := gradient(parameter)) is not None:
-                parts.setdefault(copies(parameter) * self._exchange.copies, []).append(mine)
-        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for count, gradients in parts.items():
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-            total += norms.square().sum().to(total.device) / count
-        return total.to(self.context.group.device)
+        parts = [(p, mine) for p in self.replica.parameters if p not in twins and (mine := gradient(p)) is not None]
+        device = self.context.group.device
+        if not parts:
+            squares = torch.zeros(0, dtype=torch.float64, device=device)
+        else:
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm([mine for _, mine in parts])])
+            counts = [copies(parameter) * self._exchange.copies for parameter, _ in parts]
+            squares = norms.to(device).square() / torch.tensor(counts, dtype=torch.float64, device=device)
+        if self._tracks:
+            names = {parameter: name.removesuffix(COPY) for name, parameter in self.replica.model.named_parameters()}
+            places = [self._places[names[parameter]] for parameter, _ in parts]
+            self._squared = torch.zeros(len(self._places), dtype=torch.float64, device=device)
+            self._squared.index_add_(0, torch.tensor(places, dtype=torch.int64, device=device), squares)
+        return squares.sum()
+
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """The parts meet here, when a row is logged: all ranks do so after the same steps."""
+        if not self._tracks:
+            return self.replica.gradient_norms
+        squared = self._squared.clone()
+        self.context.group.all_reduce(squared).wait()
+        return dict(zip(self._places, squared.sqrt() / self._norm_scale, strict=True))
 
     # Evaluation
 
