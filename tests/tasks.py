@@ -153,6 +153,30 @@ class DoubleGPT(GPTTask):
         return super().model().double()
 
 
+class _Masked:
+    """Of each sequence the first ten targets do not count."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
+        tokens, targets = self._data.batch(indices)
+        targets = targets.clone()
+        targets[:, :10] = -100
+        return tokens, targets
+
+
+class MaskedGPT(DoubleGPT):
+    def train_data(self) -> Any:
+        return _Masked(super().train_data())
+
+    def val_data(self) -> Any:
+        return _Masked(super().val_data())
+
+
 class ResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tensor": (2, "tensor", {}),
     "pipeline": (2, "pipeline", {"num_microbatches": 2}),
     "zero bubble": (2, "pipeline", {"schedule": "zbv", "num_microbatches": 2}),
+    "pieces of sequences": (2, "mesh", {"cp": 2}),
     "dp x tp": (4, "mesh", {"tp": 2, "fsdp_stage": 1}),
     "dp x pp": (4, "mesh", {"pp": 2, "fsdp_stage": 3}),
     "tp x pp": (4, "mesh", {"tp": 2, "pp": 2}),

@@ -28,11 +28,13 @@ def nodes(count: int, **sizes: int) -> list[Node]:
     return [Node(name=f"n{i}", batch_size=sizes.get(f"n{i}", 4)) for i in range(count)]
 
 
-@pytest.mark.parametrize(("pp", "replicas", "shards", "tp"), list(itertools.product((1, 2, 3), (1, 2), (1, 3), (1, 2))))
-def test_ranks_and_coordinates_are_the_same_thing(pp: int, replicas: int, shards: int, tp: int) -> None:
-    axes = Axes(pp=pp, replicas=replicas, shards=shards, tp=tp)
+@pytest.mark.parametrize(
+    ("pp", "replicas", "shards", "cp", "tp"), list(itertools.product((1, 3), (1, 2), (1, 3), (1, 2), (1, 2)))
+)
+def test_ranks_and_coordinates_are_the_same_thing(pp: int, replicas: int, shards: int, cp: int, tp: int) -> None:
+    axes = Axes(pp=pp, replicas=replicas, shards=shards * cp, cp=cp, tp=tp)
     assert [axes.rank(**axes.coords(rank)) for rank in range(axes.size)] == list(range(axes.size))
-    for axis, length in (("pp", pp), ("dp", replicas * shards), ("tp", tp)):
+    for axis, length in (("pp", pp), ("dp", replicas * shards), ("cp", cp), ("tp", tp)):
         lines = axes.lines(axis)
         assert sorted(itertools.chain(*lines)) == list(range(axes.size))
         assert {len(line) for line in lines} == {length}
@@ -60,6 +62,8 @@ def test_ranks_that_compute_the_same_draw_the_same_numbers() -> None:
     [
         (Mesh, MeshOptions(tp=3), 8, "tp 3 x pp 1 does not divide 8 workers; the product must be one of 1, 2, 4, 8"),
         (Mesh, MeshOptions(tp=2, dp=2), 8, "dp 2 x tp 2 x pp 1 = 4 and there are 8 workers; .* dp must be 4"),
+        (Mesh, MeshOptions(cp=2, pp=2), 8, "cp 2 x pp 2: a pipeline has whole sequences"),
+        (Mesh, MeshOptions(cp=3), 8, "tp 1 x cp 3 does not divide 8 workers"),
         (Mesh, MeshOptions(shard_size=4, fsdp_stage=1), 8, "shard_size is for stages 2 and 3, not 1"),
         (Mesh, MeshOptions(shard_size=3, fsdp_stage=3), 8, "shard_size = 3 does not divide dp 8; try 1, 2, 4, 8"),
         (FSDP, FSDPOptions(shard_size=4), 6, "shard_size = 4 does not divide 6 workers; try 1, 2, 3, 6"),

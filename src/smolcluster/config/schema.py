@@ -303,6 +303,7 @@ class StrategyConfig(Section):
         None, description="tensor, mesh: the stream between layers is cut along the sequence"
     )
     pp: Count | None = Field(None, description="mesh: pipeline stages")
+    cp: Count | None = Field(None, description="mesh: context-parallel size: ranks that have a piece of each sequence")
     inner_steps: Count | None = Field(None, description="diloco: local steps between exchanges")
     options: dict[str, Any] = Field(default_factory=dict, description="options of strategies from other packages")
 

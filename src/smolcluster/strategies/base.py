@@ -20,7 +20,7 @@ from smolcluster.comm.elastic.line import Lease, Line
 from smolcluster.comm.elastic.roster import Roster
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.compute.optim import warmup_cosine
-from smolcluster.compute.replica import Batch, Replica
+from smolcluster.compute.replica import Batch, Loss, Replica
 from smolcluster.compute.rng import seed_everything
 from smolcluster.compute.timing import Span
 from smolcluster.config.schema import Config
@@ -272,8 +272,17 @@ class Strategy(ABC):
         return {}
 
 
-def build_replica(task: Task, context: Context, *, arrange: Callable[[nn.Module], nn.Module] | None = None) -> Replica:
-    """A whole model on this rank's device, alike on every rank that calls it; `arrange` keeps this rank's part of it."""
+def build_replica(
+    task: Task,
+    context: Context,
+    *,
+    arrange: Callable[[nn.Module], nn.Module] | None = None,
+    loss: Loss | None = None,
+) -> Replica:
+    """A whole model on this rank's device, alike on every rank that calls it; `arrange` keeps this rank's part of it.
+
+    `loss`: where it is not the task's own.
+    """
     config = context.config.training
     seed_everything(config.seed or 0, "weights", device=context.device)
     model = task.model()
@@ -297,7 +306,7 @@ def build_replica(task: Task, context: Context, *, arrange: Callable[[nn.Module]
     schedule = context.config.lr_schedule
     return Replica(
         model=model,
-        loss=task.loss,
+        loss=loss or task.loss,
         optimizer=optimizer,
         learning_rate=warmup_cosine(
             peak=config.learning_rate,

@@ -92,20 +92,20 @@ class FSDP(Parallel):
 
 
 def cut_up(axes: Axes, options: FSDPOptions, hosts: Sequence[str], what: str) -> Axes:
-    """The data axis as replicas of groups that share one set of pieces; `what` names its length in an error."""
-    dp, size = axes.dp, options.shard_size
-    if size is not None and size != dp and options.fsdp_stage < 2:
+    """The data ranks as replicas of groups that share one set of pieces; `what` names their number in an error."""
+    data, size = axes.data, options.shard_size
+    if size is not None and size != data and options.fsdp_stage < 2:
         raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
-    shards = ranks_per_machine(axes.lines("dp"), hosts) if size == "node" else size or dp
-    if dp % shards:
-        raise UserError(f"strategy.shard_size = {shards} does not divide {what.format(dp)}; try {divisors(dp)}")
-    return replace(axes, replicas=dp // shards, shards=shards)
+    shards = ranks_per_machine(axes.lines("dp", "cp"), hosts) if size == "node" else size or data
+    if data % shards:
+        raise UserError(f"strategy.shard_size = {shards} does not divide {what.format(data)}; try {divisors(data)}")
+    return replace(axes, replicas=data // shards, shards=shards)
 
 
 def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     """What `options.fsdp_stage` says, along the data axis."""
-    axes, group, weight, mesh = strategy.mesh_axes, strategy.dp, strategy.weight, strategy.mesh
-    if axes.dp == 1:
+    axes, group, weight, mesh = strategy.mesh_axes, strategy.data, strategy.weight, strategy.mesh
+    if axes.data == 1:
         return Exchange(weight)
     context = strategy.context
     if options.shard_size == "node" and context.seat.rank == 0:

@@ -48,6 +48,7 @@ from smolcluster.strategies.base import (
     Strategy,
     build_replica,
 )
+from smolcluster.strategies.context import Pieces
 from smolcluster.strategies.replicated import train_alone
 from smolcluster.strategies.shards import largest_share
 from smolcluster.tasks.base import Task
@@ -121,7 +122,7 @@ class Parallel(Strategy):
     def cost(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> Cost:
         """Of a rank, where layers are dealt out evenly. Only the data axis has bytes that do not depend on the samples."""
         axes, stage = cls.axes(options, machines(nodes)), cls.stage(options)
-        size, dp, shards = shape.parameters * shape.bytes_per_parameter // (axes.tp * axes.pp), axes.dp, axes.shards
+        size, dp, shards = shape.parameters * shape.bytes_per_parameter // (axes.tp * axes.pp), axes.data, axes.shards
         if stage < 2:
             moved = 2 * (dp - 1) * size // dp
         else:
@@ -136,7 +137,7 @@ class Parallel(Strategy):
             bytes_sent=moved,
             bytes_received=moved,
             messages=(stage if stage >= 2 else 2) * (dp - 1),
-            activations_travel=axes.tp > 1 or axes.pp > 1,
+            activations_travel=max(axes.tp, axes.pp, axes.cp) > 1,
         )
 
     @classmethod
@@ -172,11 +173,15 @@ class Parallel(Strategy):
         if context.device.type == "cuda":
             torch.cuda.set_device(context.device)  # torch's engine exchanges from there
         self.mesh = self._make_mesh()
-        self.dp, self.pp = self._line("dp"), self._line("pp")
+        self.data, self.pp = self._line("dp", "cp"), self._line("pp")
+        self._pieces: Pieces | None = None
+        if self.mesh_axes.cp > 1:
+            self._pieces = Pieces(self._line("cp"), task, context.example(1))
         counts = context.samples_per_step
         self.weight = counts[self.coords["dp"]] / sum(counts)
         self._exchange = self.make_exchange()
-        self.replica = build_replica(task, context, arrange=self._arrange)
+        loss = task.loss if self._pieces is None else self._pieces.loss
+        self.replica = build_replica(task, context, arrange=self._arrange, loss=loss)
         self._exchange.attach(self.replica)
         if self._pipe is not None and context.config.training.compile:
             context.warn(f"training.compile has no effect with {self.name}")
@@ -198,7 +203,7 @@ class Parallel(Strategy):
     def _check_backend(self) -> None:
         """torch's engine hands GPU memory to the backend, and gloo would read it as its own: the process would die of it."""
         group, axes = self.context.group, self.mesh_axes
-        by_torch = axes.pp > 1 or axes.tp > 1 or (axes.dp > 1 and self.stage(self.options) >= 2)
+        by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.stage(self.options) >= 2)
         if by_torch and self.context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
             raise UserError(
                 f"{self.name} on {self.context.device.type} cannot exchange over gloo; use --backend nccl with a GPU for each "
@@ -214,10 +219,10 @@ class Parallel(Strategy):
             return None
         return init_device_mesh(self.context.device.type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
 
-    def _line(self, axis: str) -> Group:
-        """The ranks along one axis that this one belongs to. Every rank makes all of them."""
+    def _line(self, *axes: str) -> Group:
+        """The ranks along these axes that this one belongs to. Every rank makes all of them."""
         mine: Group | None = None
-        for ranks in self.mesh_axes.lines(axis):
+        for ranks in self.mesh_axes.lines(*axes):
             mine = self.context.group.sub(ranks) or mine
         assert mine is not None
         return mine
@@ -228,6 +233,8 @@ class Parallel(Strategy):
         self._num_parameters = sum(p.numel() for p in model.parameters())
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._places = {name: place for place, name in enumerate(trained)}
+        if self._pieces is not None:
+            self._pieces.tell(model)
         self._pipe = self.make_pipe(model)
         for part in [model] if self._pipe is None else self._pipe.stages:
             self._fusions = self.share_out(part)
@@ -245,6 +252,8 @@ class Parallel(Strategy):
         if context.group.size == 1:
             return train_alone(replica, batch, stop=context.stop_requested())
         rate = replica.learning_rate
+        if self._pieces is not None:
+            batch = self._pieces.batch(batch)
         with self._engine():
             if pipe is None:
                 loss = self._exchange.compute(batch)
@@ -316,23 +325,26 @@ class Parallel(Strategy):
     def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
         with self._engine():
             model = self.model if self._pipe is None else self._pipe.answering(part)
-            return {} if model is None else {name: whole(v) for name, v in task.metrics(model, part).items()}
+            if model is None:
+                return {}
+            metrics = task.metrics(model, part) if self._pieces is None else self._pieces.metrics(model, part)
+            return {name: whole(value) for name, value in metrics.items()}
 
     @property
     def share(self) -> Share:
         return Share(
             index=self.coords["dp"],
             count=self.mesh_axes.dp,
-            counts=self.coords["tp"] == 0 and (self._pipe is None or self._pipe.has_last),
+            counts=self.coords["tp"] == self.coords["cp"] == 0 and (self._pipe is None or self._pipe.has_last),
             lockstep=True,
         )
 
     def drain(self) -> None:
         """Buffers are those of the first data shard."""
         for buffer in self.replica.model.buffers():
-            if buffer.numel() and self.dp.size > 1:
-                exchanged = buffer.to(self.dp.buffer_device(buffer.device))
-                self.dp.broadcast(exchanged, source=0).wait()
+            if buffer.numel() and self.data.size > 1:
+                exchanged = buffer.to(self.data.buffer_device(buffer.device))
+                self.data.broadcast(exchanged, source=0).wait()
                 if exchanged is not buffer:
                     buffer.copy_(exchanged)
 
@@ -372,8 +384,8 @@ class Parallel(Strategy):
         return self._exported
 
     def _gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Along tp and dp, then along pp."""
-        first = self.coords["dp"] == self.coords["tp"] == 0
+        """Along tp and the data ranks, then along pp."""
+        first = self.coords["dp"] == self.coords["cp"] == self.coords["tp"] == 0
         found = {}
         for name, tensor in tensors.items():
             full = whole(tensor)
@@ -381,7 +393,7 @@ class Parallel(Strategy):
                 plain = name.rpartition("/")[2]
                 found[name] = full if self._fusions is None else self._fusions.restored(plain, full)
         if self._exchange.owners:
-            found = collect_tensors(self.dp, found)
+            found = collect_tensors(self.data, found)
         if first and self.pp.size > 1:
             found = collect_tensors(self.pp, found)
         return found if self.context.seat.rank == 0 else {}
