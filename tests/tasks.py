@@ -83,11 +83,12 @@ class BatchNorm32(BatchNorm):
 
 
 class Unused(Double):
-    """A parameter without a gradient in every second step, and two types in one model."""
+    """A parameter without a gradient in every second step, one that lies in memory by columns, and two types in one model."""
 
     def model(self) -> nn.Module:
         model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 2)).to(torch.float64)
         model.register_parameter("extra", nn.Parameter(torch.ones(3, dtype=torch.float32)))
+        model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
         return model
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -25,7 +25,6 @@ Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel",
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -36,14 +35,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from smolcluster.comm.buckets import GradientBuckets
 from smolcluster.comm.group import Group
-from smolcluster.comm.sharded import gradient, like, local
-from smolcluster.compute.replica import Batch, Replica
+from smolcluster.comm.sharded import local
+from smolcluster.compute.replica import Batch
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors, ranks_per_machine
-from smolcluster.strategies.parallel import Exchange, Parallel, ParallelOptions
-from smolcluster.strategies.shards import owners
+from smolcluster.strategies.exchange import Exchange, Owned, Summed
+from smolcluster.strategies.parallel import Parallel, ParallelOptions
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,10 +113,11 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
         elif axes.shards == 1:
             where = "nowhere, as no two ranks of the data axis share a machine: as NO_SHARD"
         context.tell(f"HYBRID_SHARD: cut up {where}; {axes.replicas} x {axes.shards}")
+    bucket_bytes = int(options.bucket_mb * 2**20)
     if options.fsdp_stage == 0 or axes.shards == 1:
-        return Summed(group, bucket_bytes=int(options.bucket_mb * 2**20), weight=weight)
+        return Summed(group, bucket_bytes=bucket_bytes, weight=weight)
     if options.fsdp_stage == 1:
-        return Owned(group, weight=weight)
+        return Owned(group, bucket_bytes=bucket_bytes, weight=weight)
     assert mesh is not None
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
     precision = context.config.training.precision
@@ -136,82 +135,6 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
         offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
         prefetch=options.prefetch,
     )
-
-
-class Summed(Exchange):
-    """Stage 0. Buckets leave while backward runs."""
-
-    def __init__(self, group: Group, *, bucket_bytes: int, weight: float) -> None:
-        super().__init__(weight)
-        self._group, self._bucket_bytes = group, bucket_bytes
-        self.copies = group.size
-        self._sent = False
-
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
-        self._buckets = GradientBuckets(replica.parameters, self._group, bucket_bytes=self._bucket_bytes)
-
-    def compute(self, batch: Batch) -> Tensor:
-        loss = self._replica.compute(batch, before_last=lambda: self._buckets.arm(0, weight=self._weight, stop=False))
-        self._buckets.disarm()
-        self._sent = True
-        return loss
-
-    def finish(self) -> None:
-        if not self._sent:  # a pipeline ran backward
-            self._buckets.send(0, weight=self._weight)
-        self._sent = False
-        self._buckets.wait(0)
-        self._buckets.give(0)
-
-
-class Owned(Exchange):
-    """Stage 1. Row r of a flat buffer takes the gradients that rank r owns; shares are padded to the largest."""
-
-    owners = True
-
-    def __init__(self, group: Group, *, weight: float) -> None:
-        super().__init__(weight)
-        self._group = group
-
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
-        parts = [local(p.detach()) for p in replica.parameters]
-        self._owner = owners([part.numel() for part in parts], self._group.size)
-        self._dealt = [
-            [p for p, owner in zip(replica.parameters, self._owner, strict=True) if owner == place]
-            for place in range(self._group.size)
-        ]
-        self._own = set(self._dealt[self._group.rank])
-        width = max(sum(local(p.detach()).numel() for p in dealt) for dealt in self._dealt)
-        home = self._group.buffer_device(parts[0].device)
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))  # nothing is rounded on its way
-        self._rows = torch.zeros(self._group.size, width, dtype=dtype, device=home)
-        self._row = torch.zeros(width, dtype=dtype, device=home)
-
-    def updates(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._own
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        for row, dealt in zip(self._rows, self._dealt, strict=True):
-            for view, parameter in _views(row, dealt):
-                mine = gradient(parameter)
-                view.zero_() if mine is None else view.copy_(mine * self._weight)
-                parameter.grad = None
-        self._group.reduce_scatter(self._row, self._rows.view(-1)).wait()
-        for view, parameter in _views(self._row, self._dealt[self._group.rank]):
-            parameter.grad = like(parameter, view.to(parameter.device, parameter.dtype))
-
-    @torch.no_grad()
-    def hand_out(self) -> None:
-        for view, parameter in _views(self._row, self._dealt[self._group.rank]):
-            view.copy_(local(parameter.detach()))
-        self._group.all_gather(self._rows.view(-1), self._row).wait()
-        for row, dealt in zip(self._rows, self._dealt, strict=True):
-            for view, parameter in _views(row, dealt):
-                if parameter not in self._own:
-                    local(parameter.detach()).copy_(view)
 
 
 class Sharded(Exchange):
@@ -297,13 +220,3 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
     longest = max(lists, key=len, default=None)
     return list(longest.children()) if longest is not None else []
-
-
-def _views(row: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Parameter]]:
-    """Where in a row each parameter has its place."""
-    found, offset = [], 0
-    for parameter in parameters:
-        part = local(parameter.detach())
-        found.append((row[offset : offset + part.numel()].view(part.shape), parameter))
-        offset += part.numel()
-    return found

@@ -23,8 +23,9 @@ from torch import nn
 
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors
+from smolcluster.strategies.exchange import Exchange
 from smolcluster.strategies.fsdp import FSDPOptions, cut_up, make_exchange
-from smolcluster.strategies.parallel import Exchange, Parallel
+from smolcluster.strategies.parallel import Parallel
 from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe
 from smolcluster.strategies.tensor import Fusions, share_out
 

@@ -3,7 +3,8 @@
     setup:  the whole model, alike on every rank, then this rank's part of it:
                 pipeline   some of its layers                          pipeline.py
                 tensor     of each layer some rows or columns          tensor.py
-                fsdp       of each tensor a piece, or all of it        fsdp.py
+                fsdp       of each tensor a piece, or all of it        fsdp.py, exchange.py
+            or all of it, and a piece of every sequence (cp)           context.py
             the optimizer sees what is left
 
     step:   forward and backward, through the pipeline if there is one
@@ -49,6 +50,7 @@ from smolcluster.strategies.base import (
     build_replica,
 )
 from smolcluster.strategies.context import Pieces
+from smolcluster.strategies.exchange import Exchange
 from smolcluster.strategies.replicated import train_alone
 from smolcluster.strategies.shards import largest_share
 from smolcluster.tasks.base import Task
@@ -61,47 +63,8 @@ COPY = "@copy"  # ends the name of a weight that another stage of this rank has 
 
 
 class ParallelOptions(Options):
-    bucket_mb: float = Field(25.0, gt=0, description="stage 0: gradients travel in buckets of this size")
+    bucket_mb: float = Field(25.0, gt=0, description="stages 0, 1: gradients travel in buckets of this size")
     sequence_parallel: bool = Field(True, description="tensor: the stream between layers is cut along the sequence")
-
-
-class Exchange:
-    """How the data shards share gradients and updates. With one shard there is nothing to do: the base of those in fsdp.py."""
-
-    loss_weight = 1.0  # what the loss is multiplied by before backward
-    copies = 1  # how many data shards hold the same gradients after `finish`
-    owners = False  # each data shard has the optimizer state of some whole parameters
-
-    def __init__(self, weight: float) -> None:
-        """`weight`: this shard's part of all samples."""
-        self._weight = weight
-
-    def used_in(self, tensor: Tensor) -> torch.dtype:
-        """The type that this parameter or buffer has in forward."""
-        return tensor.dtype
-
-    def wrap(self, model: nn.Module) -> None:
-        """Before there is an optimizer: cut the parameters up."""
-
-    def attach(self, replica: Replica) -> None:
-        self._replica = replica
-
-    def compute(self, batch: Batch) -> Tensor:
-        """Forward and backward, where no pipeline does it."""
-        return self._replica.compute(batch)
-
-    def finish(self) -> None:
-        """Gradients on the parameters are the mean over all samples."""
-
-    def hand_out(self) -> None:
-        """The updated parameters are everywhere they belong."""
-
-    def updates(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank updates it."""
-        return True
-
-    def settle(self) -> None:
-        """Parameters that were gathered for a while are in pieces again."""
 
 
 class Parallel(Strategy):
