@@ -83,11 +83,12 @@ class BatchNorm32(BatchNorm):
 
 
 class Unused(Double):
-    """A parameter without a gradient in every second step, and two types in one model."""
+    """A parameter without a gradient in every second step, one that lies in memory by columns, and two types in one model."""
 
     def model(self) -> nn.Module:
         model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 2)).to(torch.float64)
         model.register_parameter("extra", nn.Parameter(torch.ones(3, dtype=torch.float32)))
+        model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
         return model
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -151,6 +152,90 @@ class DoubleGPT(GPTTask):
 
     def model(self) -> nn.Module:
         return super().model().double()
+
+
+class _Masked:
+    """Of each sequence the first ten targets do not count."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
+        tokens, targets = self._data.batch(indices)
+        targets = targets.clone()
+        targets[:, :10] = -100
+        return tokens, targets
+
+
+class MaskedGPT(DoubleGPT):
+    def train_data(self) -> Any:
+        return _Masked(super().train_data())
+
+    def val_data(self) -> Any:
+        return _Masked(super().val_data())
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(width, width, 3, padding=1), nn.Conv1d(width, width, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.scale * self.second(F.relu(self.first(x))))
+
+
+class ResidualNet(nn.Module):
+    """No sequence: skips around blocks, functions between modules, a condition on a shape, a buffer that is learned from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.full((12,), 0.1))
+        self.stem = nn.Conv1d(1, 4, 3, padding=1)
+        self.blocks = nn.ModuleList([ResidualBlock(4) for _ in range(3)])
+        self.norm = nn.GroupNorm(2, 4)
+        self.head = nn.Linear(48, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.size(1) != 12:
+            raise ValueError("twelve numbers are needed")
+        x = self.stem((x - self.centre).view(x.size(0), 1, -1))
+        for block in self.blocks:
+            x = block(x)
+        x = F.dropout(torch.flatten(self.norm(x), 1), 0.5, training=self.training and self.drops)
+        return self.head(x)
+
+    drops = False
+
+
+class Residual(Double):
+    def model(self) -> nn.Module:
+        return ResidualNet().to(self.dtype)
+
+
+class BranchesOnValues(Double):
+    """Cannot be traced."""
+
+    def model(self) -> nn.Module:
+        class Branches(ResidualNet):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x if x.sum() > 0 else -x)
+
+        return Branches().to(self.dtype)
+
+
+class UnlikeGPT(DoubleGPT):
+    """The same, on machines of unlike speed: each block takes 20 ms longer on rank 1."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            for block in model.blocks:
+                block.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+        return model
 
 
 class Paced(GPTTask):

@@ -6,10 +6,14 @@ Tolerances as in test_allreduce.py: in fp64 only the order of sums differs.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.equivalence.same_run import COMMON, GPT, assert_same_run
+import torch
+from tests.equivalence.same_run import COMMON, GPT, assert_same_run, weights
 from tests.world import run_world
+
+from smolcluster.observe.events import Notice
 
 STAGES = [0, 1, 2, 3]
 
@@ -31,18 +35,49 @@ def test_a_gpt_equals_single(tmp_path: Path, stage: int) -> None:
     config = COMMON | GPT
     one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, task="DoubleGPT", strategy="single")
     parts = {"training.batch_size": 4, "training.eval_batches": 6, "strategy.fsdp_stage": stage}
+    parts |= {"strategy.reduce_bucket_size": 5000}  # several buckets, where there are any
     many = run_world(3, tmp_path / "many", config | parts, task="DoubleGPT", strategy="fsdp")
     assert_same_run(one, many, tolerance=1e-9)
     assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_hybrid_equals_single(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"strategy.fsdp_stage": 2, "strategy.shard_size": 2}, None),
+        ({"strategy.fsdp_stage": 3, "strategy.shard_size": 1}, None),
+        (
+            {"strategy.fsdp_stage": "HYBRID_SHARD", "cluster.workers": ["a", "a", "b", "b"]},
+            "cut up inside a machine, replicated across machines; 2 x 2",
+        ),
+        ({"strategy.fsdp_stage": "HYBRID_SHARD"}, "over all ranks, which are on one machine: as FULL_SHARD; 1 x 4"),
+    ],
+    ids=["2x2", "4x1", "two machines", "one machine"],
+)
+def test_hybrid_equals_single(tmp_path: Path, options: dict[str, Any], told: str | None) -> None:
     config = COMMON | GPT
     one = run_world(1, tmp_path / "one", config | {"training.batch_size": 8}, task="DoubleGPT", strategy="single")
-    parts = {"training.batch_size": 2, "strategy.fsdp_stage": stage, "strategy.shard_size": 2}
+    parts = {"training.batch_size": 2} | options
     many = run_world(4, tmp_path / "many", config | parts, task="DoubleGPT", strategy="fsdp")
     assert_same_run(one, many, tolerance=1e-9)
+    said = [e.message for e in many.ranks[0].events if isinstance(e, Notice) and "HYBRID_SHARD" in e.message]
+    assert (told or "") in "".join(said)
+    assert bool(told) == bool(said)
+
+
+def test_buffers_have_a_type_of_their_own(tmp_path: Path) -> None:
+    """While training; a checkpoint has them in the model's type."""
+    config = COMMON | {"training.steps": 2, "training.batch_size": 8, "training.precision": "bf16"}
+    # On a CPU this norm wants its weights and its running means in one type.
+    types = [{"strategy.param_dtype": name, "strategy.buffer_dtype": name} for name in ("bf16", "fp32")]
+    rounded = run_world(2, tmp_path / "rounded", config | types[0], task="BatchNorm32", strategy="fsdp")
+    plain = run_world(2, tmp_path / "plain", config | types[1], task="BatchNorm32", strategy="fsdp")
+    assert rounded.ranks[0].failed is None, rounded.ranks[0].failed
+    mean, exact = (weights(world)["1.running_mean"] for world in (rounded, plain))
+    assert mean.dtype == exact.dtype == torch.float32
+    torch.testing.assert_close(mean, exact, rtol=0.05, atol=0.01)
+    assert torch.equal(mean, mean.bfloat16().float())
+    assert not torch.equal(exact, exact.bfloat16().float())
 
 
 @pytest.mark.parametrize("stage", STAGES)

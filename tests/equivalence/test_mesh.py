@@ -30,6 +30,32 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> World:
     return run_world(1, tmp_path_factory.mktemp("one"), config, task="DoubleGPT", strategy="single")
 
 
+@pytest.mark.parametrize(
+    ("size", "strategy", "options"),
+    [
+        (2, "fsdp", {"fsdp_stage": 0}),
+        (2, "fsdp", {"fsdp_stage": 1}),
+        (2, "fsdp", {"fsdp_stage": 3}),
+        (2, "tensor", {}),
+        (2, "pipeline", {}),
+        (8, "mesh", {"tp": 2, "pp": 2, "fsdp_stage": 2}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_the_norm_of_every_gradient(tmp_path: Path, size: int, strategy: str, options: dict[str, int]) -> None:
+    """Each rank has a piece of some; a tied head counts once."""
+    config = CONFIG | {"training.track_gradients": True, "training.steps": 1}
+    alone = run_world(1, tmp_path / "one", config | {"training.batch_size": 8}, task="DoubleGPT", strategy="single")
+    shards = {"fsdp": 2, "mesh": 2}.get(strategy, 1)
+    parts = {f"strategy.{key}": value for key, value in options.items()} | {"training.batch_size": 8 // shards}
+    many = run_world(size, tmp_path / "many", config | parts, task="DoubleGPT", strategy=strategy)
+    assert not [rank.failed for rank in many.ranks if rank.failed]
+    expected = alone.ranks[0].rows()[0].gradient_norms
+    for rank in many.ranks:
+        assert rank.rows()[0].gradient_norms == pytest.approx(expected, rel=1e-9)
+    assert many.ranks[0].rows()[0].grad_norm == pytest.approx(sum(n**2 for n in expected.values()) ** 0.5, rel=1e-9)
+
+
 @pytest.mark.parametrize(("size", "dp", "tp", "pp", "stage"), CASES, ids=lambda v: str(v))
 def test_every_shape_equals_single(
     tmp_path: Path, one: World, size: int, dp: int, tp: int, pp: int, stage: int

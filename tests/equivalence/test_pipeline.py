@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.equivalence.same_run import COMMON, GPT, assert_same_run
@@ -30,6 +31,56 @@ def test_a_gpt_equals_single(tmp_path: Path, schedule: str, size: int) -> None:
     )
     assert_same_run(one, many, tolerance=1e-9)
     assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "options"),
+    [
+        (2, "pipeline", {}),
+        (3, "pipeline", {"schedule": "zbv"}),
+        (2, "pipeline", {"layer_distribution": "auto"}),
+        (4, "mesh", {"pp": 2, "fsdp_stage": 3}),
+    ],
+    ids=["1f1b", "zbv", "auto", "mesh"],
+)
+def test_a_traced_model_equals_single(tmp_path: Path, size: int, strategy: str, options: dict[str, Any]) -> None:
+    config = COMMON | {"training.batch_size": 12, "training.grad_clip_norm": 0.1}
+    one = run_world(1, tmp_path / "one", config, task="Residual", strategy="single")
+    parts = {f"strategy.{key}": value for key, value in options.items()}
+    parts |= {"training.batch_size": 6 if strategy == "mesh" else 12}
+    many = run_world(size, tmp_path / "many", config | parts, task="Residual", strategy=strategy)
+    assert_same_run(one, many, tolerance=1e-10)
+    assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+
+
+def test_a_model_that_cannot_be_traced_is_told_why(tmp_path: Path) -> None:
+    failed = run_world(
+        2, tmp_path, COMMON | {"training.batch_size": 8}, task="BranchesOnValues", strategy="pipeline"
+    ).ranks
+    assert [rank.failed.kind for rank in failed if rank.failed] == ["user", "user"]
+    assert (
+        "Branches cannot be cut into stages: its forward cannot be traced (symbolically traced variables cannot be"
+        in (failed[0].failed.message)
+    )
+
+
+@pytest.mark.parametrize(("schedule", "shape"), [("1f1b", {}), ("zbv", {}), ("1f1b", {"dp": 2, "pp": 2})])
+def test_layers_by_measured_speed(tmp_path: Path, schedule: str, shape: dict[str, int]) -> None:
+    """A slow rank gets fewer layers: of eight, four stages leave it its two; and all is as on one machine."""
+    config = COMMON | GPT | {"model.num_layers": 8, "training.steps": 2, "training.batch_size": 8}
+    one = run_world(1, tmp_path / "one", config, task="DoubleGPT", strategy="single")
+    parts = {f"strategy.{axis}": length for axis, length in shape.items()}
+    parts |= {"strategy.layer_distribution": "auto", "strategy.schedule": schedule, "strategy.num_microbatches": 2}
+    parts |= {"training.batch_size": 8 // shape.get("dp", 1), "training.eval_batches": 2 * shape.get("dp", 1)}
+    size, strategy = (4, "mesh") if shape else (2, "pipeline")
+    many = run_world(size, tmp_path / "many", config | parts, task="UnlikeGPT", strategy=strategy)
+    assert_same_run(one, many, tolerance=1e-9)
+    told = [e.message for e in many.ranks[0].events if isinstance(e, Notice) and "layer_distribution" in e.message]
+    counts = [int(number) for number in re.search(r"gives \[(.*)\];", told[0])[1].split(",")]
+    assert sum(counts) == 8
+    # In the mesh the slow rank is the second of the first stage; on two ranks it is the last stage, or the two in the middle.
+    slow = {"1f1b": counts[-1:], "zbv": counts[1:3]}[schedule] if not shape else counts[:1]
+    assert sum(slow) <= 2
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])

@@ -466,6 +466,8 @@ def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         return st.one_of([values(option) for option in schema["anyOf"]])
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
+    if "const" in schema:
+        return st.just(schema["const"])
     match schema["type"]:
         case "integer":
             high = schema.get("maximum", schema.get("exclusiveMaximum", 10**9 + 1) - 1)

@@ -18,7 +18,9 @@ from smolcluster.strategies.axes import Axes
 from smolcluster.strategies.base import Node, Shape
 from smolcluster.strategies.fsdp import FSDP, FSDPOptions, blocks_of
 from smolcluster.strategies.mesh import Mesh, MeshOptions
-from smolcluster.strategies.pipeline import Cut, Pipeline, PipelineOptions, num_layers_of, num_microbatches, stage_of
+from smolcluster.strategies.pipeline import Pipeline, PipelineOptions
+from smolcluster.strategies.registry import read_options
+from smolcluster.strategies.stages import Cut, layers_of, num_microbatches
 from smolcluster.strategies.tensor import Fusions, TensorOptions, TensorParallel
 
 
@@ -26,11 +28,13 @@ def nodes(count: int, **sizes: int) -> list[Node]:
     return [Node(name=f"n{i}", batch_size=sizes.get(f"n{i}", 4)) for i in range(count)]
 
 
-@pytest.mark.parametrize(("pp", "replicas", "shards", "tp"), list(itertools.product((1, 2, 3), (1, 2), (1, 3), (1, 2))))
-def test_ranks_and_coordinates_are_the_same_thing(pp: int, replicas: int, shards: int, tp: int) -> None:
-    axes = Axes(pp=pp, replicas=replicas, shards=shards, tp=tp)
+@pytest.mark.parametrize(
+    ("pp", "replicas", "shards", "cp", "tp"), list(itertools.product((1, 3), (1, 2), (1, 3), (1, 2), (1, 2)))
+)
+def test_ranks_and_coordinates_are_the_same_thing(pp: int, replicas: int, shards: int, cp: int, tp: int) -> None:
+    axes = Axes(pp=pp, replicas=replicas, shards=shards * cp, cp=cp, tp=tp)
     assert [axes.rank(**axes.coords(rank)) for rank in range(axes.size)] == list(range(axes.size))
-    for axis, length in (("pp", pp), ("dp", replicas * shards), ("tp", tp)):
+    for axis, length in (("pp", pp), ("dp", replicas * shards), ("cp", cp), ("tp", tp)):
         lines = axes.lines(axis)
         assert sorted(itertools.chain(*lines)) == list(range(axes.size))
         assert {len(line) for line in lines} == {length}
@@ -58,6 +62,8 @@ def test_ranks_that_compute_the_same_draw_the_same_numbers() -> None:
     [
         (Mesh, MeshOptions(tp=3), 8, "tp 3 x pp 1 does not divide 8 workers; the product must be one of 1, 2, 4, 8"),
         (Mesh, MeshOptions(tp=2, dp=2), 8, "dp 2 x tp 2 x pp 1 = 4 and there are 8 workers; .* dp must be 4"),
+        (Mesh, MeshOptions(cp=2, pp=2), 8, "cp 2 x pp 2: a pipeline has whole sequences"),
+        (Mesh, MeshOptions(cp=3), 8, "tp 1 x cp 3 does not divide 8 workers"),
         (Mesh, MeshOptions(shard_size=4, fsdp_stage=1), 8, "shard_size is for stages 2 and 3, not 1"),
         (Mesh, MeshOptions(shard_size=3, fsdp_stage=3), 8, "shard_size = 3 does not divide dp 8; try 1, 2, 4, 8"),
         (FSDP, FSDPOptions(shard_size=4), 6, "shard_size = 4 does not divide 6 workers; try 1, 2, 3, 6"),
@@ -69,6 +75,33 @@ def test_ranks_that_compute_the_same_draw_the_same_numbers() -> None:
 def test_what_does_not_fit_is_refused_with_what_does(strategy: Any, options: Any, count: int, said: str) -> None:
     with pytest.raises(UserError, match=said):
         strategy.seats(options, nodes(count))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "machines", "shape"),
+    [
+        (FSDP, {}, "aabb", (2, 2)),
+        (FSDP, {}, "aaaa", (1, 4)),
+        (FSDP, {}, "abcd", (4, 1)),
+        (FSDP, {"shard_size": 4}, "aabb", (1, 4)),
+        (Mesh, {"tp": 2}, "aaaabbbb", (2, 2)),
+        (Mesh, {"pp": 2}, "aabbccdd", (2, 2)),
+        (Mesh, {"tp": 2}, "aabbccdd", (4, 1)),
+    ],
+)
+def test_hybrid_cuts_up_inside_a_machine(strategy: Any, options: dict[str, Any], machines: str, shape: Any) -> None:
+    axes = strategy.axes(strategy.Config(fsdp_stage="HYBRID_SHARD", **options), list(machines))
+    assert (axes.replicas, axes.shards) == shape
+    assert strategy.stage(strategy.Config(fsdp_stage="HYBRID_SHARD")) == 3
+
+
+@pytest.mark.parametrize(("machines", "said"), [("aaab", "3 on a, 1 on b"), ("abab", "1 on a, 1 on b")])
+def test_hybrid_needs_as_many_neighbours_on_each_machine(machines: str, said: str) -> None:
+    found = [Node(name=f"worker-{i}", machine=machine) for i, machine in enumerate(machines)]
+    with pytest.raises(
+        UserError, match=f"neighbouring ranks are {said}; use as many on each machine, next to each other"
+    ):
+        FSDP.seats(FSDPOptions(shard_size="node"), found)
 
 
 def test_ranks_on_the_same_samples_have_one_batch_size() -> None:
@@ -131,17 +164,10 @@ def test_micro_batches_divide_the_batch() -> None:
 
 def test_a_sequence_is_cut_between_its_children_and_keeps_their_names() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4), nn.Linear(4, 1))
-    assert num_layers_of(model) == 4
-    part = stage_of(model, range(2, 4), first=False, last=True)
+    assert layers_of(model).count == 4
+    part = layers_of(model).stage(model, range(2, 4), first=False, last=True)
     assert [name for name, _ in part.named_parameters()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
     assert part(torch.ones(5, 3)).shape == (5, 1)
-
-
-def test_a_model_that_cannot_be_cut_is_told_what_it_lacks() -> None:
-    with pytest.raises(
-        UserError, match=r"Linear cannot be cut into stages: .* stage\(layers, first=, last=\) and num_layers"
-    ):
-        num_layers_of(nn.Linear(1, 1))
 
 
 def test_blocks_are_what_a_model_repeats() -> None:
@@ -219,7 +245,18 @@ def test_a_dry_run_counts_a_data_shard_once(tmp_path: Path) -> None:
 # Names
 
 
-@pytest.mark.parametrize(("name", "stage"), [("NO_SHARD", 0), ("shard_grad_op", 2), ("FULL_SHARD", 3), ("1", 1)])
-def test_stages_have_names(name: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("NO_SHARD", 0), ("shard_grad_op", 2), ("FULL_SHARD", 3), ("1", 1), ("hybrid_shard", "HYBRID_SHARD")],
+)
+def test_stages_have_names(name: str, stage: int | str) -> None:
     config = load_config([], overrides=[f"strategy.fsdp_stage={name}"])
     assert config.strategy.fsdp_stage == stage
+
+
+def test_a_bucket_has_a_size_in_bytes_or_in_numbers() -> None:
+    config = load_config([], overrides=["strategy.reduce_bucket_size=262144"])
+    assert read_options(FSDP, config.strategy)[0].bucket_mb == 1.0
+    config.strategy.bucket_mb = 2.0
+    with pytest.raises(UserError, match=r"bucket_mb and strategy\.reduce_bucket_size say the same"):
+        read_options(FSDP, config.strategy)

@@ -59,7 +59,7 @@ class Replica:
         self._learning_rate = learning_rate
         self._precision = precision
         self._clip = grad_clip_norm or None
-        self._track = track_gradients
+        self.track_gradients = track_gradients
 
     @property
     def loss_scale(self) -> float:
@@ -108,7 +108,7 @@ class Replica:
             total = get_total_norm(gradients)
         else:
             total = torch.as_tensor(norm, dtype=self.parameters[0].dtype, device=self.device)
-        if self._track:
+        if self.track_gradients:
             self.gradient_norms = {n: p.grad.norm() for n, p in self.model.named_parameters() if p.grad is not None}
         overflow = self.scale is not None and not bool(torch.isfinite(total))
         if not overflow:

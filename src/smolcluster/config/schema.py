@@ -34,7 +34,7 @@ def _dataset_name(value: Any) -> Any:
 
 def _stage_name(value: Any) -> Any:
     """The names that FSDP gives to stages of ZeRO."""
-    stages = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3}
+    stages = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": "HYBRID_SHARD"}
     return stages.get(value.upper(), value) if isinstance(value, str) else value
 
 
@@ -263,16 +263,28 @@ class StrategyConfig(Section):
         None, description="edp: samples that make a step of the server; null: what all live workers read in one step"
     )
     bucket_mb: Positive | None = Field(None, description="gradients travel in buckets of this size")
-    fsdp_stage: Annotated[int, Field(ge=0, le=3), Number, BeforeValidator(_stage_name)] | None = Field(
-        None, description="fsdp: ZeRO stage, 0 to 3, or its name: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD"
+    reduce_bucket_size: Count | None = Field(
+        None, description="DeepSpeed's key for bucket_mb: the size of a bucket in numbers, of four bytes each"
     )
-    shard_size: Count | None = Field(None, description="fsdp: workers that share one set of pieces; null: all")
+    fsdp_stage: Annotated[
+        Annotated[int, Field(ge=0, le=3), Number] | Literal["HYBRID_SHARD"] | None, BeforeValidator(_stage_name)
+    ] = Field(
+        None,
+        description="fsdp: ZeRO stage, 0 to 3, or its name: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD; "
+        "HYBRID_SHARD: stage 3 with shard_size node",
+    )
+    shard_size: Count | Annotated[Literal["node"], Lower] | None = Field(
+        None, description="fsdp: workers that share one set of pieces; node: those of a machine; null: all"
+    )
     param_dtype: Annotated[Precision, Lower] | None = Field(
         None,
         description="fsdp, stages 2 and 3: type that parameters are gathered and used in; null: training.precision",
     )
     reduce_dtype: Annotated[Precision, Lower] | None = Field(
         None, description="fsdp, stages 2 and 3: type that gradients are averaged in; null: fp32"
+    )
+    buffer_dtype: Annotated[Precision, Lower] | None = Field(
+        None, description="fsdp, stages 2 and 3: type of buffers, such as running means; null: as the model has them"
     )
     cpu_offload: bool | None = Field(
         None, description="fsdp on a GPU: pieces and optimizer state in the machine's memory"
@@ -286,13 +298,16 @@ class StrategyConfig(Section):
     draw_schedule: bool | None = Field(
         None, description="pipeline: write schedule.svg, a picture of who computed what when"
     )
-    layer_distribution: list[Count] | None = Field(None, description="pipeline: layers per stage")
+    layer_distribution: list[Count] | Auto | None = Field(
+        None, description="pipeline: layers per stage; auto: by measured speed and memory of the ranks; null: evenly"
+    )
     dp: Count | None = Field(None, description="mesh: data-parallel size")
     tp: Count | None = Field(None, description="mesh, tensor: tensor-parallel size")
     sequence_parallel: bool | None = Field(
         None, description="tensor, mesh: the stream between layers is cut along the sequence"
     )
     pp: Count | None = Field(None, description="mesh: pipeline stages")
+    cp: Count | None = Field(None, description="mesh: context-parallel size: ranks that have a piece of each sequence")
     inner_steps: Count | None = Field(None, description="diloco: local steps between exchanges")
     options: dict[str, Any] = Field(default_factory=dict, description="options of strategies from other packages")
 

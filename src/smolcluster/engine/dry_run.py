@@ -24,7 +24,15 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     strategy = find_strategy(config.strategy.name, plane=plane)
     options, ignored = read_options(strategy, config.strategy)
     names = [*config.cluster.workers, *(f"worker-{rank}" for rank in range(workers))]
-    nodes = [Node(name=names[rank], batch_size=batch_size_of(config, rank)) for rank in range(workers)]
+    named = len(config.cluster.workers)
+    nodes = [
+        Node(
+            name=names[rank],
+            batch_size=batch_size_of(config, rank),
+            machine=names[rank] if rank < named else "this machine",
+        )
+        for rank in range(workers)
+    ]
     seats = strategy.seats(options, nodes)
     task = find_task(config)
     samples = len(as_dataset(task.train_data()))
@@ -50,13 +58,14 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         how = f"backend {choose_backend(backend, device, local_world_size=workers)}"
     server = " and a server" if any(s.role == "server" for s in seats) else ""
     lines.append(f"# strategy {strategy.name} on {workers} worker(s){server}, device {device}, {how}")
+    shown = [axis for axis in ("pp", "cp", "tp") if axis != "cp" or any(s.coords.get("cp") for s in seats)]
     for s in seats:
         if s.role == "server":
             lines.append("#   server")
         elif plane == "elastic":
             lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, {nodes[s.rank].batch_size} samples at a time")
         else:
-            place = "".join(f", {axis} {s.coords[axis]}" for axis in ("pp", "tp") if axis in s.coords)
+            place = "".join(f", {axis} {s.coords[axis]}" for axis in shown if axis in s.coords)
             lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}{place}")
     if ignored:
         lines.append(f"# not used by {strategy.name}: {', '.join(ignored)}")

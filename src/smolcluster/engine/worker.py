@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from smolcluster.comm.bulletin import Bulletin
@@ -70,7 +71,12 @@ class Worker(Role):
         self.backend = choose_backend(spec.backend, self.device, local_world_size=spec.local_world_size)
         hosts = self.config.cluster.workers
         nodes = [
-            Node(name=hosts[r] if r < len(hosts) else spec.host, batch_size=batch_size_of(self.config, r))
+            Node(
+                name=hosts[r] if r < len(hosts) else spec.host,
+                batch_size=batch_size_of(self.config, r),
+                # Where nobody named the machines, all have as many ranks as this one.
+                machine=hosts[r] if r < len(hosts) else f"machine {r // spec.local_world_size}",
+            )
             for r in range(spec.world_size)
         ]
         self.seats = self.strategy_class.seats(self.options, nodes)
@@ -113,6 +119,8 @@ class Worker(Role):
             samples_per_step=self.counts,
             stop_requested=self.channel.stop_requested,
             warn=self._warn,
+            example=lambda count: self.train_data.batch(np.arange(count)),
+            tell=lambda text: self.observer.emit(Notice(level="INFO", message=text, rank=self.spec.rank)),
         )
         strategy = self.strategy_class(self.options, self.context)
         strategy.setup(self.task)

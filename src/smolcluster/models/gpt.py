@@ -17,7 +17,7 @@ Shapes are written as suffixes:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,7 @@ class Attention(nn.Module):
             config.num_heads,
             config.num_kv_heads,
         )  # of this rank, where they are shared out
+        self.gather: Callable[[Tensor], Tensor] | None = None  # of pieces of a sequence
         self.qkv = Linear(config.model_dim, config.qkv_dim, bias=bool(config.qkv_bias))
         self.out = Linear(config.model_dim, config.model_dim, bias=bool(config.bias))
 
@@ -121,6 +122,8 @@ class Attention(nn.Module):
         q_BHTE, k_BKSE, v_BKSE = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k_BKSE, v_BKSE = cache.append(self.layer, k_BKSE, v_BKSE)
+        elif self.gather is not None:
+            k_BKSE, v_BKSE = self.gather(torch.cat((k_BKSE, v_BKSE), dim=1)).chunk(2, dim=1)
         y_BHTE = attend(q_BHTE, k_BKSE, v_BKSE, mask_TS=mask_TS, dropout=self.config.dropout if self.training else 0.0)
         y_BTD: Tensor = self.out(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD
@@ -183,6 +186,7 @@ class GPT(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         self.sequence_shards = 1  # the stream between blocks may be cut along T
+        self.piece = 0  # the tokens of a call may be a piece of a sequence, with as many before it
         self.token_embedding = Embedding(config.vocab_size, config.model_dim)
         learned = config.position == "learned"
         self.position_embedding = Embedding(config.max_seq_len, config.model_dim) if learned else None
@@ -223,7 +227,8 @@ class GPT(nn.Module):
 
     def run_blocks(self, x_BTD: Tensor, blocks: Iterable[nn.Module], *, cache: KVCache | None = None) -> Tensor:
         """Some of the blocks, in order. Rotary angles and the mask are made once and shared."""
-        start, num_tokens = 0 if cache is None else cache.length, x_BTD.size(1) * self.sequence_shards
+        num_tokens = x_BTD.size(1) * self.sequence_shards
+        start = self.piece * num_tokens if cache is None else cache.length
         rope = self.rope(start, num_tokens, device=x_BTD.device)
         mask_TS = None
         if start > 0 and num_tokens > 1:
@@ -254,7 +259,8 @@ class GPT(nn.Module):
     def forward(self, tokens_BT: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Logits B x T x V. With a cache, the tokens follow those it holds, and join them."""
         if cache is None:
-            return self.head(self.run_blocks(self.embed(tokens_BT), self.blocks))
+            x_BTD = self.embed(tokens_BT, self.piece * tokens_BT.size(1))
+            return self.head(self.run_blocks(x_BTD, self.blocks))
         cache.check(tokens_BT)
         x_BTD = self.run_blocks(self.embed(tokens_BT, cache.length), self.blocks, cache=cache)
         cache.length += tokens_BT.size(1)
@@ -283,6 +289,16 @@ class GPT(nn.Module):
             if isinstance(block, Attention):
                 block.num_heads //= size
                 block.num_kv_heads //= size
+
+    def cut_sequence(self, piece: int, gather: Callable[[Tensor], Tensor]) -> None:
+        """Told that calls have equal pieces of sequences, of which this is the `piece`-th.
+
+        `gather` takes B x H x T x E of this piece, for any H, and gives those of all tokens from the first to the last of it.
+        """
+        self.piece = piece
+        for block in self.modules():
+            if isinstance(block, Attention):
+                block.gather = gather
 
     def new_cache(
         self, batch: int, max_len: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -343,7 +359,7 @@ class GPTStage(GPT):
 
     def __init__(self, whole: GPT, layers: range, *, first: bool, last: bool) -> None:
         nn.Module.__init__(self)
-        self.config, self.first, self.last = whole.config, first, last
+        self.config, self.first, self.last, self.piece = whole.config, first, last, whole.piece
         self.gradient_checkpointing, self.sequence_shards = whole.gradient_checkpointing, whole.sequence_shards
         if first:
             self.token_embedding = whole.token_embedding

@@ -1,16 +1,20 @@
 """How the ranks of a mesh are numbered: pure arithmetic.
 
-rank = ((pp * replicas + replica) * shards + shard) * tp + tp
+rank = ((pp * dp + dp) * cp + cp) * tp + tp
 
 axis      ranks along it share                        they exchange
 tp        a data shard, and each layer's work         activations, several times a layer: keep it inside a machine
-shard     nothing but the parameters, cut in pieces   parameters and gradients        \\ together: dp,
-replica   nothing; each has the same pieces           gradients                       / the data shards
+cp        a data shard; each a piece of the sequence  keys and values, in each layer
+dp        nothing; each has its data shard            gradients
 pp        a data shard; each has some of the layers   activations between neighbours
+
+Along dp and cp together, the `data` ranks, all have the same parameters, or pieces of them: data = replicas x shards, where the
+shards of a replica have all pieces and replicas have the same ones.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,30 +27,36 @@ class Axes:
     pp: int = 1
     replicas: int = 1
     shards: int = 1
+    cp: int = 1  # of the replicas x shards, so many have the same samples
     tp: int = 1
 
     @property
-    def dp(self) -> int:
+    def data(self) -> int:
         return self.replicas * self.shards
 
     @property
+    def dp(self) -> int:
+        return self.data // self.cp
+
+    @property
     def size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.data * self.tp
 
     def coords(self, rank: int) -> dict[str, int]:
         rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
-        return {"pp": pp, "dp": dp, "tp": tp}
+        return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
 
-    def rank(self, *, pp: int, dp: int, tp: int) -> int:
-        return (pp * self.dp + dp) * self.tp + tp
+    def rank(self, *, pp: int, dp: int, tp: int, cp: int = 0) -> int:
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
-    def lines(self, axis: str) -> list[list[int]]:
-        """The ranks along `axis`, for every choice of the others."""
+    def lines(self, *along: str) -> list[list[int]]:
+        """The ranks along these axes, for every choice of the others."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             coords = self.coords(rank)
-            groups.setdefault(tuple(v for k, v in coords.items() if k != axis), []).append(rank)
+            groups.setdefault(tuple(v for k, v in coords.items() if k not in along), []).append(rank)
         return list(groups.values())
 
     def seats(self, nodes: Sequence[Node], *, alike: bool) -> list[Seat]:
@@ -61,12 +71,41 @@ class Axes:
                     f"not {node.batch_size} and {nodes[first].batch_size}"
                 )
             seats.append(
-                Seat(rank=rank, node=node.name, coords=coords, shard=coords["dp"], stream=first if alike else rank)
+                Seat(
+                    rank=rank,
+                    node=node.name,
+                    machine=node.machine,
+                    coords=coords,
+                    shard=coords["dp"],
+                    stream=self.rank(**coords | {"tp": 0}) if alike else rank,
+                )
             )
         return seats
 
     def __str__(self) -> str:
-        return f"dp {self.dp} x tp {self.tp} x pp {self.pp}"
+        return f"dp {self.dp} x cp {self.cp} x tp {self.tp} x pp {self.pp}"
+
+
+def machines(places: Sequence[Node | Seat]) -> list[str]:
+    """Which machine each rank is on."""
+    return [place.machine or (place.name if isinstance(place, Node) else place.node) for place in places]
+
+
+def ranks_per_machine(lines: Sequence[Sequence[int]], hosts: Sequence[str]) -> int:
+    """How many neighbours along each of these lines of ranks are on one machine: as many everywhere, or an error."""
+    runs = [
+        (number, host, len(list(run)))
+        for number, line in enumerate(lines)
+        for host, run in itertools.groupby(hosts[rank] for rank in line)
+    ]
+    lengths = {length for _, _, length in runs}
+    if len(lengths) > 1 or len({(number, host) for number, host, _ in runs}) < len(runs):
+        said = ", ".join(f"{length} on {host}" for host, length in dict.fromkeys(run[1:] for run in runs))
+        raise UserError(
+            f"HYBRID_SHARD cuts the model up inside each machine, and neighbouring ranks are {said}; "
+            "use as many on each machine, next to each other, or say strategy.shard_size"
+        )
+    return lengths.pop()
 
 
 def divisors(number: int) -> str:

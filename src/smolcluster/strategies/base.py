@@ -20,7 +20,7 @@ from smolcluster.comm.elastic.line import Lease, Line
 from smolcluster.comm.elastic.roster import Roster
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.compute.optim import warmup_cosine
-from smolcluster.compute.replica import Batch, Replica
+from smolcluster.compute.replica import Batch, Loss, Replica
 from smolcluster.compute.rng import seed_everything
 from smolcluster.compute.timing import Span
 from smolcluster.config.schema import Config
@@ -41,6 +41,7 @@ class Node:
 
     name: str
     batch_size: int = 1
+    machine: str = ""  # that it is on; empty: one of its own, of that name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Seat:
 
     rank: int
     node: str
+    machine: str = ""  # as in Node
     role: str = "worker"
     coords: dict[str, int] = field(default_factory=dict)
     shard: int | None = None
@@ -160,6 +162,8 @@ class Context:
     samples_per_step: Sequence[int]  # of every data shard
     stop_requested: Callable[[], bool]
     warn: Callable[[str], None]
+    tell: Callable[[str], None] = lambda _: None  # a line that is no warning
+    example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, to measure with
     line: Line | None = None  # elastic plane: a worker's line to its server
     office: Office | None = None  # elastic plane: a server's
 
@@ -274,8 +278,17 @@ class Strategy(ABC):
         return {}
 
 
-def build_replica(task: Task, context: Context, *, arrange: Callable[[nn.Module], nn.Module] | None = None) -> Replica:
-    """A whole model on this rank's device, alike on every rank that calls it; `arrange` keeps this rank's part of it."""
+def build_replica(
+    task: Task,
+    context: Context,
+    *,
+    arrange: Callable[[nn.Module], nn.Module] | None = None,
+    loss: Loss | None = None,
+) -> Replica:
+    """A whole model on this rank's device, alike on every rank that calls it; `arrange` keeps this rank's part of it.
+
+    `loss`: where it is not the task's own.
+    """
     config = context.config.training
     seed_everything(config.seed or 0, "weights", device=context.device)
     model = task.model()
@@ -299,7 +312,7 @@ def build_replica(task: Task, context: Context, *, arrange: Callable[[nn.Module]
     schedule = context.config.lr_schedule
     return Replica(
         model=model,
-        loss=task.loss,
+        loss=loss or task.loss,
         optimizer=optimizer,
         learning_rate=warmup_cosine(
             peak=config.learning_rate,

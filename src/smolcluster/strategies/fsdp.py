@@ -12,7 +12,7 @@
     2      SHARD_GRAD_OP     + gradients             2 (N-1)/N S
     3      FULL_SHARD        + parameters            3 (N-1)/N S    gathered again for backward
 
-HYBRID_SHARD is stage 3 inside a group of `shard_size` workers, replicated across groups.
+HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` says other groups than machines.
 
 Memory of a worker, with AdamW in fp32 and P parameters: 16 P; 8 P + 8 P/N; 4 P + 12 P/N; 16 P/N.
 
@@ -25,24 +25,23 @@ Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel",
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from smolcluster.comm.buckets import GradientBuckets
 from smolcluster.comm.group import Group
-from smolcluster.comm.sharded import gradient, like, local
-from smolcluster.compute.replica import Batch, Replica
+from smolcluster.comm.sharded import local
+from smolcluster.compute.replica import Batch
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.parallel import Exchange, Parallel, ParallelOptions
-from smolcluster.strategies.shards import owners
+from smolcluster.strategies.axes import Axes, divisors, ranks_per_machine
+from smolcluster.strategies.exchange import Exchange, Owned, Summed
+from smolcluster.strategies.parallel import Parallel, ParallelOptions
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,17 +49,25 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 class FSDPOptions(ParallelOptions):
     fsdp_stage: int = Field(3, ge=0, le=3, description="ZeRO stage: what is cut up; 0 nothing, 3 all")
-    shard_size: int | None = Field(
-        None, ge=1, description="hybrid: workers that share one set of pieces; null: all of them"
+    shard_size: Annotated[int, Field(ge=1)] | Literal["node"] | None = Field(
+        None, description="hybrid: workers that share one set of pieces; node: those of a machine; null: all of them"
     )
     param_dtype: Dtype | None = Field(
         None, description="stages 2, 3: type that parameters are gathered and used in; null: training.precision"
     )
     reduce_dtype: Dtype | None = Field(None, description="stages 2, 3: type that gradients are averaged in; null: fp32")
+    buffer_dtype: Dtype | None = Field(None, description="stages 2, 3: type of buffers; null: as the model has them")
     cpu_offload: bool = Field(
         False, description="stages 2, 3 on a GPU: pieces and optimizer state live in the memory of the machine"
     )
     prefetch: int = Field(1, ge=0, description="stage 3: blocks that are gathered ahead of the one in use")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hybrid(cls, said: Any) -> Any:
+        if isinstance(said, dict) and said.get("fsdp_stage") == "HYBRID_SHARD":
+            return {"shard_size": "node"} | said | {"fsdp_stage": 3}
+        return said
 
 
 class FSDP(Parallel):
@@ -71,15 +78,8 @@ class FSDP(Parallel):
     options: FSDPOptions
 
     @classmethod
-    def axes(cls, options: FSDPOptions, num_ranks: int) -> Axes:
-        shards = options.shard_size or num_ranks
-        if num_ranks % shards:
-            raise UserError(
-                f"strategy.shard_size = {shards} does not divide {num_ranks} workers; try {divisors(num_ranks)}"
-            )
-        if shards < num_ranks and options.fsdp_stage < 2:
-            raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
-        return Axes(replicas=num_ranks // shards, shards=shards)
+    def axes(cls, options: FSDPOptions, hosts: Sequence[str]) -> Axes:
+        return cut_up(Axes(shards=len(hosts)), options, hosts, "{} workers")
 
     def make_exchange(self) -> Exchange:
         return make_exchange(self, self.options)
@@ -89,18 +89,37 @@ class FSDP(Parallel):
         return options.fsdp_stage
 
 
+def cut_up(axes: Axes, options: FSDPOptions, hosts: Sequence[str], what: str) -> Axes:
+    """The data ranks as replicas of groups that share one set of pieces; `what` names their number in an error."""
+    data, size = axes.data, options.shard_size
+    if size is not None and size != data and options.fsdp_stage < 2:
+        raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
+    shards = ranks_per_machine(axes.lines("dp", "cp"), hosts) if size == "node" else size or data
+    if data % shards:
+        raise UserError(f"strategy.shard_size = {shards} does not divide {what.format(data)}; try {divisors(data)}")
+    return replace(axes, replicas=data // shards, shards=shards)
+
+
 def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     """What `options.fsdp_stage` says, along the data axis."""
-    axes, group, weight, mesh = strategy.mesh_axes, strategy.dp, strategy.weight, strategy.mesh
-    if axes.dp == 1:
+    axes, group, weight, mesh = strategy.mesh_axes, strategy.data, strategy.weight, strategy.mesh
+    if axes.data == 1:
         return Exchange(weight)
-    if options.fsdp_stage == 0:
-        return Summed(group, bucket_bytes=int(options.bucket_mb * 2**20), weight=weight)
+    context = strategy.context
+    if options.shard_size == "node" and context.seat.rank == 0:
+        where = "inside a machine, replicated across machines"
+        if axes.replicas == 1:
+            where = "over all ranks, which are on one machine: as FULL_SHARD"
+        elif axes.shards == 1:
+            where = "nowhere, as no two ranks of the data axis share a machine: as NO_SHARD"
+        context.tell(f"HYBRID_SHARD: cut up {where}; {axes.replicas} x {axes.shards}")
+    bucket_bytes = int(options.bucket_mb * 2**20)
+    if options.fsdp_stage == 0 or axes.shards == 1:
+        return Summed(group, bucket_bytes=bucket_bytes, weight=weight)
     if options.fsdp_stage == 1:
-        return Owned(group, weight=weight)
+        return Owned(group, bucket_bytes=bucket_bytes, weight=weight)
     assert mesh is not None
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
-    context = strategy.context
     precision = context.config.training.precision
     if options.cpu_offload and context.device.type == "cpu":
         context.warn("strategy.cpu_offload has no effect: there is no GPU to take the load off")
@@ -112,85 +131,10 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
         weight=weight,
         param_dtype=DTYPES[options.param_dtype or precision],
         reduce_dtype=DTYPES[options.reduce_dtype or "fp32"],
+        buffer_dtype=DTYPES[options.buffer_dtype] if options.buffer_dtype else None,
         offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
         prefetch=options.prefetch,
     )
-
-
-class Summed(Exchange):
-    """Stage 0. Buckets leave while backward runs."""
-
-    def __init__(self, group: Group, *, bucket_bytes: int, weight: float) -> None:
-        super().__init__(weight)
-        self._group, self._bucket_bytes = group, bucket_bytes
-        self.copies = group.size
-        self._sent = False
-
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
-        self._buckets = GradientBuckets(replica.parameters, self._group, bucket_bytes=self._bucket_bytes)
-
-    def compute(self, batch: Batch) -> Tensor:
-        loss = self._replica.compute(batch, before_last=lambda: self._buckets.arm(0, weight=self._weight, stop=False))
-        self._buckets.disarm()
-        self._sent = True
-        return loss
-
-    def finish(self) -> None:
-        if not self._sent:  # a pipeline ran backward
-            self._buckets.send(0, weight=self._weight)
-        self._sent = False
-        self._buckets.wait(0)
-        self._buckets.give(0)
-
-
-class Owned(Exchange):
-    """Stage 1. Row r of a flat buffer takes the gradients that rank r owns; shares are padded to the largest."""
-
-    owners = True
-
-    def __init__(self, group: Group, *, weight: float) -> None:
-        super().__init__(weight)
-        self._group = group
-
-    def attach(self, replica: Replica) -> None:
-        super().attach(replica)
-        parts = [local(p.detach()) for p in replica.parameters]
-        self._owner = owners([part.numel() for part in parts], self._group.size)
-        self._dealt = [
-            [p for p, owner in zip(replica.parameters, self._owner, strict=True) if owner == place]
-            for place in range(self._group.size)
-        ]
-        self._own = set(self._dealt[self._group.rank])
-        width = max(sum(local(p.detach()).numel() for p in dealt) for dealt in self._dealt)
-        home = self._group.buffer_device(parts[0].device)
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))  # nothing is rounded on its way
-        self._rows = torch.zeros(self._group.size, width, dtype=dtype, device=home)
-        self._row = torch.zeros(width, dtype=dtype, device=home)
-
-    def updates(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._own
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        for row, dealt in zip(self._rows, self._dealt, strict=True):
-            for view, parameter in _views(row, dealt):
-                mine = gradient(parameter)
-                view.zero_() if mine is None else view.copy_(mine * self._weight)
-                parameter.grad = None
-        self._group.reduce_scatter(self._row, self._rows.view(-1)).wait()
-        for view, parameter in _views(self._row, self._dealt[self._group.rank]):
-            parameter.grad = like(parameter, view.to(parameter.device, parameter.dtype))
-
-    @torch.no_grad()
-    def hand_out(self) -> None:
-        for view, parameter in _views(self._row, self._dealt[self._group.rank]):
-            view.copy_(local(parameter.detach()))
-        self._group.all_gather(self._rows.view(-1), self._row).wait()
-        for row, dealt in zip(self._rows, self._dealt, strict=True):
-            for view, parameter in _views(row, dealt):
-                if parameter not in self._own:
-                    local(parameter.detach()).copy_(view)
 
 
 class Sharded(Exchange):
@@ -206,18 +150,20 @@ class Sharded(Exchange):
         weight: float,
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        buffer_dtype: torch.dtype | None,
         offload: OffloadPolicy,
         prefetch: int,
     ) -> None:
         super().__init__(weight)
         self._mesh, self._group, self._axes, self._stage = mesh, group, axes, stage
-        self._param_dtype, self._reduce_dtype, self._offload, self._prefetch = (
-            param_dtype,
-            reduce_dtype,
-            offload,
-            prefetch,
-        )
+        self._lower_dtype = None if param_dtype == torch.float32 else param_dtype
+        self._reduce_dtype, self._buffer_dtype = reduce_dtype, buffer_dtype
+        self._offload, self._prefetch = offload, prefetch
         self.loss_weight = weight * group.size  # FSDP2 takes the mean over ranks; samples are to count alike
+
+    def used_in(self, tensor: Tensor) -> torch.dtype:
+        lower = self._lower_dtype if isinstance(tensor, nn.Parameter) else self._buffer_dtype
+        return lower if lower is not None and tensor.is_floating_point() else tensor.dtype
 
     def wrap(self, model: nn.Module) -> None:
         types = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
@@ -226,6 +172,8 @@ class Sharded(Exchange):
                 f"fsdp_stage {self._stage} cuts up parameters of one type and the model has {', '.join(sorted(types))}; "
                 "use stage 0 or 1"
             )
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.used_in(buffer))
         blocks, policy = blocks_of(model), self._policy()
         for module in [*blocks, model]:
             fully_shard(
@@ -242,11 +190,8 @@ class Sharded(Exchange):
 
     def _policy(self) -> MixedPrecisionPolicy:
         """Types of a lower precision than the parameters have themselves."""
-        lower = self._param_dtype != torch.float32
-        return MixedPrecisionPolicy(
-            param_dtype=self._param_dtype if lower else None,
-            reduce_dtype=self._reduce_dtype if lower or self._reduce_dtype != torch.float32 else None,
-        )
+        exact = self._lower_dtype is None and self._reduce_dtype == torch.float32
+        return MixedPrecisionPolicy(param_dtype=self._lower_dtype, reduce_dtype=None if exact else self._reduce_dtype)
 
     def compute(self, batch: Batch) -> Tensor:
         return self._replica.compute(batch, weight=self.loss_weight)
@@ -255,7 +200,7 @@ class Sharded(Exchange):
         """FSDP2 has exchanged all there is; it counts no bytes, so they are added up here, by the formula."""
         count = sum(local(p.detach()).numel() for p in self._replica.parameters)
         kept = self._replica.parameters[0].dtype
-        used = self._param_dtype if self._param_dtype != torch.float32 else kept
+        used = self._lower_dtype or kept
         reduced = self._reduce_dtype if used != kept else kept
         shards, replicas = self._axes.shards, self._axes.replicas
         gathered = (2 if self._stage == 3 else 1) * (shards - 1) * count * used.itemsize
@@ -275,13 +220,3 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
     longest = max(lists, key=len, default=None)
     return list(longest.children()) if longest is not None else []
-
-
-def _views(row: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Parameter]]:
-    """Where in a row each parameter has its place."""
-    found, offset = [], 0
-    for parameter in parameters:
-        part = local(parameter.detach())
-        found.append((row[offset : offset + part.numel()].view(part.shape), parameter))
-        offset += part.numel()
-    return found

@@ -1,11 +1,12 @@
-"""mesh (3D): pipeline x data x tensor parallel, any product that fits the number of ranks.
+"""mesh (3D): pipeline x data x tensor parallel, any product that fits the number of ranks; pieces of long sequences too.
 
-    rank = (pp * dp + d) * tp + t            tp innermost: it exchanges most, and neighbours are often on one machine
+    rank = ((pp * dp + d) * cp + c) * tp + t      tp innermost: it exchanges most, and neighbours are often on one machine
 
     axis   what is shared out                   read
     pp     layers, one after the other          pipeline.py
     dp     samples; with fsdp_stage also        fsdp.py
            optimizer, gradients, parameters
+    cp     the tokens of each sequence          context.py
     tp     the work of each layer               tensor.py
 
 An axis that is not said takes what the others leave, dp first. The steps of a step stand in `parallel.py`.
@@ -15,13 +16,16 @@ Narayanan et al., "Efficient large-scale language model training on GPU clusters
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field
 from torch import nn
 
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.fsdp import FSDPOptions, make_exchange
-from smolcluster.strategies.parallel import Exchange, Parallel
+from smolcluster.strategies.exchange import Exchange
+from smolcluster.strategies.fsdp import FSDPOptions, cut_up, make_exchange
+from smolcluster.strategies.parallel import Parallel
 from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe
 from smolcluster.strategies.tensor import Fusions, share_out
 
@@ -31,6 +35,7 @@ class MeshOptions(PipelineOptions, FSDPOptions):
     dp: int | None = Field(None, ge=1, description="data shards; null: what tp and pp leave")
     tp: int = Field(1, ge=1, description="ranks that share each layer")
     pp: int = Field(1, ge=1, description="ranks that layers are dealt out to")
+    cp: int = Field(1, ge=1, description="ranks that have a piece of each sequence")
 
 
 class Mesh(Parallel):
@@ -41,25 +46,23 @@ class Mesh(Parallel):
     options: MeshOptions
 
     @classmethod
-    def axes(cls, options: MeshOptions, num_ranks: int) -> Axes:
+    def axes(cls, options: MeshOptions, hosts: Sequence[str]) -> Axes:
         check_schedule(options)
-        tp, pp = options.tp, options.pp
-        if num_ranks % (tp * pp):
+        num_ranks, tp, pp, cp = len(hosts), options.tp, options.pp, options.cp
+        if cp > 1 and pp > 1:
+            raise UserError(f"cp {cp} x pp {pp}: a pipeline has whole sequences; use one of them, with dp and tp")
+        said = f"tp {tp} x pp {pp}" if cp == 1 else f"tp {tp} x cp {cp}"
+        if num_ranks % (tp * pp * cp):
             raise UserError(
-                f"tp {tp} x pp {pp} does not divide {num_ranks} workers; the product must be one of {divisors(num_ranks)}"
+                f"{said} does not divide {num_ranks} workers; the product must be one of {divisors(num_ranks)}"
             )
-        dp = options.dp or num_ranks // (tp * pp)
-        if dp * tp * pp != num_ranks:
+        dp = options.dp or num_ranks // (tp * pp * cp)
+        if dp * tp * pp * cp != num_ranks:
             raise UserError(
-                f"dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp} and there are {num_ranks} workers; "
-                f"with this tp and pp, dp must be {num_ranks // (tp * pp)}"
+                f"dp {dp} x {said} = {dp * tp * pp * cp} and there are {num_ranks} workers; "
+                f"with the others as they are, dp must be {num_ranks // (tp * pp * cp)}"
             )
-        shards = options.shard_size or dp
-        if shards < dp and options.fsdp_stage < 2:
-            raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
-        if dp % shards:
-            raise UserError(f"strategy.shard_size = {shards} does not divide dp {dp}; try {divisors(dp)}")
-        return Axes(pp=pp, replicas=dp // shards, shards=shards, tp=tp)
+        return cut_up(Axes(pp=pp, shards=dp * cp, cp=cp, tp=tp), options, hosts, "dp {}" if cp == 1 else "dp x cp = {}")
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)

@@ -3,7 +3,8 @@
     setup:  the whole model, alike on every rank, then this rank's part of it:
                 pipeline   some of its layers                          pipeline.py
                 tensor     of each layer some rows or columns          tensor.py
-                fsdp       of each tensor a piece, or all of it        fsdp.py
+                fsdp       of each tensor a piece, or all of it        fsdp.py, exchange.py
+            or all of it, and a piece of every sequence (cp)           context.py
             the optimizer sees what is left
 
     step:   forward and backward, through the pipeline if there is one
@@ -29,12 +30,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from smolcluster.comm.group import Group, collect_tensors
+from smolcluster.comm.group import Group, collect_tensors, gather_json
 from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes
+from smolcluster.strategies.axes import Axes, machines
 from smolcluster.strategies.base import (
     Cost,
     Drawing,
@@ -48,6 +49,8 @@ from smolcluster.strategies.base import (
     Strategy,
     build_replica,
 )
+from smolcluster.strategies.context import Pieces
+from smolcluster.strategies.exchange import Exchange
 from smolcluster.strategies.replicated import train_alone
 from smolcluster.strategies.shards import largest_share
 from smolcluster.tasks.base import Task
@@ -60,43 +63,8 @@ COPY = "@copy"  # ends the name of a weight that another stage of this rank has 
 
 
 class ParallelOptions(Options):
-    bucket_mb: float = Field(25.0, gt=0, description="stage 0: gradients travel in buckets of this size")
+    bucket_mb: float = Field(25.0, gt=0, description="stages 0, 1: gradients travel in buckets of this size")
     sequence_parallel: bool = Field(True, description="tensor: the stream between layers is cut along the sequence")
-
-
-class Exchange:
-    """How the data shards share gradients and updates. With one shard there is nothing to do: the base of those in fsdp.py."""
-
-    loss_weight = 1.0  # what the loss is multiplied by before backward
-    copies = 1  # how many data shards hold the same gradients after `finish`
-    owners = False  # each data shard has the optimizer state of some whole parameters
-
-    def __init__(self, weight: float) -> None:
-        """`weight`: this shard's part of all samples."""
-        self._weight = weight
-
-    def wrap(self, model: nn.Module) -> None:
-        """Before there is an optimizer: cut the parameters up."""
-
-    def attach(self, replica: Replica) -> None:
-        self._replica = replica
-
-    def compute(self, batch: Batch) -> Tensor:
-        """Forward and backward, where no pipeline does it."""
-        return self._replica.compute(batch)
-
-    def finish(self) -> None:
-        """Gradients on the parameters are the mean over all samples."""
-
-    def hand_out(self) -> None:
-        """The updated parameters are everywhere they belong."""
-
-    def updates(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank updates it."""
-        return True
-
-    def settle(self) -> None:
-        """Parameters that were gathered for a while are in pieces again."""
 
 
 class Parallel(Strategy):
@@ -105,8 +73,8 @@ class Parallel(Strategy):
 
     @classmethod
     @abstractmethod
-    def axes(cls, options: Any, num_ranks: int) -> Axes:
-        """How the ranks are arranged."""
+    def axes(cls, options: Any, hosts: Sequence[str]) -> Axes:
+        """How the ranks are arranged; `hosts` are the machines they are on."""
 
     @classmethod
     def stage(cls, options: Any) -> int:
@@ -116,8 +84,8 @@ class Parallel(Strategy):
     @classmethod
     def cost(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> Cost:
         """Of a rank, where layers are dealt out evenly. Only the data axis has bytes that do not depend on the samples."""
-        axes, stage = cls.axes(options, len(nodes)), cls.stage(options)
-        size, dp, shards = shape.parameters * shape.bytes_per_parameter // (axes.tp * axes.pp), axes.dp, axes.shards
+        axes, stage = cls.axes(options, machines(nodes)), cls.stage(options)
+        size, dp, shards = shape.parameters * shape.bytes_per_parameter // (axes.tp * axes.pp), axes.data, axes.shards
         if stage < 2:
             moved = 2 * (dp - 1) * size // dp
         else:
@@ -132,12 +100,16 @@ class Parallel(Strategy):
             bytes_sent=moved,
             bytes_received=moved,
             messages=(stage if stage >= 2 else 2) * (dp - 1),
-            activations_travel=axes.tp > 1 or axes.pp > 1,
+            activations_travel=max(axes.tp, axes.pp, axes.cp) > 1,
         )
 
     @classmethod
     def seats(cls, options: Any, nodes: Sequence[Node]) -> list[Seat]:
-        return cls.axes(options, len(nodes)).seats(nodes, alike=not options.sequence_parallel)
+        return cls.axes(options, machines(nodes)).seats(nodes, alike=not options.sequence_parallel)
+
+    def used_in(self, tensor: Tensor) -> torch.dtype:
+        """The type that this parameter or buffer has in forward."""
+        return self._exchange.used_in(tensor)
 
     # What a subclass has of the three
 
@@ -157,28 +129,44 @@ class Parallel(Strategy):
     def setup(self, task: Task) -> None:
         context = self.context
         self.task = task
-        self.mesh_axes = self.axes(self.options, len(context.seats))
+        self.mesh_axes = self.axes(self.options, machines(context.seats))
+        self._check_machines()
         self.coords = context.seat.coords
         self._check_backend()
         if context.device.type == "cuda":
             torch.cuda.set_device(context.device)  # torch's engine exchanges from there
         self.mesh = self._make_mesh()
-        self.dp, self.pp = self._line("dp"), self._line("pp")
+        self.data, self.pp = self._line("dp", "cp"), self._line("pp")
+        self._pieces: Pieces | None = None
+        if self.mesh_axes.cp > 1:
+            self._pieces = Pieces(self._line("cp"), task, context.example(1))
         counts = context.samples_per_step
         self.weight = counts[self.coords["dp"]] / sum(counts)
         self._exchange = self.make_exchange()
-        self.replica = build_replica(task, context, arrange=self._arrange)
+        loss = task.loss if self._pieces is None else self._pieces.loss
+        self.replica = build_replica(task, context, arrange=self._arrange, loss=loss)
         self._exchange.attach(self.replica)
-        for key, idle in (("track_gradients", True), ("compile", self._pipe is not None)):
-            if idle and getattr(context.config.training, key) and context.group.size > 1:
-                context.warn(f"training.{key} has no effect with {self.name}")
+        if self._pipe is not None and context.config.training.compile:
+            context.warn(f"training.compile has no effect with {self.name}")
+        self._tracks = self.replica.track_gradients and context.group.size > 1
+        self.replica.track_gradients &= not self._tracks  # it has only parts of them
         self._stop = DelayedFlag(context.device)
         self._exported: dict[str, Tensor] | None = None
+
+    def _check_machines(self) -> None:
+        """Where nobody named the machines, a rank knows its own only and took the others to be like it."""
+        if getattr(self.options, "shard_size", None) == "node":
+            seen = gather_json(self.context.group, self.mesh_axes.shards)
+            if len(set(seen)) > 1:
+                raise UserError(
+                    f"HYBRID_SHARD needs as many ranks on each machine, and these see {seen} on theirs; "
+                    "start as many on each, or say strategy.shard_size"
+                )
 
     def _check_backend(self) -> None:
         """torch's engine hands GPU memory to the backend, and gloo would read it as its own: the process would die of it."""
         group, axes = self.context.group, self.mesh_axes
-        by_torch = axes.pp > 1 or axes.tp > 1 or (axes.dp > 1 and self.stage(self.options) >= 2)
+        by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.stage(self.options) >= 2)
         if by_torch and self.context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
             raise UserError(
                 f"{self.name} on {self.context.device.type} cannot exchange over gloo; use --backend nccl with a GPU for each "
@@ -194,10 +182,10 @@ class Parallel(Strategy):
             return None
         return init_device_mesh(self.context.device.type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
 
-    def _line(self, axis: str) -> Group:
-        """The ranks along one axis that this one belongs to. Every rank makes all of them."""
+    def _line(self, *axes: str) -> Group:
+        """The ranks along these axes that this one belongs to. Every rank makes all of them."""
         mine: Group | None = None
-        for ranks in self.mesh_axes.lines(axis):
+        for ranks in self.mesh_axes.lines(*axes):
             mine = self.context.group.sub(ranks) or mine
         assert mine is not None
         return mine
@@ -206,6 +194,10 @@ class Parallel(Strategy):
         """From the whole model to this rank's part of it."""
         self._layout = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}
         self._num_parameters = sum(p.numel() for p in model.parameters())
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._places = {name: place for place, name in enumerate(trained)}
+        if self._pieces is not None:
+            self._pieces.tell(model)
         self._pipe = self.make_pipe(model)
         for part in [model] if self._pipe is None else self._pipe.stages:
             self._fusions = self.share_out(part)
@@ -223,6 +215,8 @@ class Parallel(Strategy):
         if context.group.size == 1:
             return train_alone(replica, batch, stop=context.stop_requested())
         rate = replica.learning_rate
+        if self._pieces is not None:
+            batch = self._pieces.batch(batch)
         with self._engine():
             if pipe is None:
                 loss = self._exchange.compute(batch)
@@ -234,7 +228,8 @@ class Parallel(Strategy):
         self._exchange.finish()
         loss, norm, stop = self._agree(loss)
         comm.end()
-        replica.apply(norm=norm / replica.loss_scale)
+        norm, self._norm_scale = norm / replica.loss_scale, replica.loss_scale
+        replica.apply(norm=norm)
         self._exchange.hand_out()
         counted = context.tells
         return StepReport(
@@ -265,38 +260,54 @@ class Parallel(Strategy):
     def _squares(self) -> Tensor:
         """The sum of squares of my gradients, each divided by how many ranks have it too: these add up to the whole."""
         twins = set() if self._pipe is None else self._pipe.copied
-        parts: dict[int, list[Tensor]] = {}
-        for parameter in self.replica.parameters:
-            if parameter not in twins and (mine := gradient(parameter)) is not None:
-                parts.setdefault(copies(parameter) * self._exchange.copies, []).append(mine)
-        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for count, gradients in parts.items():
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
-            total += norms.square().sum().to(total.device) / count
-        return total.to(self.context.group.device)
+        parts = [(p, mine) for p in self.replica.parameters if p not in twins and (mine := gradient(p)) is not None]
+        device = self.context.group.device
+        if not parts:
+            squares = torch.zeros(0, dtype=torch.float64, device=device)
+        else:
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm([mine for _, mine in parts])])
+            counts = [copies(parameter) * self._exchange.copies for parameter, _ in parts]
+            squares = norms.to(device).square() / torch.tensor(counts, dtype=torch.float64, device=device)
+        if self._tracks:
+            names = {parameter: name.removesuffix(COPY) for name, parameter in self.replica.model.named_parameters()}
+            places = [self._places[names[parameter]] for parameter, _ in parts]
+            self._squared = torch.zeros(len(self._places), dtype=torch.float64, device=device)
+            self._squared.index_add_(0, torch.tensor(places, dtype=torch.int64, device=device), squares)
+        return squares.sum()
+
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """The parts meet here, when a row is logged: all ranks do so after the same steps."""
+        if not self._tracks:
+            return self.replica.gradient_norms
+        squared = self._squared.clone()
+        self.context.group.all_reduce(squared).wait()
+        return dict(zip(self._places, squared.sqrt() / self._norm_scale, strict=True))
 
     # Evaluation
 
     def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
         with self._engine():
             model = self.model if self._pipe is None else self._pipe.answering(part)
-            return {} if model is None else {name: whole(v) for name, v in task.metrics(model, part).items()}
+            if model is None:
+                return {}
+            metrics = task.metrics(model, part) if self._pieces is None else self._pieces.metrics(model, part)
+            return {name: whole(value) for name, value in metrics.items()}
 
     @property
     def share(self) -> Share:
         return Share(
             index=self.coords["dp"],
             count=self.mesh_axes.dp,
-            counts=self.coords["tp"] == 0 and (self._pipe is None or self._pipe.has_last),
+            counts=self.coords["tp"] == self.coords["cp"] == 0 and (self._pipe is None or self._pipe.has_last),
             lockstep=True,
         )
 
     def drain(self) -> None:
         """Buffers are those of the first data shard."""
         for buffer in self.replica.model.buffers():
-            if buffer.numel() and self.dp.size > 1:
-                exchanged = buffer.to(self.dp.buffer_device(buffer.device))
-                self.dp.broadcast(exchanged, source=0).wait()
+            if buffer.numel() and self.data.size > 1:
+                exchanged = buffer.to(self.data.buffer_device(buffer.device))
+                self.data.broadcast(exchanged, source=0).wait()
                 if exchanged is not buffer:
                     buffer.copy_(exchanged)
 
@@ -320,9 +331,9 @@ class Parallel(Strategy):
 
     def state(self) -> State:
         """Whole on the lead rank; the others take part in gathering it, and get nothing."""
-        self._exchange.settle()
+        weights = self._whole_weights()
         optimizer, numbers = self.replica.state_dict()
-        return State(weights=self._gather(self.replica.weights()), optimizer=self._gather(optimizer), numbers=numbers)
+        return State(weights=weights, optimizer=self._gather(optimizer), numbers=numbers)
 
     def part_of_state(self) -> State | None:
         self._exchange.settle()
@@ -339,6 +350,8 @@ class Parallel(Strategy):
                     continue
                 wholes[kind][name] = list(tensor.shape)
                 part, (offsets, _) = local(tensor), place(tensor)
+                if kind == "weights":
+                    part = part.to(self._layout[name].dtype)  # the type that the model has it in
                 if part.numel() and self._saves(tensor, parameters[plain]):
                     runs = [(offsets, part)] if self._fusions is None else self._fusions.runs(plain, part, offsets)
                     boxes[kind].update({box_name(name, at): rows for at, rows in runs})
@@ -350,18 +363,23 @@ class Parallel(Strategy):
         if self._exchange.owners and isinstance(parameter, nn.Parameter):
             along_dp = self._exchange.updates(parameter)
         else:
-            along_dp = "shards" in axes or "replicas" in axes or self.coords["dp"] == 0
+            along_dp = "shards" in axes or "replicas" in axes or self.coords["dp"] == self.coords["cp"] == 0
         return along_dp and ("tp" in axes or self.coords["tp"] == 0) and has_first(tensor)
 
-    def export(self) -> dict[str, Tensor] | None:
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """In the types that the model has them in."""
         self._exchange.settle()
         weights = self._gather(self.replica.weights())
+        return {name: tensor.to(self._layout[name].dtype) for name, tensor in weights.items()}
+
+    def export(self) -> dict[str, Tensor] | None:
+        weights = self._whole_weights()
         self._exported = weights if self.context.seat.rank == 0 else None
         return self._exported
 
     def _gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Along tp and dp, then along pp."""
-        first = self.coords["dp"] == self.coords["tp"] == 0
+        """Along tp and the data ranks, then along pp."""
+        first = self.coords["dp"] == self.coords["cp"] == self.coords["tp"] == 0
         found = {}
         for name, tensor in tensors.items():
             full = whole(tensor)
@@ -369,7 +387,7 @@ class Parallel(Strategy):
                 plain = name.rpartition("/")[2]
                 found[name] = full if self._fusions is None else self._fusions.restored(plain, full)
         if self._exchange.owners:
-            found = collect_tensors(self.dp, found)
+            found = collect_tensors(self.data, found)
         if first and self.pp.size > 1:
             found = collect_tensors(self.pp, found)
         return found if self.context.seat.rank == 0 else {}

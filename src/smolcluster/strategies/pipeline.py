@@ -14,9 +14,10 @@
     zero-bubble   V               backward in two halves; weights' gradients fill the gaps  towards 0
     zbv           2               the same, pieces in a V: rank p has stages p and 2P-1-p   towards 0
 
-The schedules are torch's (`torch.distributed.pipelining`). A model says how it is cut by `stage(layers, first=, last=)`, as
-the GPT does, or is an `nn.Sequential`. The task's loss calls the model once, as `model(inputs)`: on the first rank that call
-shows what goes in, on the last it is answered with what came out. Parameter names stay those of the whole model.
+The schedules are torch's (`torch.distributed.pipelining`). How a model is cut stands in `stages.py`, and for one that neither
+says so nor is an `nn.Sequential` in `tracing.py`; `split.py` measures how fast the ranks are. The task's loss calls the model
+once, as `model(inputs)`: on the first rank that call shows what goes in, on the last it is answered with what came out.
+Parameter names stay those of the whole model.
 
 A weight that the first and the last stage both use (a tied head) lives on both; their gradients are added.
 
@@ -30,9 +31,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -46,11 +46,25 @@ from smolcluster.comm.group import Group, gather_json
 from smolcluster.comm.sharded import gradient, whole
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device
-from smolcluster.errors import UserError, unknown_name
-from smolcluster.strategies.axes import Axes, divisors
+from smolcluster.errors import unknown_name
+from smolcluster.strategies.axes import Axes
 from smolcluster.strategies.base import Context, Drawing
-from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions
+from smolcluster.strategies.parallel import Parallel, ParallelOptions
+from smolcluster.strategies.split import measured_split
+from smolcluster.strategies.stages import (
+    Answering,
+    Cut,
+    Layers,
+    Several,
+    as_tuple,
+    holders,
+    inputs_of,
+    layers_of,
+    length_of,
+    num_microbatches,
+)
 from smolcluster.strategies.timeline import Worked, draw, expected_idle, idle_share
+from smolcluster.strategies.tracing import trace_layers
 from smolcluster.tasks.base import Task
 
 SCHEDULES = {
@@ -75,7 +89,9 @@ class PipelineOptions(ParallelOptions):
     schedule: str = Field("1f1b", description=f"one of {', '.join(SCHEDULES)}")
     num_microbatches: int | None = Field(None, ge=1, description="per batch; null: twice the stages, if they divide it")
     stages_per_rank: int = Field(2, ge=1, description="interleaved, zero-bubble: pieces of the model on each rank")
-    layer_distribution: list[int] | None = Field(None, description="layers of each stage; null: evenly")
+    layer_distribution: list[int] | Literal["auto"] | None = Field(
+        None, description="layers of each stage; auto: by measured speed and memory; null: evenly"
+    )
     draw_schedule: bool = Field(False, description="write schedule.svg: who computed what when, in one step of the run")
 
 
@@ -87,9 +103,9 @@ class Pipeline(Parallel):
     options: PipelineOptions
 
     @classmethod
-    def axes(cls, options: PipelineOptions, num_ranks: int) -> Axes:
+    def axes(cls, options: PipelineOptions, hosts: Sequence[str]) -> Axes:
         check_schedule(options)
-        return Axes(pp=num_ranks)
+        return Axes(pp=len(hosts))
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)
@@ -101,7 +117,11 @@ def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) ->
     if axes.pp == 1:
         return None
     assert strategy.mesh is not None
-    cut = Cut.plan(num_layers_of(model), axes.pp, options)
+    said = options.layer_distribution
+    at_least = sum(said) if isinstance(said, list) else len(holders(axes.pp, options))
+    layers = layers_of(model) or trace_layers(strategy.task, strategy.context.example, at_least=at_least)
+    counts = measured_split(strategy, options, model, layers) if said == "auto" else None
+    cut = Cut.plan(layers.count, axes.pp, options, counts)
     ends = sorted({cut.ranks[0], cut.ranks[-1]})
     pair: Group | None = None  # the ranks of the first and the last stage, where they are two
     if len(ends) == 2:
@@ -110,6 +130,7 @@ def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) ->
     return Pipe(
         strategy.task,
         model,
+        layers,
         cut,
         options=options,
         context=strategy.context,
@@ -117,149 +138,13 @@ def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) ->
         process_group=strategy.mesh["pp"].get_group(),
         pair=pair,
         sequence_shards=axes.tp if options.sequence_parallel else 1,
+        used_in=strategy.used_in,
     )
 
 
 def check_schedule(options: PipelineOptions) -> None:
     if options.schedule not in SCHEDULES:
         raise unknown_name("strategy.schedule", options.schedule, SCHEDULES)
-
-
-# Who has which layers: pure
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The stages of a pipeline: which layers, on which rank."""
-
-    layers: tuple[range, ...]
-    ranks: tuple[int, ...]
-
-    @classmethod
-    def plan(cls, num_layers: int, num_ranks: int, options: PipelineOptions) -> Cut:
-        name = options.schedule
-        per_rank = {"zbv": 2, "interleaved": options.stages_per_rank, "zero-bubble": options.stages_per_rank}.get(
-            name, 1
-        )
-        count = num_ranks * per_rank
-        counts = options.layer_distribution or _evenly(num_layers, count)
-        if len(counts) != count:
-            raise UserError(
-                f"strategy.layer_distribution has {len(counts)} entries and schedule {name} on {num_ranks} ranks has "
-                f"{count} stages"
-            )
-        if sum(counts) != num_layers:
-            raise UserError(f"strategy.layer_distribution adds up to {sum(counts)} layers; the model has {num_layers}")
-        if min(counts) < 1:
-            raise UserError(
-                f"{count} stages ({num_ranks} ranks, schedule {name}) and only {num_layers} layers: every stage needs one; "
-                f"use fewer workers, or a schedule with fewer stages"
-            )
-        first, spans = 0, []
-        for length in counts:
-            spans.append(range(first, first + length))
-            first += length
-        if name == "zbv":
-            ranks = [*range(num_ranks), *reversed(range(num_ranks))]
-        else:
-            ranks = [stage % num_ranks for stage in range(count)]
-        return cls(tuple(spans), tuple(ranks))
-
-    def of(self, rank: int) -> list[int]:
-        return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
-
-
-def _evenly(num_layers: int, count: int) -> list[int]:
-    """The last stages get the fewer: the last one has the head as well."""
-    return [num_layers // count + (stage < num_layers % count) for stage in range(count)]
-
-
-def num_layers_of(model: nn.Module) -> int:
-    if isinstance(model, nn.Sequential):
-        return len(model)
-    if hasattr(model, "stage") and hasattr(model, "num_layers"):
-        return int(getattr(model, "num_layers"))  # noqa: B009 - not every module has it
-    raise UserError(
-        f"{type(model).__name__} cannot be cut into stages: it is no nn.Sequential and has no "
-        "stage(layers, first=, last=) and num_layers; see models/gpt.py for an example"
-    )
-
-
-def stage_of(model: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
-    """Some of the layers, under their own names."""
-    if isinstance(model, nn.Sequential):
-        part = nn.Sequential()
-        for name in list(model._modules)[layers.start : layers.stop]:
-            part.add_module(name, model._modules[name])
-        return part
-    found: nn.Module = model.stage(layers, first=first, last=last)  # type: ignore[operator]
-    return found
-
-
-class Several(nn.Module):
-    """The stages of one rank as one model. What another of them has too is marked: it is a copy."""
-
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from _marked(stage.named_parameters() for stage in self.stages)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        yield from _marked(stage.named_buffers() for stage in self.stages)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return dict(_marked(stage.state_dict().items() for stage in self.stages))
-
-
-def _marked(parts: Any) -> Iterator[tuple[str, Any]]:
-    seen: set[str] = set()
-    for part in parts:
-        for name, tensor in part:
-            yield (name + COPY if name in seen else name), tensor
-            seen.add(name)
-
-
-# Running it
-
-
-class _Asked(Exception):
-    """What the loss gives the model."""
-
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.inputs = inputs
-
-
-class _Asking(nn.Module):
-    """Stands in for the model on the first rank."""
-
-    def forward(self, *inputs: Any) -> Tensor:
-        raise _Asked(inputs)
-
-
-class _Answering(nn.Module):
-    """Stands in for the model on the last rank."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self._output = output
-
-    def forward(self, *inputs: Any) -> Tensor:
-        return self._output
-
-
-def inputs_of(task: Task, part: Any) -> tuple[Tensor, ...]:
-    """What goes into the model for this batch."""
-    try:
-        task.loss(_Asking(), part)
-    except _Asked as asked:
-        if all(isinstance(value, Tensor) for value in asked.inputs):
-            return asked.inputs
-    except (AttributeError, TypeError) as error:
-        raise UserError(f"loss() of {task.name} must call the model once, as model(inputs): {error}") from error
-    raise UserError(f"loss() of {task.name} must call the model once, with tensors, to be run in stages")
 
 
 class Pipe:
@@ -269,6 +154,7 @@ class Pipe:
         self,
         task: Task,
         model: nn.Module,
+        layers: Layers,
         cut: Cut,
         *,
         options: PipelineOptions,
@@ -277,14 +163,15 @@ class Pipe:
         process_group: Any,
         pair: Group | None,
         sequence_shards: int,
+        used_in: Callable[[Tensor], torch.dtype],
     ) -> None:
         """`process_group` is torch's name for `group`; `pair` are the first and the last of it, on those."""
-        self.cut, self.mine = cut, cut.of(group.rank)
+        self.layers, self.cut, self.mine = layers, cut, cut.of(group.rank)
         self.stages = [self._stage(model, index) for index in self.mine]
         self.model = self.stages[0] if len(self.stages) == 1 else Several(self.stages)
         self._task, self._options, self._context = task, options, context
         self._group, self._process_group, self._pair = group, process_group, pair
-        self._sequence_shards = sequence_shards
+        self._sequence_shards, self._used_in = sequence_shards, used_in
         self._shared = self._shared_names(model)
         self.drawing: Drawing | None = None  # of one step
         self._worked: list[Worked] | None = None  # in the step that is drawn
@@ -295,7 +182,8 @@ class Pipe:
         self._factor = 1.0
 
     def _stage(self, model: nn.Module, index: int) -> nn.Module:
-        return stage_of(model, self.cut.layers[index], first=index == 0, last=index == len(self.cut.layers) - 1)
+        last = len(self.cut.layers) - 1
+        return self.layers.stage(model, self.cut.layers[index], first=index == 0, last=index == last)
 
     @property
     def has_first(self) -> bool:
@@ -377,16 +265,16 @@ class Pipe:
         self._group.traffic.add(sent * self._num_microbatches, received * self._num_microbatches)
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
-        size = _length(self._part) // self._num_microbatches
+        size = length_of(self._part) // self._num_microbatches
         first = int(number) * size
         part = tree_map_only(Tensor, lambda t: t[first : first + size], self._part)
-        loss = self._task.loss(_Answering(output), part)
+        loss = self._task.loss(Answering(output), part)
         self._losses.append(whole(loss.detach()))
         return loss * self._factor
 
     def _build(self, part: Any) -> None:
         """The schedule is made when the first batch is here: it shows the shapes that travel."""
-        name, length = self._options.schedule, _length(part)
+        name, length = self._options.schedule, length_of(part)
         self._num_microbatches = num_microbatches(self._options, length, len(self.cut.layers))
         size = length // self._num_microbatches
         self.shapes = self._measure(tree_map_only(Tensor, lambda t: t[:size], part))
@@ -408,6 +296,9 @@ class Pipe:
                 # has no connection to itself.
                 setattr(stage, "_get_init_p2p_neighbors_ops", list)  # noqa: B010
             self._watch(stage)
+        if name in ("zero-bubble", "zbv"):
+            for module in self.stages:
+                module.register_forward_hook(lambda *call: tree_map_only(Tensor, _no_view, call[-1]))
         kind = SCHEDULES[name]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         self._schedule = kind(
@@ -423,13 +314,12 @@ class Pipe:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = self._task.model()
             stages = [self._stage(model, index) for index in range(len(self.cut.layers))]
-            states = [stage.state_dict() for stage in stages]
+            states = [{**stage.state_dict(keep_vars=True), **dict(stage.named_buffers())} for stage in stages]
         with FakeTensorMode() as fake, autocast(self._task.config.training.precision, device):
             found = [inputs_of(self._task, tree_map_only(Tensor, fake.from_tensor, part))]
             for stage, state in zip(stages, states, strict=True):
-                tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in state.items()}
-                output = functional_call(stage, tensors, found[-1])
-                found.append(output if isinstance(output, tuple) else (output,))
+                tensors = {n: torch.empty(t.shape, dtype=self._used_in(t), device=device) for n, t in state.items()}
+                found.append(as_tuple(functional_call(stage, tensors, found[-1])))
         first = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in found[0])
         between = [tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:-1]]
         return [first, *between, tuple(_travelling(t, 1) for t in found[-1])]
@@ -488,14 +378,13 @@ class Pipe:
             if index == 0:
                 held = inputs_of(self._task, part)
             elif ranks[index - 1] != me:
-                held = self._receive(index, ranks[index - 1], _length(part))
-            output = stage(*held)
-            held = output if isinstance(output, tuple) else (output,)
+                held = self._receive(index, ranks[index - 1], length_of(part))
+            held = as_tuple(stage(*held))
             if index + 1 < len(ranks) and ranks[index + 1] != me:
                 for number, tensor in enumerate(held):
                     exchanged = tensor.contiguous().to(self._group.buffer_device(tensor.device))
                     self._group.send(exchanged, to=ranks[index + 1], tag=number).wait()
-        return _Answering(held[0]) if self.has_last else None
+        return Answering(held[0]) if self.has_last else None
 
     def _receive(self, index: int, source: int, length: int) -> tuple[Tensor, ...]:
         device, group, tensors = self._context.device, self._group, []
@@ -507,24 +396,9 @@ class Pipe:
         return tuple(tensors)
 
 
-def num_microbatches(options: PipelineOptions, batch_size: int, num_stages: int) -> int:
-    if options.schedule == "sequential":
-        return 1
-    if options.num_microbatches is None:
-        return max(m for m in range(1, min(2 * num_stages, batch_size) + 1) if batch_size % m == 0)
-    if batch_size % options.num_microbatches:
-        raise UserError(
-            f"strategy.num_microbatches = {options.num_microbatches} does not divide a batch of {batch_size} samples; "
-            f"try {divisors(batch_size)}"
-        )
-    return options.num_microbatches
-
-
-def _length(part: Any) -> int:
-    """How many samples are in it."""
-    lengths: list[int] = []
-    tree_map_only(Tensor, lambda t: lengths.append(len(t)), part)
-    return lengths[0]
+def _no_view(output: Tensor) -> Tensor:
+    """Backward in two halves detaches what a stage gave, in place; torch refuses that for a view of another tensor."""
+    return output.clone() if output._is_view() else output
 
 
 def _travelling(tensor: Tensor, shards: int) -> Tensor:

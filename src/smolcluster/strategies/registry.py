@@ -71,6 +71,10 @@ def read_options(strategy: type[Any], section: StrategyConfig) -> tuple[Any, lis
     said = {k: v for k, v in section.model_dump(exclude={"name", "options"}).items() if v is not None}
     said |= section.options
     known = strategy.Config.model_fields
+    if "reduce_bucket_size" in said and "bucket_mb" in known:
+        if "bucket_mb" in said:
+            raise UserError("strategy.bucket_mb and strategy.reduce_bucket_size say the same; leave one of them out")
+        said["bucket_mb"] = said.pop("reduce_bucket_size") * 4 / 2**20
     try:
         options = strategy.Config(**{k: v for k, v in said.items() if k in known})
     except ValidationError as error:

@@ -59,7 +59,8 @@ class TensorParallel(Parallel):
     options: TensorOptions
 
     @classmethod
-    def axes(cls, options: TensorOptions, num_ranks: int) -> Axes:
+    def axes(cls, options: TensorOptions, hosts: Sequence[str]) -> Axes:
+        num_ranks = len(hosts)
         tp = options.tp or num_ranks
         if tp != num_ranks:
             raise UserError(

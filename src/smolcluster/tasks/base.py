@@ -49,6 +49,10 @@ class Task(ABC):
         """Means over a validation batch: "loss", and "accuracy" where it means something."""
         return {"loss": self.loss(model, batch)}
 
+    def targets(self, batch: Any) -> Tensor | None:
+        """What the mean of `loss` is taken over: the entries that are not -100. None: everything counts alike."""
+        return None
+
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """By default what `training.optimizer` says. Learning rates follow the schedule, in their ratio to learning_rate."""
         return make_optimizer(model, self.config.training)

@@ -77,6 +77,10 @@ class GPTTask(Task):
         tokens_BT, targets_BT = batch
         return next_token_loss(model(tokens_BT), targets_BT)
 
+    def targets(self, batch: Any) -> Tensor | None:
+        targets_BT: Tensor = batch[1]
+        return targets_BT
+
     def sample(self, model: nn.Module) -> tuple[str, str] | None:
         """Continue the first words of the validation text."""
         assert isinstance(model, GPT)

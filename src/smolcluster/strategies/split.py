@@ -1,0 +1,195 @@
+"""`layer_distribution: auto`: layers are dealt out so that unlike machines keep pace with each other.
+
+    every rank takes the layers one by one, on a real micro-batch:   seconds of forward and backward, bytes
+    ranks tell each other, and the memory they have
+    the split whose slowest stage is fastest, among those that fit   (`share_layers`, pure)
+
+The first layer is measured with the embedding, the last with the head and the loss. Where a mesh has several ranks for a stage,
+the slowest and the one with the least memory count. What a rank is taken to need: weights, gradients and two optimizer states
+of its layers, and what backward keeps of the micro-batches under way. Ranks of one machine share its memory alike, and so do
+the stages of one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from smolcluster.comm.group import gather_json
+from smolcluster.compute.device import free_memory_bytes, synchronize
+from smolcluster.compute.precision import autocast
+from smolcluster.compute.replica import to_device
+from smolcluster.errors import UserError
+from smolcluster.observe.text import size
+from smolcluster.strategies.axes import machines
+from smolcluster.strategies.base import Context
+from smolcluster.strategies.stages import Answering, Layers, as_tuple, holders, inputs_of, num_microbatches
+from smolcluster.tasks.base import Task
+
+if TYPE_CHECKING:
+    from smolcluster.strategies.parallel import Parallel
+    from smolcluster.strategies.pipeline import PipelineOptions
+
+REPEATS = 3
+USABLE = 0.9  # of the memory that is free: the rest is for what nobody counted
+STATES = 4  # a weight, its gradient, two states of the optimizer
+
+
+def share_layers(
+    ranks: Sequence[int], seconds: Sequence[Sequence[float]], need: Sequence[float], memory: Sequence[float]
+) -> list[int] | None:
+    """How many layers each stage gets: at least one, in order, such that the slowest stage is as fast as can be.
+
+    Stage s is on `ranks[s]`; layer l takes `seconds[rank][l]` there and `need[l]` bytes, of which each stage of a rank has its
+    equal part of `memory[rank]`. Among splits that are as fast, one whose stages are most alike. None: nothing fits.
+    """
+    num_layers, num_stages = len(need), len(ranks)
+    room = [memory[rank] / ranks.count(rank) for rank in ranks]
+    bytes_to = [0.0, *itertools.accumulate(need)]
+    seconds_to = [[0.0, *itertools.accumulate(row)] for row in seconds]
+
+    def takes(stage: int, start: int, end: int) -> float:
+        """Of layers start to end; infinitely long if they do not fit."""
+        if bytes_to[end] - bytes_to[start] > room[stage]:
+            return math.inf
+        return seconds_to[ranks[stage]][end] - seconds_to[ranks[stage]][start]
+
+    def best(limit: float | None) -> tuple[float, list[int]]:
+        """Without a limit: the least time of the slowest stage. With one: the least sum of squares, no stage above it."""
+        ends: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # layers given out so far: cost, and to whom
+        for stage in range(num_stages):
+            found: dict[int, tuple[float, list[int]]] = {}
+            for start, (cost, counts) in ends.items():
+                for end in range(start + 1, num_layers - (num_stages - stage - 1) + 1):
+                    time_s = takes(stage, start, end)
+                    within = limit is None or time_s <= limit
+                    total = max(cost, time_s) if limit is None else cost + time_s**2
+                    if within and total < found.get(end, (math.inf, []))[0]:
+                        found[end] = (total, [*counts, end - start])
+            ends = found
+        return ends.get(num_layers, (math.inf, []))
+
+    slowest_s, counts = best(None)
+    if math.isinf(slowest_s):
+        return None
+    return best(slowest_s)[1] or counts
+
+
+# Measuring
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    seconds: float  # forward and backward of a micro-batch
+    weight_bytes: int
+    kept_bytes: int  # between forward and backward
+
+
+def measure(task: Task, model: nn.Module, layers: Layers, part: Any, device: torch.device) -> list[Layer]:
+    """Layers that are built alike and take alike inputs are measured once. The model is left as it was."""
+    seen: dict[Any, tuple[Layer, tuple[Tensor, ...]]] = {}
+    found, held = [], inputs_of(task, part)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.train()
+    for number in range(layers.count):
+        first, last = number == 0, number == layers.count - 1
+        stage = layers.stage(model, range(number, number + 1), first=first, last=last)
+        kinds = [(type(m).__name__, m.extra_repr()) for m in stage.modules()]
+        shapes = [tuple(p.shape) for p in stage.parameters()], [(tuple(t.shape), t.dtype) for t in held]
+        key = (first, last, str(kinds), str(shapes), "" if kinds and shapes[0] else number)
+        if key not in seen:
+            seen[key] = _measure_one(task, stage, held, part if last else None, device)
+        layer, held = seen[key]
+        found.append(layer)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return found
+
+
+def _measure_one(
+    task: Task, stage: nn.Module, inputs: tuple[Tensor, ...], part: Any, device: torch.device
+) -> tuple[Layer, tuple[Tensor, ...]]:
+    """`part`: the batch that the loss is taken of, behind the last layer."""
+    inputs = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in inputs)
+    parameters = [p for p in stage.parameters() if p.requires_grad]
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    times = []
+    watch = saved_tensors_hooks(keep, lambda tensor: tensor)
+    for repeat in range(1 + REPEATS):  # the first warms up
+        synchronize(device)
+        began = time.perf_counter()
+        with autocast(task.config.training.precision, device), watch if repeat == 0 else nullcontext():
+            outputs = as_tuple(stage(*inputs))
+            results = outputs if part is None else (task.loss(Answering(outputs[0]), part),)
+        results = tuple(t for t in results if t.requires_grad)
+        sources = [*parameters, *(t for t in inputs if t.requires_grad)]
+        if results and sources:
+            torch.autograd.grad(results, sources, [torch.ones_like(t) for t in results], allow_unused=True)
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    layer = Layer(sorted(times[1:])[REPEATS // 2], sum(p.nbytes for p in parameters), sum(kept.values()))
+    return layer, tuple(t.detach() for t in outputs)
+
+
+def measured_split(strategy: Parallel, options: PipelineOptions, model: nn.Module, layers: Layers) -> list[int]:
+    """Layers of each stage, by what the ranks measured just now; the same on all of them."""
+    context, axes = strategy.context, strategy.mesh_axes
+    ranks = holders(axes.pp, options)
+    batch_size = context.samples_per_step[strategy.coords["dp"]] // context.config.training.grad_accumulation
+    count = num_microbatches(options, batch_size, len(ranks))
+    part = to_device(context.example(batch_size // count), context.device)
+    context.group.barrier()  # ranks of one machine measure at the same time, as they will train
+    mine = measure(strategy.task, model, layers, part, context.device)
+    in_flight = {"sequential": 1, "gpipe": count, "1f1b": min(count, axes.pp)}.get(
+        options.schedule, min(count, 2 * axes.pp)
+    )
+    said = {
+        "seconds": [layer.seconds for layer in mine],
+        "need": [STATES * layer.weight_bytes + in_flight * layer.kept_bytes for layer in mine],
+        "memory": _memory(context, model),
+    }
+    everyone = gather_json(context.group, said)
+    lines = [[everyone[rank] for rank in line] for line in zip(*axes.lines("pp"), strict=True)]  # by place along pp
+    seconds = [[max(times) for times in zip(*(one["seconds"] for one in line), strict=True)] for line in lines]
+    memory = [min(math.inf if one["memory"] is None else one["memory"] for one in line) for line in lines]
+    need = [max(bytes_) for bytes_ in zip(*(one["need"] for one in everyone), strict=True)]
+    if layers.count < len(ranks):
+        return [0] * len(ranks)  # the plan refuses it
+    counts = gather_json(context.group, share_layers(ranks, seconds, need, memory))[0]
+    if counts is None:
+        raise UserError(
+            f"layer_distribution: auto: no split fits. The layers need {size(sum(need))} in all, and the ranks have "
+            f"{', '.join(size(m) for m in memory)} free; use more workers, smaller batches, or say the layers of each stage"
+        )
+    if context.seat.rank == 0:
+        each = ", ".join(f"{1e3 * sum(row) / len(row):.2g}" for row in seconds)
+        context.tell(f"layer_distribution: auto gives {counts}; a layer takes {each} ms on the ranks along pp")
+    return list(counts)
+
+
+def _memory(context: Context, model: nn.Module) -> float | None:
+    """What this rank may use, when the parts of the model that it will not keep are gone."""
+    free = free_memory_bytes(context.device)
+    if free is None:
+        return None
+    here = machines(context.seats)
+    sharing = 1 if context.device.type == "cuda" else here.count(here[context.seat.rank])
+    return USABLE * free / sharing + sum(p.nbytes for p in model.parameters())

@@ -1,0 +1,212 @@
+"""How a model is cut into stages: who has which layers, and how a layer is taken out of a model.
+
+    nn.Sequential                       its children are the layers                       Children
+    num_layers, stage(layers, ...)      the model says itself, as the GPT does            Told
+    any other                           its forward is traced                             tracing.py
+
+Parameter names stay those of the whole model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from smolcluster.errors import UserError
+from smolcluster.strategies.axes import divisors
+from smolcluster.strategies.parallel import COPY
+from smolcluster.tasks.base import Task
+
+if TYPE_CHECKING:
+    from smolcluster.strategies.pipeline import PipelineOptions
+
+
+# Who has which layers: pure
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The stages of a pipeline: which layers, on which rank."""
+
+    layers: tuple[range, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def plan(
+        cls, num_layers: int, num_ranks: int, options: PipelineOptions, counts: Sequence[int] | None = None
+    ) -> Cut:
+        """`counts`: how many layers each stage has, where they were measured."""
+        ranks = holders(num_ranks, options)
+        if counts is None:
+            said = options.layer_distribution
+            counts = said if isinstance(said, list) else _evenly(num_layers, len(ranks))
+        if len(counts) != len(ranks):
+            raise UserError(
+                f"strategy.layer_distribution has {len(counts)} entries and schedule {options.schedule} on {num_ranks} ranks "
+                f"has {len(ranks)} stages"
+            )
+        if sum(counts) != num_layers:
+            raise UserError(f"strategy.layer_distribution adds up to {sum(counts)} layers; the model has {num_layers}")
+        if min(counts) < 1:
+            raise UserError(
+                f"{len(ranks)} stages ({num_ranks} ranks, schedule {options.schedule}) and only {num_layers} layers: every "
+                "stage needs one; use fewer workers, or a schedule with fewer stages"
+            )
+        first, spans = 0, []
+        for length in counts:
+            spans.append(range(first, first + length))
+            first += length
+        return cls(tuple(spans), ranks)
+
+    def of(self, rank: int) -> list[int]:
+        return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
+
+
+def holders(num_ranks: int, options: PipelineOptions) -> tuple[int, ...]:
+    """The rank of each stage."""
+    if options.schedule == "zbv":
+        return (*range(num_ranks), *reversed(range(num_ranks)))
+    per_rank = options.stages_per_rank if options.schedule in ("interleaved", "zero-bubble") else 1
+    return tuple(range(num_ranks)) * per_rank
+
+
+def _evenly(num_layers: int, count: int) -> list[int]:
+    """The last stages get the fewer: the last one has the head as well."""
+    return [num_layers // count + (stage < num_layers % count) for stage in range(count)]
+
+
+def num_microbatches(options: PipelineOptions, batch_size: int, num_stages: int) -> int:
+    if options.schedule == "sequential":
+        return 1
+    if options.num_microbatches is None:
+        return max(m for m in range(1, min(2 * num_stages, batch_size) + 1) if batch_size % m == 0)
+    if batch_size % options.num_microbatches:
+        raise UserError(
+            f"strategy.num_microbatches = {options.num_microbatches} does not divide a batch of {batch_size} samples; "
+            f"try {divisors(batch_size)}"
+        )
+    return options.num_microbatches
+
+
+# Taking layers out of a model
+
+
+class Layers(ABC):
+    """The layers of a kind of model. They are taken out of any model of that kind: this one, or one without memory."""
+
+    count: int
+
+    @abstractmethod
+    def stage(self, model: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
+        """Some of the layers, under their own names."""
+
+
+class Children(Layers):
+    def __init__(self, model: nn.Sequential) -> None:
+        self.count = len(model)
+
+    def stage(self, model: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
+        part = nn.Sequential()
+        for name in list(model._modules)[layers.start : layers.stop]:
+            part.add_module(name, model._modules[name])
+        return part
+
+
+class Told(Layers):
+    def __init__(self, model: nn.Module) -> None:
+        self.count = int(getattr(model, "num_layers"))  # noqa: B009 - not every module has it
+
+    def stage(self, model: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
+        found: nn.Module = model.stage(layers, first=first, last=last)  # type: ignore[operator]
+        return found
+
+
+def layers_of(model: nn.Module) -> Layers | None:
+    """None: it must be traced."""
+    if isinstance(model, nn.Sequential):
+        return Children(model)
+    if hasattr(model, "stage") and hasattr(model, "num_layers"):
+        return Told(model)
+    return None
+
+
+class Several(nn.Module):
+    """The stages of one rank as one model. What another of them has too is marked: it is a copy."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from _marked(stage.named_parameters() for stage in self.stages)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from _marked(stage.named_buffers() for stage in self.stages)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return dict(_marked(stage.state_dict().items() for stage in self.stages))
+
+
+def _marked(parts: Any) -> Iterator[tuple[str, Any]]:
+    seen: set[str] = set()
+    for part in parts:
+        for name, tensor in part:
+            yield (name + COPY if name in seen else name), tensor
+            seen.add(name)
+
+
+# Standing in for the model
+
+
+class _Asked(Exception):
+    """What the loss gives the model."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+class _Asking(nn.Module):
+    """Stands in for the model on the first rank."""
+
+    def forward(self, *inputs: Any) -> Tensor:
+        raise _Asked(inputs)
+
+
+class Answering(nn.Module):
+    """Stands in for the model on the last rank."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self._output
+
+
+def inputs_of(task: Task, part: Any) -> tuple[Tensor, ...]:
+    """What goes into the model for this batch."""
+    try:
+        task.loss(_Asking(), part)
+    except _Asked as asked:
+        if all(isinstance(value, Tensor) for value in asked.inputs):
+            return asked.inputs
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"loss() of {task.name} must call the model once, as model(inputs): {error}") from error
+    raise UserError(f"loss() of {task.name} must call the model once, with tensors, to be run in stages")
+
+
+def as_tuple(output: Any) -> tuple[Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def length_of(part: Any) -> int:
+    """How many samples are in a batch."""
+    lengths: list[int] = []
+    tree_map_only(Tensor, lambda t: lengths.append(len(t)), part)
+    return lengths[0]
