@@ -125,6 +125,8 @@ class CheckpointStore:
                 self._move_aside(final, "damaged")
             self._files.rename(temporary, final)
         except OSError:
+            if others is not None:
+                others.give_up(encoded.step)
             with contextlib.suppress(OSError):
                 self._files.remove(temporary)
             raise

@@ -96,6 +96,9 @@ class Others(Protocol):
     def collect(self, step: int) -> tuple[dict[str, Any], Layout]:
         """Waits until they have written. Returns their files' entries and the shapes of what is in them. Raises OSError."""
 
+    def give_up(self, step: int) -> None:
+        """Nothing comes of it: returns when nobody writes any more."""
+
 
 class Encoded:
     """A snapshot ready to be written. Making one refuses what cannot be saved, before the disk is touched."""

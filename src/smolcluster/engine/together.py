@@ -23,6 +23,7 @@ from smolcluster.engine.snapshot import Encoded, Layout, Snapshot
 from smolcluster.errors import SmolclusterError
 
 WRITE_TIMEOUT_S = 1800.0  # for the slowest rank's part, after the lead has begun
+GIVE_UP_S = 60.0  # a folder that came to nothing is cleared away when nobody writes into it any more
 
 
 class LeadStore:
@@ -31,6 +32,7 @@ class LeadStore:
     def __init__(self, store: CheckpointStore, bulletin: Bulletin, *, size: int) -> None:
         self._store, self._bulletin, self._size = store, bulletin, size
         self._begun = False
+        self._writing: set[int] = set()  # ranks that were not heard of since
 
     def save(self, snapshot: Snapshot, *, best: bool = False) -> Path:
         step, self._begun, problem = snapshot.step, False, ""
@@ -50,6 +52,7 @@ class LeadStore:
 
     def begin(self, step: int, folder: str) -> None:
         self._begun = True
+        self._writing = set(range(1, self._size))
         self._bulletin.post(f"{step}/folder", folder)
 
     def collect(self, step: int) -> tuple[dict[str, Any], Layout]:
@@ -57,8 +60,7 @@ class LeadStore:
         wholes: Layout = {}
         for rank in range(1, self._size):
             try:
-                note = self._bulletin.read(f"{step}/{rank}", within_s=WRITE_TIMEOUT_S)
-                self._bulletin.remove(f"{step}/{rank}")
+                note = self._hear(step, rank, within_s=WRITE_TIMEOUT_S)
             except PeerLost as error:
                 raise OSError(f"rank {rank} did not save its part: {error}") from error
             if note["problem"]:
@@ -67,6 +69,17 @@ class LeadStore:
             for kind, shapes in note["wholes"].items():
                 wholes.setdefault(kind, {}).update(shapes)
         return entries, wholes
+
+    def give_up(self, step: int) -> None:
+        for rank in sorted(self._writing):
+            with contextlib.suppress(PeerLost):
+                self._hear(step, rank, within_s=GIVE_UP_S)
+
+    def _hear(self, step: int, rank: int, *, within_s: float) -> Any:
+        note = self._bulletin.read(f"{step}/{rank}", within_s=within_s)
+        self._bulletin.remove(f"{step}/{rank}")
+        self._writing.discard(rank)
+        return note
 
 
 class PartStore:
