@@ -9,11 +9,11 @@ those that left any machine, the server included, from the first connection to t
 sockets, ours by the run's summary, which must agree with the server's rows (`p12` holds the kernel's counters against the
 formulas).
 
-Named peers, where they are installed (`pip install 'smolcluster[bench]'`), do the same work: hivemind's Optimizer, where every
-peer gives one batch to each epoch (with its defaults; with fp16 as its guide advises; with its PowerSGD; "no state": without
-averaging parameters as well as gradients), and a synchronous parameter server on Ray (`peers/`). Their bytes are what the
-kernel counts on TCP connections from one machine to another: hivemind's daemons; Ray's nodes, with the server on a machine
-of its own, as ours. What Ray's processes say to each other on one machine does not count.
+Named peers, where they are installed (`pip install 'smolcluster[bench]'`), do the same work: a synchronous parameter server
+on Ray, and hivemind's Optimizer, where every peer gives one batch to each epoch (`peers/`): with its defaults, then with its
+compressions and "no state": gradients are averaged, parameters are not. Their bytes are what the kernel counts on TCP
+connections from one machine to another: hivemind's daemons; Ray's nodes, with the server on a machine of its own, as ours.
+What Ray's processes say to each other on one machine does not count.
 
 How: one run of each setting with the first seed; then the one with the fewest bytes whose loss is within 0.01 is run with the
 other seeds, beside DDP, and counts if the median of its differences is within 0.01 too; else the next one is tried.
@@ -49,7 +49,7 @@ SHAPE = Shape("0.8m", 128, 4, 4, 64, 8)
 WORKERS, SEED = 2, 42
 TARGET, WITHIN = 400.0, 0.01
 NEVER = 10**6  # an interval beyond every run
-BESIDE = ("syncps, fp32", "syncps, powersgd 32", "edp, int8, pulls every 4")  # of ours, with --peers
+BESIDE = ("syncps, fp32", "syncps, int8", "syncps, powersgd 32", "edp, int8, pulls every 4")  # of ours, with --peers
 COLUMNS = ["setting", "megabytes", "fewer_bytes", "fewer_per_step", "val_loss", "difference", "seconds", "within"]
 
 
@@ -90,6 +90,7 @@ SETTINGS = [
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "hivemind, fp32": ("hivemind", {}),
     "hivemind, fp16, no state": ("hivemind", {"codec": "fp16", "average_state_every": NEVER}),
+    "hivemind, int8, no state": ("hivemind", {"codec": "int8", "average_state_every": NEVER}),
     "hivemind, powersgd 32, no state": ("hivemind", {"powersgd": 32, "average_state_every": NEVER}),
     "Ray, parameter server, fp32": ("ray", {"mode": "sync"}),
 }

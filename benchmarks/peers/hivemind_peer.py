@@ -16,8 +16,10 @@ import time
 from typing import Any
 
 import hivemind
+import numpy as np
 import torch
-from hivemind.compression import Float16Compression, NoCompression
+from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
+from hivemind.compression.quantization import Quantization
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
 from torch import Tensor
@@ -25,7 +27,7 @@ from torch import Tensor
 from benchmarks.peers.work import Row, Work, converse
 from smolcluster.config.schema import Config
 
-CODECS = {"fp32": NoCompression, "fp16": Float16Compression}
+CODECS = {"fp32": NoCompression, "fp16": Float16Compression, "int8": Uniform8BitQuantization}
 TIMEOUT_S = 15.0
 
 
@@ -45,6 +47,14 @@ class ClippedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip)
         return super().step(closure)
+
+
+def extract(codec: Quantization, tensor: Any) -> Tensor:
+    """What `Quantization.extract` does: that of hivemind 1.1.12 takes an array for a number, which NumPy 2.4 refuses."""
+    count = int(np.frombuffer(tensor.buffer, count=1, dtype=np.int64)[0])
+    codebook = np.frombuffer(tensor.buffer, offset=8, count=count, dtype=codec.codebook_dtype)
+    indices = np.frombuffer(tensor.buffer, offset=8 + codebook.nbytes, dtype=codec.indices_dtype)
+    return torch.from_numpy(codebook[indices]).reshape(tuple(tensor.size))
 
 
 def make_optimizer(work: Work, dht: hivemind.DHT, order: Row) -> hivemind.Optimizer:
@@ -87,6 +97,7 @@ def meet(optimizer: hivemind.Optimizer, size: int) -> None:
 
 def main() -> None:
     order, tell = converse()
+    Quantization.extract = extract
     if order.get("core") is not None:
         os.sched_setaffinity(0, {order["core"]})  # before there are any threads and daemons
     work = Work(Config.model_validate(order["config"]), rank=order["rank"], size=order["size"])
