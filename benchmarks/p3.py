@@ -260,7 +260,7 @@ def train_named(name: str, steps: int, *, seed: int) -> Message:
     if package == "ray":
         running = ray_server(config, machines=range(1, WORKERS + 1), **common)
     else:
-        running = hivemind_peers(config, size=WORKERS, target=SHAPE.batch_size, **common)
+        running = hivemind_peers(config, size=WORKERS, lockstep=True, **common)
     rows, first = [], 0
     with running as program:
         for row in program.rows():

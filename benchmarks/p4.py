@@ -67,7 +67,7 @@ BESIDE = ("syncps, auto", "edp")  # of ours, with --peers
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {  # package and order of a peer that is a program of its own
     "Ray, async server": ("ray", {"mode": "async", "machines": [FAST, SLOW]}),
     # Parameters are averaged now and then, instead of at every epoch: that saves it time.
-    "hivemind": ("hivemind", {"size": 2, "target": 2 * SHAPE.batch_size, "average_state_every": 10}),
+    "hivemind": ("hivemind", {"size": 2, "lockstep": False, "average_state_every": 10}),
 }
 LIMIT_S = 240.0  # for a named peer
 DDP, AGAIN = "torch DDP", "torch DDP again"

@@ -1,10 +1,10 @@
 """One peer of hivemind, used as its documentation says: `hivemind.Optimizer` around AdamW, gradients averaged every epoch.
 
-python -m benchmarks.peers.hivemind_peer '{"config": ..., "rank": 0, "size": 2, "addresses": [], "target": 8, ...}'
+python -m benchmarks.peers.hivemind_peer '{"config": ..., "rank": 0, "size": 2, "addresses": [], "lockstep": true, ...}'
 
-`target` samples make an epoch (one step of all peers). Where it is the batch of one peer, everybody gives one batch to each
-epoch, as in DDP: a peer that waits for more would give another batch until it has heard of the others. Peer 0 tells a row
-every `every` epochs, then the validation loss.
+An epoch, which is one step of all peers, ends when they have given a global batch together, whoever gave how much of it. With
+`lockstep` it ends when a peer has given its own batch: so everybody gives one to each epoch, as in DDP, instead of another
+one until it has heard of the others. Peer 0 tells a row every `every` epochs, then the validation loss.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQ
 from hivemind.compression.quantization import Quantization
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
+from hivemind.utils import get_dht_time
 from torch import Tensor
 
 from benchmarks.peers.work import Row, Work, converse
 from smolcluster.config.schema import Config
 
 CODECS = {"fp32": NoCompression, "fp16": Float16Compression, "int8": Uniform8BitQuantization}
-TIMEOUT_S = 15.0
+TIMEOUT_S, FAR_S = 30.0, 1e6
 
 
 class ClippedAdamW(torch.optim.AdamW):
@@ -68,7 +69,7 @@ def make_optimizer(work: Work, dht: hivemind.DHT, order: Row) -> hivemind.Optimi
         dht=dht,
         run_id="work",
         batch_size_per_step=work.batch_size,
-        target_batch_size=order["target"],
+        target_batch_size=work.batch_size * (1 if order["lockstep"] else order["size"]),
         params=recipe.groups(work.model),
         optimizer=lambda params: ClippedAdamW(
             params, clip=recipe.clip, lr=recipe.learning_rate, betas=recipe.betas, fused=True
@@ -87,12 +88,17 @@ def make_optimizer(work: Work, dht: hivemind.DHT, order: Row) -> hivemind.Optimi
     )
 
 
-def meet(optimizer: hivemind.Optimizer, size: int) -> None:
+def meet(optimizer: hivemind.Optimizer, order: Row) -> None:
     """Until everybody knows of everybody: a peer that knows of no other takes its steps alone."""
     tracker = optimizer.tracker
     tracker.report_local_progress(local_epoch=0, samples_accumulated=1)  # who has given nothing is not counted
-    while tracker.global_progress.num_peers < size:
+    while tracker.global_progress.num_peers < order["size"]:
         time.sleep(0.05)  # it looks for others by itself, every few seconds
+    if order["lockstep"]:
+        # News of the others may be older than the batch just given, and undo it: then another one would be given.
+        tracker.min_refresh_period = tracker.max_refresh_period = FAR_S
+        while tracker.global_progress.next_fetch_time < get_dht_time() + FAR_S / 2:
+            time.sleep(0.05)
 
 
 def main() -> None:
@@ -104,8 +110,8 @@ def main() -> None:
     dht = hivemind.DHT(initial_peers=order["addresses"], start=True)
     tell({"addresses": [str(address) for address in dht.get_visible_maddrs()]})
     optimizer = make_optimizer(work, dht, order)
-    tell({"ready": True})
-    meet(optimizer, order["size"])
+    meet(optimizer, order)
+    tell({"ready": True})  # and begin together: who waits too long for the others goes on alone
 
     losses: list[float] = []
     while (epoch := optimizer.local_epoch) < order["steps"]:
