@@ -7,8 +7,13 @@ Compared: torch DDP in fp32 (gloo) with the parameter servers and their codecs a
 its pulls of fp32 weights are switched off (all replicas take the same steps without them), while edp needs them. Bytes are
 those that left any machine, the server included, from the first connection to the last: DDP's by the kernel's counters of its
 sockets, ours by the run's summary, which must agree with the server's rows (`p12` holds the kernel's counters against the
-formulas). hivemind, where it is installed (`pip install 'smolcluster[bench]'`), is measured over a few steps, by the counters
-of its daemons: it averages in fp32 at every step, and takes a second or more for each.
+formulas).
+
+Named peers, where they are installed (`pip install 'smolcluster[bench]'`), do the same work: a synchronous parameter server
+on Ray, and hivemind's Optimizer, where every peer gives one batch to each epoch (`peers/`): with its defaults, then with its
+compressions and "no state": gradients are averaged, parameters are not. Their bytes are what the kernel counts on TCP
+connections from one machine to another: hivemind's daemons; Ray's nodes, with the server on a machine of its own, as ours.
+What Ray's processes say to each other on one machine does not count.
 
 How: one run of each setting with the first seed; then the one with the fewest bytes whose loss is within 0.01 is run with the
 other seeds, beside DDP, and counts if the median of its differences is within 0.01 too; else the next one is tried.
@@ -19,12 +24,7 @@ Target: 400 times fewer bytes than DDP, with the best strategy of all (those tha
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -32,32 +32,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from benchmarks.elastic import ElasticRun, elastic_config, show
 from benchmarks.harness import Session
 from benchmarks.peers.ddp import DDPTraining
-from benchmarks.processes import descendants, socket_bytes, started
+from benchmarks.peers.work import Work
+from benchmarks.programs import hivemind_peers, ray_server, usable
 from benchmarks.tasks.counted import kernel_bytes
-from benchmarks.workload import Shape, make_config, recipe_of
+from benchmarks.workload import Shape, make_config
 from benchmarks.world import Message, World, serve
 from smolcluster.comm.group import Group
-from smolcluster.comm.memory_group import MemoryGroup
-from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config
-from smolcluster.data.dataset import as_dataset
-from smolcluster.data.sampler import Sampler, ShardedSampler
-from smolcluster.engine.evaluate import evaluate
 from smolcluster.errors import SmolclusterError
-from smolcluster.tasks.base import Task
-from smolcluster.tasks.find import find_task
 
-EXAMPLE = "python -m benchmarks p3 --steps 1000 --only topk"
+EXAMPLE = "python -m benchmarks p3 --peers --steps 100"
 SHAPE = Shape("0.8m", 128, 4, 4, 64, 8)
 WORKERS, SEED = 2, 42
 TARGET, WITHIN = 400.0, 0.01
 NEVER = 10**6  # an interval beyond every run
+BESIDE = ("syncps, fp32", "syncps, int8", "syncps, powersgd 32", "edp, int8, pulls every 4")  # of ours, with --peers
 COLUMNS = ["setting", "megabytes", "fewer_bytes", "fewer_per_step", "val_loss", "difference", "seconds", "within"]
 
 
@@ -94,40 +86,76 @@ SETTINGS = [
     _edp("topk", interval=10, codec_fraction=0.1),
 ]
 
+# Package and order of a peer that is a program of its own.
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "hivemind, fp32": ("hivemind", {}),
+    "hivemind, fp16, no state": ("hivemind", {"codec": "fp16", "average_state_every": NEVER}),
+    "hivemind, int8, no state": ("hivemind", {"codec": "int8", "average_state_every": NEVER}),
+    "hivemind, powersgd 32, no state": ("hivemind", {"powersgd": 32, "average_state_every": NEVER}),
+    "Ray, parameter server, fp32": ("ray", {"mode": "sync"}),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="of a run (default: 300; quick: 6)")
-    parser.add_argument("--only", help="settings whose name contains this (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="settings with one of these in their names (default: all)"
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="named peers, DDP and a few of ours; kept as p3-peers.json"
+    )
 
 
 def run(session: Session, arguments: argparse.Namespace) -> None:
     steps = arguments.steps or (6 if session.quick else 300)
-    settings = [s for s in SETTINGS if arguments.only is None or arguments.only in s.name]
-    if session.quick and arguments.only is None:
-        settings = [s for s in settings if s.name in ("syncps, topk 0.01", "edp, int8, pulls every 4")]
-    if not settings:
-        raise SmolclusterError(f"no setting has '{arguments.only}' in its name: {', '.join(s.name for s in SETTINGS)}")
+    settings, named = _chosen(session, arguments)
     tokens = steps * WORKERS * SHAPE.batch_size * SHAPE.max_seq_len
     session.parameters = {**SHAPE.sets(), "workers": WORKERS, "steps": steps, "tokens": tokens, "target": TARGET}
 
     # Every setting once.
     peer = train_ddp(steps, seed=SEED)
-    rows = [
-        peer
-        | {"setting": "torch DDP, fp32", "fewer_bytes": 1.0, "fewer_per_step": 1.0, "difference": 0.0, "within": "peer"}
-    ]
+    rows = [_against(peer, peer) | {"setting": "torch DDP, fp32", "within": "peer"}]
+    for name in named:
+        rows.append(_against(peer, train_named(name, steps, seed=SEED)) | {"setting": name, "within": "peer"})
+        _tell(rows[-1])
     for setting in settings:
         rows.append(_against(peer, train_ours(setting, steps, seed=SEED)) | {"setting": setting.name})
         _tell(rows[-1])
     _check_same_work(rows)
     show(session, f"{steps} steps, {tokens:,} tokens, {WORKERS} workers", rows, COLUMNS)
+    if arguments.peers:
+        session.name = "p3-peers"
+    else:
+        _confirm_best(session, [row for row in rows if row["within"] == "yes"], steps, peer)
 
-    # The best that holds for other seeds as well.
-    good = [row for row in rows if row["within"] == "yes"]
+
+def _chosen(session: Session, arguments: argparse.Namespace) -> tuple[list[Setting], list[str]]:
+    """Of ours, and of named peers."""
+
+    def wanted(name: str) -> bool:
+        return arguments.only is None or any(word in name for word in arguments.only)
+
+    settings = [s for s in SETTINGS if wanted(s.name)]
+    named = {name: what for name, what in NAMED.items() if wanted(name)}
+    if not settings and not named:
+        names = ", ".join([*NAMED, *(s.name for s in SETTINGS)])
+        raise SmolclusterError(f"no setting has '{' or '.join(arguments.only)}' in its name: {names}")
+    if arguments.peers:
+        settings = [s for s in settings if s.name in BESIDE]
+    if session.quick and arguments.only is None:
+        settings = [s for s in settings if s.name in ("syncps, topk 0.01", "edp, int8, pulls every 4")]
+        named = {
+            name: what for name, what in named.items() if name in ("hivemind, fp32", "Ray, parameter server, fp32")
+        }
+    return settings, usable(named)
+
+
+def _confirm_best(session: Session, good: list[dict[str, Any]], steps: int, peer: Message) -> None:
+    """The best that holds for other seeds as well."""
     confirmed: list[dict[str, Any]] = []
     peers = {SEED: peer}
     for row in sorted(good, key=lambda row: float(row["bytes"])):
-        setting = next(s for s in settings if s.name == row["setting"])
+        setting = next(s for s in SETTINGS if s.name == row["setting"])
         confirmed.append(_confirm(session, setting, row, steps, peers))
         if confirmed[-1]["within"] == "yes":
             break
@@ -136,16 +164,6 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         show(session, title, confirmed, ["setting", "fewer_bytes", "difference", "target", "verdict", "within"])
     else:
         print(f"no setting came within {WITHIN} of DDP's loss\n")
-
-
-def _hivemind(session: Session, peer: Message) -> list[dict[str, Any]]:
-    """A row, where it is installed. It averages what DDP averages; its loss is not measured."""
-    if importlib.util.find_spec("hivemind") is None or shutil.which("ss") is None:
-        print("  hivemind is not installed (pip install 'smolcluster[bench]'), or ss of iproute2 is not: left out")
-        return []
-    per_step = hivemind_bytes_per_step(steps=3 if session.quick else 15)
-    fewer = peer["bytes_per_step"] / per_step
-    return [{"setting": "hivemind, fp32", "bytes_per_step": per_step, "fewer_per_step": fewer, "within": "peer"}]
 
 
 def _confirm(
@@ -186,10 +204,10 @@ def _tell(row: Mapping[str, Any]) -> None:
 
 
 def _check_same_work(rows: list[dict[str, Any]]) -> None:
-    """In fp32 syncps computes what DDP computes; sums are taken in another order."""
+    """In fp32 syncps and Ray's server compute what DDP computes; sums are taken in another order."""
     for row in rows:
-        if row["setting"] == "syncps, fp32" and abs(row["difference"]) > 0.01:
-            raise SmolclusterError(f"syncps in fp32 lost DDP's path: loss {row['difference']:+.4f}")
+        if row["setting"] in ("syncps, fp32", "Ray, parameter server, fp32") and abs(row["difference"]) > 0.01:
+            raise SmolclusterError(f"{row['setting']} lost DDP's path: loss {row['difference']:+.4f}")
 
 
 # Ours
@@ -215,13 +233,17 @@ def _result(total: int, per_step: float, **figures: float) -> Message:
     return {"bytes": total, "megabytes": total / 1e6, "bytes_per_step": per_step, **figures}
 
 
-# The peer
+# Peers
+
+
+def peer_config(steps: int, *, seed: int) -> Config:
+    sets = {"training.seed": seed, "training.device": "cpu", "strategy.name": "allreduce"}
+    return make_config(SHAPE, steps=steps, sets=sets)
 
 
 def train_ddp(steps: int, *, seed: int) -> Message:
-    sets = {"training.seed": seed, "training.device": "cpu", "strategy.name": "allreduce"}
-    config = make_config(SHAPE, steps=steps, sets=sets)
-    with World("benchmarks.p3", size=WORKERS, spec={"config": config.model_dump(mode="json")}) as world:
+    spec = {"config": peer_config(steps, seed=seed).model_dump(mode="json")}
+    with World("benchmarks.p3", size=WORKERS, spec=spec) as world:
         started = time.perf_counter()
         answers = world.ask({"steps": steps})
         seconds = time.perf_counter() - started
@@ -231,78 +253,41 @@ def train_ddp(steps: int, *, seed: int) -> Message:
     return _result(total, (total - first) / steps, val_loss=float(answers[0]["val_loss"]), seconds=seconds)
 
 
-def hivemind_bytes_per_step(*, steps: int) -> float:
-    """What all peers together send for a step, over some steps in the middle."""
-    numbers = [SHAPE.model_dim, SHAPE.num_layers, SHAPE.num_heads, SHAPE.max_seq_len, SHAPE.batch_size]
-    numbers.append(WORKERS * SHAPE.batch_size)
-    with contextlib.ExitStack() as stack:
-        peers: list[subprocess.Popen[bytes]] = []
-        addresses: list[str] = []
-        for seed in range(WORKERS):
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.peers.hivemind_steps",
-                str(seed),
-                *map(str, numbers),
-                *addresses,
-            ]
-            peers.append(stack.enter_context(started(command, listen=True)))
-            addresses = addresses or _line(peers[0]).split()
-        _line(peers[-1])
-        for _ in range(3):  # the one that came last has the state, and all take part
-            first = int(_line(peers[-1]))
-        everybody = [pid for peer in peers for pid in descendants(peer.pid)]
-        before, epoch = socket_bytes(everybody), first
-        while epoch < first + steps:
-            epoch = int(_line(peers[-1]))
-        return (socket_bytes(everybody) - before) / (epoch - first)
-
-
-def _line(process: subprocess.Popen[bytes]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline().decode()
-    if not line:
-        raise SmolclusterError("hivemind ended")
-    return line
+def train_named(name: str, steps: int, *, seed: int) -> Message:
+    """A program of its own. Bytes of a step, and seconds, are counted from the end of the first step."""
+    package, order = NAMED[name]
+    config, common = peer_config(steps, seed=seed), {"steps": steps, "every": 1, **order}
+    if package == "ray":
+        running = ray_server(config, machines=range(1, WORKERS + 1), **common)
+    else:
+        running = hivemind_peers(config, size=WORKERS, lockstep=True, **common)
+    rows, first = [], 0
+    with running as program:
+        for row in program.rows():
+            rows.append(row)
+            if len(rows) == 1:
+                first = program.bytes_sent()
+        total = program.bytes_sent()
+    *taken, last = rows
+    per_step, seconds = (total - first) / (steps - 1), taken[-1]["time"] - taken[0]["time"]
+    result = _result(total, per_step, val_loss=float(last["val_loss"]), seconds=seconds * steps / (steps - 1))
+    return result | {"curve": [row["loss"] for row in taken], "samples_read": sum(r.get("samples", 0) for r in taken)}
 
 
 def setup(spec: Message, group: Group) -> Callable[[Message], Message]:
     """One rank of DDP."""
-    torch.set_num_threads(1)
-    config = Config.model_validate(spec["config"])
-    task, training = find_task(config), config.training
-    data = as_dataset(task.train_data())
-    assert training.batch_size is not None
-    sampler = ShardedSampler(
-        Sampler(len(data), seed=training.seed or 0), counts=[training.batch_size] * group.size, shard=group.rank
-    )
-    seed_everything(training.seed or 0, "weights", device=torch.device("cpu"))
-    ddp = DDPTraining(task.model(), recipe_of(config), gradient_as_bucket_view=True)
+    work = Work(Config.model_validate(spec["config"]), rank=group.rank, size=group.size)
+    ddp = DDPTraining(work.model, work.recipe, gradient_as_bucket_view=True)
 
     def handle(message: Message) -> Message:
         before, _ = kernel_bytes()
         for _ in range(message["steps"]):
-            ddp.run([data.batch(sampler.next())])
+            ddp.run([work.batch()])
         sent, _ = kernel_bytes()
         group.barrier()  # nobody closes a connection before everybody has counted
-        loss = _validation_loss(ddp.model.module, task, config) if group.rank == 0 else None
-        return {"before": before, "sent": sent, "val_loss": loss}
+        return {"before": before, "sent": sent, "val_loss": work.validation_loss() if group.rank == 0 else None}
 
     return handle
-
-
-def _validation_loss(model: nn.Module, task: Task, config: Config) -> float:
-    result = evaluate(
-        model,
-        task,
-        as_dataset(task.val_data()),
-        group=MemoryGroup.world(1)[0],
-        device=torch.device("cpu"),
-        batch_size=config.training.batch_size or 1,
-        max_batches=None,
-    )
-    return result["val_loss"]
 
 
 if __name__ == "__main__":

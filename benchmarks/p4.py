@@ -7,6 +7,12 @@ and the synchronous strategies follow the same curve, so for them it is a number
 Compared: torch DDP with bucket views (gloo) against elastic allreduce and syncps with `cluster.batch_size: auto`, which share
 the same global batch out by measured speed, and edp, where nobody waits and a fast worker delivers more.
 
+Named peers, where they are installed (`pip install 'smolcluster[bench]'`): an asynchronous parameter server on Ray, which
+applies every gradient when it is there, on two nodes, and hivemind's Optimizer, which ends an epoch as soon as all peers
+together have a global batch (`peers/`). A machine is slow with all its processes, daemons included. For hivemind a row's loss
+is that of the fast peer's samples. Who has not reached the loss after some minutes is stopped: the sample is then a lower
+bound, and it is said.
+
 The slow machine: the fast worker is alone on core 0. The slow one is on core 1 and gets a quarter of it (`slow.py`), for
 computing as for everything else. That begins when the first steps are done, and the clock starts then, with batches still
 equal. The server or coordinator is on core 0: what it computes is taken from the fast worker. Shares are measured, by
@@ -31,25 +37,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.elastic import ElasticRun, elastic_config
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
 from benchmarks.peers.ddp import DDPTraining
+from benchmarks.peers.work import Work
+from benchmarks.programs import hivemind_peers, ray_server, usable
 from benchmarks.slow import slowed
-from benchmarks.workload import SHAPES, make_config, recipe_of
+from benchmarks.workload import SHAPES, make_config
 from benchmarks.world import Message, World, serve
 from smolcluster.comm.group import Group
-from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config
-from smolcluster.data.dataset import as_dataset
-from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine import history
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.events import StepLogged
-from smolcluster.tasks.find import find_task
 
-EXAMPLE = "python -m benchmarks p4 --repeats 3"
+EXAMPLE = "python -m benchmarks p4 --peers --repeats 3"
 SHAPE = dataclasses.replace(SHAPES["0.8m"], batch_size=32)
 FAST, SLOW = 0, 1  # cores, and the ranks on them
 TARGET = 2.2
@@ -60,6 +63,13 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "syncps, auto": ("syncps", {"cluster.batch_size": "auto"}),
     "edp": ("edp", {}),
 }
+BESIDE = ("syncps, auto", "edp")  # of ours, with --peers
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {  # package and order of a peer that is a program of its own
+    "Ray, async server": ("ray", {"mode": "async", "machines": [FAST, SLOW]}),
+    # Parameters are averaged now and then, instead of at every epoch: that saves it time.
+    "hivemind": ("hivemind", {"size": 2, "lockstep": False, "average_state_every": 10}),
+}
+LIMIT_S = 240.0  # for a named peer
 DDP, AGAIN = "torch DDP", "torch DDP again"
 
 Curve = list[tuple[float, float]]  # time and loss of each row
@@ -67,7 +77,10 @@ Curve = list[tuple[float, float]]  # time and loss of each row
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", type=float, help="to reach (default: 3; quick: 4.5)")
-    parser.add_argument("--only", choices=list(OURS), nargs="+", help="of ours (default: all)")
+    parser.add_argument("--only", choices=[*OURS, *NAMED], nargs="+", help="besides DDP (default: all)")
+    parser.add_argument(
+        "--peers", action="store_true", help="named peers, DDP and the best of ours; kept as p4-peers.json"
+    )
 
 
 def run(session: Session, arguments: argparse.Namespace) -> None:
@@ -89,19 +102,26 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     print(f"the slow worker has {share:.3f} of the fast one's speed: the limit is {limit:.2f} x\n", flush=True)
 
     splits: dict[str, list[list[float]]] = {}
-    names = arguments.only or list(OURS)
+    stopped: dict[str, list[float]] = {}
+    limit_s = 45.0 if session.quick else LIMIT_S
+    names = [n for n in OURS if n in (arguments.only or (BESIDE if arguments.peers else OURS))]
+    named = usable({n: what for n, what in NAMED.items() if n in (arguments.only or NAMED)})
     measured = session.compare(
         Comparison(
             name=f"2 workers, one at a quarter of the speed: time to a loss of {loss:g}",
             variants=[
                 Variant(name=DDP, run=lambda: time_of_ddp(loss), role="peer"),
                 *(Variant(name=n, run=_ours(n, loss, splits), target=Target(limit=1 / TARGET)) for n in names),
+                *(Variant(name=n, run=_named(n, loss, stopped, limit_s), role="extra") for n in named),
                 *([] if session.quick else [Variant(name=AGAIN, run=lambda: time_of_ddp(loss), role="noise")]),
             ],
             warmup=0,
         )
     )
     _add_figures(measured, names, limit, splits)
+    _add_named(measured, named, stopped, limit_s)
+    if arguments.peers:
+        session.name = "p4-peers"
 
 
 def _ours(name: str, loss: float, splits: dict[str, list[list[float]]]) -> Callable[[], float]:
@@ -126,6 +146,30 @@ def _add_figures(measured: Measured, names: Sequence[str], limit: float, splits:
             f"  {name:<16} {sooner:.2f} x sooner, {sooner / limit:.2f} of the limit; {shares} samples a step",
             flush=True,
         )
+    print(flush=True)
+
+
+def _named(name: str, loss: float, stopped: dict[str, list[float]], limit_s: float) -> Callable[[], float]:
+    def sample() -> float:
+        seconds, last = time_of_named(*NAMED[name], loss, limit_s=limit_s)
+        if last is not None:
+            stopped.setdefault(name, []).append(last)
+        return seconds
+
+    return sample
+
+
+def _add_named(measured: Measured, names: Sequence[str], stopped: dict[str, list[float]], limit_s: float) -> None:
+    """How much sooner or later, and who was stopped before the loss was there."""
+    measured.comparison.parameters["named_times_sooner"] = {name: 1 / measured.ratio(name, DDP) for name in names}
+    measured.comparison.parameters["not_reached"] = stopped  # the losses at which they were stopped
+    for name in names:
+        print(f"  {name:<18} {1 / measured.ratio(name, DDP):.2f} x sooner", flush=True)
+        if name in stopped:
+            last = ", ".join(f"{loss:.3f}" for loss in stopped[name])
+            print(
+                f"  {name:<18} not reached in {LIMIT_S:g} s or {STEPS} steps: stopped at a loss of {last}", flush=True
+            )
     print(flush=True)
 
 
@@ -163,7 +207,26 @@ def _split(commits: Sequence[dict[str, Any]]) -> list[float]:
     return [count / len(commits) for count in counts]
 
 
-# The peer
+# Peers
+
+
+def time_of_named(package: str, order: dict[str, Any], loss: float, *, limit_s: float) -> tuple[float, float | None]:
+    """Seconds to the loss, and None; or until it was stopped, and the loss it had then."""
+    start = ray_server if package == "ray" else hivemind_peers
+    with start(peer_config(), cores=[FAST, SLOW], steps=STEPS, every=EVERY, **order) as program:
+        rows = program.rows()
+        next(rows)
+        with slowed(*program.machine(SLOW), core=SLOW):
+            started, curve = time.time(), Curve()
+            for row in rows:
+                if "val_loss" in row:
+                    break
+                curve.append((row["time"], row["loss"]))
+                if reached(curve, loss):
+                    return curve[-1][0] - started, None
+                if row["time"] - started > limit_s:
+                    break
+    return curve[-1][0] - started, statistics.mean(row[1] for row in curve[-ROWS:])
 
 
 def time_of_ddp(loss: float) -> float:
@@ -187,10 +250,14 @@ def measured_speeds(*, seconds: float) -> tuple[list[float], str]:
             return [float(answer["samples_per_s"]) for answer in answers], how
 
 
-def _ddp_world() -> World:
+def peer_config() -> Config:
     sets = {"training.device": "cpu", "strategy.name": "allreduce"}
-    config = make_config(SHAPE, steps=STEPS, sets=sets)
-    return World("benchmarks.p4", size=2, spec={"config": config.model_dump(mode="json"), "cores": [FAST, SLOW]})
+    return make_config(SHAPE, steps=STEPS, sets=sets)
+
+
+def _ddp_world() -> World:
+    spec = {"config": peer_config().model_dump(mode="json"), "cores": [FAST, SLOW]}
+    return World("benchmarks.p4", size=2, spec=spec)
 
 
 def _train(world: World, curve: Curve) -> Curve:
@@ -204,28 +271,21 @@ def setup(spec: Message, group: Group) -> Callable[[Message], Message]:
     """One rank of DDP, on its core."""
     for thread in Path("/proc/self/task").iterdir():  # gloo has some already
         os.sched_setaffinity(int(thread.name), {spec["cores"][group.rank]})
-    torch.set_num_threads(1)
-    config = Config.model_validate(spec["config"])
-    task, training = find_task(config), config.training
-    data = as_dataset(task.train_data())
-    assert training.batch_size is not None
-    size, seed = training.batch_size, training.seed or 0
-    sampler = ShardedSampler(Sampler(len(data), seed=seed), counts=[size] * group.size, shard=group.rank)
-    seed_everything(seed, "weights", device=torch.device("cpu"))
-    ddp = DDPTraining(task.model(), recipe_of(config), gradient_as_bucket_view=True)
-    probe, batch = task.model(), data.batch(np.arange(size))
+    work = Work(Config.model_validate(spec["config"]), rank=group.rank, size=group.size)
+    ddp = DDPTraining(work.model, work.recipe, gradient_as_bucket_view=True)
+    probe, batch = work.task.model(), work.data.batch(np.arange(work.batch_size))
 
     def speed(seconds: float) -> Message:
         count, started = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - started) < seconds:
-            task.loss(probe, batch).backward()  # type: ignore[no-untyped-call]
-            count += size
+            work.task.loss(probe, batch).backward()  # type: ignore[no-untyped-call]
+            count += work.batch_size
         return {"samples_per_s": count / elapsed}
 
     def handle(message: Message) -> Message:
         if message["op"] == "speed":
             return speed(message["seconds"])
-        loss = ddp.run([data.batch(sampler.next()) for _ in range(EVERY)])
+        loss = ddp.run([work.batch() for _ in range(EVERY)])
         return {"loss": loss, "time": time.time()}
 
     return handle

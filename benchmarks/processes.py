@@ -17,32 +17,35 @@ from benchmarks.workload import ROOT, child_environment
 from smolcluster.errors import SmolclusterError
 
 GONE_S = 5.0
+LAST_TO_GO = "torch_shm"  # torch's daemon that removes shared memory when its processes are gone, then goes by itself
 
 
 @contextlib.contextmanager
 def started(
     command: Sequence[str], *, environ: Mapping[str, str] | None = None, listen: bool = False
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command, with everything it starts; nothing of it is left at the end. With `listen`, its output is a pipe."""
+    """A command, with everything it starts; nothing of it is left at the end. With `listen`, it is spoken to by pipes."""
     environ = {**child_environment(), **(environ or {})}
     with tempfile.TemporaryFile() as output, ended_by_sigterm():
-        stdout = subprocess.PIPE if listen else output
-        process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=stdout, stderr=output)
+        stdin, stdout = (subprocess.PIPE, subprocess.PIPE) if listen else (None, output)
+        process = subprocess.Popen(command, env=environ, cwd=ROOT, stdin=stdin, stdout=stdout, stderr=output)
         try:
             yield process
         except SmolclusterError as error:
             output.seek(0)
             words = output.read().decode(errors="replace").strip()[-8000:]
-            raise SmolclusterError(f"{error}; `{' '.join(command[:4])} ...` said:\n{words}") from error
+            raise SmolclusterError(f"{error}; `{' '.join(command[:3])} ...` said:\n{words}") from error
         finally:
             family = [process.pid, *descendants(process.pid)]
             process.kill()  # first, so that it starts nobody again
             process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
             for pid in family[1:]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(OSError):
+                    if not (Path("/proc") / str(pid) / "comm").read_text().startswith(LAST_TO_GO):
+                        os.kill(pid, signal.SIGKILL)
             deadline = time.monotonic() + GONE_S
             while any(map(environment_of, family[1:])) and time.monotonic() < deadline:
                 time.sleep(0.005)  # they are not our children: there is nothing to wait for
@@ -73,12 +76,27 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(item.decode(errors="replace").partition("=")[::2] for item in raw.split(b"\0") if item)
 
 
-def socket_bytes(pids: Collection[int]) -> int:
-    """Bytes that the TCP sockets of these processes have sent, as the kernel counts them (`ss` of iproute2)."""
+def bytes_between(machines: Sequence[Collection[int]]) -> int:
+    """Bytes sent over TCP from a process of one machine to a process of another, as the kernel counts them.
+
+    Machines are sets of processes here, all on this one. `ss` of iproute2 knows the open connections: what went over closed
+    ones is not in it.
+    """
     listed = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout
-    total = 0
+    return crossed(listed, {pid: number for number, pids in enumerate(machines) for pid in pids})
+
+
+def crossed(listed: str, machine_of: Mapping[int, int]) -> int:
+    """The sum over a listing of `ss -tinpHO`. A connection is in it twice, once for each end."""
+    ends: dict[tuple[str, str], tuple[int, int]] = {}  # own and other address -> machine, bytes sent
     for line in listed.splitlines():
-        owner, sent = re.search(r"pid=(\d+)", line), re.search(r"bytes_sent:(\d+)", line)
-        if owner is not None and sent is not None and int(owner[1]) in pids:
-            total += int(sent[1])
-    return total
+        sent = re.search(r"bytes_sent:(\d+)", line)
+        owners = [machine_of[int(pid)] for pid in re.findall(r"pid=(\d+)", line) if int(pid) in machine_of]
+        if owners:
+            own, other = (re.sub(r"[\[\]]|::ffff:", "", address) for address in line.split()[3:5])
+            ends[own, other] = owners[0], int(sent[1]) if sent is not None else 0
+    return sum(
+        sent
+        for (own, other), (machine, sent) in ends.items()
+        if (other, own) in ends and ends[other, own][0] != machine
+    )

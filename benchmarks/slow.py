@@ -1,6 +1,6 @@
-"""A slow machine on a fast one: a process that gets a quarter of its core.
+"""A slow machine on a fast one: a process, or all processes of a program, that get a quarter of their core.
 
-Where Linux lets us (root, the `cpu` controller of cgroups), by a quota: the process runs 1 ms of every 4, and what it does
+Where Linux lets us (root, the `cpu` controller of cgroups), by a quota: together they run 1 ms of every 4, and what they do
 not use is lost, as on a slow machine. Elsewhere by competitors: three processes that do nothing but count, on the same core
 and with the same priority; then every thread that wakes up stands in a line with them first.
 
@@ -26,13 +26,14 @@ _CGROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, ve
 
 
 @contextlib.contextmanager
-def slowed(pid: int, *, core: int) -> Iterator[str]:
-    """All threads of this process, which is on this core already, until the end of the block or of the process."""
+def slowed(*pids: int, core: int) -> Iterator[str]:
+    """All threads of these processes, which are on this core already, until the end of the block or of the process."""
     with ended_by_sigterm(), contextlib.ExitStack() as stack:
         group = _make_group()
         if group is not None:
             stack.callback(_remove, group)
-            (group / "cgroup.procs").write_text(str(pid))
+            for pid in pids:
+                (group / "cgroup.procs").write_text(str(pid))
             yield "quota"
         else:
             stack.enter_context(busy(core))

@@ -33,14 +33,14 @@ class Recipe:
         done = min(1.0, (n - self.warmup) / max(1, self.steps - 1 - self.warmup))
         return self.min_lr + 0.5 * (self.learning_rate - self.min_lr) * (1 + math.cos(math.pi * done))
 
-    def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Of parameters: matrices decay, vectors do not."""
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         vectors = [p for p in model.parameters() if p.ndim < 2]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, fused=True)
+        return [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+    def adamw(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.groups(model), lr=self.learning_rate, betas=self.betas, fused=True)
 
 
 class BareLoop:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,18 +15,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from benchmarks import BENCHMARKS
+from benchmarks import BENCHMARKS, p3, p4
 from benchmarks.__main__ import main
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant, machine, measure, table
 from benchmarks.network import Network, check_possible, hosts, parse_rate
-from benchmarks.p3 import SETTINGS, _against
+from benchmarks.p3 import NAMED, SETTINGS, _against, _chosen
 from benchmarks.p4 import ROWS, _split, reached
 from benchmarks.p7 import check_same_work
 from benchmarks.p9 import _again, transfer_seconds
 from benchmarks.peers.bare import Recipe
-from benchmarks.processes import descendants, environment_of, started
+from benchmarks.peers.work import Work
+from benchmarks.processes import crossed, descendants, environment_of, started
+from benchmarks.programs import Program, usable
 from benchmarks.slow import busy, slowed
 from benchmarks.tasks.counted import kernel_bytes, per_step
+from benchmarks.workload import Shape, make_config
 
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.errors import SmolclusterError, UserError
@@ -307,6 +312,98 @@ def test_bytes_and_losses_are_held_against_the_peer() -> None:
     assert (row["fewer_bytes"], row["fewer_per_step"], row["within"]) == (10.0, 20.0, "yes")
     assert _against(peer, {**peer, "val_loss": 2.02})["within"] == "no"
     assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+
+
+def test_peers_that_are_not_installed_are_left_out_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert usable({"a peer": ("no_such_package", {}), "its variant": ("no_such_package", {})}) == []
+    assert (
+        capsys.readouterr().out.count("no_such_package is not installed (pip install 'smolcluster[bench]'): left out")
+        == 1
+    )
+
+
+def test_peers_are_run_beside_a_few_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p3, "usable", list)
+    session = Session("p3", repeats=1)
+
+    def chosen(*, only: list[str] | None = None, peers: bool = False) -> tuple[list[str], list[str]]:
+        settings, named = _chosen(session, argparse.Namespace(only=only, peers=peers))
+        return [s.name for s in settings], named
+
+    assert chosen() == ([s.name for s in SETTINGS], list(NAMED))
+    assert chosen(peers=True) == (list(p3.BESIDE), list(NAMED))
+    assert chosen(only=["Ray", "powersgd 32"], peers=True) == (
+        ["syncps, powersgd 32"],
+        ["hivemind, powersgd 32, no state", "Ray, parameter server, fp32"],
+    )
+    with pytest.raises(SmolclusterError, match="no setting has 'rey' in its name: hivemind"):
+        chosen(only=["rey"])
+    assert set(p4.BESIDE) <= p4.OURS.keys()
+
+
+def test_workers_have_the_same_weights_and_share_the_samples_of_a_step() -> None:
+    def work(batch_size: int, rank: int, size: int) -> Work:
+        config = make_config(Shape("tiny", 16, 1, 2, 8, batch_size), steps=4, sets={"training.device": "cpu"})
+        return Work(config, rank=rank, size=size)
+
+    alone, *parts = work(4, 0, 1), work(2, 0, 2), work(2, 1, 2)
+    for own, *others in zip(*(w.model.parameters() for w in (alone, *parts)), strict=True):
+        assert all(own.equal(other) for other in others)
+    for _ in range(2):
+        whole, shares = alone.batch()[0].tolist(), [part.batch()[0].tolist() for part in parts]
+        assert sorted(whole) == sorted(shares[0] + shares[1])
+    assert alone.gradient() > 0
+
+
+SS = """
+ESTAB 0 0 127.0.0.1:50 127.0.0.1:80 users:(("a",pid=1,fd=3)) cubic bytes_sent:1000 bytes_acked:1000
+ESTAB 0 0 [::ffff:127.0.0.1]:80 [::ffff:127.0.0.1]:50 users:(("b",pid=2,fd=3)) cubic bytes_received:1000
+ESTAB 0 0 127.0.0.1:51 127.0.0.1:80 users:(("a",pid=11,fd=3),("a",pid=1,fd=9)) cubic bytes_sent:200 bytes_acked:200
+ESTAB 0 0 127.0.0.1:80 127.0.0.1:51 users:(("b",pid=2,fd=4)) cubic bytes_sent:30 bytes_acked:30
+ESTAB 0 0 127.0.0.1:60 127.0.0.1:61 users:(("a",pid=1,fd=5)) cubic bytes_sent:7777 bytes_acked:7777
+ESTAB 0 0 127.0.0.1:61 127.0.0.1:60 users:(("c",pid=11,fd=5)) cubic bytes_sent:7777 bytes_acked:7777
+ESTAB 0 0 127.0.0.1:70 127.0.0.1:71 users:(("a",pid=1,fd=6)) cubic bytes_sent:5555 bytes_acked:5555
+ESTAB 0 0 127.0.0.1:71 127.0.0.1:70 users:(("stranger",pid=99,fd=6)) cubic bytes_sent:5555 bytes_acked:5555
+TIME-WAIT 0 0 127.0.0.1:52 127.0.0.1:80
+""".strip()
+
+
+def test_bytes_count_that_went_from_one_machine_to_another() -> None:
+    assert crossed(SS, {1: 0, 11: 0, 2: 1}) == 1000 + 200 + 30
+
+
+PROGRAM = """
+import json, os, socket, sys
+listener = socket.create_server(("127.0.0.1", 0))
+child = os.fork()
+if child == 0:
+    other = socket.create_connection(listener.getsockname())
+    listener.close()
+    while True:
+        other.sendall(bytes(len(other.recv(1000))))  # as many back
+connection, _ = listener.accept()
+for row in ({"child": child}, {"step": 1}, {"val_loss": 2.0}):
+    connection.sendall(bytes(500))
+    assert len(connection.recv(500, socket.MSG_WAITALL)) == 500
+    print(json.dumps(row), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_program_waits_at_every_row_and_its_bytes_can_be_counted_there() -> None:
+    if shutil.which("ss") is None:
+        pytest.skip("ss of iproute2 is needed")
+    with started([sys.executable, "-c", PROGRAM], listen=True) as process:
+        assert process.stdout is not None
+        child = json.loads(process.stdout.readline())["child"]
+        program = Program([process], [[process.pid], [child]])
+        assert (program.machine(0), program.machine(1)) == ({process.pid}, {child})
+        assert program.bytes_sent() == 1000
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        seen = [(row, program.bytes_sent()) for row in program.rows()]
+    assert seen == [({"step": 1}, 2000), ({"val_loss": 2.0}, 3000)]
 
 
 def test_a_transfer_over_loopback_is_timed() -> None:
