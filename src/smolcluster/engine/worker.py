@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 import time
 from pathlib import Path
 
@@ -12,19 +13,22 @@ import torch
 
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
 from smolcluster.comm.rendezvous import Place, choose_backend, connect
+from smolcluster.comm.watch import Watch
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_same_config
+from smolcluster.engine.identity import must_agree
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import StreamReader
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.saver import Saver
 from smolcluster.engine.snapshot import Snapshot
 from smolcluster.engine.summary import join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.observe.events import Notice, Phase, RunFinished
+from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.strategies.base import Context, Node
 
@@ -33,6 +37,9 @@ log = logging.getLogger(__name__)
 
 class Worker(Role):
     """One rank. The methods are its phases, in order."""
+
+    saver: Saver | None = None
+    watch: Watch | None = None
 
     @property
     def lead(self) -> bool:
@@ -82,13 +89,55 @@ class Worker(Role):
             master_port=spec.master_port
             or (0 if self.lead or spec.world_size == 1 else self.channel.rendezvous_port()),
         )
-        self.group: Group = connect(place, device=self.device, backend=self.backend, announce=self.channel.announce)
+        self.group: Group = connect(
+            place,
+            device=self.device,
+            backend=self.backend,
+            announce=self.channel.announce,
+            versions=must_agree(),
+        )
+        if not spec.watched and spec.world_size > 1:
+            self._watch_each_other()
         everyone = gather_json(self.group, public_dict(self.config))
         check_same_config(everyone[0], everyone[spec.rank], rank=spec.rank)
         named = gather_json(self.group, spec.run_dir)[0]
         if not spec.run_dir:
             self._log_to(RunDir(Path(named)))
         self.observer.emit(Phase(rank=spec.rank, name="connected"))
+
+    # What becomes of the others, where no launcher sees it
+
+    def _watch_each_other(self) -> None:
+        try:
+            self.watch = Watch(self.group, self.spec.master_addr, name=self.spec.host, on_lost=self._give_up)
+        except OSError as error:
+            self._warn(f"a rank that is lost will not be named, and be waited for for minutes: {error}")
+
+    def _give_up(self, message: str) -> None:
+        """A rank is lost, and this one still waits for it: say so and end, on the watch's thread."""
+        self.observer.emit(Failed(rank=self.spec.rank, kind="peer", message=message))
+        logging.getLogger("worker").error("lost another rank: %s", message)
+        if self.saver is not None:
+            self.saver.close()
+        self.observer.close()
+        self.cut_off()
+
+    def last_words(self, message: str) -> None:
+        if self.watch is not None:
+            self._claim_the_end(self.watch)
+            self.watch.leave(message.splitlines()[0])
+
+    def explain_loss(self, reason: str) -> str:
+        if self.watch is None:
+            return reason
+        self._claim_the_end(self.watch)
+        return self.watch.explain(reason)
+
+    @staticmethod
+    def _claim_the_end(watch: Watch) -> None:
+        """The watch was first: it is ending this process."""
+        if not watch.claim():
+            threading.Event().wait()
 
     def _build(self) -> None:
         training = self.config.training
@@ -146,7 +195,7 @@ class Worker(Role):
             raise UserError(problem)
         head = {"step": snapshot.step, "state": snapshot.state} if snapshot else None
         head = gather_json(self.group, head)[0]
-        if head["step"] >= self.context.total_steps:
+        if head["step"] >= self.context.total_steps and not self.spec.again:
             raise UserError(
                 f"the checkpoint is at step {head['step']} and the run ends at {self.context.total_steps}: nothing is left "
                 "to train; raise --steps or training.epochs"
@@ -170,6 +219,9 @@ class Worker(Role):
             extra = f"; {dropped} rows logged after it are dropped" if dropped else ""
             self.observer.emit(Notice(level="INFO", message=f"resumed at step {head['step']}{extra}", rank=0))
         self.group.barrier()  # nobody opens the metrics file before it is cut
+        if self.spec.local_rank == 0 and not self.lead:  # on another machine: a file of its own, or cut already
+            truncate_metrics(self.run_dir.metrics, after_step=head["step"])
+        self.group.barrier()
 
     def _announce(self) -> None:
         started = self._started_event(
@@ -207,6 +259,8 @@ class Worker(Role):
             "stale_rejected": loop.strategy.stale_rejected,
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
+        if self.watch is not None:
+            self.watch.done()
         ranks = gather_json(self.group, mine)
         if self.lead:
             assert weights is not None
@@ -230,6 +284,8 @@ class Worker(Role):
             self.observer.emit(RunFinished(summary=summary))
         self.observer.emit(Phase(rank=self.spec.rank, name="finished"))
         self.group.close()
+        if self.watch is not None:
+            self.watch.leave()
         return INTERRUPTED if loop.interrupted else 0
 
     def _draw(self) -> None:

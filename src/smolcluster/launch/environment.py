@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,18 @@ def run_assigned(
     resume: Path | None,
     backend: str | None,
     sinks: list[Sink],
+    tell: Callable[[SmolclusterError], int],
 ) -> int:
-    """Be that rank, in this process; rank 0 names the run directory for all. Returns 0, or raises as `run_local` does."""
+    """Be that rank, in this process; rank 0 names the run directory for all. Returns 0, or raises as `run_local` does.
+
+    `tell` shows an error where this cannot raise it: a rank that waits for one that is lost is ended by another thread.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what becomes of connections is told in our words, once
     outcome = Outcome()
     lead = place.rank == 0
     with run_dir.opened(dump(config), resume=resume is not None) if lead else contextlib.nullcontext():
         from smolcluster.engine.channel import SignalChannel
-        from smolcluster.engine.process import run_worker
+        from smolcluster.engine.process import leave, run_worker
 
         spec = WorkerSpec(
             config=config.model_dump(mode="json"),
@@ -107,20 +112,30 @@ def run_assigned(
             backend=backend,
             master_addr=place.master_addr,
             master_port=place.master_port,
+            watched=False,
         )
-        status = run_worker(spec, SignalChannel(), [outcome, *sinks])
+
+        def cut_off() -> None:
+            leave(tell(_error(config, place, outcome, run_dir)))
+
+        status = run_worker(spec, SignalChannel(), [outcome, *sinks], cut_off=cut_off)
         if status == 0:
             return 0
-        failed = outcome.failed
-        if failed is not None and failed.kind == "user":
-            raise UserError(failed.message)
-        if failed is None:
-            error: SmolclusterError = outcome.interrupted(run_dir) if lead else Interrupted("interrupted")
-            end: dict[str, Any] = {"status": "interrupted", "members_lost": 0}
-        else:
-            reason = f"lost another rank: {failed.message}" if failed.kind == "peer" else failed.message
-            error = WorkerFailed(f"rank {place.rank} failed: {reason}\n{failed.traceback}".rstrip())
-            end = {"error": reason}
-        if lead and outcome.summary is None:
-            outcome.write_summary(run_dir, config, world_size=place.world_size, **end)
-        raise error
+        raise _error(config, place, outcome, run_dir)
+
+
+def _error(config: Config, place: Assigned, outcome: Outcome, run_dir: RunDir) -> SmolclusterError:
+    """Why this rank did not come to its end. The lead rank also leaves a summary."""
+    failed, lead = outcome.failed, place.rank == 0
+    if failed is not None and failed.kind == "user":
+        return UserError(failed.message)
+    if failed is None:
+        error: SmolclusterError = outcome.interrupted(run_dir) if lead else Interrupted("interrupted")
+        end: dict[str, Any] = {"status": "interrupted", "members_lost": 0}
+    else:
+        reason = f"lost another rank: {failed.message}" if failed.kind == "peer" else failed.message
+        error = WorkerFailed(f"rank {place.rank} failed: {reason}\n{failed.traceback}".rstrip())
+        end = {"error": reason}
+    if lead and outcome.summary is None:
+        outcome.write_summary(run_dir, config, world_size=place.world_size, **end)
+    return error

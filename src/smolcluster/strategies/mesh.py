@@ -15,15 +15,18 @@ Narayanan et al., "Efficient large-scale language model training on GPU clusters
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field
 from torch import nn
 
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors
+from smolcluster.strategies.base import Node, Options
 from smolcluster.strategies.fsdp import FSDPOptions, make_exchange
 from smolcluster.strategies.parallel import Exchange, Parallel
-from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe
-from smolcluster.strategies.tensor import Fusions, share_out
+from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, check_stages, make_pipe
+from smolcluster.strategies.tensor import Fusions, check_table, share_out
 
 
 class MeshOptions(PipelineOptions, FSDPOptions):
@@ -66,6 +69,13 @@ class Mesh(Parallel):
 
     def share_out(self, model: nn.Module) -> Fusions | None:
         return share_out(self, model)
+
+    @classmethod
+    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
+        assert isinstance(options, MeshOptions)
+        axes = cls.axes(options, len(nodes))
+        check_stages(options, model, pp=axes.pp, batch_size=nodes[0].batch_size)
+        check_table(model, axes.tp)
 
     def make_exchange(self) -> Exchange:
         return make_exchange(self, self.options)

@@ -48,7 +48,7 @@ from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.base import Context, Drawing
+from smolcluster.strategies.base import Context, Drawing, Node, Options
 from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions
 from smolcluster.strategies.timeline import Worked, draw, expected_idle, idle_share
 from smolcluster.tasks.base import Task
@@ -93,6 +93,18 @@ class Pipeline(Parallel):
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)
+
+    @classmethod
+    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
+        assert isinstance(options, PipelineOptions)
+        check_stages(options, model, pp=cls.axes(options, len(nodes)).pp, batch_size=nodes[0].batch_size)
+
+
+def check_stages(options: PipelineOptions, model: nn.Module, *, pp: int, batch_size: int) -> None:
+    """Whether `pp` ranks can have the layers of this model one after the other."""
+    if pp > 1:
+        cut = Cut.plan(num_layers_of(model), pp, options)
+        num_microbatches(options, batch_size, len(cut.layers))
 
 
 def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) -> Pipe | None:
