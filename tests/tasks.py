@@ -262,3 +262,15 @@ class TurnsToNan(Tiny):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         TurnsToNan.calls += 1
         return super().loss(model, batch) * (float("nan") if TurnsToNan.calls > 3 else 1.0)
+
+
+class FailingGPT(GPTTask):
+    """Rank 1 fails in its third step."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == 3 and torch.distributed.get_rank() == 1:
+            raise ValueError("the third batch is cursed")
+        return super().loss(model, batch)

@@ -127,6 +127,7 @@ def train(
     from smolcluster.config import flag_sets
     from smolcluster.errors import UserError
     from smolcluster.launch.environment import assigned_place
+    from smolcluster.launch.meeting import is_here
     from smolcluster.launch.plan import check_restartable, elastic_wish
     from smolcluster.launch.prepare import prepare
 
@@ -173,7 +174,7 @@ def train(
         run_dir=run_dir,
         resume=resume,
         backend=backend,
-        lead=place is None or place.rank == 0,
+        lead=is_here(again.endpoint) if again is not None else place is None or place.rank == 0,
     )
     if again is not None:
         check_restartable(prepared.config, prepared.plane)

@@ -18,12 +18,11 @@ import json
 import queue
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from smolcluster.comm.rollcall import Keeper, Member, dial
+from smolcluster.comm.rollcall import Member
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
@@ -31,6 +30,7 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.summary import write_summary
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.local import check_nothing_is_lost, find_culprit
+from smolcluster.launch.meeting import met
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.launch.plan import Elastic, ask_for_plans
 from smolcluster.launch.processes import (
@@ -46,15 +46,15 @@ from smolcluster.launch.processes import (
     tell,
     why_it_ended,
 )
-from smolcluster.launch.rounds import SILENT_S, TICK_S, Decree, Over, Rounds, largest
+from smolcluster.launch.rounds import TICK_S, Decree, Over, Rounds, largest
 from smolcluster.observe.events import Event, Failed, Notice, Phase, RunFinished, StepLogged
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import Observer, Sink
 
 MOST_DEATHS = 3  # of one worker in a row, without a new step between them
 SETTLE_S = 0.5  # a worker lost another: so long the other has to be found dead
+NEWS_S = 0.1  # what others said just before is heard first
 DRAIN_S = 60.0  # workers that are asked to save and leave take so long at most
-MEET_S = 120.0  # machines that start together find each other within
 GATHER_S = 600.0  # a run with too few workers waits so long for more
 HOME_S = 3.0  # the others have heard that the run is over
 
@@ -72,48 +72,13 @@ def run_restarting(
 ) -> dict[str, Any]:
     """Train until the end, however often workers die. Returns the summary where the run is led, elsewhere only its status."""
     refuse_inside_a_worker()
-    with _met(elastic) as (member, leads):
+    with met(elastic.endpoint) as (member, leads):
         run = _Run(config, elastic, run_dir=run_dir, resume=resume, backend=backend, sinks=sinks)
         if not leads:
             return run.run(member, leads=False)
         check_nothing_is_lost(run_dir, resume)
         with run_dir.opened(dump(config), resume=resume is not None), run_dir.without_journal():
             return run.run(member, leads=True)
-
-
-@contextlib.contextmanager
-def _met(elastic: Elastic) -> Iterator[tuple[Member | None, bool]]:
-    """This machine's place among the launchers, and whether it leads. Alone on one machine there is no place to have."""
-    if elastic.endpoint is None:
-        yield None, True
-        return
-    (host, port), keeper = elastic.endpoint, None
-    if _is_here(host):
-        with contextlib.suppress(OSError):  # another launcher on this machine was first
-            keeper = Keeper(host, port, silent_s=SILENT_S)
-    line = dial(host, port, within_s=MEET_S)
-    if line is None:
-        raise UserError(
-            f"nobody answers at --rdzv-endpoint {host}:{port} in {MEET_S:g} s; is the command started on that machine, "
-            "with this address, and does a firewall let it through?"
-        )
-    member = Member(line, {"host": socket.gethostname(), "workers": 0}, silent_s=SILENT_S)
-    try:
-        yield member, keeper is not None
-    finally:
-        member.close()
-        if keeper is not None:
-            keeper.close()
-
-
-def _is_here(host: str) -> bool:
-    """Whether this machine has that address."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True
 
 
 @dataclass(slots=True)
@@ -142,7 +107,7 @@ class _Run:
         self.resume = None if resume is None else str(resume)
         self.host = socket.gethostname()
         self.outcome = Outcome()
-        self.observer = Observer([self.outcome, *sinks])
+        self.sinks = sinks
         self.inbox = Inbox()
         self.children: list[Child] = []  # all that are alive
         self.crew: list[Child] = []  # of the present round
@@ -158,6 +123,7 @@ class _Run:
 
     def run(self, member: Member | None, *, leads: bool) -> dict[str, Any]:
         self.leads = leads
+        self.observer = Observer([self.outcome, *(self.sinks if leads else map(_OnlyNotices, self.sinks))])
         try:
             with signals(lambda: self.children, self.inbox):
                 if leads:
@@ -360,8 +326,6 @@ class _Run:
         """Somebody is dead. None: wait for more; else as `_round`."""
         dead = [child for child in self.crew if child.died is not None]
         bad = [c for c in dead if c.failed is not None or not _left_in_order(c)]
-        if self.outcome.summary is not None and self.outcome.summary["status"] == "finished":
-            return True  # and whoever fell on the last step has done its part
         if not bad:
             if len(dead) < len(self.crew):
                 return None
@@ -372,8 +336,11 @@ class _Run:
             raise self._stopped()
         culprit = find_culprit(bad)
         victim = culprit.failed is not None and culprit.failed.kind == "peer"
-        if victim and time.monotonic() - min(c.died or 0.0 for c in bad) < SETTLE_S and len(dead) < len(self.crew):
+        settle_s = SETTLE_S if victim and len(dead) < len(self.crew) else NEWS_S
+        if time.monotonic() - min(c.died or 0.0 for c in bad) < settle_s:
             return None
+        if self.outcome.summary is not None and self.outcome.summary["status"] == "finished":
+            return True  # whoever fell after the last step has done its part
         self._account_for(culprit, victim=victim)
         return False
 
@@ -462,6 +429,20 @@ class _Run:
 
     def _warn(self, message: str) -> None:
         self.observer.emit(Notice(level="WARNING", message=message))
+
+
+class _OnlyNotices:
+    """What a machine that does not lead shows: the run itself is shown where it is led."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            self._sink.handle(event)
+
+    def close(self) -> None:
+        self._sink.close()
 
 
 def _left_in_order(child: Child) -> bool:

@@ -168,33 +168,43 @@ class Rounds:
         `tick` is called often, and may raise to give up. Raises `Over` when the run has ended meanwhile.
         """
         self.say(asks=self.current.number + 1)
-        started, enough = time.monotonic(), None
+        deadline = time.monotonic() + within_s
+        self._enough_at: float | None = None
         while True:
             tick()
             self.check()
-            if self.leads:
-                if enough is None and deal(self.agents, self.sizes)[0]:
-                    enough = time.monotonic()
-                waited = enough is not None and time.monotonic() - enough > LAST_CALL_S
-                found = next_round(self.current, self.agents, self.sizes, last_call=waited or self.current.number > 0)
-                if found is not None:
-                    world_size, parts = found
-                    self.current = Decree(number=self.current.number + 1, world_size=world_size, parts=parts, **make())
-                    self.say(decree=asdict(self.current), why=None, victim=False)
-                    return self.current
-                if time.monotonic() - started > within_s:
-                    raise WorkerFailed(
-                        f"{self.workers} worker{'s' * (self.workers != 1)} came within {within_s:g} s, "
-                        f"and at least {min(self.sizes)} are needed"
-                    )
-            else:
-                self.current = self._announced()
-                if self.current.ranks(self.me):
-                    self.say(why=None, victim=False)
-                    return self.current
-                if self._mine["asks"] <= self.current.number:
-                    self.say(asks=self.current.number + 1)
+            if self._lead(make) if self.leads else self._follow():
+                self.say(why=None, victim=False)
+                return self.current
+            if self.leads and time.monotonic() > deadline:
+                raise WorkerFailed(
+                    f"there {'are' if self.workers != 1 else 'is'} {self.workers} worker{'s' * (self.workers != 1)}, and "
+                    f"{min(self.sizes)} are needed; none has come within {within_s:g} s"
+                )
             self._wait()
+
+    def _lead(self, make: Callable[[], dict[str, Any]]) -> bool:
+        """Begin the next round if it can begin."""
+        if self._enough_at is None and deal(self.agents, self.sizes)[0]:
+            self._enough_at = time.monotonic()
+        waited = self._enough_at is not None and time.monotonic() - self._enough_at > LAST_CALL_S
+        found = next_round(self.current, self.agents, self.sizes, last_call=waited or self.current.number > 0)
+        if found is None:
+            return False
+        world_size, parts = found
+        self.current = Decree(number=self.current.number + 1, world_size=world_size, parts=parts, **make())
+        self.say(decree=asdict(self.current))
+        return True
+
+    def _follow(self) -> bool:
+        """Whether a round that this machine asked for has begun with it."""
+        self.current = self._announced()
+        if self.current.number < self._mine["asks"]:
+            return False
+        if not self.current.ranks(self.me):
+            self.say(asks=self.current.number + 1)  # it began without
+            return False
+        return True
 
     def _announced(self) -> Decree:
         decree = self._leader().get("decree")
