@@ -274,3 +274,12 @@ class FailingGPT(GPTTask):
         if self.calls == 3 and torch.distributed.get_rank() == 1:
             raise ValueError("the third batch is cursed")
         return super().loss(model, batch)
+
+
+class SlowDoubleGPT(DoubleGPT):
+    """Takes a third of a second longer for each training loss, until the file SLOW_UNTIL is there."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training and not Path(os.environ["SLOW_UNTIL"]).exists():
+            time.sleep(0.3)
+        return super().loss(model, batch)

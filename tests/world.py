@@ -90,12 +90,14 @@ def run_world(
     places: Sequence[tuple[str, str]] = (),
     absent: Collection[int] = (),
     tweaks: Mapping[int, Sequence[Tweak]] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> World:
     """Train in `size` processes. `config` has dotted names; `hook` is (kind, argument) for `_Channel`.
 
     places    each rank's (network namespace, address): hosts of their own, where nobody watches them but they themselves
     absent    ranks that never come
     tweaks    by rank: (module, attribute, value) that are set in its process before it begins
+    environ   set in every process
     """
     from smolcluster.engine.spec import WorkerSpec
 
@@ -118,7 +120,7 @@ def run_world(
         )
         ours, theirs = context.Pipe()
         namespace = places[rank][0] if places else None
-        arguments = (spec.to_json(), theirs, hook, namespace, list((tweaks or {}).get(rank, ())))
+        arguments = (spec.to_json(), theirs, hook, namespace, list((tweaks or {}).get(rank, ())), dict(environ or {}))
         process = context.Process(target=_be_rank, args=arguments, daemon=True)
         if rank not in absent:
             process.start()
@@ -226,7 +228,12 @@ def _refuse_to_pickle(*_: object) -> None:
 
 
 def _be_rank(
-    spec_json: str, pipe: Any, hook: tuple[str, Any] | None, namespace: str | None, tweaks: Sequence[Tweak]
+    spec_json: str,
+    pipe: Any,
+    hook: tuple[str, Any] | None,
+    namespace: str | None,
+    tweaks: Sequence[Tweak],
+    environ: dict[str, str],
 ) -> None:
     import torch
     from torch.distributed import distributed_c10d
@@ -237,7 +244,7 @@ def _be_rank(
     # Some of torch's own machinery would pickle what it tells other ranks. Nothing here may make it do so.
     distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = _refuse_to_pickle
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(environ, OMP_NUM_THREADS="1")
     if namespace is not None:
         _enter_namespace(namespace)
     for module, attribute, value in tweaks:

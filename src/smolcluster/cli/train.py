@@ -125,6 +125,7 @@ def train(
 ) -> int:
     """Train a model on this machine's workers, or as one rank of a job on several machines."""
     from smolcluster.config import flag_sets
+    from smolcluster.engine.run_dir import RunDir
     from smolcluster.errors import UserError
     from smolcluster.launch.environment import assigned_place
     from smolcluster.launch.meeting import is_here
@@ -167,6 +168,9 @@ def train(
         "training.profile": profile,
         "strategy.draw_schedule": draw_schedule or None,
     }
+    started_again = place is not None and place.restarts > 0
+    if started_again and run_dir is not None and RunDir(run_dir).has_checkpoints():
+        resume = "latest"
     prepared = prepare(
         sources or [],
         overrides=override or [],
@@ -174,12 +178,14 @@ def train(
         run_dir=run_dir,
         resume=resume,
         backend=backend,
+        again=started_again,
         lead=is_here(again.endpoint) if again is not None else place is None or place.rank == 0,
     )
     if again is not None:
         check_restartable(prepared.config, prepared.plane)
     if dry_run:
         from smolcluster.engine.dry_run import describe_run
+        from smolcluster.engine.sizes import describe
 
         typer.echo(
             describe_run(
@@ -190,6 +196,8 @@ def train(
                 plane=prepared.plane,
             )
         )
+        if again is not None:
+            typer.echo(describe(prepared.config, range(again.fewest, again.most + 1)))
         return 0
 
     from smolcluster.observe.console import ConsoleSink

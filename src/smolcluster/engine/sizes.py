@@ -101,6 +101,18 @@ def share(samples: int, shards: int, *, at_most: int) -> tuple[int, list[int]]:
     return micro_steps, [each + (shard < rest) for shard in range(shards)]
 
 
+def describe(config: Config, sizes: Iterable[int]) -> str:
+    """A line for each size, as in `train --dry-run`."""
+    lines = []
+    for size, plan in plans(config, sizes).items():
+        if isinstance(plan, UserError):
+            lines.append(f"# {size} workers cannot run this: {plan}")
+            continue
+        each = ", ".join(str(batch_size_of(plan, rank)) for rank in range(size))
+        lines.append(f"# {size} workers: {plan.training.grad_accumulation} micro-steps, of {each} samples")
+    return "\n".join(lines)
+
+
 def main() -> None:
     asked: dict[str, Any] = json.loads(sys.stdin.readline())
     config = Config.model_validate(asked["config"])

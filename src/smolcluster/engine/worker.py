@@ -49,7 +49,7 @@ class Worker(Role):
         self._prepare()
         self._connect()
         self._build()
-        if self.spec.resume is not None:
+        if self.resuming:
             self._resume()
         self._announce()
         try:
@@ -100,7 +100,8 @@ class Worker(Role):
             self._watch_each_other()
         everyone = gather_json(self.group, public_dict(self.config))
         check_same_config(everyone[0], everyone[spec.rank], rank=spec.rank)
-        named = gather_json(self.group, spec.run_dir)[0]
+        # What the lead rank says holds: the others may be on machines without the run directory.
+        named, self.resuming = gather_json(self.group, [spec.run_dir, spec.resume is not None])[0]
         if not spec.run_dir:
             self._log_to(RunDir(Path(named)))
         self.observer.emit(Phase(rank=spec.rank, name="connected"))

@@ -1,6 +1,7 @@
 """One rank that somebody else started: torchrun, a batch system, or a person on each machine.
 
-    torchrun             RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment
+    torchrun             RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment; at a restart also
+                         TORCHELASTIC_RESTART_COUNT: the run in --run-dir goes on from its last checkpoint
     by hand              --world-size --rank --master-addr --master-port
 
 Flags win over the environment. Nothing here imports torch until the rank runs.
@@ -22,6 +23,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import Sink
 
 
@@ -35,6 +37,7 @@ class Assigned:
     local_world_size: int
     master_addr: str
     master_port: int
+    restarts: int = 0  # torchrun has started this rank so often before
 
 
 def assigned_place(
@@ -68,6 +71,7 @@ def assigned_place(
         local_world_size=_number("LOCAL_WORLD_SIZE", environ, default=1) if by_torchrun else 1,
         master_addr=master_addr or environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
+        restarts=_number("TORCHELASTIC_RESTART_COUNT", environ, default=0) if by_torchrun else 0,
     )
 
 
@@ -96,7 +100,10 @@ def run_assigned(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what becomes of connections is told in our words, once
     outcome = Outcome()
     lead = place.rank == 0
-    with run_dir.opened(dump(config), resume=resume is not None) if lead else contextlib.nullcontext():
+    again = place.restarts > 0
+    with run_dir.opened(dump(config), resume=resume is not None or again) if lead else contextlib.nullcontext():
+        if again and resume is None and place.local_rank == 0:
+            truncate_metrics(run_dir.metrics, after_step=0)  # nothing was saved: all is done anew
         from smolcluster.engine.channel import SignalChannel
         from smolcluster.engine.process import leave, run_worker
 
@@ -113,6 +120,7 @@ def run_assigned(
             master_addr=place.master_addr,
             master_port=place.master_port,
             watched=False,
+            again=again,
         )
 
         def cut_off() -> None:
