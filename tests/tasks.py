@@ -347,3 +347,24 @@ class TurnsToNan(Tiny):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         TurnsToNan.calls += 1
         return super().loss(model, batch) * (float("nan") if TurnsToNan.calls > 3 else 1.0)
+
+
+class FailingGPT(GPTTask):
+    """Rank 1 fails in its third step."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == 3 and torch.distributed.get_rank() == 1:
+            raise ValueError("the third batch is cursed")
+        return super().loss(model, batch)
+
+
+class SlowDoubleGPT(DoubleGPT):
+    """Takes a third of a second longer for each training loss, until the file SLOW_UNTIL is there."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training and not Path(os.environ["SLOW_UNTIL"]).exists():
+            time.sleep(0.3)
+        return super().loss(model, batch)

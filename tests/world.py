@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import multiprocessing as mp
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from smolcluster.config.schema import Config
 from smolcluster.observe.events import Event, Failed, Notice, RunFinished, StepLogged, from_json, to_json
+
+Tweak = tuple[str, str, Any]
 
 TASKS = Path(__file__).parent / "tasks.py"
 PRELOAD = [
@@ -84,8 +87,18 @@ def run_world(
     hook: tuple[str, Any] | None = None,
     timeout_s: float = 60.0,
     on_event: Callable[[int, Event, Sequence[mp.process.BaseProcess]], None] | None = None,
+    places: Sequence[tuple[str, str]] = (),
+    absent: Collection[int] = (),
+    tweaks: Mapping[int, Sequence[Tweak]] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> World:
-    """Train in `size` processes. `config` has dotted names; `hook` is (kind, argument) for `_Channel`."""
+    """Train in `size` processes. `config` has dotted names; `hook` is (kind, argument) for `_Channel`.
+
+    places    each rank's (network namespace, address): hosts of their own, where nobody watches them but they themselves
+    absent    ranks that never come
+    tweaks    by rank: (module, attribute, value) that are set in its process before it begins
+    environ   set in every process
+    """
     from smolcluster.engine.spec import WorkerSpec
 
     resolved = _begin_run(size, run_dir, config, task=task, strategy=strategy, resume=resume is not None)
@@ -102,10 +115,15 @@ def run_world(
             run_dir=str(run_dir),
             resume=None if resume is None else str(resume),
             backend=backend,
+            master_addr=places[0][1] if places else "127.0.0.1",
+            watched=not places,
         )
         ours, theirs = context.Pipe()
-        process = context.Process(target=_be_rank, args=(spec.to_json(), theirs, hook), daemon=True)
-        process.start()
+        namespace = places[rank][0] if places else None
+        arguments = (spec.to_json(), theirs, hook, namespace, list((tweaks or {}).get(rank, ())), dict(environ or {}))
+        process = context.Process(target=_be_rank, args=arguments, daemon=True)
+        if rank not in absent:
+            process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
@@ -117,7 +135,7 @@ def run_world(
             while True:
                 kind, value = pipes[rank].recv()
                 if kind == "port":
-                    for other in range(1, size):
+                    for other in set(range(1, size)) - set(absent):
                         pipes[other].send(value)
                 elif kind == "event":
                     event = from_json(value)
@@ -132,10 +150,11 @@ def run_world(
     listeners = [threading.Thread(target=listen, args=(rank,), daemon=True) for rank in range(size)]
     for listener in listeners:
         listener.start()
-    for process in processes:
+    started = [process for rank, process in enumerate(processes) if rank not in absent]
+    for process in started:
         process.join(timeout_s)
-    alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
+    alive = [rank for rank, process in enumerate(processes) if process in started and process.is_alive()]
+    for process in started:
         process.kill()
         process.join()
     for listener in listeners:
@@ -208,7 +227,14 @@ def _refuse_to_pickle(*_: object) -> None:
     raise AssertionError("an object was to be pickled and sent")
 
 
-def _be_rank(spec_json: str, pipe: Any, hook: tuple[str, Any] | None) -> None:
+def _be_rank(
+    spec_json: str,
+    pipe: Any,
+    hook: tuple[str, Any] | None,
+    namespace: str | None,
+    tweaks: Sequence[Tweak],
+    environ: dict[str, str],
+) -> None:
     import torch
     from torch.distributed import distributed_c10d
 
@@ -218,7 +244,11 @@ def _be_rank(spec_json: str, pipe: Any, hook: tuple[str, Any] | None) -> None:
     # Some of torch's own machinery would pickle what it tells other ranks. Nothing here may make it do so.
     distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = _refuse_to_pickle
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(environ, OMP_NUM_THREADS="1")
+    if namespace is not None:
+        _enter_namespace(namespace)
+    for module, attribute, value in tweaks:
+        setattr(importlib.import_module(module), attribute, value)
     spec = WorkerSpec.from_json(spec_json)
     status = run_worker(spec, _Channel(pipe, spec.rank, spec.world_size, hook), [_Sink(pipe)])
     pipe.send(("status", status))

@@ -2,14 +2,16 @@
 
 `script.json` in the run directory has, for `server` and each `worker-RANK`, the lives of that seat; each is a list of actions:
 
-    listen           the server announces port 4711
+    listen           the server, or rank 0 of the mesh plane, announces port 4711
     row N            log step N
     note NAME        make a file of this name in the run directory
+    mkdir NAME       make a folder there
+    lines NAME N     make a file of N lines {"step": i}
     await NAME       wait for one
     stop?            wait for the launcher's wish to stop
     die              kill -9 itself
     fail KIND TEXT   last words, and exit: 2 for `user`, else 1
-    finish, leave    the end of the run: 0; as asked: 130
+    finish, leave    the end of the run: 0; as asked: 130. `finish and note NAME` makes a file first
     hang             ignore everything
 
 The last life is repeated. `NAME-lives.txt` gets a line for each: the process id, and where the spec says the server is;
@@ -54,6 +56,8 @@ class Actor:
         before = len(diary.read_text().splitlines()) if diary.exists() else 0
         with diary.open("a") as file:
             file.write(f"{os.getpid()} {self.spec.server}\n")
+        with (self.folder / f"{self.name}-specs.jsonl").open("a") as file:
+            file.write(self.spec.to_json() + "\n")
         for action in lives[min(before, len(lives) - 1)]:
             verb, _, rest = action.partition(" ")
             getattr(self, {"stop?": "stop_wanted", "await": "await_"}.get(verb, verb))(rest)
@@ -102,12 +106,20 @@ class Actor:
     def note(self, name: str) -> None:
         (self.folder / name).touch()
 
+    def mkdir(self, name: str) -> None:
+        (self.folder / name).mkdir()
+
+    def lines(self, rest: str) -> None:
+        name, _, count = rest.partition(" ")
+        (self.folder / name).write_text("".join(f'{{"step": {i}}}\n' for i in range(1, int(count) + 1)))
+
     def await_(self, name: str) -> None:
         while not (self.folder / name).exists():
             time.sleep(0.005)
 
     def stop_wanted(self, _: str) -> None:
-        sys.stdin.readline()
+        while '"stop"' not in sys.stdin.readline():
+            pass
 
     def die(self, _: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -117,19 +129,22 @@ class Actor:
         self.emit(Failed(rank=self.spec.rank, kind=kind, message=text, traceback="" if kind == "user" else "in line 7"))
         sys.exit(2 if kind == "user" else 1)
 
-    def finish(self, _: str) -> None:
-        self._end("finished", 0)
+    def finish(self, then: str) -> None:
+        self._end("finished", 0, then.removeprefix("and note "))
 
     def leave(self, _: str) -> None:
         self._end("interrupted", 130)
 
-    def _end(self, status: str, code: int) -> None:
-        if self.spec.role == "server":
+    def _end(self, status: str, code: int, note: str = "") -> None:
+        tells = self.spec.role == "server" or (self.spec.plane == "mesh" and self.spec.rank == 0)
+        if tells:
             summary = {"status": status, "steps": 9, "restarts": 0, "run_dir": self.spec.run_dir}
             (self.folder / "summary.json").write_text(json.dumps(summary))
             self.emit(RunFinished(summary=summary))
-        if self.spec.role == "server" or status == "finished":
+        if tells or status == "finished":
             self.emit(Phase(rank=self.spec.rank, name="finished"))
+        if note:
+            self.note(note)
         sys.exit(code)
 
     def hang(self, _: str) -> None:

@@ -82,7 +82,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
     monkeypatch.setattr(elastic, "_PROCESS", "tests.unit.scripted_process")
     monkeypatch.setattr(elastic, "PAUSE_S", 0.02)
     monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     return Story(tmp_path)
 
 

@@ -19,10 +19,13 @@ smolcluster train my_task.py:MyTask --workers 2
 
 smolcluster train gpt --strategy edp --workers 3
 
+smolcluster train gpt --strategy fsdp --workers 4 --elastic 2:4
+
 smolcluster train --resume latest
 """
 _GUIDE = "Model and training (the same as --override)"
 _RANK = "One rank of a job that others start"
+_ELASTIC = "Going on when workers die (fsdp, tensor, pipeline, mesh, allreduce)"
 
 
 def train(
@@ -63,6 +66,25 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; train nothing, write nothing.")
     ] = False,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            help="Start workers that die again, from the last checkpoint, with as many as there are: MIN to MAX in all.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="For several machines: the same command on each, with the address of one of them, which leads.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="Deaths of workers after which the run ends.", rich_help_panel=_ELASTIC)
+    ] = 10,
     world_size: Annotated[
         int | None, typer.Option(help="Ranks in the job. Without --rank: as --workers.", rich_help_panel=_RANK)
     ] = None,
@@ -103,8 +125,11 @@ def train(
 ) -> int:
     """Train a model on this machine's workers, or as one rank of a job on several machines."""
     from smolcluster.config import flag_sets
+    from smolcluster.engine.run_dir import RunDir
     from smolcluster.errors import UserError
     from smolcluster.launch.environment import assigned_place
+    from smolcluster.launch.meeting import is_here
+    from smolcluster.launch.plan import check_restartable, elastic_wish
     from smolcluster.launch.prepare import prepare
 
     if no_nccl:
@@ -116,6 +141,8 @@ def train(
     if ranks is not None and workers not in (None, ranks):
         raise UserError(f"--workers {workers} and --world-size {ranks} contradict each other; give one of them")
     workers = workers if ranks is None else ranks
+    again = elastic_wish(elastic, workers=workers, endpoint=rdzv_endpoint, max_restarts=max_restarts, by_hand=place)
+    workers = again.most if again is not None else workers
     sets: dict[str, Any] = flag_sets(
         {
             "vocab_size": vocab_size,
@@ -141,6 +168,9 @@ def train(
         "training.profile": profile,
         "strategy.draw_schedule": draw_schedule or None,
     }
+    started_again = place is not None and place.restarts > 0
+    if started_again and run_dir is not None and RunDir(run_dir).has_checkpoints():
+        resume = "latest"
     prepared = prepare(
         sources or [],
         overrides=override or [],
@@ -148,10 +178,14 @@ def train(
         run_dir=run_dir,
         resume=resume,
         backend=backend,
-        lead=place is None or place.rank == 0,
+        again=started_again,
+        lead=is_here(again.endpoint) if again is not None else place is None or place.rank == 0,
     )
+    if again is not None:
+        check_restartable(prepared.config, prepared.plane)
     if dry_run:
         from smolcluster.engine.dry_run import describe_run
+        from smolcluster.engine.sizes import describe
 
         typer.echo(
             describe_run(
@@ -162,6 +196,8 @@ def train(
                 plane=prepared.plane,
             )
         )
+        if again is not None:
+            typer.echo(describe(prepared.config, range(again.fewest, again.most + 1)))
         return 0
 
     from smolcluster.observe.console import ConsoleSink
@@ -173,7 +209,7 @@ def train(
                 f"strategy {prepared.config.strategy.name} has no ranks that start together: "
                 "start its server with `smolcluster server`, and `smolcluster worker RANK HOSTNAME` on every machine"
             )
-        from smolcluster.cli.ending import leave_after
+        from smolcluster.cli.ending import leave_after, tell
         from smolcluster.launch.environment import run_assigned
 
         leave_after(
@@ -184,9 +220,10 @@ def train(
                 resume=prepared.resume,
                 backend=backend,
                 sinks=[ConsoleSink(), EndReport()] if place.rank == 0 else [],
+                tell=tell,
             )
         )
     from smolcluster.launch.api import run_here
 
-    run_here(prepared, backend=backend, sinks=[ConsoleSink(), EndReport()])
+    run_here(prepared, backend=backend, sinks=[ConsoleSink(), EndReport()], elastic=again)
     return 0

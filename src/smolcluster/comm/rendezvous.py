@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import logging
 import os
 import socket
-from collections.abc import Callable
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from smolcluster.comm.addresses import is_loopback
 from smolcluster.comm.group import Group, PeerLost
@@ -24,10 +27,16 @@ from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.torch_group import TorchGroup
 from smolcluster.errors import UserError
 
+if sys.platform == "linux":
+    import fcntl
+
+    SIOCGIFADDR = 0x8915
+
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0
 EXCHANGE_TIMEOUT_S = 600.0
+LEAVE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +80,22 @@ def connect(
     device: torch.device,
     backend: str = "gloo",
     announce: Callable[[int], None] | None = None,
+    versions: Mapping[str, str] | None = None,
 ) -> Group:
-    """Join the world; returns when every rank is there."""
+    """Join the world; returns when every rank is there. `versions` are of what must be the same on all of them."""
     if place.world_size == 1:
         return MemoryGroup.world(1)[0]
     if is_loopback(place.master_addr):
         _stay_on_loopback()
     else:
+        _use_the_way_to(place.master_addr)
         log.warning("torch.distributed is neither authenticated nor encrypted: use %s on a network you trust", backend)
 
-    store = _open_store(place)
+    opened = _open_store(place)
     if place.rank == 0 and announce is not None:
-        announce(store.port)
-    _wait_for_all(store, place)
+        announce(opened.port)
+    store = _of_this_attempt(opened)
+    _check_versions(_wait_for_all(store, place, versions or {}), store, place)
     try:
         dist.init_process_group(
             backend,
@@ -97,7 +109,7 @@ def connect(
         raise PeerLost(f"the ranks did not find each other: {str(error).splitlines()[0]}") from error
     world = dist.group.WORLD
     assert world is not None
-    return TorchGroup(world, device=device, met_at=(place.master_addr, store.port))
+    return TorchGroup(world, device=device, met_at=(place.master_addr, opened.port))
 
 
 def _open_store(place: Place) -> TCPStore:
@@ -123,21 +135,51 @@ def _open_store(place: Place) -> TCPStore:
         ) from error
 
 
-def _wait_for_all(store: TCPStore, place: Place) -> None:
-    """Everybody signs in, so that whoever does not come can be named."""
+def _of_this_attempt(store: TCPStore) -> Store:
+    """torchrun's own store outlives the ranks it starts again: what the former ones left there is not for these."""
+    if not _torchrun_holds_the_store():
+        return store
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _wait_for_all(store: Store, place: Place, versions: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
+    """Everybody signs in, so that whoever does not come can be named. Returns each rank's host and versions."""
     keys = [f"joined/{rank}" for rank in range(place.world_size)]
-    store.set(keys[place.rank], socket.gethostname())
+    store.set(keys[place.rank], json.dumps([socket.gethostname(), dict(versions)]))
     try:
         store.wait(keys, datetime.timedelta(seconds=JOIN_TIMEOUT_S))
+        return [tuple(json.loads(said)) for said in store.multi_get(keys)]
     except RuntimeError as error:
         try:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         except RuntimeError:
             raise PeerLost("rank 0 went away before all ranks had met") from error
+        where = f"{place.master_addr}:{place.master_port}" if place.master_port else place.master_addr
         raise UserError(
-            f"ranks {', '.join(map(str, missing))} of {place.world_size} did not come to {place.master_addr}:{store.port} "
+            f"ranks {', '.join(map(str, missing))} of {place.world_size} did not come to {where} "
             f"within {JOIN_TIMEOUT_S:g} s; start them with the same --master-addr and --master-port"
         ) from error
+
+
+def _check_versions(signed: Sequence[tuple[str, dict[str, str]]], store: Store, place: Place) -> None:
+    """Before anything is exchanged: another version may speak otherwise, or compute otherwise."""
+    host0, first = signed[0]
+    for rank, (host, versions) in enumerate(signed):
+        for package, version in first.items():
+            if versions.get(package) != version:
+                _leave_together(store, place)
+                raise UserError(
+                    f"rank {rank} on {host} has {package} {versions.get(package)} and rank 0 on {host0} has {version}; "
+                    "install the same version on every machine"
+                )
+
+
+def _leave_together(store: Store, place: Place) -> None:
+    """The store goes with rank 0, which waits until all have read what they need."""
+    store.set(f"read/{place.rank}", "")
+    if place.rank == 0:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"read/{rank}" for rank in range(place.world_size)], datetime.timedelta(seconds=LEAVE_S))
 
 
 def _torchrun_holds_the_store() -> bool:
@@ -164,3 +206,17 @@ def _stay_on_loopback() -> None:
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if names:
         os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def _use_the_way_to(address: str) -> None:
+    """gloo would listen on the address of the host name, which on many machines is a loopback one."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: it only finds the way
+        mine = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == mine:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -115,6 +115,13 @@ class TorchGroup(Group):
         return Done() if work is None else _TorchWork(work)
 
 
+def lost_peer(error: BaseException) -> str | None:
+    """What a backend says of a peer that is gone, where the error came through torch's own machinery; None for others."""
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+        return _first_line(error)
+    return None
+
+
 def _first_line(error: BaseException) -> str:
-    """Backends put a source path before their messages and a stack trace behind; what is between says it."""
-    return re.sub(r"^\[\S*:\d+\] ", "", str(error).strip().split("\n")[0])
+    """Backends put a source path before their messages, and guesses and a stack trace behind; what is between says it."""
+    return re.sub(r"^\[\S*:\d+\] |\. This is typically caused by.*$", "", str(error).strip().split("\n")[0])

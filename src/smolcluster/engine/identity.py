@@ -26,3 +26,8 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
     }
+
+
+def must_agree() -> dict[str, str]:
+    """Versions that all ranks of a fixed world must share. One torch may be built for GPUs and another for CPUs."""
+    return {name: versions()[name].partition("+")[0] for name in ("smolcluster", "torch")}

@@ -12,9 +12,11 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 from smolcluster.comm.group import PeerLost
+from smolcluster.comm.torch_group import lost_peer
 from smolcluster.engine.channel import Channel, PipeChannel
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.spec import WorkerSpec
@@ -28,26 +30,37 @@ log = logging.getLogger("worker")
 log.addHandler(logging.NullHandler())  # or Python would print them where no log is open yet
 
 
-def run_worker(spec: WorkerSpec, channel: Channel, sinks: list[Sink]) -> int:
-    """Run one rank; returns its exit status. Its last words are an event."""
+def run_worker(
+    spec: WorkerSpec, channel: Channel, sinks: list[Sink], *, cut_off: Callable[[], None] | None = None
+) -> int:
+    """Run one rank; returns its exit status. Its last words are an event.
+
+    `cut_off` ends the process, on another thread, when the rank can do nothing any more: it waits in a backend for a rank that
+    is lost.
+    """
     worker = _role(spec)(spec, channel, sinks)
+    worker.cut_off = cut_off or (lambda: leave(1))
     try:
         log.info("%s, rank %d, starts as process %d", spec.role, spec.rank, os.getpid())
         status = worker.run()
         log.info("rank %d ends with status %d", spec.rank, status)
         return status
     except UserError as error:
+        worker.last_words(str(error))
         worker.observer.emit(Failed(rank=spec.rank, kind="user", message=str(error)))
         log.error("%s", error)
         return error.exit_code
-    except PeerLost as error:
-        if channel.stop_requested():
-            return INTERRUPTED
-        worker.observer.emit(Failed(rank=spec.rank, kind="peer", message=str(error)))
-        log.error("lost another rank: %s", error)
-        return 1
     except Exception as error:
+        reason = str(error) if isinstance(error, PeerLost) else lost_peer(error)
+        if reason is not None:
+            if channel.stop_requested():
+                return INTERRUPTED
+            message = worker.explain_loss(reason)
+            worker.observer.emit(Failed(rank=spec.rank, kind="peer", message=message))
+            log.error("lost another rank: %s", message)
+            return 1
         message = f"{type(error).__name__}: {error}"
+        worker.last_words(message)
         worker.observer.emit(Failed(rank=spec.rank, kind="error", message=message, traceback=traceback.format_exc()))
         log.exception("failed")
         return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,20 @@ class Role(ABC):
         self._handler = NoticeHandler(self.observer, rank=spec.rank if spec.role == "worker" else None)
         logging.getLogger("smolcluster").addHandler(self._handler)
         self.started = time.time()
+        self.cut_off: Callable[[], None] = lambda: None  # ends this process from another thread
         if spec.run_dir:
             self._log_to(RunDir(Path(spec.run_dir)))
 
     @abstractmethod
     def run(self) -> int:
         """From the first phase to the last. Returns the exit status."""
+
+    def last_words(self, message: str) -> None:  # noqa: B027 - most roles have nobody to tell
+        """Before this process ends of a cause of its own."""
+
+    def explain_loss(self, reason: str) -> str:
+        """Who is lost, where that can be known. `reason` is what the backend says."""
+        return reason
 
     def _log_to(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir

@@ -20,6 +20,8 @@ class WorkerSpec:
     backend: str | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: the launcher passes on the one that rank 0 found
+    watched: bool = True  # by a launcher; or else the ranks watch each other
+    again: bool = False  # a run goes on by itself: it may be that only its end is left to do
 
     # The elastic plane.
     plane: str = "mesh"

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import secrets
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,24 @@ import torch
 from smolcluster.comm.bulletin import Bulletin
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
 from smolcluster.comm.rendezvous import Place, choose_backend, connect
+from smolcluster.comm.watch import Watch
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_same_config
+from smolcluster.engine.identity import must_agree
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import StreamReader
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.engine.saver import Store
+from smolcluster.engine.saver import Saver, Store
 from smolcluster.engine.snapshot import Snapshot, manifest_sha256, open_checkpoint, read_manifest
 from smolcluster.engine.stored import StoredTensors
 from smolcluster.engine.summary import join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.together import LeadStore, PartStore, all_see
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.observe.events import Notice, Phase, RunFinished
+from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.strategies.base import Context, Node, Strategy
 
@@ -41,6 +44,10 @@ log = logging.getLogger(__name__)
 class Worker(Role):
     """One rank. The methods are its phases, in order."""
 
+    saver: Saver | None = None
+    bulletin: Bulletin | None = None
+    watch: Watch | None = None
+
     @property
     def lead(self) -> bool:
         return self.spec.rank == 0
@@ -49,18 +56,16 @@ class Worker(Role):
         self._prepare()
         self._connect()
         self._build()
-        if self.spec.resume is not None:
+        if self.resuming:
             self._resume()
         self._announce()
         try:
             self.loop.run()
         except BaseException:
-            if self.bulletin is not None:
-                self.bulletin.close()  # nobody waits for the part of a rank that is gone
+            self._save_what_is_under_way()
             raise
-        finally:
-            if self.saver is not None:
-                self.saver.close()
+        if self.saver is not None:
+            self.saver.close()
         return self._finish()
 
     # What needs no other rank: a mistake here is reported before anyone waits.
@@ -98,13 +103,62 @@ class Worker(Role):
             master_port=spec.master_port
             or (0 if self.lead or spec.world_size == 1 else self.channel.rendezvous_port()),
         )
-        self.group: Group = connect(place, device=self.device, backend=self.backend, announce=self.channel.announce)
+        self.group: Group = connect(
+            place,
+            device=self.device,
+            backend=self.backend,
+            announce=self.channel.announce,
+            versions=must_agree(),
+        )
+        if not spec.watched and spec.world_size > 1:
+            self._watch_each_other()
         everyone = gather_json(self.group, public_dict(self.config))
         check_same_config(everyone[0], everyone[spec.rank], rank=spec.rank)
-        named = gather_json(self.group, spec.run_dir)[0]
+        # What the lead rank says holds: the others may be on machines without the run directory.
+        named, self.resuming = gather_json(self.group, [spec.run_dir, spec.resume is not None])[0]
         if not spec.run_dir:
             self._log_to(RunDir(Path(named)))
         self.observer.emit(Phase(rank=spec.rank, name="connected"))
+
+    # What becomes of the others, where no launcher sees it
+
+    def _watch_each_other(self) -> None:
+        try:
+            self.watch = Watch(self.group, self.spec.master_addr, name=self.spec.host, on_lost=self._give_up)
+        except OSError as error:
+            self._warn(f"a rank that is lost will not be named, and be waited for for minutes: {error}")
+
+    def _give_up(self, message: str) -> None:
+        """A rank is lost, and this one still waits for it: say so and end, on the watch's thread."""
+        self.observer.emit(Failed(rank=self.spec.rank, kind="peer", message=message))
+        logging.getLogger("worker").error("lost another rank: %s", message)
+        self._save_what_is_under_way()
+        self.observer.close()
+        self.cut_off()
+
+    def _save_what_is_under_way(self) -> None:
+        """But nobody waits for the part of a rank that is gone."""
+        if self.bulletin is not None:
+            self.bulletin.close()
+        if self.saver is not None:
+            self.saver.close()
+
+    def last_words(self, message: str) -> None:
+        if self.watch is not None:
+            self._claim_the_end(self.watch)
+            self.watch.leave(message.splitlines()[0])
+
+    def explain_loss(self, reason: str) -> str:
+        if self.watch is None:
+            return reason
+        self._claim_the_end(self.watch)
+        return self.watch.explain(reason)
+
+    @staticmethod
+    def _claim_the_end(watch: Watch) -> None:
+        """The watch was first: it is ending this process."""
+        if not watch.claim():
+            threading.Event().wait()
 
     def _build(self) -> None:
         training = self.config.training
@@ -194,7 +248,7 @@ class Worker(Role):
         assert head is not None
         if "problem" in head:
             raise UserError(head["problem"])
-        if head["step"] >= self.context.total_steps:
+        if head["step"] >= self.context.total_steps and not self.spec.again:
             raise UserError(
                 f"the checkpoint is at step {head['step']} and the run ends at {self.context.total_steps}: nothing is left "
                 "to train; raise --steps or training.epochs"
@@ -226,6 +280,9 @@ class Worker(Role):
             if isinstance(tensors, StoredTensors):
                 tensors.close()
         self.group.barrier()  # nobody opens the metrics file before it is cut
+        if self.spec.local_rank == 0 and not self.lead:  # on another machine: a file of its own, or cut already
+            truncate_metrics(self.run_dir.metrics, after_step=head["step"])
+        self.group.barrier()
 
     def _announce(self) -> None:
         started = self._started_event(
@@ -263,6 +320,8 @@ class Worker(Role):
             "stale_rejected": loop.strategy.stale_rejected,
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
+        if self.watch is not None:
+            self.watch.done()
         ranks = gather_json(self.group, mine)
         if self.lead:
             assert weights is not None
@@ -286,6 +345,8 @@ class Worker(Role):
             self.observer.emit(RunFinished(summary=summary))
         self.observer.emit(Phase(rank=self.spec.rank, name="finished"))
         self.group.close()
+        if self.watch is not None:
+            self.watch.leave()
         return INTERRUPTED if loop.interrupted else 0
 
     def _draw(self) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from smolcluster.launch.elastic import run_elastic
 from smolcluster.launch.local import run_local
+from smolcluster.launch.plan import MAX_RESTARTS, Elastic, check_restartable, elastic_wish
 from smolcluster.launch.prepare import Prepared, prepare
+from smolcluster.launch.restart import run_restarting
 
 if TYPE_CHECKING:
     from smolcluster.observe.observer import Sink
@@ -27,19 +29,22 @@ def train(
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
     backend: str | None = None,
+    elastic: str | None = None,
+    max_restarts: int = MAX_RESTARTS,
     sinks: Sequence[Sink] | None = None,
 ) -> dict[str, Any]:
     """Train on this machine and return the summary (the contents of summary.json, plus `run_dir`).
 
     Sources are configuration files, built-in names such as "gpt", and at most one task: "file.py:Task" or the class itself,
-    which must live in a file that can be imported again by the workers. Raises `smolcluster.errors.UserError` for wrong
-    input and `WorkerFailed` when a worker dies.
+    which must live in a file that can be imported again by the workers. `elastic` is "MIN:MAX", as in the command. Raises
+    `smolcluster.errors.UserError` for wrong input and `WorkerFailed` when a worker dies.
 
         summary = smolcluster.train("gpt", strategy="allreduce", workers=2, overrides={"training.steps": 50})
     """
+    again = elastic_wish(elastic, workers=workers, endpoint=None, max_restarts=max_restarts)
     sets = {
         "strategy.name": strategy,
-        "cluster.num_workers": workers,
+        "cluster.num_workers": workers if again is None else again.most,
         "cluster.plane": plane,
         "training.steps": steps,
         "training.seed": seed,
@@ -55,16 +60,29 @@ def train(
         resume=None if resume is None else str(resume),
         backend=backend,
     )
+    if again is not None:
+        check_restartable(prepared.config, prepared.plane)
     if sinks is None:
         from smolcluster.observe.console import ConsoleSink
         from smolcluster.observe.report import EndReport
 
         sinks = [ConsoleSink(), EndReport()]
-    return run_here(prepared, backend=backend, sinks=list(sinks))
+    return run_here(prepared, backend=backend, sinks=list(sinks), elastic=again)
 
 
-def run_here(prepared: Prepared, *, backend: str | None, sinks: list[Sink]) -> dict[str, Any]:
+def run_here(
+    prepared: Prepared, *, backend: str | None, sinks: list[Sink], elastic: Elastic | None = None
+) -> dict[str, Any]:
     """Start a run's processes on this machine and see it through. Returns the summary, or raises."""
+    if elastic is not None:
+        return run_restarting(
+            prepared.config,
+            elastic,
+            run_dir=prepared.run_dir,
+            resume=prepared.resume,
+            backend=backend,
+            sinks=sinks,
+        )
     if prepared.plane == "elastic":
         return run_elastic(
             prepared.config, workers=prepared.workers, run_dir=prepared.run_dir, resume=prepared.resume, sinks=sinks

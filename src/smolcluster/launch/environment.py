@@ -1,6 +1,7 @@
 """One rank that somebody else started: torchrun, a batch system, or a person on each machine.
 
-    torchrun             RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment
+    torchrun             RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment; at a restart also
+                         TORCHELASTIC_RESTART_COUNT: the run in --run-dir goes on from its last checkpoint
     by hand              --world-size --rank --master-addr --master-port
 
 Flags win over the environment. Nothing here imports torch until the rank runs.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import Sink
 
 
@@ -35,6 +37,7 @@ class Assigned:
     local_world_size: int
     master_addr: str
     master_port: int
+    restarts: int = 0  # torchrun has started this rank so often before
 
 
 def assigned_place(
@@ -68,6 +71,7 @@ def assigned_place(
         local_world_size=_number("LOCAL_WORLD_SIZE", environ, default=1) if by_torchrun else 1,
         master_addr=master_addr or environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=port,
+        restarts=_number("TORCHELASTIC_RESTART_COUNT", environ, default=0) if by_torchrun else 0,
     )
 
 
@@ -87,13 +91,21 @@ def run_assigned(
     resume: Path | None,
     backend: str | None,
     sinks: list[Sink],
+    tell: Callable[[SmolclusterError], int],
 ) -> int:
-    """Be that rank, in this process; rank 0 names the run directory for all. Returns 0, or raises as `run_local` does."""
+    """Be that rank, in this process; rank 0 names the run directory for all. Returns 0, or raises as `run_local` does.
+
+    `tell` shows an error where this cannot raise it: a rank that waits for one that is lost is ended by another thread.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what becomes of connections is told in our words, once
     outcome = Outcome()
     lead = place.rank == 0
-    with run_dir.opened(dump(config), resume=resume is not None) if lead else contextlib.nullcontext():
+    again = place.restarts > 0
+    with run_dir.opened(dump(config), resume=resume is not None or again) if lead else contextlib.nullcontext():
+        if again and resume is None and place.local_rank == 0:
+            truncate_metrics(run_dir.metrics, after_step=0)  # nothing was saved: all is done anew
         from smolcluster.engine.channel import SignalChannel
-        from smolcluster.engine.process import run_worker
+        from smolcluster.engine.process import leave, run_worker
 
         spec = WorkerSpec(
             config=config.model_dump(mode="json"),
@@ -107,20 +119,31 @@ def run_assigned(
             backend=backend,
             master_addr=place.master_addr,
             master_port=place.master_port,
+            watched=False,
+            again=again,
         )
-        status = run_worker(spec, SignalChannel(), [outcome, *sinks])
+
+        def cut_off() -> None:
+            leave(tell(_error(config, place, outcome, run_dir)))
+
+        status = run_worker(spec, SignalChannel(), [outcome, *sinks], cut_off=cut_off)
         if status == 0:
             return 0
-        failed = outcome.failed
-        if failed is not None and failed.kind == "user":
-            raise UserError(failed.message)
-        if failed is None:
-            error: SmolclusterError = outcome.interrupted(run_dir) if lead else Interrupted("interrupted")
-            end: dict[str, Any] = {"status": "interrupted", "members_lost": 0}
-        else:
-            reason = f"lost another rank: {failed.message}" if failed.kind == "peer" else failed.message
-            error = WorkerFailed(f"rank {place.rank} failed: {reason}\n{failed.traceback}".rstrip())
-            end = {"error": reason}
-        if lead and outcome.summary is None:
-            outcome.write_summary(run_dir, config, world_size=place.world_size, **end)
-        raise error
+        raise _error(config, place, outcome, run_dir)
+
+
+def _error(config: Config, place: Assigned, outcome: Outcome, run_dir: RunDir) -> SmolclusterError:
+    """Why this rank did not come to its end. The lead rank also leaves a summary."""
+    failed, lead = outcome.failed, place.rank == 0
+    if failed is not None and failed.kind == "user":
+        return UserError(failed.message)
+    if failed is None:
+        error: SmolclusterError = outcome.interrupted(run_dir) if lead else Interrupted("interrupted")
+        end: dict[str, Any] = {"status": "interrupted", "members_lost": 0}
+    else:
+        reason = f"lost another rank: {failed.message}" if failed.kind == "peer" else failed.message
+        error = WorkerFailed(f"rank {place.rank} failed: {reason}\n{failed.traceback}".rstrip())
+        end = {"error": reason}
+    if lead and outcome.summary is None:
+        outcome.write_summary(run_dir, config, world_size=place.world_size, **end)
+    return error

@@ -52,12 +52,12 @@ def run_local(
 ) -> dict[str, Any]:
     """Train on `workers` processes of this machine. Returns the summary; raises when the run fails or is interrupted."""
     refuse_inside_a_worker()
-    _check_nothing_is_lost(run_dir, resume)
+    check_nothing_is_lost(run_dir, resume)
     with run_dir.opened(dump(config), resume=resume is not None), run_dir.without_journal():
         return _run(config, workers=workers, run_dir=run_dir, resume=resume, backend=backend, sinks=sinks)
 
 
-def _check_nothing_is_lost(run_dir: RunDir, resume: Path | None) -> None:
+def check_nothing_is_lost(run_dir: RunDir, resume: Path | None) -> None:
     """The journal of an elastic run is of no use here, and may be ahead of its checkpoints."""
     if resume is None or resume.resolve() != run_dir.checkpoints.resolve() or not run_dir.journal.is_dir():
         return

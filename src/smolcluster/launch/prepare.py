@@ -35,11 +35,13 @@ def prepare(
     resume: str | None = None,
     backend: str | None = None,
     lead: bool = True,
+    again: bool = False,
 ) -> Prepared:
     """Read and check the configuration; decide where the run lives and where it starts from.
 
     Sources are YAML files, built-in names and at most one `file.py:Task`. With none: the built-in default, or the
-    configuration of the run that is resumed. Only the lead rank of a job needs the files of the run: it hands them on.
+    configuration of the run that is resumed. Only the lead rank of a job needs the files of the run: it hands them on. `again`:
+    this is the same run, started again, so that its directory may hold what it did before.
     """
     if backend is not None and backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
@@ -80,7 +82,7 @@ def prepare(
     else:
         place = new_run_dir(task_name(config), config.strategy.name)
     if lead:
-        place.check_free(resume=found is not None)
+        place.check_free(resume=found is not None or again)
     source = found.source if found is not None else resume
     return Prepared(
         config=config,

@@ -30,9 +30,9 @@ GRACE_S = 2.0  # between asking a process to end and ending it
 STOP = '{"op": "stop"}'
 
 # Ctrl-C in a terminal reaches every process of its group. Workers are in groups of their own: only the launcher acts on it.
-_APART: dict[str, Any] = {"process_group": 0}
+APART: dict[str, Any] = {"process_group": 0}
 if sys.platform == "win32":
-    _APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ def spawn(spec: WorkerSpec, inbox: Inbox, *, module: str = "smolcluster.engine.p
             stdout=subprocess.PIPE,
             stderr=stderr,
             env={**os.environ, "PYTHONUNBUFFERED": "1", WORKER_MARK: str(spec.rank)},
-            **_APART,
+            **APART,
         )
     child = Child(spec.role, spec.rank, process, log)
     threading.Thread(target=_read, args=(child, inbox), daemon=True, name=f"events of {child.name}").start()

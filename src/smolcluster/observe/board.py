@@ -190,6 +190,10 @@ class Board:
         return self.seats.setdefault(rank, Seat(rank))
 
     def _start(self, event: RunStarted) -> None:
+        if event.role != "server" and self.server is None:  # started again with fewer: the others are no more
+            for rank in [r for r in self.seats if r >= event.world_size]:
+                del self.seats[rank]
+                self.started.pop(rank, None)
         self.started[event.rank] = event
         self.seats[event.rank] = Seat(event.rank, event.host, event.role, event.device, "training", event.steps)
         # When all workers went back to a checkpoint, the steps after it count again.

@@ -195,6 +195,10 @@ class Strategy(ABC):
         """Who sits where. By default every node is a worker with a data shard of its own."""
         return [Seat(rank=r, node=node.name, coords={"dp": r}, shard=r) for r, node in enumerate(nodes)]
 
+    @classmethod  # noqa: B027 - most can
+    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
+        """Raises UserError where these nodes cannot share this model out. It may be without memory, on `meta`."""
+
     @classmethod
     @abstractmethod
     def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:

@@ -22,12 +22,13 @@ from pydantic import Field
 from torch import nn
 
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes, divisors
+from smolcluster.strategies.axes import Axes, divisors, machines
+from smolcluster.strategies.base import Node, Options
 from smolcluster.strategies.exchange import Exchange
 from smolcluster.strategies.fsdp import FSDPOptions, cut_up, make_exchange
 from smolcluster.strategies.parallel import Parallel
-from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe
-from smolcluster.strategies.tensor import Fusions, share_out
+from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, check_stages, make_pipe
+from smolcluster.strategies.tensor import Fusions, check_table, share_out
 
 
 class MeshOptions(PipelineOptions, FSDPOptions):
@@ -69,6 +70,13 @@ class Mesh(Parallel):
 
     def share_out(self, model: nn.Module) -> Fusions | None:
         return share_out(self, model)
+
+    @classmethod
+    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
+        assert isinstance(options, MeshOptions)
+        axes = cls.axes(options, machines(nodes))
+        check_stages(options, model, pp=axes.pp, batch_size=nodes[0].batch_size)
+        check_table(model, axes.tp)
 
     def make_exchange(self) -> Exchange:
         return make_exchange(self, self.options)

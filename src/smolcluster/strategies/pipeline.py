@@ -47,8 +47,8 @@ from smolcluster.comm.sharded import gradient, whole
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device
 from smolcluster.errors import unknown_name
-from smolcluster.strategies.axes import Axes
-from smolcluster.strategies.base import Context, Drawing
+from smolcluster.strategies.axes import Axes, machines
+from smolcluster.strategies.base import Context, Drawing, Node, Options
 from smolcluster.strategies.parallel import Parallel, ParallelOptions
 from smolcluster.strategies.split import measured_split
 from smolcluster.strategies.stages import (
@@ -109,6 +109,19 @@ class Pipeline(Parallel):
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)
+
+    @classmethod
+    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
+        assert isinstance(options, PipelineOptions)
+        check_stages(options, model, pp=cls.axes(options, machines(nodes)).pp, batch_size=nodes[0].batch_size)
+
+
+def check_stages(options: PipelineOptions, model: nn.Module, *, pp: int, batch_size: int) -> None:
+    """Whether `pp` ranks can have the layers of this model one after the other. One that must be traced is not looked at."""
+    layers = layers_of(model)
+    if pp > 1 and layers is not None:
+        cut = Cut.plan(layers.count, pp, options)
+        num_microbatches(options, batch_size, len(cut.layers))
 
 
 def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) -> Pipe | None:

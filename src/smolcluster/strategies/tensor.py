@@ -43,7 +43,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes, divisors
+from smolcluster.strategies.axes import Axes, divisors, machines
+from smolcluster.strategies.base import Node, Options
 from smolcluster.strategies.parallel import Parallel, ParallelOptions
 
 
@@ -71,6 +72,26 @@ class TensorParallel(Parallel):
     def share_out(self, model: nn.Module) -> Fusions | None:
         return share_out(self, model)
 
+    @classmethod
+    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
+        assert isinstance(options, TensorOptions)
+        check_table(model, cls.axes(options, machines(nodes)).tp)
+
+
+def check_table(model: nn.Module, size: int) -> None:
+    """Whether `size` ranks can share each layer of this model."""
+    table = getattr(model, "tensor_styles", None)
+    if size == 1:
+        return
+    if table is None:
+        raise UserError(
+            f"{type(model).__name__} cannot be shared out by tensors: it has no tensor_styles(), "
+            "a table of module names and styles; use fsdp or pipeline, or write one as in models/gpt_tensor.py"
+        )
+    for what, number in table()["must_divide"].items():
+        if number % size:
+            raise UserError(f"tp = {size} does not divide {number} {what}; try {divisors(number)}")
+
 
 def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
     """Deal the model's layers out along the tensor axis, by its table. Returns how its fused layers were reordered."""
@@ -78,17 +99,9 @@ def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
         return None
     assert strategy.mesh is not None
     mesh, sequence_parallel = strategy.mesh["tp"], strategy.options.sequence_parallel
-    table = getattr(model, "tensor_styles", None)
-    if table is None:
-        raise UserError(
-            f"{type(model).__name__} cannot be shared out by tensors: it has no tensor_styles(), "
-            "a table of module names and styles; use fsdp or pipeline, or write one as in models/gpt_tensor.py"
-        )
-    said = table()
     size = mesh.size()
-    for what, number in said["must_divide"].items():
-        if number % size:
-            raise UserError(f"tp = {size} does not divide {number} {what}; try {divisors(number)}")
+    check_table(model, size)
+    said = model.tensor_styles()  # type: ignore[operator]
     fusions = Fusions(said["fused"], size)
     for name, parameter in model.named_parameters():
         fusions.arrange_(name, parameter)

@@ -1,0 +1,13 @@
+"""A worker of the mesh plane that is started ahead: what it will need is imported while others are waited for.
+
+`python -m smolcluster.engine.ready` is `smolcluster.engine.process` for runs that are started again (launch/restart.py).
+"""
+
+import torch._dynamo  # noqa: F401 - optimizers import it when they are made: a second, or several on a busy machine
+
+import smolcluster.engine.worker
+import smolcluster.tasks.gpt  # noqa: F401
+from smolcluster.engine.process import main
+
+if __name__ == "__main__":
+    main()

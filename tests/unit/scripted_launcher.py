@@ -1,0 +1,38 @@
+"""A launcher of `train --elastic` with scripted workers (scripted_process.py): no torch, started in a moment, on any host.
+
+python -m tests.unit.scripted_launcher RUN_DIR MIN:MAX WORKERS HOST:PORT SILENT_S
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from smolcluster.cli.ending import tell
+from smolcluster.config import load_config, resolve
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.errors import SmolclusterError
+from smolcluster.launch import meeting, restart, rounds
+from smolcluster.launch.plan import Elastic, parse_elastic
+from smolcluster.observe.console import ConsoleSink
+
+
+def plans(_: Any, elastic: Elastic) -> Any:
+    return {size: {"size": size} for size in range(elastic.fewest, elastic.most + 1)}, {}
+
+
+def main() -> None:
+    folder, size, workers, endpoint, silent_s = sys.argv[1:]
+    meeting.SILENT_S = rounds.SILENT_S = float(silent_s)
+    restart._PROCESS, restart.ask_for_plans = "tests.unit.scripted_process", plans  # type: ignore[assignment]
+    wish = parse_elastic(size, workers=int(workers), endpoint=endpoint)
+    sets = {"strategy.name": "allreduce", "cluster.num_workers": wish.most, "cluster.standby": False}
+    config = resolve(load_config([], sets=sets))
+    run_dir = RunDir(Path(folder))
+    try:
+        restart.run_restarting(config, wish, run_dir=run_dir, resume=None, backend=None, sinks=[ConsoleSink()])
+    except SmolclusterError as error:
+        sys.exit(tell(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,468 @@
+"""Workers that are started again: rounds as pure functions, the roll, and launchers with processes that follow a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smolcluster.comm import rollcall
+from smolcluster.comm.rollcall import Keeper, Member, dial
+from smolcluster.config import load_config, resolve
+from smolcluster.config.schema import Config
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
+from smolcluster.launch import restart
+from smolcluster.launch.outcome import Interrupted
+from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish, parse_elastic
+from smolcluster.launch.restart import run_restarting
+from smolcluster.launch.rounds import Decree, broken, next_round
+from smolcluster.observe.events import Event, Notice
+
+ROOT = Path(__file__).parents[2]
+
+
+# What is asked for -------------------------------------------------------------------------------------------------
+
+
+def test_what_elastic_means() -> None:
+    assert parse_elastic("2:4") == Elastic(fewest=2, most=4, here=4)
+    assert parse_elastic("4", workers=4) == Elastic(fewest=4, most=4, here=4)
+    many = parse_elastic("2:8", workers=2, endpoint="mini1:29400", max_restarts=3)
+    assert many == Elastic(fewest=2, most=8, here=2, endpoint=("mini1", 29400), max_restarts=3)
+    assert parse_elastic("2:8", endpoint="[::1]:29400").here == 1
+    assert elastic_wish(None, workers=2, endpoint=None, max_restarts=10) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("two", {}, "--elastic two: write MIN:MAX"),
+        ("4:2", {}, "--elastic 4:2: write MIN:MAX"),
+        ("0:2", {}, "--elastic 0:2: write MIN:MAX"),
+        ("2:6", {"workers": 4}, "there are only 4 workers; use --elastic 2:4, or --rdzv-endpoint"),
+        ("1:2", {"workers": 4}, "more than 2 workers never take part; use --workers 2"),
+        ("1:2", {"endpoint": "mini1"}, "--rdzv-endpoint 'mini1' is not HOST:PORT"),
+        ("1:2", {"max_restarts": -1}, "--max-restarts -1: 0 or more"),
+        (None, {"endpoint": "mini1:1"}, "--rdzv-endpoint needs --elastic MIN:MAX"),
+        ("1:2", {"by_hand": "rank 0"}, "--elastic starts the ranks itself: leave out --rank"),
+    ],
+)
+def test_mistakes_in_asking(text: str | None, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        elastic_wish(text, **({"workers": None, "endpoint": None, "max_restarts": 10} | options))
+
+
+def test_what_need_not_or_cannot_start_again() -> None:
+    with pytest.raises(UserError, match="edp runs on the elastic plane, where the others go on without a restart"):
+        check_restartable(config(**{"strategy.name": "edp"}), "elastic")
+    with pytest.raises(
+        UserError, match=r"this run saves none between its beginning and its end; set training\.checkpoint_steps"
+    ):
+        check_restartable(config(**{"training.checkpoint_steps": 0}), "mesh")
+    with pytest.raises(UserError, match="--save-interval 100"):
+        check_restartable(config(**{"training.eval_steps": 0}), "mesh")
+    check_restartable(config(), "mesh")
+
+
+def config(**sets: Any) -> Config:
+    return resolve(load_config([], sets={"strategy.name": "allreduce", "cluster.num_workers": 2} | sets))
+
+
+# Rounds ------------------------------------------------------------------------------------------------------------
+
+
+def agents(*said: tuple[int, int], leads: int = 0, **more: Any) -> dict[int, dict[str, Any]]:
+    """(workers, asks) of each."""
+    names = "abcdef"
+    return {
+        n: {"host": names[n], "workers": workers, "asks": asks, "leads": n == leads, **more.get(names[n], {})}
+        for n, (workers, asks) in enumerate(said)
+    }
+
+
+SIZES = [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("current", "there", "last_call", "expected"),
+    [
+        (Decree(), agents((1, 1)), True, None),  # too few
+        (Decree(), agents((2, 1)), False, None),  # enough, but more may come
+        (Decree(), agents((2, 1)), True, (2, [[0, 2]])),
+        (Decree(), agents((2, 1), (2, 1)), False, (4, [[0, 2], [1, 2]])),  # nobody else has room
+        (Decree(), agents((2, 1), (2, 1), leads=1), False, (4, [[1, 2], [0, 2]])),  # rank 0 is the leader's
+        (Decree(), agents((2, 1), (2, 1), (2, 1)), False, (4, [[0, 2], [1, 2]])),  # the third is spare
+        (Decree(), agents((3, 1), (3, 1)), False, (4, [[0, 3], [1, 1]])),
+        (Decree(), agents((2, 0), (2, 1)), True, None),  # the leader is not ready
+        (Decree(number=1, parts=[[0, 2], [1, 2]]), agents((2, 2), (2, 1)), True, None),  # one is on its way
+        (Decree(number=1, parts=[[0, 2], [1, 2]]), agents((2, 2)), True, (2, [[0, 2]])),  # and now it is gone
+        (Decree(number=1, parts=[[0, 2]]), agents((2, 2), (1, 2)), True, (3, [[0, 2], [1, 1]])),
+    ],
+)
+def test_when_a_round_begins(
+    current: Decree, there: dict[int, dict[str, Any]], last_call: bool, expected: tuple[int, list[list[int]]] | None
+) -> None:
+    assert next_round(current, there, SIZES, last_call=last_call) == expected
+
+
+def test_a_size_that_cannot_run_is_passed_over() -> None:
+    assert next_round(Decree(), agents((1, 1), (1, 1), (1, 1)), [2, 4], last_call=True) == (2, [[0, 1], [1, 1]])
+
+
+def test_who_has_which_ranks() -> None:
+    decree = Decree(number=1, world_size=5, parts=[[3, 2], [0, 1], [7, 2]])
+    assert [list(decree.ranks(n)) for n in (3, 0, 7, 1)] == [[0, 1], [2], [3, 4], []]
+
+
+PAIR = Decree(number=1, world_size=2, parts=[[0, 1], [1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("there", "gone", "expected"),
+    [
+        (agents((1, 1), (1, 1)), {}, None),
+        (agents((1, 1), (1, 2), b={"why": "rank 1 died"}), {}, ("rank 1 died", False)),
+        (agents((1, 1), (1, 2)), {}, ("another machine starts again", True)),
+        (agents((1, 1)), {1: {"host": "b"}}, ("b is gone", False)),
+        (agents((1, 1)), {1: {"host": "b", "leaves": True}}, ("b is gone", True)),
+        (agents((1, 1)), {1: {"host": "b", "done": True}}, None),
+        (agents((1, 1), (1, 1), (1, 2)), {}, ("c has come", True)),
+        (agents((1, 1), (1, 1), (1, 1)), {}, None),  # it is not ready yet
+        (agents((1, 1), (1, 1)), {5: {"host": "f"}}, None),  # was none of us
+    ],
+)
+def test_when_a_round_ends(there: Any, gone: Any, expected: tuple[str, bool] | None) -> None:
+    found = broken(PAIR, 0, there, gone, [2, 3])
+    assert (None if found is None else (found.why, found.gently)) == expected
+
+
+def test_no_round_ends_for_a_machine_that_would_not_be_used() -> None:
+    assert broken(PAIR, 0, agents((1, 1), (1, 1), (1, 2)), {}, [2, 4]) is None
+
+
+# The roll ----------------------------------------------------------------------------------------------------------
+
+
+def member(keeper: Keeper, *, silent_s: float = 5.0, **fields: Any) -> Member:
+    line = dial("127.0.0.1", keeper.port, within_s=5.0)
+    assert line is not None
+    return Member(line, fields, silent_s=silent_s)
+
+
+def test_the_roll_says_who_is_there_and_who_was() -> None:
+    keeper = Keeper("127.0.0.1", 0, silent_s=5.0)
+    first, second = member(keeper, name="a"), member(keeper, name="b")
+    assert first.wait(lambda: {f["name"] for f in first.roll.members.values()} == {"a", "b"}, within_s=5)
+    second.say(step=7)
+    assert first.wait(lambda: any(f.get("step") == 7 for f in first.roll.members.values()), within_s=5)
+    second.close()
+    assert first.wait(lambda: list(first.roll.gone.values()) == [{"name": "b", "step": 7}], within_s=5)
+    assert list(first.roll.how.values()) == [rollcall.CLOSED]
+    keeper.close()
+    assert not first.wait(lambda: False, within_s=5)
+    assert first.lost == rollcall.CLOSED
+    first.close()
+
+
+def test_silence_is_noticed_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = Keeper("127.0.0.1", 0, silent_s=0.3)
+    mute = dial("127.0.0.1", keeper.port, within_s=5.0)
+    assert mute is not None
+    mute.sendall(b'{"name": "mute"}\n')
+    monkeypatch.setattr(rollcall, "BEAT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        other = Member(socket.create_connection(deaf.getsockname()), {}, silent_s=0.3)
+        watcher = member(keeper, name="w")
+        assert watcher.wait(lambda: list(watcher.roll.how.values()) == [rollcall.SILENT], within_s=5)
+        assert not other.wait(lambda: False, within_s=5)
+        assert other.lost == rollcall.SILENT
+    for each in (watcher, other, mute, keeper):
+        each.close()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"{\n", b"\xff\xfe\n", b"x" * (2 << 20)])
+def test_strangers_are_turned_away(said: bytes) -> None:
+    keeper = Keeper("127.0.0.1", 0, silent_s=5.0)
+    stranger = dial("127.0.0.1", keeper.port, within_s=5.0)
+    assert stranger is not None
+    try:
+        stranger.sendall(said)
+        assert stranger.recv(100) == b""
+    except ConnectionError:
+        pass
+    known = member(keeper, name="a")
+    assert known.wait(lambda: list(known.roll.members.values()) == [{"name": "a"}], within_s=5)
+    assert known.roll.gone == {}
+    for each in (stranger, known, keeper):
+        each.close()
+
+
+def test_nobody_is_waited_for_longer_than_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert dial("127.0.0.1", port, within_s=0.2) is None
+
+
+# Keeping it going --------------------------------------------------------------------------------------------------
+
+
+class Story:
+    """A scripted run in a folder: what it told, and what each worker was told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = RunDir(folder / "run")
+        self.events: list[Event] = []
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Notice):
+            (self.run_dir.path / f"notice-{len(self.notices())}").touch()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def write(self, script: dict[str, list[list[str]]]) -> None:
+        self.run_dir.path.mkdir(parents=True, exist_ok=True)
+        (self.run_dir.path / "script.json").write_text(json.dumps(script))
+
+    def run(self, script: dict[str, list[list[str]]], elastic: str = "1:2", **options: Any) -> dict[str, Any]:
+        self.write(script)
+        wish = parse_elastic(elastic, **options)
+        sets = {"cluster.num_workers": wish.most, "cluster.standby": False}
+        return run_restarting(config(**sets), wish, run_dir=self.run_dir, resume=None, backend=None, sinks=[self])
+
+    def notices(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, Notice)]
+
+    def specs(self, rank: int) -> list[dict[str, Any]]:
+        lines = (self.run_dir.path / f"worker-{rank}-specs.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads(self.run_dir.summary.read_text()))
+
+
+@pytest.fixture
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
+    def plans(config: Config, elastic: Elastic) -> Any:
+        return {size: {"size": size} for size in range(elastic.fewest, elastic.most + 1)}, {}
+
+    monkeypatch.setattr(restart, "_PROCESS", "tests.unit.scripted_process")
+    monkeypatch.setattr(restart, "ask_for_plans", plans)
+    monkeypatch.setattr(restart, "GRACE_S", 0.2)
+    monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
+    return Story(tmp_path)
+
+
+HOST = socket.gethostname()
+GOOD = ["row 9", "finish"]
+
+
+def test_a_good_run(story: Story) -> None:
+    summary = story.run({"worker-0": [["listen", "row 9", "finish"]], "worker-1": [GOOD]})
+    assert (summary["status"], summary["restarts"]) == ("finished", 0)
+    assert story.notices() == []
+    spec = story.specs(1)[0]
+    assert (spec["config"], spec["world_size"], spec["local_rank"], spec["resume"]) == ({"size": 2}, 2, 1, None)
+
+
+def test_all_start_again_from_the_checkpoint(story: Story) -> None:
+    saves = ["listen", "row 1", "note checkpoints/step-00000001", "note saved", "hang"]
+    dies = ["row 1", "await saved", "die"]
+    (story.run_dir.path / "checkpoints").mkdir(parents=True)
+    again = ["listen", "row 2", "finish"]
+    with pytest.raises(UserError, match="already holds a run"):
+        story.run({})
+    (story.run_dir.path / "checkpoints").rmdir()
+    saves.insert(2, "mkdir checkpoints")
+    summary = story.run({"worker-0": [saves, again], "worker-1": [dies, GOOD]})
+    assert (summary["restarts"], summary["members_lost"]) == (1, 1)
+    assert story.summary()["restarts"] == 1
+    assert story.notices() == [f"rank 1 on {HOST} died: killed by SIGKILL; starting again"]
+    for rank in (0, 1):
+        first, second = story.specs(rank)
+        assert (first["resume"], first["again"]) == (None, False)
+        assert (second["resume"], second["again"]) == (str(story.run_dir.checkpoints), True)
+
+
+def test_without_a_checkpoint_all_begins_anew_and_no_row_is_doubled(story: Story) -> None:
+    rows = story.run_dir.metrics
+    dies = ["row 1", f"lines {rows.name} 3", "await up", "die"]
+    first, second = ["listen", "row 1", "note up", "hang"], ["listen", "row 2", "finish"]
+    story.run({"worker-0": [first, second], "worker-1": [dies, GOOD]})
+    assert rows.read_text() == ""
+    assert story.specs(0)[1]["resume"] is None
+
+
+def test_a_victim_is_not_blamed(story: Story) -> None:
+    dies = ["row 1", "await lost", "die"]
+    loses = ["listen", "row 1", "note lost", "fail peer connection closed"]
+    story.run({"worker-0": [loses, ["listen", "row 2", "finish"]], "worker-1": [dies, GOOD]})
+    assert story.notices() == [f"rank 1 on {HOST} died: killed by SIGKILL; starting again"]
+
+
+def test_a_worker_that_dies_again_and_again_is_left_out(story: Story) -> None:
+    waits = [["listen", "row 1", f"note up-{life}", "hang"] for life in range(3)]
+    dies = [[f"await up-{life}", "die"] for life in range(3)]
+    last = ["listen", "row 2", "finish"]
+    summary = story.run({"worker-0": [*waits, last], "worker-1": dies})
+    assert summary["restarts"] == 3
+    assert "rank 1" in story.notices()[2]
+    assert story.notices()[2].endswith("3 times in a row without a new step; going on without it")
+    assert len(story.specs(1)) == 3
+    assert (story.specs(0)[-1]["world_size"], story.specs(0)[-1]["config"]) == (1, {"size": 1})
+
+
+def test_where_none_can_be_spared_the_run_ends(story: Story) -> None:
+    with pytest.raises(
+        WorkerFailed, match=r"rank 1 on .* died: killed by SIGKILL, 3 times in a row without a new step"
+    ):
+        story.run({"worker-0": [["listen", "row 1", "note up", "hang"]], "worker-1": [["await up", "die"]]}, "2:2")
+    assert story.summary()["status"] == "failed"
+    assert story.summary()["restarts"] == 2
+
+
+def test_restarts_are_bounded_even_with_headway(story: Story) -> None:
+    lives = [["listen", f"row {step}", f"note step-{step}", "hang"] for step in range(1, 9)]
+    deaths = [[f"await step-{step}", "die"] for step in range(1, 9)]
+    with pytest.raises(WorkerFailed, match="once more than --max-restarts 4"):
+        story.run({"worker-0": lives, "worker-1": deaths}, max_restarts=4)
+    assert len(story.specs(1)) == 5
+    assert story.summary()["error"].startswith("rank 1 on")
+
+
+def test_a_users_mistake_is_not_tried_again(story: Story) -> None:
+    with pytest.raises(UserError, match=r"^there is no such file$"):
+        story.run({"worker-0": [["hang"]], "worker-1": [["fail user there is no such file"]]})
+    assert len(story.specs(1)) == 1
+    assert not story.run_dir.config.exists()
+
+
+def test_one_that_falls_after_the_end_changes_nothing(story: Story) -> None:
+    late = ["row 9", "await over", "die"]
+    summary = story.run({"worker-0": [["listen", "row 9", "finish and note over"]], "worker-1": [late]})
+    assert (summary["status"], summary["restarts"]) == ("finished", 0)
+
+
+def test_the_first_interrupt_saves_and_the_second_ends(story: Story) -> None:
+    def interrupt(*names: str) -> None:
+        for name in names:
+            wait_until((story.run_dir.path / name).exists)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, args=("running",), daemon=True).start()
+    leaves = ["listen", "row 1", "note running", "stop?", "leave"]
+    with pytest.raises(Interrupted):
+        story.run({"worker-0": [leaves], "worker-1": [["row 1", "stop?", "leave"]]})
+    assert story.summary()["status"] == "interrupted"
+    for file in story.run_dir.path.glob("*-lives.txt"):
+        file.unlink()
+    (story.run_dir.path / "running").unlink()
+    for path in (story.run_dir.config, story.run_dir.summary):
+        path.unlink()
+    threading.Thread(target=interrupt, args=("running", "notice-2"), daemon=True).start()
+    with pytest.raises(Interrupted):
+        story.run({"worker-0": [["listen", "row 1", "note running", "hang"]], "worker-1": [["hang"]]})
+
+
+def wait_until(question: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not question():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# Several machines --------------------------------------------------------------------------------------------------
+
+
+class Machine(threading.Thread):
+    """A second launcher, as on another machine."""
+
+    def __init__(self, wish: Elastic) -> None:
+        super().__init__(daemon=True)
+        self.run_config, self.wish = config(**{"cluster.num_workers": wish.most, "cluster.standby": False}), wish
+        self.result: Any = None
+
+    def run(self) -> None:
+        try:
+            self.result = run_restarting(
+                self.run_config, self.wish, run_dir=RunDir(Path("unused")), resume=None, backend=None, sinks=[]
+            )
+        except SmolclusterError as error:
+            self.result = error
+
+
+def endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def answers(where: str) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", int(where.rpartition(":")[2])), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def start_when(question: Callable[[], bool], machine: Machine) -> None:
+    def wait_and_start() -> None:
+        wait_until(question)
+        machine.start()
+
+    threading.Thread(target=wait_and_start, daemon=True).start()
+
+
+def test_a_machine_that_comes_is_made_room_for(story: Story) -> None:
+    """Alone, then with another; a worker there dies; all are told of the same port, size and checkpoint."""
+    where = endpoint()
+    first = ["listen", "row 1", "note alone", "stop?", "leave"]
+    second = ["listen", "row 2", "note together", "hang"]
+    third = ["listen", "row 3", "finish"]
+    other = Machine(parse_elastic("1:2", workers=1, endpoint=where))
+    start_when((story.run_dir.path / "alone").exists, other)
+    script = {"worker-0": [first, second, third], "worker-1": [["row 2", "await together", "die"], GOOD]}
+    summary = story.run(script, "1:2", workers=1, endpoint=where)
+    other.join(10)
+    assert (summary["status"], summary["restarts"], summary["members_lost"]) == ("finished", 2, 1)
+    assert other.result["status"] == "finished"
+    assert story.notices() == [
+        "more workers are here; starting again",
+        f"rank 1 on {HOST} died: killed by SIGKILL; starting again",
+    ]
+    assert [spec["world_size"] for spec in story.specs(0)] == [1, 2, 2]
+    assert [spec["master_addr"] for spec in story.specs(1)] == ["127.0.0.1"] * 2
+
+
+def test_a_mistake_on_another_machine_ends_the_run_everywhere(story: Story) -> None:
+    where = endpoint()
+    other = Machine(parse_elastic("2:2", workers=1, endpoint=where))
+    start_when(lambda: answers(where), other)
+    script = {"worker-0": [["listen", "hang"]], "worker-1": [["fail user no such folder: /data"]]}
+    with pytest.raises(UserError, match=f"^{HOST}: no such folder: /data$"):
+        story.run(script, "2:2", workers=1, endpoint=where)
+    other.join(10)
+    assert str(other.result) == "no such folder: /data"
+
+
+def test_the_end_is_told_to_all(story: Story) -> None:
+    where = endpoint()
+    other = Machine(parse_elastic("2:2", workers=1, endpoint=where, max_restarts=0))
+    start_when(lambda: answers(where), other)
+    script = {"worker-0": [["listen", "row 1", "die"]], "worker-1": [["hang"]]}
+    with pytest.raises(WorkerFailed, match="--max-restarts 0"):
+        story.run(script, "2:2", workers=1, endpoint=where, max_restarts=0)
+    other.join(10)
+    assert isinstance(other.result, WorkerFailed)
+    assert "--max-restarts 0" in str(other.result)
