@@ -14,7 +14,8 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0
 EXCHANGE_TIMEOUT_S = 600.0
+_LOOK_S = 0.02
+_MISSING = "missing"  # in the store: somebody did not come
 LEAVE_S = 5.0
 
 
@@ -146,19 +149,24 @@ def _wait_for_all(store: Store, place: Place, versions: Mapping[str, str]) -> li
     """Everybody signs in, so that whoever does not come can be named. Returns each rank's host and versions."""
     keys = [f"joined/{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], json.dumps([socket.gethostname(), dict(versions)]))
+    until = time.monotonic() + JOIN_TIMEOUT_S
     try:
-        store.wait(keys, datetime.timedelta(seconds=JOIN_TIMEOUT_S))
-        return [tuple(json.loads(said)) for said in store.multi_get(keys)]
+        while not store.check(keys):  # a wait of the store's own would fill the terminal when it ends
+            if time.monotonic() > until or store.check([_MISSING]):
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                break
+            time.sleep(_LOOK_S)
+        else:
+            return [tuple(json.loads(said)) for said in store.multi_get(keys)]
+        store.set(_MISSING, "")  # one that came later need not wait as long again
+        _leave_together(store, place, [rank for rank in range(place.world_size) if rank not in missing])
     except RuntimeError as error:
-        try:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        except RuntimeError:
-            raise PeerLost("rank 0 went away before all ranks had met") from error
-        where = f"{place.master_addr}:{place.master_port}" if place.master_port else place.master_addr
-        raise UserError(
-            f"ranks {', '.join(map(str, missing))} of {place.world_size} did not come to {where} "
-            f"within {JOIN_TIMEOUT_S:g} s; start them with the same --master-addr and --master-port"
-        ) from error
+        raise PeerLost("rank 0 went away before all ranks had met") from error
+    where = f"{place.master_addr}:{place.master_port}" if place.master_port else place.master_addr
+    raise UserError(
+        f"ranks {', '.join(map(str, missing))} of {place.world_size} did not come to {where} "
+        f"within {JOIN_TIMEOUT_S:g} s; start them with the same --master-addr and --master-port"
+    )
 
 
 def _check_versions(signed: Sequence[tuple[str, dict[str, str]]], store: Store, place: Place) -> None:
@@ -167,19 +175,19 @@ def _check_versions(signed: Sequence[tuple[str, dict[str, str]]], store: Store, 
     for rank, (host, versions) in enumerate(signed):
         for package, version in first.items():
             if versions.get(package) != version:
-                _leave_together(store, place)
+                _leave_together(store, place, range(place.world_size))
                 raise UserError(
                     f"rank {rank} on {host} has {package} {versions.get(package)} and rank 0 on {host0} has {version}; "
                     "install the same version on every machine"
                 )
 
 
-def _leave_together(store: Store, place: Place) -> None:
-    """The store goes with rank 0, which waits until all have read what they need."""
+def _leave_together(store: Store, place: Place, ranks: Iterable[int]) -> None:
+    """The store goes with rank 0, which waits until these have read what they need."""
     store.set(f"read/{place.rank}", "")
     if place.rank == 0:
         with contextlib.suppress(RuntimeError):
-            store.wait([f"read/{rank}" for rank in range(place.world_size)], datetime.timedelta(seconds=LEAVE_S))
+            store.wait([f"read/{rank}" for rank in ranks], datetime.timedelta(seconds=LEAVE_S))
 
 
 def _torchrun_holds_the_store() -> bool:
