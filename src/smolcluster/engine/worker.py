@@ -220,7 +220,7 @@ class Worker(Role):
             extra = f"; {dropped} rows logged after it are dropped" if dropped else ""
             self.observer.emit(Notice(level="INFO", message=f"resumed at step {head['step']}{extra}", rank=0))
         self.group.barrier()  # nobody opens the metrics file before it is cut
-        if self.spec.local_rank == 0 and not self.lead:  # on another machine: a file of its own, or cut already
+        if not self.lead:  # on another machine there is another file; this one is cut already
             truncate_metrics(self.run_dir.metrics, after_step=head["step"])
         self.group.barrier()
 
