@@ -4,8 +4,9 @@ Work: a GPT of 0.8 M parameters, 4 samples per worker and step, 4 workers, each 
 
 Compared: torchrun with DDP (gloo) and a checkpoint every 5 steps, as one agent with 4 workers (no agent has to find the others
 again) and as 4 agents with one worker each, as on 4 machines; against elastic allreduce, syncps, edp and fsdp stage 1, each
-started by `smolcluster train`, whose launcher starts the killed worker again. torchrun has the settings that let it re-form
-soonest: a look at its workers every 0.1 s, local addresses, all agents known to come back.
+started by `smolcluster train`, whose launcher starts the killed worker again. Beside them, without a target, what torchrun does
+done by us: fsdp stage 3 on the mesh plane with `--elastic`, with and without processes that stand by. torchrun has the settings
+that let it re-form soonest: a look at its workers every 0.1 s, local addresses, all agents known to come back.
 
 How: when training runs, one worker is killed, in turn another one, and the clock starts. Ours: the first step in history.jsonl
 that was committed without that worker. torchrun: the first step taken after all were started again, although it may be one
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import re
 import signal
 import socket
 import statistics
@@ -30,6 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from benchmarks.workload import Shape
 from smolcluster.engine import history
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.processes import WORKER_MARK
+from smolcluster.observe.jsonl import read_metrics
 
 EXAMPLE = "python -m benchmarks p9 --only syncps edp"
 SHAPE = Shape("0.8m", 128, 4, 4, 64, 4)
@@ -49,6 +53,7 @@ CHECKPOINT_EVERY = 5
 RUN_FIRST = 12  # steps before the kill
 WAIT_S = 240.0
 ATTEMPTS = 5
+STANDBY_STEPS = 200  # until processes that stand by have imported what they need
 POLL_S = 0.1  # what is waited for has its time in a file
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce": ("allreduce", {}),
@@ -56,13 +61,14 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "edp": ("edp", {}),
     "fsdp 1": ("fsdp", {"strategy.fsdp_stage": 1}),
 }
+RESTARTED = {"fsdp 3, restarted": True, "fsdp 3, no standby": False}
 PEERS = {"torchrun, 1 agent": 1, "torchrun, 4 agents": WORKERS}
 
 Figures = dict[str, dict[str, list[float]]]  # what is kept beside the samples -> variant -> samples
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=list(OURS), nargs="+", help="of ours (default: all; quick: syncps)")
+    parser.add_argument("--only", choices=[*OURS, *RESTARTED], nargs="+", help="of ours (default: all; quick: syncps)")
     parser.add_argument(
         "--agents", type=int, choices=[1, WORKERS], nargs="+", help="of torchrun (default: both; quick: 1)"
     )
@@ -71,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(session: Session, arguments: argparse.Namespace) -> None:
     if not Path("/proc/self/environ").is_file():
         raise UserError("p9 finds the processes of a run in /proc; it needs Linux")
-    names = arguments.only or (["syncps"] if session.quick else list(OURS))
+    names = arguments.only or (["syncps"] if session.quick else [*OURS, *RESTARTED])
     agents = arguments.agents or ([1] if session.quick else list(PEERS.values()))
     transfer_s = transfer_seconds(STATE_BYTES)
     limit = 1.0 + 1.2 * transfer_s
@@ -86,7 +92,12 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
                     for n, count in PEERS.items()
                     if count in agents
                 ),
-                *(Variant(name=n, run=_ours(n, kept), target=Target(limit=limit, of="median")) for n in names),
+                *(
+                    Variant(name=n, run=_ours(n, kept), target=Target(limit=limit, of="median"))
+                    for n in names
+                    if n in OURS
+                ),
+                *(Variant(name=n, run=_restarted(n, kept), role="extra") for n in names if n in RESTARTED),
             ],
             warmup=0,
         )
@@ -138,23 +149,26 @@ def _ours(name: str, kept: Figures) -> Callable[[], float]:
     return sample
 
 
-def recover(strategy: str, sets: dict[str, Any], *, victim: int) -> tuple[float, float]:
-    """Seconds from the kill to a step without the victim, and to one that it contributes to again."""
+def train_command(strategy: str, run_dir: Path, sets: dict[str, Any], *more: str) -> list[str]:
+    """`smolcluster train` for longer than anybody waits."""
     sets = {
         **{key: value for key, value in SHAPE.sets().items() if value is not None},
         "model.ff_dim": 4 * SHAPE.model_dim,  # the built-in file names another
         "training.device": "cpu",
         "training.eval_steps": 0,
-        "training.checkpoint_steps": 0,
-        "cluster.plane": "elastic",
         **sets,
     }
+    command = [*smolcluster_command(), "train", "gpt", "--strategy", strategy, "--workers", str(WORKERS), *more]
+    command += ["--steps", "100000", "--run-dir", str(run_dir)]
+    return [*command, "--override", *(f"{key}={value}" for key, value in sets.items())]
+
+
+def recover(strategy: str, sets: dict[str, Any], *, victim: int) -> tuple[float, float]:
+    """Seconds from the kill to a step without the victim, and to one that it contributes to again."""
+    sets = {"training.checkpoint_steps": 0, "cluster.plane": "elastic", **sets}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = [*smolcluster_command(), "train", "gpt", "--strategy", strategy, "--workers", str(WORKERS)]
-        command += ["--steps", "100000", "--run-dir", str(run_dir)]
-        command += ["--override", *(f"{key}={value}" for key, value in sets.items())]
-        with started(command) as process:
+        with started(train_command(strategy, run_dir, sets)) as process:
 
             def commits() -> list[dict[str, Any]]:
                 return [line for line in history.read(run_dir / "history.jsonl") if line["kind"] == "commit"]
@@ -184,6 +198,51 @@ def _again(commits: Sequence[dict[str, Any]], before: int, victim: int) -> float
             if part["rank"] == victim and part["instance"] not in former:
                 return float(commit["time"])
     return None
+
+
+# Ours, as torchrun does it
+
+
+def _restarted(name: str, kept: Figures) -> Callable[[], float]:
+    turns = itertools.count(1)
+
+    def sample() -> float:
+        next_s, new_s = start_again(standby=RESTARTED[name], victim=next(turns) % WORKERS)
+        kept["a new step"].setdefault(name, []).append(new_s)
+        return next_s
+
+    return sample
+
+
+def start_again(*, standby: bool, victim: int) -> tuple[float, float]:
+    """Seconds from the kill to the next step, and to one that was not done before."""
+    sets = {"training.checkpoint_steps": CHECKPOINT_EVERY, "logging.log_interval": 1, "cluster.standby": standby}
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = train_command("fsdp", run_dir, sets, "--elastic", f"1:{WORKERS}", "--max-restarts", "1")
+        with started(command) as process:
+
+            def steps() -> list[tuple[float, int]]:
+                rows = read_metrics(run_dir / "metrics.jsonl")
+                return [(row["time"], row["step"]) for row in rows if row["rank"] == 0]
+
+            def lives(rank: int) -> list[tuple[float, int]]:
+                """When each process of this rank began, and its id."""
+                (log,) = (run_dir / "logs").glob(f"worker-rank{rank}-*.log")
+                found = re.findall(r'"time": "(.*?)Z".*starts as process (\d+)', log.read_text(encoding="utf-8"))
+                return [(datetime.fromisoformat(f"{when}+00:00").timestamp(), int(pid)) for when, pid in found]
+
+            wait_until(
+                lambda: len(steps()) >= RUN_FIRST + STANDBY_STEPS * standby, what="fsdp to train", process=process
+            )
+            done = max(step for _, step in steps()) + 1  # one may be under way
+            killed = time.time()
+            os.kill(lives(victim)[-1][1], signal.SIGKILL)
+            wait_until(lambda: len(lives(0)) > 1, what="the restart", process=process)
+            again = lives(0)[-1][0]
+            wait_until(lambda: any(t > again and s > done for t, s in steps()), what="a new step", process=process)
+            lines = [(t, s) for t, s in steps() if t > again]
+    return lines[0][0] - killed, next(t for t, s in lines if s > done) - killed
 
 
 # The peer

@@ -198,6 +198,22 @@ def script(cluster: Cluster, tmp_path: Path) -> Path:
     return run_dir
 
 
+def test_a_machine_that_is_stopped_leaves_and_the_others_go_on(cluster: Cluster, script: Path) -> None:
+    where = f"{cluster.network.address(0)}:29400"
+    goes_on = [["listen", "row 1", "await left", "leave"], ["listen", "row 2", "finish"]]
+    leaves = [["row 1", "note up", "stop?", "note left", "leave"]]
+    (script / "script.json").write_text(json.dumps({"worker-0": goes_on, "worker-1": leaves}))
+    for host in (0, 1):
+        scripted(cluster, host, script, "1:2", where)
+    eventually((script / "up").exists, what="both to work")
+    cluster.processes[1].send_signal(signal.SIGINT)
+    assert cluster.processes[1].wait(20) == 130
+    assert "smolcluster: interrupted; this machine has left" in cluster.output(1)
+    assert cluster.processes[0].wait(20) == 0
+    assert "has left; starting again" in cluster.output(0)
+    assert read_summary(script)["restarts"] == 1
+
+
 @pytest.mark.parametrize("how", ["cut", "killed"])
 def test_without_the_machine_that_leads_the_others_end(cluster: Cluster, script: Path, how: str) -> None:
     where = f"{cluster.network.address(0)}:29400"

@@ -227,7 +227,9 @@ class ClusterConfig(Section):
     buffer_size: dict[str, Count] = Field(default_factory=dict, description="socket buffer in bytes, per host")
     token: str | None = Field(None, repr=False, description="shared secret; better given in SMOLCLUSTER_TOKEN")
     standby: bool = Field(
-        True, description="keep a second server process ready (about 250 MB): a server that dies is back seconds sooner"
+        True,
+        description="keep a second server process ready (about 250 MB), with train --elastic one for every worker: who dies "
+        "is back seconds sooner",
     )
     seed: Seed | None = Field(None, description="as in the cluster files; training.seed wins")
 

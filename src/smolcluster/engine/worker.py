@@ -280,7 +280,7 @@ class Worker(Role):
             if isinstance(tensors, StoredTensors):
                 tensors.close()
         self.group.barrier()  # nobody opens the metrics file before it is cut
-        if self.spec.local_rank == 0 and not self.lead:  # on another machine: a file of its own, or cut already
+        if not self.lead:  # on another machine there is another file; this one is cut already
             truncate_metrics(self.run_dir.metrics, after_step=head["step"])
         self.group.barrier()
 

@@ -56,6 +56,7 @@ SETTLE_S = 0.5  # a worker lost another: so long the other has to be found dead
 NEWS_S = 0.1  # what others said just before is heard first
 DRAIN_S = 60.0  # workers that are asked to save and leave take so long at most
 GATHER_S = 600.0  # a run with too few workers waits so long for more
+PATIENCE_S = 10.0  # after that a user is told what is waited for
 HOME_S = 3.0  # the others have heard that the run is over
 
 _PROCESS = "smolcluster.engine.ready"
@@ -164,6 +165,7 @@ class _Run:
 
     def _round(self) -> bool:
         """From the agreement on a round to its end. Returns whether that was the end of the run."""
+        self.patient_until: float | None = time.monotonic() + PATIENCE_S
         decree = self.rounds.next(self._words, tick=self._tick, within_s=GATHER_S)
         over = True
         try:
@@ -213,8 +215,8 @@ class _Run:
         self._end([*self.warm.values()])
         self.warm.clear()
         if not self.leads:
-            last = ranks[-1]
-            self._note(f"round {decree.number}: ranks {ranks[0]} to {last} of {decree.world_size} are on this machine")
+            those = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+            self._note(f"round {decree.number}: this machine has {those} of {decree.world_size}")
 
     def _spec(self, rank: int, *, local_rank: int = 0) -> WorkerSpec:
         return WorkerSpec(
@@ -272,6 +274,14 @@ class _Run:
         self._hear(0.001)
         if self.stopping:
             raise self._stopped()
+        if self.patient_until is not None and time.monotonic() > self.patient_until:
+            self.patient_until = None
+            if self.leads:
+                self._note(
+                    f"waiting for more: {self.rounds.workers} workers are here, {min(self.rounds.sizes)} are needed"
+                )
+            else:
+                self._note("waiting for a round that has room for this machine")
 
     def _handle(self, child: Child | None, event: Event | None) -> None:
         if child is None:

@@ -83,7 +83,7 @@ def truncate_metrics(path: str | Path, *, after_step: int) -> int:
     kept = [line for line in lines if (row := _parse(line)) is not None and not _beyond(row, after_step)]
     if len(kept) == len(lines):
         return 0
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # another rank may be doing the same
     with temporary.open("wb") as file:
         file.writelines(line + b"\n" for line in kept)
         file.flush()
