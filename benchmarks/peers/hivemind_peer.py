@@ -79,7 +79,7 @@ def make_optimizer(work: Work, dht: hivemind.DHT, order: Row) -> hivemind.Optimi
         ),
         average_state_every=order.get("average_state_every", 1),
         grad_compression=codec(),
-        state_averaging_compression=codec(),
+        state_averaging_compression=NoCompression() if codec is NoCompression else Float16Compression(),
         grad_averager_factory=averager,
         averager_opts=wait,
         matchmaking_time=order["matchmaking_s"],
