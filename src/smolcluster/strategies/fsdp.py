@@ -37,6 +37,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from smolcluster.comm.buckets import GradientBuckets
 from smolcluster.comm.group import Group
+from smolcluster.comm.scatter_sum import ScatterSum
 from smolcluster.comm.sharded import gradient, like, local
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.errors import UserError
@@ -107,7 +108,6 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     return Sharded(
         mesh[names],
         group,
-        axes,
         stage=options.fsdp_stage,
         weight=weight,
         param_dtype=DTYPES[options.param_dtype or precision],
@@ -200,7 +200,6 @@ class Sharded(Exchange):
         self,
         mesh: DeviceMesh,
         group: Group,
-        axes: Axes,
         *,
         stage: int,
         weight: float,
@@ -210,7 +209,8 @@ class Sharded(Exchange):
         prefetch: int,
     ) -> None:
         super().__init__(weight)
-        self._mesh, self._group, self._axes, self._stage = mesh, group, axes, stage
+        self._mesh, self._stage = mesh, stage
+        self._gloo = getattr(group, "backend", "") == "gloo"
         self._param_dtype, self._reduce_dtype, self._offload, self._prefetch = (
             param_dtype,
             reduce_dtype,
@@ -235,6 +235,9 @@ class Sharded(Exchange):
                 mp_policy=policy,
                 offload_policy=self._offload,
             )
+        for module in [*blocks, model] if self._gloo else []:
+            if hasattr(module, "set_custom_reduce_scatter"):  # not in the oldest versions of torch
+                module.set_custom_reduce_scatter(ScatterSum())
         wrapped: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
         for number, block in enumerate(wrapped):
             block.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + self._prefetch])
@@ -250,17 +253,6 @@ class Sharded(Exchange):
 
     def compute(self, batch: Batch) -> Tensor:
         return self._replica.compute(batch, weight=self.loss_weight)
-
-    def finish(self) -> None:
-        """FSDP2 has exchanged all there is; it counts no bytes, so they are added up here, by the formula."""
-        count = sum(local(p.detach()).numel() for p in self._replica.parameters)
-        kept = self._replica.parameters[0].dtype
-        used = self._param_dtype if self._param_dtype != torch.float32 else kept
-        reduced = self._reduce_dtype if used != kept else kept
-        shards, replicas = self._axes.shards, self._axes.replicas
-        gathered = (2 if self._stage == 3 else 1) * (shards - 1) * count * used.itemsize
-        averaged = ((shards - 1) + 2 * (replicas - 1) / replicas) * count * reduced.itemsize
-        self._group.traffic.add(gathered + averaged, gathered + averaged)
 
     def settle(self) -> None:
         for module in self._replica.model.modules():

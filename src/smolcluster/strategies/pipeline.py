@@ -358,23 +358,9 @@ class Pipe:
                 self._schedule.step(*inputs, target=target, return_outputs=False)
             if drawn:
                 self._draw()
-            self._count_bytes()
             if self._losses:
                 total += torch.stack(self._losses).mean() / len(batch.parts)
         return total
-
-    def _count_bytes(self) -> None:
-        """torch's schedules count none: activations go on, their gradients come back."""
-        sent = received = 0
-        for index in self.mine:
-            before, after = self.cut.ranks[max(index - 1, 0)], self.cut.ranks[min(index + 1, len(self.cut.ranks) - 1)]
-            if index > 0 and before != self._group.rank:
-                size = sum(t.nbytes for t in self.shapes[index])
-                sent, received = sent + size, received + size
-            if index + 1 < len(self.cut.ranks) and after != self._group.rank:
-                size = sum(t.nbytes for t in self.shapes[index + 1])
-                sent, received = sent + size, received + size
-        self._group.traffic.add(sent * self._num_microbatches, received * self._num_microbatches)
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
         size = _length(self._part) // self._num_microbatches
