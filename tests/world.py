@@ -84,8 +84,10 @@ def run_world(
     hook: tuple[str, Any] | None = None,
     timeout_s: float = 60.0,
     on_event: Callable[[int, Event, Sequence[mp.process.BaseProcess]], None] | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> World:
-    """Train in `size` processes. `config` has dotted names; `hook` is (kind, argument) for `_Channel`."""
+    """Train in `size` processes. `config` has dotted names; `hook` is (kind, argument) for `_Channel`; `environ` is set in
+    every process."""
     from smolcluster.engine.spec import WorkerSpec
 
     resolved = _begin_run(size, run_dir, config, task=task, strategy=strategy, resume=resume is not None)
@@ -104,7 +106,9 @@ def run_world(
             backend=backend,
         )
         ours, theirs = context.Pipe()
-        process = context.Process(target=_be_rank, args=(spec.to_json(), theirs, hook), daemon=True)
+        process = context.Process(
+            target=_be_rank, args=(spec.to_json(), theirs, hook, dict(environ or {})), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -208,7 +212,7 @@ def _refuse_to_pickle(*_: object) -> None:
     raise AssertionError("an object was to be pickled and sent")
 
 
-def _be_rank(spec_json: str, pipe: Any, hook: tuple[str, Any] | None) -> None:
+def _be_rank(spec_json: str, pipe: Any, hook: tuple[str, Any] | None, environ: dict[str, str]) -> None:
     import torch
     from torch.distributed import distributed_c10d
 
@@ -218,7 +222,7 @@ def _be_rank(spec_json: str, pipe: Any, hook: tuple[str, Any] | None) -> None:
     # Some of torch's own machinery would pickle what it tells other ranks. Nothing here may make it do so.
     distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = _refuse_to_pickle
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(environ, OMP_NUM_THREADS="1")
     spec = WorkerSpec.from_json(spec_json)
     status = run_worker(spec, _Channel(pipe, spec.rank, spec.world_size, hook), [_Sink(pipe)])
     pipe.send(("status", status))

@@ -44,7 +44,7 @@ class ScatterSum:
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp,
+        op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op

@@ -2,6 +2,8 @@
 
 A `Watcher` sees every exchange on its way to the backend. It costs a Python call for every operation of torch, so work
 that is always the same is watched once: `EngineTraffic.counted` remembers what it moved and adds that from then on.
+
+Compiled work is watched the second time: torch gives up on compiling what it first meets under a watcher.
 """
 
 from __future__ import annotations
@@ -60,8 +62,13 @@ class Watcher(TorchDispatchMode):
     """Adds up what is exchanged while it is on, by this thread and the backward passes it starts."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = Traffic()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled already runs as it is (torch asks from 2.10 on; before, it runs eagerly this once)."""
+        return True
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,12 +102,13 @@ def _nbytes(tensors: Any) -> int:
 
 def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
     """The group is the first boxed argument, or the last one, by its name."""
+    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     for value in args:
         if isinstance(value, dist.ProcessGroup):
             return value
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
-    return dist.distributed_c10d._resolve_process_group(args[-1])
+    return resolve(args[-1])
 
 
 def _root(args: tuple[Any, ...]) -> int:
@@ -110,24 +118,33 @@ def _root(args: tuple[Any, ...]) -> int:
 class EngineTraffic:
     """Adds to a group's traffic what the engine moves beside it."""
 
-    def __init__(self, group: Group) -> None:
-        self._traffic = group.traffic
+    def __init__(self, group: Group, *, compiled: bool) -> None:
+        self._traffic, self._compiled = group.traffic, compiled
         self._known: dict[Hashable, tuple[int, int]] = {}
+        self._met: set[Hashable] = set()  # compiled, and not watched yet
 
     @contextlib.contextmanager
     def counted(self, same: Hashable = None) -> Iterator[None]:
-        """Around work of the engine. Work with the same key moves the same: it is watched the first time only."""
+        """Around work of the engine. Work with the same key moves the same: it is watched once."""
         known = None if same is None else self._known.get(same)
-        if known is not None:
+        if known is not None or self._leave_it(same):
             yield
-            self._traffic.add(*known)
+            self._traffic.add(*known or (0, 0))
             return
         before = self._traffic.bytes_sent, self._traffic.bytes_received
-        with Watcher() as watcher:
+        with Watcher() as watcher, torch.compiler.set_stance("eager_on_recompile"):
             yield
         # Our groups have counted what they started themselves; the watcher saw that too.
         sent = watcher.seen.bytes_sent - (self._traffic.bytes_sent - before[0])
         received = watcher.seen.bytes_received - (self._traffic.bytes_received - before[1])
-        self._traffic.add(sent, received)
+        times = 2 if same in self._met else 1
+        self._traffic.add(times * sent, times * received)
         if same is not None:
             self._known[same] = (sent, received)
+
+    def _leave_it(self, same: Hashable) -> bool:
+        """The first time of compiled work, which is to be compiled in peace; its bytes are made up for the second time."""
+        if not self._compiled or same is None or same in self._met:
+            return False
+        self._met.add(same)
+        return True

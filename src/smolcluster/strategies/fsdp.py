@@ -235,10 +235,10 @@ class Sharded(Exchange):
                 mp_policy=policy,
                 offload_policy=self._offload,
             )
-        for module in [*blocks, model] if self._gloo else []:
-            if hasattr(module, "set_custom_reduce_scatter"):  # not in the oldest versions of torch
-                module.set_custom_reduce_scatter(ScatterSum())
         wrapped: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+        for part in model.modules() if self._gloo else ():
+            if isinstance(part, FSDPModule) and hasattr(part, "set_custom_reduce_scatter"):  # since torch 2.9
+                part.set_custom_reduce_scatter(ScatterSum())  # type: ignore[arg-type]
         for number, block in enumerate(wrapped):
             block.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(wrapped[max(0, number - self._prefetch) : number][::-1])

@@ -159,7 +159,7 @@ class Parallel(Strategy):
     def setup(self, task: Task) -> None:
         context = self.context
         self.task = task
-        self._traffic = EngineTraffic(context.group)
+        self._traffic = EngineTraffic(context.group, compiled=context.config.training.compile)
         self._evaluated = False  # since the last step
         self.mesh_axes = self.axes(self.options, len(context.seats))
         self.coords = context.seat.coords
