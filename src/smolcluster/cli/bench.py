@@ -75,7 +75,7 @@ def scaling(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for scaling.json, scaling.svg and the runs. Default: runs/scaling-<time>."),
+        typer.Option(help="Folder for scaling.json, scaling.svg and the runs. Default: runs/scaling-bench-<time>."),
     ] = None,
 ) -> int:
     """Train the same on 1, 2, 4, ... workers of this machine and tell the efficiency of each number.

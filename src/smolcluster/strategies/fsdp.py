@@ -12,7 +12,8 @@
     2      SHARD_GRAD_OP     + gradients             2 (N-1)/N S
     3      FULL_SHARD        + parameters            3 (N-1)/N S    gathered again for backward
 
-HYBRID_SHARD is stage 3 inside a group of `shard_size` workers, replicated across groups.
+HYBRID_SHARD is stage 3 inside a group of `shard_size` workers, replicated across groups. With accumulation stages 2 and 3
+exchange for each part of a batch; in a pipeline of M micro-batches stage 3 gathers M + 1 times.
 
 Memory of a worker, with AdamW in fp32 and P parameters: 16 P; 8 P + 8 P/N; 4 P + 12 P/N; 16 P/N.
 
@@ -237,7 +238,7 @@ class Sharded(Exchange):
             )
         wrapped: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
         for part in model.modules() if self._gloo else ():
-            if isinstance(part, FSDPModule) and hasattr(part, "set_custom_reduce_scatter"):  # since torch 2.9
+            if isinstance(part, FSDPModule) and hasattr(part, "set_custom_reduce_scatter"):  # not in torch 2.6
                 part.set_custom_reduce_scatter(ScatterSum())  # type: ignore[arg-type]
         for number, block in enumerate(wrapped):
             block.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + self._prefetch])

@@ -20,7 +20,8 @@ shows what goes in, on the last it is answered with what came out. Parameter nam
 
 A weight that the first and the last stage both use (a tied head) lives on both; their gradients are added.
 
-Bytes per step, sent and received each, for A bytes of activations of a whole batch: 2 A on inner ranks, A on the outer ones.
+Bytes per step, sent and received each, for A bytes of activations of a whole batch: A for each cut between stages that a
+rank is at. So 2 A on inner ranks and A on the outer ones, about V times that with V stages a rank; a tied weight adds its own.
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019, and "Efficient large-scale language model training on GPU
 clusters using Megatron-LM", 2021 (interleaved). Qi et al., "Zero bubble pipeline parallelism", 2023.
