@@ -14,6 +14,6 @@ BENCHMARKS = {
     "p7": ("benchmarks.p7", "one worker through the loop and a strategy against the bare PyTorch loop"),
     "p9": ("benchmarks.p9", "kill -9 one of 4 workers: time to the next step, against elastic torchrun"),
     "p10": ("benchmarks.p10", "how long a checkpoint stops training, against torch.save and DCP"),
-    "p12": ("benchmarks.p12", "bytes that each elastic strategy moves in a step, against its formula"),
+    "p12": ("benchmarks.p12", "bytes that each strategy moves in a step, against its formula"),
     "p13": ("benchmarks.p13", "start-up: `smolcluster --help`, and `train` to the first step on 2 workers"),
 }

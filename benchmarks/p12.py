@@ -1,8 +1,8 @@
-"""P12: the bytes that every strategy of the elastic plane sends and receives, against its formula.
+"""P12: the bytes that every strategy sends and receives, against its formula.
 
-Compared: `Strategy.cost`, which is the formula in the strategy's docstring, with what the kernel counted on the sockets of
-each worker (plain TCP on loopback): syncps and edp with every codec, elastic allreduce, fsdp stages 0 and 1, on 2 and 3
-workers. The worker that moved most counts.
+Elastic plane. Compared: `Strategy.cost`, which is the formula in the strategy's docstring, with what the kernel counted on
+the sockets of each worker (plain TCP on loopback): syncps and edp with every codec, elastic allreduce, fsdp stages 0 and
+1, on 2 and 3 workers. The worker that moved most counts.
 
 How: a worker reads its counters at the beginning of every step (`benchmarks/tasks/counted.py`); a step's bytes are the median
 over all stretches of half the run, so that what travels once, at joining, is left out, and so is what happens to be under
@@ -10,6 +10,10 @@ way when they are read. Heartbeats are in, and what a message has around its num
 JSON. The column `over` has all that is beyond the formula, in bytes.
 
 Target: at most 1.02 of the formula, and 256 bytes for each message that `cost` counts.
+
+Mesh plane (`benchmarks/mesh_bytes.py`): allreduce, fsdp stages 0 to 3 and hybrid, pipeline, tensor and mesh over gloo.
+Compared: the formula of each strategy's page, what the run itself has counted, and the kernel. Target: at most 1.02 of what is
+counted, headers included, and nothing missing.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import mesh_bytes
 from benchmarks.elastic import ElasticRun, elastic_config, options_of, show
 from benchmarks.harness import Session
 from benchmarks.tasks import counted
@@ -75,11 +80,21 @@ CASES = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, nargs="+", help="world sizes (default: 2 3; quick: 2)")
-    parser.add_argument("--only", choices=sorted({case.strategy for case in CASES}), help="one strategy (default: all)")
+    names = sorted({case.strategy for case in CASES} | {case.strategy for case in mesh_bytes.CASES})
+    parser.add_argument("--only", choices=names, help="one strategy (default: all)")
+    parser.add_argument("--plane", choices=["elastic", "mesh"], help="one plane (default: both)")
     parser.add_argument("--steps", type=int, default=0, help="of a run (default: 60; quick: 20)")
 
 
 def run(session: Session, arguments: argparse.Namespace) -> None:
+    session.parameters = {"limit": LIMIT, "header_bytes": HEADER_BYTES}
+    if arguments.plane != "mesh":
+        run_elastic(session, arguments)
+    if arguments.plane != "elastic":
+        run_mesh(session, arguments)
+
+
+def run_elastic(session: Session, arguments: argparse.Namespace) -> None:
     steps = arguments.steps or (20 if session.quick else 60)
     sizes = arguments.workers or ([2] if session.quick else [2, 3])
     # Few samples: bytes do not depend on them.
@@ -87,14 +102,33 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     cases = [case for case in CASES if arguments.only in (None, case.strategy)]
     if session.quick:
         cases = [case for case in cases if case.options.get("codec") in (None, "fp32", "powersgd")]
-    session.parameters = {**shape.sets(), "steps": steps, "limit": LIMIT, "header_bytes": HEADER_BYTES}
+    session.parameters["elastic"] = {**shape.sets(), "steps": steps}
     rows = []
     for size in sizes:
         for case in cases:
             config = counted_config(shape, case, workers=size, steps=steps)
             rows.append({"strategy": case.name, "workers": size, **compare(config, moved(config))})
             print(f"  {case.name} on {size} workers: {rows[-1]['verdict']}", flush=True)
-    show(session, "bytes per step of a worker", rows, [*COLUMNS, "over", "verdict"])
+    conclude(session, "elastic plane: bytes per step of a worker", rows, [*COLUMNS, "over", "verdict"])
+
+
+def run_mesh(session: Session, arguments: argparse.Namespace) -> None:
+    steps = arguments.steps or (10 if session.quick else 20)
+    shape = Shape("0.8m", 128, 4, 4, 64, 8)
+    cases = [case for case in mesh_bytes.CASES if arguments.only in (None, case.strategy)]
+    cases = [case for case in cases if case.workers in (arguments.workers or range(1, 3 if session.quick else 9))]
+    session.parameters["mesh"] = {**shape.sets(), "steps": steps}
+    rows = []
+    for case in cases:
+        rows.append(mesh_bytes.measure(case, shape, steps=steps))
+        print(f"  {case.name} on {case.workers} workers: {rows[-1]['verdict']}", flush=True)
+    conclude(session, "mesh plane: bytes per step of the rank that is furthest off", rows, mesh_bytes.COLUMNS)
+
+
+def conclude(session: Session, title: str, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    if not rows:
+        return
+    show(session, title, rows, columns)
     missed = [f"{row['strategy']} on {row['workers']}" for row in rows if row["verdict"] != "met"]
     print(f"target, at most {LIMIT} x and headers: {'missed by ' + ', '.join(missed) if missed else 'met by all'}\n")
 

@@ -2,6 +2,9 @@
 
 Rows go to the folder named in SMOLBENCH_COUNTS, a file per process: bytes sent and received so far, at the beginning of each
 step. There is no validation, so that nobody but workers computes.
+
+    Counted           reads the counters when the loss is taken; a file is named after its process
+    CountedByRank     when samples are read, which every rank of a mesh does once a step; a file is named after its rank
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from smolcluster.data.dataset import Dataset, Indices
 from smolcluster.tasks.gpt import GPTTask
 
 FOLDER = "SMOLBENCH_COUNTS"
@@ -46,25 +51,51 @@ def kernel_bytes() -> Counts:
     return sent, received
 
 
+def note(name: object) -> None:
+    """A row in the file of this name, if anybody wants it."""
+    folder = os.environ.get(FOLDER)
+    if folder:
+        with (Path(folder) / f"{name}.txt").open("a", encoding="ascii") as file:
+            file.write("{} {}\n".format(*kernel_bytes()))
+
+
 class Counted(GPTTask):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        folder = os.environ.get(FOLDER)
-        if folder:
-            with (Path(folder) / f"{os.getpid()}.txt").open("a", encoding="ascii") as file:
-                file.write("{} {}\n".format(*kernel_bytes()))
+        note(os.getpid())
         return super().loss(model, batch)
 
     def val_data(self) -> Any:
         return None
 
 
+class CountedByRank(GPTTask):
+    def train_data(self) -> Any:
+        return _Noted(super().train_data())
+
+    def val_data(self) -> Any:
+        return None
+
+
+class _Noted:
+    def __init__(self, data: Dataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Indices) -> Any:
+        note(dist.get_rank())
+        return self._data.batch(indices)
+
+
 def read_counts(folder: Path) -> list[list[Counts]]:
     """The rows of every process that took part."""
-    found = []
-    for path in sorted(folder.glob("*.txt")):
-        rows = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
-        found.append([(int(sent), int(received)) for sent, received in rows])
-    return found
+    return [read_rows(path) for path in sorted(folder.glob("*.txt"))]
+
+
+def read_rows(path: Path) -> list[Counts]:
+    rows = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+    return [(int(sent), int(received)) for sent, received in rows]
 
 
 def per_step(rows: Sequence[Counts], *, interval: int, skip: int = 4) -> tuple[float, float]:

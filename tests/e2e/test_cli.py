@@ -22,6 +22,7 @@ from tests.e2e.command import TINY, Beside, Ended, Smol, read_rows, read_summary
 
 STEPS = 8
 COMMANDS = ["", "train", "strategies", "export", "config", "config check", "config show", "config schema"]
+COMMANDS += ["bench", "bench scaling"]
 ROW = (
     *("step", "rank", "role", "host", "time", "loss", "lr", "grad_norm", "samples", "tokens", "tokens_per_s"),
     *("step_time_s", "compute_s", "comm_s", "bytes_sent", "bytes_received", "staleness"),

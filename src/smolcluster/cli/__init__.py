@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from smolcluster.cli import config, export, import_model, server, strategies, token, train, worker
+from smolcluster.cli import bench, config, export, import_model, server, strategies, token, train, worker
 from smolcluster.cli.ending import tell
 from smolcluster.errors import SmolclusterError
 
@@ -31,6 +31,7 @@ app.command("worker", epilog=worker.EXAMPLES)(worker.worker)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("import", epilog=import_model.EXAMPLES)(import_model.import_model)
+app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(token.app, name="token")
 

@@ -1,11 +1,6 @@
 """A group over `torch.distributed`: gloo for CPUs, nccl for GPUs, mpi where torch was built with it.
 
-Bytes are counted by the formula of the ring algorithms these backends use:
-
-    all_reduce         2 (N-1)/N S     reduce-scatter, then all-gather
-    reduce_scatter       (N-1)/N S
-    all_gather           (N-1) s       s: one rank's part
-    broadcast          S received once by every rank but the source
+Bytes are counted by the formulas in `volume.py`, those of the algorithms these backends use.
 
 torch.distributed neither authenticates nor encrypts. `rendezvous.connect` says so when it listens beyond loopback.
 """
@@ -21,12 +16,14 @@ from torch import Tensor
 
 from smolcluster.comm.bulletin import Bulletin, StoreBulletin
 from smolcluster.comm.group import Done, Group, PeerLost, Traffic, Work
+from smolcluster.comm.scatter_sum import Summed, scatter_sum
+from smolcluster.comm.volume import Exchange, moved
 
 
 class _TorchWork:
     """Turns a backend's error into `PeerLost`: after one, the group is of no further use."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work | Summed) -> None:
         self._work = work
 
     @property
@@ -62,26 +59,26 @@ class TorchGroup(Group):
     def all_reduce(self, tensor: Tensor) -> Work:
         if self.size == 1:
             return Done()
-        moved = 2 * (self.size - 1) / self.size * tensor.nbytes
-        self.traffic.add(moved, moved)
+        self._count("all_reduce", tensor.nbytes)
         return self._start(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        moved = (self.size - 1) / self.size * tensor.nbytes
-        self.traffic.add(moved, moved)
+        if self.backend == "gloo":
+            self._count("all_to_all", tensor.nbytes)
+            return self._start(lambda: scatter_sum(output, tensor, self._group))
+        self._count("reduce_scatter", tensor.nbytes)
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._start(lambda: reduce_scatter(output, tensor, group=self._group, async_op=True))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        moved = (self.size - 1) * tensor.nbytes
-        self.traffic.add(moved, moved)
+        self._count("all_gather", self.size * tensor.nbytes)
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return self._start(lambda: all_gather(output, tensor, group=self._group, async_op=True))
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
         if self.size == 1:
             return Done()
-        self.traffic.add(*((tensor.nbytes, 0) if self.rank == source else (0, tensor.nbytes)))
+        self._count("broadcast", tensor.nbytes, root=source)
         return self._start(lambda: dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
 
     def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work:
@@ -107,7 +104,11 @@ class TorchGroup(Group):
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _start(self, operation: Callable[[], dist.Work | None]) -> Work:
+    def _count(self, kind: Exchange, whole_bytes: int, *, root: int = 0) -> None:
+        sizes = {"rank": self.rank, "size": self.size, "root": root}
+        self.traffic.add(*moved(kind, whole_bytes, backend=self.backend, **sizes))
+
+    def _start(self, operation: Callable[[], dist.Work | Summed | None]) -> Work:
         try:
             work = operation()
         except RuntimeError as error:

@@ -12,7 +12,8 @@
     2      SHARD_GRAD_OP     + gradients             2 (N-1)/N S
     3      FULL_SHARD        + parameters            3 (N-1)/N S    gathered again for backward
 
-HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` says other groups than machines.
+HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` says other groups than machines. With
+accumulation stages 2 and 3 exchange for each part of a batch; in a pipeline of M micro-batches stage 3 gathers M + 1 times.
 
 Memory of a worker, with AdamW in fp32 and P parameters: 16 P; 8 P + 8 P/N; 4 P + 12 P/N; 16 P/N.
 
@@ -36,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from smolcluster.comm.group import Group
-from smolcluster.comm.sharded import local
+from smolcluster.comm.scatter_sum import ScatterSum
 from smolcluster.compute.replica import Batch
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors, ranks_per_machine
@@ -126,7 +127,6 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     return Sharded(
         mesh[names],
         group,
-        axes,
         stage=options.fsdp_stage,
         weight=weight,
         param_dtype=DTYPES[options.param_dtype or precision],
@@ -144,7 +144,6 @@ class Sharded(Exchange):
         self,
         mesh: DeviceMesh,
         group: Group,
-        axes: Axes,
         *,
         stage: int,
         weight: float,
@@ -155,7 +154,8 @@ class Sharded(Exchange):
         prefetch: int,
     ) -> None:
         super().__init__(weight)
-        self._mesh, self._group, self._axes, self._stage = mesh, group, axes, stage
+        self._mesh, self._stage = mesh, stage
+        self._gloo = getattr(group, "backend", "") == "gloo"
         self._lower_dtype = None if param_dtype == torch.float32 else param_dtype
         self._reduce_dtype, self._buffer_dtype = reduce_dtype, buffer_dtype
         self._offload, self._prefetch = offload, prefetch
@@ -184,6 +184,9 @@ class Sharded(Exchange):
                 offload_policy=self._offload,
             )
         wrapped: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+        for part in model.modules() if self._gloo else ():
+            if isinstance(part, FSDPModule) and hasattr(part, "set_custom_reduce_scatter"):  # not in torch 2.6
+                part.set_custom_reduce_scatter(ScatterSum())  # type: ignore[arg-type]
         for number, block in enumerate(wrapped):
             block.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(wrapped[max(0, number - self._prefetch) : number][::-1])
@@ -195,17 +198,6 @@ class Sharded(Exchange):
 
     def compute(self, batch: Batch) -> Tensor:
         return self._replica.compute(batch, weight=self.loss_weight)
-
-    def finish(self) -> None:
-        """FSDP2 has exchanged all there is; it counts no bytes, so they are added up here, by the formula."""
-        count = sum(local(p.detach()).numel() for p in self._replica.parameters)
-        kept = self._replica.parameters[0].dtype
-        used = self._lower_dtype or kept
-        reduced = self._reduce_dtype if used != kept else kept
-        shards, replicas = self._axes.shards, self._axes.replicas
-        gathered = (2 if self._stage == 3 else 1) * (shards - 1) * count * used.itemsize
-        averaged = ((shards - 1) + 2 * (replicas - 1) / replicas) * count * reduced.itemsize
-        self._group.traffic.add(gathered + averaged, gathered + averaged)
 
     def settle(self) -> None:
         for module in self._replica.model.modules():

@@ -29,9 +29,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._pytree import tree_leaves
 
 from smolcluster.comm.group import Group, collect_tensors, gather_json
 from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
+from smolcluster.comm.watcher import EngineTraffic
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
@@ -129,6 +131,8 @@ class Parallel(Strategy):
     def setup(self, task: Task) -> None:
         context = self.context
         self.task = task
+        self._traffic = EngineTraffic(context.group, compiled=context.config.training.compile)
+        self._evaluated = False  # since the last step
         self.mesh_axes = self.axes(self.options, machines(context.seats))
         self._check_machines()
         self.coords = context.seat.coords
@@ -200,7 +204,8 @@ class Parallel(Strategy):
             self._pieces.tell(model)
         self._pipe = self.make_pipe(model)
         for part in [model] if self._pipe is None else self._pipe.stages:
-            self._fusions = self.share_out(part)
+            with self._traffic.counted():
+                self._fusions = self.share_out(part)
             self._exchange.wrap(part)
         return model if self._pipe is None else self._pipe.model
 
@@ -211,9 +216,17 @@ class Parallel(Strategy):
     # A step
 
     def step(self, batch: Batch) -> StepReport:
+        if self.context.group.size == 1:
+            return train_alone(self.replica, batch, stop=self.context.stop_requested())
+        # Stage 2 keeps what an evaluation has gathered, and gathers less in the step after it.
+        shapes = tuple(tuple(t.shape) for t in tree_leaves(batch.parts) if isinstance(t, Tensor))
+        with self._traffic.counted((shapes, self._evaluated)):
+            report = self._step(batch)
+        self._evaluated = False
+        return report
+
+    def _step(self, batch: Batch) -> StepReport:
         replica, context, pipe = self.replica, self.context, self._pipe
-        if context.group.size == 1:
-            return train_alone(replica, batch, stop=context.stop_requested())
         rate = replica.learning_rate
         if self._pieces is not None:
             batch = self._pieces.batch(batch)
@@ -286,7 +299,8 @@ class Parallel(Strategy):
     # Evaluation
 
     def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
-        with self._engine():
+        self._evaluated = True
+        with self._traffic.counted(), self._engine():
             model = self.model if self._pipe is None else self._pipe.answering(part)
             if model is None:
                 return {}
@@ -329,6 +343,10 @@ class Parallel(Strategy):
     def layout(self) -> dict[str, Tensor]:
         return self._layout
 
+    def _settle(self) -> None:
+        self._exchange.settle()
+        self._evaluated = False
+
     def state(self) -> State:
         """Whole on the lead rank; the others take part in gathering it, and get nothing."""
         weights = self._whole_weights()
@@ -336,7 +354,7 @@ class Parallel(Strategy):
         return State(weights=weights, optimizer=self._gather(optimizer), numbers=numbers)
 
     def part_of_state(self) -> State | None:
-        self._exchange.settle()
+        self._settle()
         optimizer, numbers = self.replica.state_dict()
         kinds = {"weights": self.replica.weights(), "optimizer": optimizer}
         boxes: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
@@ -368,7 +386,7 @@ class Parallel(Strategy):
 
     def _whole_weights(self) -> dict[str, Tensor]:
         """In the types that the model has them in."""
-        self._exchange.settle()
+        self._settle()
         weights = self._gather(self.replica.weights())
         return {name: tensor.to(self._layout[name].dtype) for name, tensor in weights.items()}
 
@@ -382,7 +400,8 @@ class Parallel(Strategy):
         first = self.coords["dp"] == self.coords["cp"] == self.coords["tp"] == 0
         found = {}
         for name, tensor in tensors.items():
-            full = whole(tensor)
+            with self._traffic.counted():
+                full = whole(tensor)
             if (first or self._exchange.owners) and not name.endswith(COPY):
                 plain = name.rpartition("/")[2]
                 found[name] = full if self._fusions is None else self._fusions.restored(plain, full)
@@ -393,7 +412,7 @@ class Parallel(Strategy):
         return found if self.context.seat.rank == 0 else {}
 
     def load_state(self, state: State) -> None:
-        self._exchange.settle()
+        self._settle()
         replica = self.replica
         with torch.no_grad():
             for name, tensor in replica.model.state_dict().items():

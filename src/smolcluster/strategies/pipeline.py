@@ -21,7 +21,8 @@ Parameter names stay those of the whole model.
 
 A weight that the first and the last stage both use (a tied head) lives on both; their gradients are added.
 
-Bytes per step, sent and received each, for A bytes of activations of a whole batch: 2 A on inner ranks, A on the outer ones.
+Bytes per step, sent and received each, for A bytes of activations of a whole batch: A for each cut between stages that a
+rank is at. So 2 A on inner ranks and A on the outer ones, about V times that with V stages a rank; a tied weight adds its own.
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019, and "Efficient large-scale language model training on GPU
 clusters using Megatron-LM", 2021 (interleaved). Qi et al., "Zero bubble pipeline parallelism", 2023.
@@ -259,23 +260,9 @@ class Pipe:
                 self._schedule.step(*inputs, target=target, return_outputs=False)
             if drawn:
                 self._draw()
-            self._count_bytes()
             if self._losses:
                 total += torch.stack(self._losses).mean() / len(batch.parts)
         return total
-
-    def _count_bytes(self) -> None:
-        """torch's schedules count none: activations go on, their gradients come back."""
-        sent = received = 0
-        for index in self.mine:
-            before, after = self.cut.ranks[max(index - 1, 0)], self.cut.ranks[min(index + 1, len(self.cut.ranks) - 1)]
-            if index > 0 and before != self._group.rank:
-                size = sum(t.nbytes for t in self.shapes[index])
-                sent, received = sent + size, received + size
-            if index + 1 < len(self.cut.ranks) and after != self._group.rank:
-                size = sum(t.nbytes for t in self.shapes[index + 1])
-                sent, received = sent + size, received + size
-        self._group.traffic.add(sent * self._num_microbatches, received * self._num_microbatches)
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
         size = length_of(self._part) // self._num_microbatches

@@ -14,8 +14,9 @@ Which module is treated how stands in a table beside the model (`models/gpt_tens
 of one's own has `tensor_styles()`, which gives such a table.
 
 Bytes per step, sent and received each, for L layers and A bytes of stream activations (B x T x D):
-    forward and backward each: 2 L all-gathers and 2 L reduce-scatters of A, so 8 L (N-1)/N A, and about as many
-    for the embedding and the head as for half a layer
+    forward and backward each: 2 L + 1 all-gathers and as many reduce-scatters of A, the one more for the embedding and the
+    head: (8 L + 4) (N-1)/N A. Over gloo a reduce-scatter moves twice as much: (12 L + 6) (N-1)/N A; without sequence
+    parallelism these are all-reduces, and 8 L + 4 there too.
 
 Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism", 2019.
 Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022.

@@ -1,0 +1,208 @@
+"""Bytes on the mesh plane: what fsdp, tensor, pipeline and mesh move, three times over.
+
+    formula    of the strategy's page in docs/, for gloo
+    counted    by the run itself, as in metrics.jsonl and summary.json
+    kernel     on the sockets of each rank, over gloo on loopback
+
+A = B T D bytes of activations between layers, S bytes of parameters, N ranks. The formulas leave the small things out:
+the norm and the loss that all agree on, gradients of norms and biases, and around each message gloo's own header
+(144 bytes for each of the pieces it cuts a tensor into).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import smolcluster
+from benchmarks.elastic import environment
+from benchmarks.tasks import counted
+from benchmarks.workload import Shape, child_environment
+from smolcluster.strategies.axes import Axes
+from smolcluster.strategies.pipeline import PipelineOptions
+from smolcluster.strategies.stages import Cut
+
+TASK = f"{Path(counted.__file__).resolve()}:CountedByRank"
+LIMIT = 1.02
+COLUMNS = ["strategy", "workers", "formula", "counted", "kernel", "kernel/counted", "kernel/formula", "verdict"]
+WARM = 4  # steps that are left out
+VOCABULARY = 256  # the bytes of the embedded text
+WORD = 4  # fp32
+
+
+@dataclass(frozen=True, slots=True)
+class MeshCase:
+    name: str
+    strategy: str
+    workers: int
+    axes: Axes
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def sets(self) -> dict[str, Any]:
+        return {f"strategy.{key}": value for key, value in self.options.items()}
+
+
+def fsdp(stage: int, workers: int, shards: int | None = None) -> MeshCase:
+    name = f"fsdp {stage}" if shards is None else f"fsdp {stage}, hybrid of {shards}"
+    axes = Axes(replicas=workers // (shards or workers), shards=shards or workers)
+    return MeshCase(name, "fsdp", workers, axes, {"fsdp_stage": stage, "shard_size": shards})
+
+
+def mesh(dp: int, tp: int, pp: int, stage: int) -> MeshCase:
+    options = {"dp": dp, "tp": tp, "pp": pp, "fsdp_stage": stage, "num_microbatches": 2 if pp > 1 else None}
+    axes = Axes(pp=pp, shards=dp, tp=tp)
+    return MeshCase(f"mesh dp {dp} x tp {tp} x pp {pp}, stage {stage}", "mesh", dp * tp * pp, axes, options)
+
+
+def pipeline(schedule: str, workers: int) -> MeshCase:
+    return MeshCase(f"pipeline {schedule}", "pipeline", workers, Axes(pp=workers), {"schedule": schedule})
+
+
+def tensor(workers: int, sequence: bool) -> MeshCase:
+    name = "tensor, sequence" if sequence else "tensor"
+    return MeshCase(name, "tensor", workers, Axes(tp=workers), {"sequence_parallel": sequence})
+
+
+CASES = [
+    MeshCase("allreduce", "allreduce", 2, Axes(shards=2)),
+    *(fsdp(stage, 2) for stage in range(4)),
+    *(fsdp(stage, 3) for stage in range(4)),
+    fsdp(2, 4, shards=2),
+    fsdp(3, 4, shards=2),
+    *(pipeline(schedule, 2) for schedule in ("gpipe", "1f1b", "interleaved", "zbv")),
+    pipeline("1f1b", 4),
+    *(tensor(size, sequence) for size in (2, 4) for sequence in (True, False)),
+    mesh(2, 2, 1, 0),
+    mesh(2, 1, 2, 3),
+    mesh(1, 2, 2, 0),
+    mesh(2, 2, 2, 0),
+]
+
+
+# The formulas
+
+
+def formula(case: MeshCase, shape: Shape, *, gloo: bool = True) -> list[float]:
+    """Bytes that each rank sends in a step, and receives."""
+    return [
+        _along_data(case, shape, rank) + _along_tensor(case, shape, rank, gloo) + _along_pipe(case, shape, rank)
+        for rank in range(case.axes.size)
+    ]
+
+
+def stream_bytes(shape: Shape) -> int:
+    return shape.batch_size * shape.max_seq_len * shape.model_dim * WORD
+
+
+def _cut(case: MeshCase, shape: Shape) -> Cut:
+    schedule = case.options.get("schedule", "1f1b")
+    return Cut.plan(shape.num_layers, case.axes.pp, PipelineOptions.model_validate({"schedule": schedule}))
+
+
+def _held(case: MeshCase, shape: Shape, rank: int) -> float:
+    """Bytes of this rank's parameters, before the data axis cuts them up: weights of blocks and tables, and the vectors."""
+    dim, cut, place = shape.model_dim, _cut(case, shape), case.axes.coords(rank)["pp"]
+    layers = sum(len(cut.layers[stage]) for stage in cut.of(place))
+    first, last = 0 in cut.of(place), len(cut.ranks) - 1 in cut.of(place)
+    matrices, vectors = 12 * dim * dim * layers, 13 * dim * layers  # norms 4, qkv 3, out 1, up 4, down 1
+    columns = 7 * dim * layers  # biases that are dealt out
+    table = VOCABULARY * dim * (first + (last and not first))
+    shared = (matrices + columns + table) / case.axes.tp + vectors - columns
+    return (shared + shape.max_seq_len * dim * first + 2 * dim * last) * WORD
+
+
+def _along_data(case: MeshCase, shape: Shape, rank: int) -> float:
+    """(N-1)/N S for each reduce-scatter and all-gather; across replicas an all-reduce.
+
+    At stage 3 there is one all-gather more than in stages 1 and 2, and in a pipeline one for each micro-batch.
+    """
+    axes, held = case.axes, _held(case, shape, rank)
+    more = case.options.get("num_microbatches") or 1 if case.options.get("fsdp_stage") == 3 else 0
+    passes = 2 + more
+    across = 2 * (axes.replicas - 1) / axes.replicas * held / axes.shards
+    return passes * (axes.shards - 1) / axes.shards * held + across
+
+
+def _along_pipe(case: MeshCase, shape: Shape, rank: int) -> float:
+    """A at every cut that this rank is at; a tied table is summed over both ends."""
+    axes, cut = case.axes, _cut(case, shape)
+    place = axes.coords(rank)["pp"]
+    cuts = [pair for pair in zip(cut.ranks, cut.ranks[1:], strict=False) if pair[0] != pair[1] and place in pair]
+    shards = axes.tp if case.options.get("sequence_parallel", True) else 1
+    ends = {cut.ranks[0], cut.ranks[-1]}
+    tied = VOCABULARY * shape.model_dim * WORD / axes.tp if len(ends) == 2 and place in ends else 0.0
+    if case.options.get("fsdp_stage", 0) >= 2:
+        tied /= axes.shards
+    return len(cuts) * stream_bytes(shape) / shards + tied
+
+
+def _along_tensor(case: MeshCase, shape: Shape, rank: int, gloo: bool) -> float:
+    """Of A: 4 all-reduces a layer, one for the embedding, one for the head; with a sequence axis each is two halves."""
+    axes, cut = case.axes, _cut(case, shape)
+    place = axes.coords(rank)["pp"]
+    layers = sum(len(cut.layers[stage]) for stage in cut.of(place))
+    count = 4 * layers + (0 in cut.of(place)) + (len(cut.ranks) - 1 in cut.of(place))
+    # Over gloo a reduce-scatter is an all-reduce of which a part is kept: 2 instead of 1.
+    halves = 3 if gloo and case.options.get("sequence_parallel", True) else 2
+    return count * halves * (axes.tp - 1) / axes.tp * stream_bytes(shape)
+
+
+# Runs
+
+
+def measure(case: MeshCase, shape: Shape, *, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        counts, run = Path(folder) / "counts", Path(folder) / "run"
+        counts.mkdir()
+        with environment({**child_environment(), counted.FOLDER: str(counts)}):
+            smolcluster.train(
+                TASK,
+                strategy=case.strategy,
+                workers=case.workers,
+                steps=steps,
+                run_dir=run,
+                overrides={**settings(shape), **case.sets()},
+                sinks=[],
+            )
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return compare(case, shape, rows, counts)
+
+
+def settings(shape: Shape) -> dict[str, Any]:
+    return {
+        **shape.sets(),
+        "training.device": "cpu",
+        "training.eval_steps": 0,
+        "training.checkpoint_steps": 0,
+        "logging.log_interval": 1,
+    }
+
+
+def compare(case: MeshCase, shape: Shape, rows: Sequence[Mapping[str, Any]], counts: Path) -> dict[str, Any]:
+    """A row: of the rank that is furthest from what was counted."""
+    said = formula(case, shape)
+    ranks = []
+    for rank in range(case.workers):
+        mine = [row for row in rows if row["rank"] == rank and row["step"] > WARM]
+        span = mine[-1]["step"] - mine[0]["step"]
+        counted_bytes = [(mine[-1][key] - mine[0][key]) / span for key in ("bytes_sent", "bytes_received")]
+        kernel = counted.per_step(counted.read_rows(counts / f"{rank}.txt"), interval=1)
+        ranks.append((said[rank], *counted_bytes, *kernel))
+    worst = max(ranks, key=lambda r: max(r[3] / r[1], r[4] / r[2]))
+    ratio = max(worst[3] / worst[1], worst[4] / worst[2])
+    least = min(min(r[3] / r[1], r[4] / r[2]) for r in ranks)
+    return {
+        "strategy": case.name,
+        "workers": case.workers,
+        "formula": round(worst[0]),
+        "counted": round(worst[1]),
+        "kernel": round(worst[3]),
+        "kernel/counted": ratio,
+        "kernel/formula": max(max(r[3], r[4]) / r[0] for r in ranks),
+        "samples": ranks,
+        "verdict": "met" if ratio <= LIMIT and least > 0.999 else "missed",
+    }

@@ -1,0 +1,174 @@
+"""`smolcluster bench`: what this machine does, measured. `bench scaling`: is another worker worth it?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from smolcluster.observe.events import Event
+    from smolcluster.observe.scaling import Scaling
+
+app = typer.Typer(
+    help="What this machine does, measured with your own configuration.",
+    no_args_is_help=False,
+    invoke_without_command=True,
+    epilog="Example: smolcluster bench scaling gpt --workers 4",
+)
+EXAMPLES = """Examples:
+
+smolcluster bench scaling
+
+smolcluster bench scaling gpt --strategy fsdp --workers 1,2,4 --repeats 5
+
+smolcluster bench scaling my.yaml --weak --override training.batch_size=8
+"""
+
+
+@app.callback()
+def _bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo("smolcluster bench scaling    the same training on 1, 2, 4, ... workers: speed and efficiency")
+        typer.echo("\nEach has --help. Example: smolcluster bench scaling gpt --workers 4")
+
+
+@app.command("scaling", epilog=EXAMPLES)
+def scaling(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG", help="As for `train`: YAML files, built-in names, or a task as file.py:Class."
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="How workers work together; see `smolcluster strategies`.")
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(help="1,2,4: these numbers. 8: 1, 2, 4, 8. Default: up to this machine's cores, 8 at most."),
+    ] = None,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Keep the samples of each worker; otherwise those of a step stay the same.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a run.")] = 20,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them, which do not count.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each size; their median counts.")] = 3,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="CPU threads of each worker. Default: OMP_NUM_THREADS, or the cores shared by the most workers."
+        ),
+    ] = None,
+    plane: Annotated[str | None, typer.Option(help="mesh or elastic. Default: as the strategy needs.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="gloo, nccl or mpi. Default: nccl between GPUs, gloo otherwise.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for scaling.json, scaling.svg and the runs. Default: runs/scaling-bench-<time>."),
+    ] = None,
+) -> int:
+    """Train the same on 1, 2, 4, ... workers of this machine and tell the efficiency of each number.
+
+    efficiency = time on 1 / time on N / N for the same work, or with --weak throughput on N / (N x that of one).
+    Workers are started here, on this machine; on others they cannot be started from here.
+    """
+    from smolcluster.errors import UserError
+    from smolcluster.launch.scaling import THREADS, Request, parse_sizes, run_scaling
+
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UserError(
+            "bench scaling starts its workers itself, and only on this machine: run it without torchrun or srun. On several "
+            "machines, train with each number of ranks by hand and compare tokens_per_s of their summary.json"
+        )
+    cores = os.cpu_count() or 1
+    sizes = parse_sizes(workers or str(min(cores, 8)))
+    if threads is None and THREADS not in os.environ:
+        threads = max(1, cores // max(sizes))  # the same at every size: one worker must not have all cores to itself
+    request = Request(
+        sources=sources or [],
+        overrides=override or [],
+        sets={"strategy.name": strategy, "cluster.plane": plane, "training.seed": seed},
+        backend=backend,
+        sizes=sizes,
+        weak=weak,
+        steps=steps,
+        warmup=warmup,
+        repeats=repeats,
+        threads=threads,
+        folder=_folder(out),
+    )
+    screen = _Progress(len(sizes) * repeats, warmup + steps)
+    try:
+        result = run_scaling(request, told=screen.told)
+    finally:
+        screen.close()
+    return _report(result, request.folder)
+
+
+def _folder(out: Path | None) -> Path:
+    from smolcluster.engine.run_dir import new_run_dir
+    from smolcluster.errors import UserError
+
+    if out is None:
+        return new_run_dir("scaling", "bench").path
+    if (out / "scaling.json").exists():
+        raise UserError(f"{out} has a scaling.json already; choose another --out")
+    return out
+
+
+def _report(result: Scaling, folder: Path) -> int:
+    from rich.console import Console
+
+    from smolcluster.observe.scaling import chart, remarks
+    from smolcluster.observe.text import supports
+
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    for line, style in chart(result, unicode=supports(sys.stdout, "█│")):
+        console.print(line, style=style)
+    for line in remarks(result):
+        typer.echo(line)
+    typer.echo(f"written: {folder / 'scaling.json'}" + (", scaling.svg" if result.measured else ""))
+    if result.status == "interrupted":
+        typer.echo("smolcluster: interrupted; what is above was measured before", err=True)
+        return 130
+    return 0 if result.measured else 1
+
+
+class _Progress:
+    """A line for each run as it begins; on a terminal also how far it is."""
+
+    def __init__(self, runs: int, steps: int) -> None:
+        self._runs, self._steps, self._begun = runs, steps, 0
+        self._bar: Status | None = None
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            self._bar = Console(highlight=False).status("starting")
+            self._bar.start()
+
+    def told(self, name: str, event: Event | None) -> None:
+        from smolcluster.observe.events import StepLogged
+
+        if event is None:
+            self._begun += 1
+            if self._bar is None:
+                typer.echo(f"run {self._begun} of {self._runs}: {name}")
+            else:
+                self._bar.update(f"run {self._begun} of {self._runs}: {name}")
+        elif isinstance(event, StepLogged) and event.rank == 0 and self._bar is not None:
+            self._bar.update(f"run {self._begun} of {self._runs}: {name}, step {event.step} of {self._steps}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,46 @@
+"""Bytes that one exchange moves through one rank, by the algorithm its backend uses: pure arithmetic.
+
+For N ranks, S bytes of the whole and s bytes of one rank's part, sent and received each:
+
+                     ring: nccl, mpi     gloo
+    all_reduce       2 (N-1)/N S         the same
+    reduce_scatter   (N-1)/N S           2 (N-1)/N S     torch sums everything everywhere and keeps a part
+    all_gather       (N-1) s             the same
+    all_to_all       (N-1)/N S           the same
+    broadcast        S once              S to each child of a binomial tree, S from the parent
+    scatter, gather  all parts but its own at the root, s at the others
+
+So over gloo `scatter_sum.py` takes a reduce_scatter as an all_to_all and a sum: half the bytes. Tests hold the
+table against the kernel's counters.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Exchange = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "scatter", "gather"]
+Moved = tuple[int, int]  # sent, received
+
+
+def moved(kind: Exchange, whole_bytes: int, *, rank: int, size: int, backend: str, root: int = 0) -> Moved:
+    """`whole_bytes` is S: of a gather the parts together, of the others what one rank puts in."""
+    others = (size - 1) * whole_bytes // size
+    match kind:
+        case "all_reduce":
+            return 2 * others, 2 * others
+        case "reduce_scatter":
+            return (2 * others, 2 * others) if backend == "gloo" else (others, others)
+        case "all_gather" | "all_to_all":
+            return others, others
+        case "broadcast":
+            copies = num_children((rank - root) % size, size) if backend == "gloo" else int(rank == root)
+            return copies * whole_bytes, 0 if rank == root else whole_bytes
+        case "scatter":
+            return (others, 0) if rank == root else (0, whole_bytes // size)
+        case "gather":
+            return (0, others) if rank == root else (whole_bytes // size, 0)
+
+
+def num_children(place: int, size: int) -> int:
+    """In a binomial tree of `size` places: whoever has it hands it to the place 1, 2, 4, ... further on."""
+    return sum(1 for bit in range(size.bit_length()) if place < 2**bit and place + 2**bit < size)

@@ -1,0 +1,278 @@
+"""The same training on 1, 2, 4, ... workers of this machine, for `smolcluster bench scaling`.
+
+    for each repeat:  for each number of workers:      (the order turns with every repeat, so that drift hits all alike)
+        an ordinary run: warm-up steps, which do not count, then timed ones
+        rows of metrics.jsonl tell what each rank read and how long it took, start-up and evaluation left out
+
+A size that cannot run says why, and the others go on. `scaling.json` and `scaling.svg` are written again after every run:
+whatever ends this, what was measured is there.
+
+Several machines: this can start workers only here. Start the run there by hand for each number of ranks and compare
+`samples_per_s` of their rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.launch.api import run_here
+from smolcluster.launch.outcome import Interrupted
+from smolcluster.launch.prepare import Prepared, prepare
+from smolcluster.observe.events import Event, StepLogged, plain
+from smolcluster.observe.scaling import Sample, Scaling, Size, draw
+
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to run, and how often."""
+
+    sources: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    backend: str | None = None
+    sizes: Sequence[int]
+    weak: bool
+    steps: int
+    warmup: int
+    repeats: int
+    threads: int | None
+    folder: Path
+
+    def prepared(self, size: int, place: str, **more: Any) -> Prepared:
+        """A run of this size that logs few rows, saves nothing and hardly evaluates."""
+        sets = {
+            **self.sets,
+            "cluster.num_workers": size,
+            "training.steps": self.warmup + self.steps,
+            "training.eval_steps": 0,
+            "training.eval_batches": size,
+            "training.checkpoint_steps": 0,
+            "logging.log_interval": self.warmup,
+            "logging.wandb": False,
+            "logging.tensorboard": False,
+            **more,
+        }
+        where = self.folder / "runs" / place
+        return prepare(self.sources, overrides=self.overrides, sets=sets, run_dir=where, backend=self.backend)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """`1,2,3` as it is; `8`: 1, 2, 4, 8; `6`: 1, 2, 4, 6."""
+    try:
+        given = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--workers {text!r} is neither a number nor numbers such as 1,2,4") from None
+    if min(given) < 1:
+        raise UserError(f"--workers {text}: there is no run of {min(given)} workers; give numbers from 1 on")
+    if len(given) > 1:
+        return sorted(set(given))
+    return [2**i for i in range(given[0].bit_length()) if 2**i < given[0]] + given
+
+
+def run_scaling(request: Request, *, told: Callable[[str, Event | None], None]) -> Scaling:
+    """Measure all sizes. `told` hears of every run as it begins (no event), and of its events."""
+    scaling, runs = plan(request)
+    try:
+        with environment({THREADS: str(request.threads)} if request.threads else {}):
+            for repeat in range(request.repeats):
+                for size in scaling.sizes[:: -1 if repeat % 2 else 1]:
+                    if not size.reason:
+                        _measure(request, scaling, size, repeat, runs[size.workers], told)
+        scaling.status = "finished"
+    except (Interrupted, KeyboardInterrupt):
+        scaling.status = "interrupted"
+    write(request.folder, scaling)
+    return scaling
+
+
+def plan(request: Request) -> tuple[Scaling, dict[int, dict[str, Any]]]:
+    """Who works on how much at every size; sizes that cannot be are told why. Wrong input raises."""
+    base = request.prepared(request.sizes[0], "unused")
+    config = base.config
+    batch, name = config.training.batch_size or 1, config.strategy.name
+    unit, units = processors(config.training.device)
+    sizes, runs = [], {}
+    for workers in request.sizes:
+        size = Size(workers=workers, shared=workers > units)
+        try:
+            run = request.prepared(workers, "unused")
+            name = run.config.strategy.name  # one worker may be `single` where more are not
+            size.shards = data_shards(run)
+            size.batch_size = batch_for(batch, workers, size.shards, weak=request.weak)
+            runs[workers] = {"training.batch_size": size.batch_size}
+        except UserError as error:
+            size.reason = str(error)
+        sizes.append(size)
+    if all(size.reason for size in sizes):
+        raise UserError(sizes[0].reason)
+    scaling = Scaling(
+        title=f"{name}, {'weak' if request.weak else 'strong'} scaling on {platform.node()}",
+        weak=request.weak,
+        unit=unit,
+        units=units,
+        sizes=sizes,
+        about={
+            "strategy": name,
+            "plane": base.plane,
+            "host": platform.node(),
+            "threads": request.threads,
+            "steps": request.steps,
+            "warmup": request.warmup,
+            "repeats": request.repeats,
+        },
+    )
+    return scaling, runs
+
+
+def batch_for(batch: int, workers: int, shards: int, *, weak: bool) -> int:
+    """Samples of one data shard. `batch` is what one worker reads alone; pipeline and tensor peers share a shard."""
+    whole = batch * workers if weak else batch
+    if whole % shards:
+        larger = -(-batch // shards) * shards
+        raise UserError(
+            f"a step of {whole} samples cannot be dealt out evenly to {shards} data shards; "
+            f"use --override training.batch_size={larger}, or --weak"
+        )
+    return whole // shards
+
+
+def data_shards(run: Prepared) -> int:
+    """Into how many parts the samples of a step go. Refuses what the strategy cannot do with so many workers."""
+    from smolcluster.strategies.base import Node
+    from smolcluster.strategies.registry import find_strategy, read_options
+
+    strategy = find_strategy(run.config.strategy.name, plane=run.plane)
+    options, _ = read_options(strategy, run.config.strategy)
+    nodes = [Node(name=f"worker-{rank}") for rank in range(run.workers)]
+    return len({seat.shard for seat in strategy.seats(options, nodes) if seat.shard is not None})
+
+
+def processors(device: str | None) -> tuple[str, int]:
+    """What workers compute on here, and how many of them there are."""
+    import torch
+
+    from smolcluster.compute.device import choose_device
+
+    if choose_device(device).type == "cuda":
+        return "GPUs", torch.cuda.device_count()
+    if hasattr(os, "sched_getaffinity"):
+        return "cores", len(os.sched_getaffinity(0))
+    return "cores", os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """For the processes that are started inside."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# One run
+
+
+class Rows:
+    """A sink that keeps the rows of workers."""
+
+    def __init__(self, told: Callable[[Event], None]) -> None:
+        self.rows: list[StepLogged] = []
+        self._told = told
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepLogged) and event.role != "server":
+            self.rows.append(event)
+        self._told(event)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _measure(
+    request: Request,
+    scaling: Scaling,
+    size: Size,
+    repeat: int,
+    sets: Mapping[str, Any],
+    told: Callable[[str, Event | None], None],
+) -> None:
+    name = f"repeat {repeat + 1} of {request.repeats}, {size.workers} worker{'s' * (size.workers > 1)}"
+    told(name, None)
+    sink = Rows(lambda event: told(name, event))
+    try:
+        run = request.prepared(size.workers, f"workers-{size.workers}-repeat-{repeat + 1}", **sets)
+        run_here(run, backend=request.backend, sinks=[sink])
+        sample = sample_of(
+            sink.rows, repeat=repeat + 1, warmup=request.warmup, global_batch=size.shards * size.batch_size
+        )
+        size.samples.append(sample)
+    except Interrupted:
+        raise
+    except SmolclusterError as error:
+        size.reason = str(error)
+        size.samples.clear()  # half a measurement is none
+    write(request.folder, scaling)
+
+
+def sample_of(rows: Sequence[StepLogged], *, repeat: int, warmup: int, global_batch: int) -> Sample:
+    """Throughput after the warm-up, added up over the ranks that count samples."""
+    ranks = sorted({row.rank for row in rows if row.samples > 0})
+    samples_per_s = tokens_per_s = 0.0
+    stretches: list[dict[str, float]] = []
+    for rank in ranks:
+        mine = sorted((row for row in rows if row.rank == rank), key=lambda row: row.step)
+        pairs = [(a, b) for a, b in itertools.pairwise(mine) if a.step >= warmup and b.samples > a.samples]
+        taken = [
+            {
+                "rank": rank,
+                "step": later.step,
+                "samples": later.samples - earlier.samples,
+                "tokens": later.tokens - earlier.tokens,
+                "seconds": (later.samples - earlier.samples) / max(later.samples_per_s, 1e-12),
+            }
+            for earlier, later in pairs
+        ]
+        if not taken:
+            raise SmolclusterError(f"rank {rank} has logged no step after the warm-up of {warmup}; take more --steps")
+        seconds = sum(stretch["seconds"] for stretch in taken)
+        samples_per_s += sum(stretch["samples"] for stretch in taken) / seconds
+        tokens_per_s += sum(stretch["tokens"] for stretch in taken) / seconds
+        stretches += taken
+    if not ranks:
+        raise SmolclusterError("no worker has logged a row")
+    return Sample(
+        repeat=repeat,
+        samples_per_s=samples_per_s,
+        tokens_per_s=tokens_per_s,
+        steps_per_s=samples_per_s / global_batch,
+        stretches=stretches,
+    )
+
+
+def write(folder: Path, scaling: Scaling) -> None:
+    """Both files anew; a reader sees the old or the new, never half of one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"scaling.json": json.dumps(plain(scaling.to_dict()), indent=1) + "\n"}
+    if scaling.measured:
+        texts["scaling.svg"] = draw(scaling)
+    for name, text in texts.items():
+        part = folder / f".{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)
