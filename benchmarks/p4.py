@@ -161,16 +161,19 @@ def _named(name: str, loss: float, stopped: dict[str, list[float]], limit_s: flo
 
 def _add_named(measured: Measured, names: Sequence[str], stopped: dict[str, list[float]], limit_s: float) -> None:
     """How much sooner or later, and who was stopped before the loss was there."""
-    measured.comparison.parameters["named_times_sooner"] = {name: 1 / measured.ratio(name, DDP) for name in names}
-    measured.comparison.parameters["not_reached"] = stopped  # the losses at which they were stopped
+    parameters = measured.comparison.parameters
+    parameters["named_times_sooner"] = {name: 1 / measured.ratio(name, DDP) for name in names}
+    parameters["not_reached"] = {"limit_s": limit_s, "losses": stopped}
     for name in names:
-        print(f"  {name:<18} {1 / measured.ratio(name, DDP):.2f} x sooner", flush=True)
         if name in stopped:
             last = ", ".join(f"{loss:.3f}" for loss in stopped[name])
             print(
-                f"  {name:<18} not reached in {LIMIT_S:g} s or {STEPS} steps: stopped at a loss of {last}", flush=True
+                f"  {name:<18} not reached in {limit_s:g} s or {STEPS} steps: stopped at a loss of {last}", flush=True
             )
-    print(flush=True)
+        else:
+            print(f"  {name:<18} {parameters['named_times_sooner'][name]:.2f} x as soon as DDP", flush=True)
+    if names:
+        print(flush=True)
 
 
 def reached(curve: Curve, loss: float) -> bool:
