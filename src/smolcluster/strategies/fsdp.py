@@ -14,7 +14,9 @@
 
 HYBRID_SHARD is stage 3 inside a group of `shard_size` workers, replicated across groups.
 
-Memory of a worker, with AdamW in fp32 and P parameters: 16 P; 8 P + 8 P/N; 4 P + 12 P/N; 16 P/N.
+Memory of a worker, with AdamW in fp32 and P parameters, in bytes: 16 P; 8 P + 8 P/N; 4 P + 16 P/N; 16 P/N. ZeRO's own stage 2
+has 4 P + 12 P/N: FSDP2 keeps its pieces beside the whole parameters for as long as it uses those. In bf16 stage 2 gathers two
+bytes for each: 2 P + 16 P/N. Stage 3 holds a few whole blocks beside this while it computes.
 
 Stage 1 deals whole parameters out (`shards.py`): each has one owner, who alone updates it and hands it out. Stages 2 and 3 are
 torch's FSDP2, with one group of pieces for each block of the model.
@@ -26,8 +28,8 @@ Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel",
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -97,7 +99,7 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     if options.fsdp_stage == 0:
         return Summed(group, bucket_bytes=int(options.bucket_mb * 2**20), weight=weight)
     if options.fsdp_stage == 1:
-        return Owned(group, weight=weight)
+        return Owned(group, bucket_bytes=int(options.bucket_mb * 2**20), weight=weight)
     assert mesh is not None
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
     context = strategy.context
@@ -145,27 +147,30 @@ class Summed(Exchange):
 
 
 class Owned(Exchange):
-    """Stage 1. Row r of a flat buffer takes the gradients that rank r owns; shares are padded to the largest."""
+    """Stage 1. Gradients go to the owners of their parameters and updated parameters come back, a buffer full at a time.
+
+    Row r of the buffer takes what rank r owns; shares are padded to the largest. Sums are put where the owner's own gradients
+    were, so that beside them there is only the buffer.
+    """
 
     owners = True
 
-    def __init__(self, group: Group, *, weight: float) -> None:
+    def __init__(self, group: Group, *, bucket_bytes: int, weight: float) -> None:
         super().__init__(weight)
-        self._group = group
+        self._group, self._bucket_bytes = group, bucket_bytes
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        parts = [local(p.detach()) for p in replica.parameters]
-        self._owner = owners([part.numel() for part in parts], self._group.size)
-        self._dealt = [
-            [p for p, owner in zip(replica.parameters, self._owner, strict=True) if owner == place]
-            for place in range(self._group.size)
-        ]
-        self._own = set(self._dealt[self._group.rank])
-        width = max(sum(local(p.detach()).numel() for p in dealt) for dealt in self._dealt)
-        home = self._group.buffer_device(parts[0].device)
+        group, parts = self._group, [local(p.detach()) for p in replica.parameters]
+        owner = owners([part.numel() for part in parts], group.size)
+        self._own = {p for p, place in zip(replica.parameters, owner, strict=True) if place == group.rank}
+        shares = [[i for i, place in enumerate(owner) if place == rank] for rank in range(group.size)]
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))  # nothing is rounded on its way
-        self._rows = torch.zeros(self._group.size, width, dtype=dtype, device=home)
+        longest = max(sum(parts[i].numel() for i in share) for share in shares)
+        width = max(1, min(longest, self._bucket_bytes // (group.size * dtype.itemsize)))
+        self._turns = deal_turns([[(i, parts[i].numel()) for i in share] for share in shares], width)
+        home = group.buffer_device(parts[0].device)
+        self._buffer = torch.zeros(group.size * width, dtype=dtype, device=home)
         self._row = torch.zeros(width, dtype=dtype, device=home)
 
     def updates(self, parameter: nn.Parameter) -> bool:
@@ -173,24 +178,87 @@ class Owned(Exchange):
 
     @torch.no_grad()
     def finish(self) -> None:
-        for row, dealt in zip(self._rows, self._dealt, strict=True):
-            for view, parameter in _views(row, dealt):
-                mine = gradient(parameter)
-                view.zero_() if mine is None else view.copy_(mine * self._weight)
+        parameters, me = self._replica.parameters, self._group.rank
+        gradients = [self._flat_gradient(p) for p in parameters]
+        for rows, row, pieces in self._each_turn():
+            for piece in pieces:
+                there, flat = rows[piece.owner, piece.at : piece.at + piece.count], gradients[piece.parameter]
+                there.zero_() if flat is None else there.copy_(piece.of(flat)).mul_(self._weight)
+            self._group.reduce_scatter(row, rows.view(-1)).wait()
+            for piece in pieces:
+                if piece.owner == me:
+                    flat = gradients[piece.parameter]
+                    assert flat is not None
+                    piece.of(flat).copy_(row[piece.at : piece.at + piece.count])
+        for parameter in parameters:
+            if parameter not in self._own:
                 parameter.grad = None
-        self._group.reduce_scatter(self._row, self._rows.view(-1)).wait()
-        for view, parameter in _views(self._row, self._dealt[self._group.rank]):
-            parameter.grad = like(parameter, view.to(parameter.device, parameter.dtype))
+
+    def _flat_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """As one row that shares its memory; an owner has one in any case."""
+        mine = gradient(parameter)
+        if mine is None and parameter in self._own:
+            mine = torch.zeros_like(local(parameter.detach()))
+            parameter.grad = like(parameter, mine)
+        if mine is not None and not mine.is_contiguous():
+            mine = mine.contiguous()
+            parameter.grad = like(parameter, mine)
+        return None if mine is None else mine.view(-1)
 
     @torch.no_grad()
     def hand_out(self) -> None:
-        for view, parameter in _views(self._row, self._dealt[self._group.rank]):
-            view.copy_(local(parameter.detach()))
-        self._group.all_gather(self._rows.view(-1), self._row).wait()
-        for row, dealt in zip(self._rows, self._dealt, strict=True):
-            for view, parameter in _views(row, dealt):
-                if parameter not in self._own:
-                    local(parameter.detach()).copy_(view)
+        parts, me = [_in_order(local(p.detach())) for p in self._replica.parameters], self._group.rank
+        for rows, row, pieces in self._each_turn():
+            for piece in pieces:
+                if piece.owner == me:
+                    row[piece.at : piece.at + piece.count].copy_(piece.of(parts[piece.parameter]))
+            self._group.all_gather(rows.view(-1), row).wait()
+            for piece in pieces:
+                if piece.owner != me:
+                    piece.of(parts[piece.parameter]).copy_(rows[piece.owner, piece.at : piece.at + piece.count])
+
+    def _each_turn(self) -> Iterator[tuple[Tensor, Tensor, list[Piece]]]:
+        for width, pieces in self._turns:
+            yield self._buffer[: self._group.size * width].view(-1, width), self._row[:width], pieces
+
+
+class Piece(NamedTuple):
+    """A stretch of a flat parameter, and its place in the row of its owner."""
+
+    owner: int
+    at: int
+    parameter: int
+    first: int
+    count: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.first : self.first + self.count]
+
+
+def deal_turns(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[tuple[int, list[Piece]]]:
+    """What goes into rows of `width` numbers, turn by turn, until the longest share is through.
+
+    A share lists its parameters, each with its number and its length. The rows of the last turn are as long as it needs.
+    """
+    longest = max(sum(length for _, length in share) for share in shares)
+    turns: list[tuple[int, list[Piece]]] = [
+        (min(width, longest - first), []) for first in range(0, max(longest, 1), width)
+    ]
+    for owner, share in enumerate(shares):
+        place = 0  # in the whole share
+        for parameter, length in share:
+            done = 0
+            while done < length:
+                turn, at = divmod(place, width)
+                count = min(length - done, width - at)
+                turns[turn][1].append(Piece(owner, at, parameter, done, count))
+                done, place = done + count, place + count
+    return turns
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """All its numbers as one row that shares its memory, in the order they lie there, which is the same on every rank."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 class Sharded(Exchange):
@@ -275,13 +343,3 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
     longest = max(lists, key=len, default=None)
     return list(longest.children()) if longest is not None else []
-
-
-def _views(row: Tensor, parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Parameter]]:
-    """Where in a row each parameter has its place."""
-    found, offset = [], 0
-    for parameter in parameters:
-        part = local(parameter.detach())
-        found.append((row[offset : offset + part.numel()].view(part.shape), parameter))
-        offset += part.numel()
-    return found

@@ -21,9 +21,9 @@ from torch import nn
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors
 from smolcluster.strategies.fsdp import FSDPOptions, make_exchange
-from smolcluster.strategies.parallel import Exchange, Parallel
-from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe
-from smolcluster.strategies.tensor import Fusions, share_out
+from smolcluster.strategies.parallel import Exchange, Parallel, Shapes
+from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe, parts_of_ranks
+from smolcluster.strategies.tensor import Fusions, share_out, shared_shapes
 
 
 class MeshOptions(PipelineOptions, FSDPOptions):
@@ -60,6 +60,10 @@ class Mesh(Parallel):
         if dp % shards:
             raise UserError(f"strategy.shard_size = {shards} does not divide dp {dp}; try {divisors(dp)}")
         return Axes(pp=pp, replicas=dp // shards, shards=shards, tp=tp)
+
+    @classmethod
+    def parts(cls, options: MeshOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
+        return [shared_shapes(model, part, axes.tp) for part in parts_of_ranks(options, model, axes.pp)]
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)

@@ -26,11 +26,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from smolcluster.comm.group import Group, collect_tensors
 from smolcluster.comm.sharded import copies, gradient, like, local, part_of, whole
+from smolcluster.compute.precision import DTYPES
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
@@ -56,11 +58,12 @@ if TYPE_CHECKING:
     from smolcluster.strategies.pipeline import Pipe
     from smolcluster.strategies.tensor import Fusions
 
+Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 COPY = "@copy"  # ends the name of a weight that another stage of this rank has too
 
 
 class ParallelOptions(Options):
-    bucket_mb: float = Field(25.0, gt=0, description="stage 0: gradients travel in buckets of this size")
+    bucket_mb: float = Field(25.0, gt=0, description="stages 0, 1: gradients travel in buckets of this size")
     sequence_parallel: bool = Field(True, description="tensor: the stream between layers is cut along the sequence")
 
 
@@ -114,25 +117,41 @@ class Parallel(Strategy):
         return 0
 
     @classmethod
+    def parts(cls, options: Any, model: nn.Module, axes: Axes) -> list[Shapes]:
+        """The parameters of each rank along pp, by name, before they are cut up along dp."""
+        return [{name: tuple(p.shape) for name, p in model.named_parameters()}]
+
+    @classmethod
     def cost(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        """Of a rank, where layers are dealt out evenly. Only the data axis has bytes that do not depend on the samples."""
+        """Only the data axis has bytes that do not depend on the samples. Without shapes, as if all were dealt out evenly."""
         axes, stage = cls.axes(options, len(nodes)), cls.stage(options)
-        size, dp, shards = shape.parameters * shape.bytes_per_parameter // (axes.tp * axes.pp), axes.dp, axes.shards
-        if stage < 2:
-            moved = 2 * (dp - 1) * size // dp
+        dp, shards, each = axes.dp, axes.shards, shape.bytes_per_parameter
+        tensors: Sequence[Sequence[int]] = shape.tensors if axes.tp == axes.pp == 1 else ()
+        if shape.model is not None:  # of the rank that has most
+            parts = [list(part.values()) for part in cls.parts(options, shape.model, axes)]
+            tensors = max(parts, key=lambda part: sum(map(math.prod, part)))
+        count = sum(map(math.prod, tensors)) or shape.parameters // (axes.tp * axes.pp)
+        piece = sum(-(-t[0] // shards) * math.prod(t[1:]) if t else 1 for t in tensors) or -(-count // shards)
+        owned = largest_share(list(map(math.prod, tensors)), dp) if tensors else -(-count // dp)
+        if dp == 1:
+            moved = 0
+        elif stage < 2:
+            moved = 2 * (dp - 1) * (owned * each if stage == 1 else count * each // dp)
         else:
-            moved = stage * (shards - 1) * size // shards  # stage 3 gathers once more, for backward
-            moved += 2 * (axes.replicas - 1) * size // (axes.replicas * shards)
-        if stage == 1 and axes.tp == axes.pp == 1 and shape.tensors:
-            moved = 2 * (dp - 1) * largest_share(list(map(math.prod, shape.tensors)), dp) * shape.bytes_per_parameter
+            moved = stage * (shards - 1) * count * each // shards  # stage 3 gathers once more, for backward
+            moved += 2 * (axes.replicas - 1) * count * each // (axes.replicas * shards)
+        cut = stage >= 2 and dp > 1
+        dtype = getattr(options, "param_dtype", None)
+        used = min(each, shape.used_bytes if dtype is None else DTYPES[dtype].itemsize)
         return Cost(
-            parameter_bytes=size // shards if stage == 3 else size,
-            gradient_bytes=size // shards if stage >= 2 else size,
-            optimizer_bytes=size * shape.optimizer_states // (shards if stage >= 1 else 1),
+            parameter_bytes=(piece * each + (count * used if stage == 2 else 0)) if cut else count * each,
+            gradient_bytes=(piece if cut else count) * each,
+            optimizer_bytes=(piece if cut else owned if stage == 1 and dp > 1 else count) * each * shape.optimizer_states,
             bytes_sent=moved,
             bytes_received=moved,
             messages=(stage if stage >= 2 else 2) * (dp - 1),
             activations_travel=axes.tp > 1 or axes.pp > 1,
+            offloaded=cut and getattr(options, "cpu_offload", False),
         )
 
     @classmethod
@@ -192,7 +211,8 @@ class Parallel(Strategy):
         lengths = {name: length for name, length in lengths.items() if length > 1}
         if not lengths:
             return None
-        return init_device_mesh(self.context.device.type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
+        with unset_fake_temporarily():  # in a rehearsal: who sits where is real there too
+            return init_device_mesh(self.context.device.type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
 
     def _line(self, axis: str) -> Group:
         """The ranks along one axis that this one belongs to. Every rank makes all of them."""

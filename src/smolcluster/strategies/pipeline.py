@@ -49,7 +49,7 @@ from smolcluster.compute.replica import Batch, to_device
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.axes import Axes, divisors
 from smolcluster.strategies.base import Context, Drawing
-from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions
+from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions, Shapes
 from smolcluster.strategies.timeline import Worked, draw, expected_idle, idle_share
 from smolcluster.tasks.base import Task
 
@@ -90,6 +90,10 @@ class Pipeline(Parallel):
     def axes(cls, options: PipelineOptions, num_ranks: int) -> Axes:
         check_schedule(options)
         return Axes(pp=num_ranks)
+
+    @classmethod
+    def parts(cls, options: PipelineOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
+        return parts_of_ranks(options, model, axes.pp)
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)
@@ -193,6 +197,19 @@ def stage_of(model: nn.Module, layers: range, *, first: bool, last: bool) -> nn.
             part.add_module(name, model._modules[name])
         return part
     found: nn.Module = model.stage(layers, first=first, last=last)  # type: ignore[operator]
+    return found
+
+
+def parts_of_ranks(options: PipelineOptions, model: nn.Module, num_ranks: int) -> list[Shapes]:
+    """The parameters of each rank, by name. The model may be on the meta device."""
+    if num_ranks == 1:
+        return [{name: tuple(p.shape) for name, p in model.named_parameters()}]
+    cut = Cut.plan(num_layers_of(model), num_ranks, options)
+    last = len(cut.layers) - 1
+    found = []
+    for rank in range(num_ranks):
+        stages = [stage_of(model, cut.layers[i], first=i == 0, last=i == last) for i in cut.of(rank)]
+        found.append({name: tuple(p.shape) for name, p in _marked(stage.named_parameters() for stage in stages)})
     return found
 
 
@@ -424,8 +441,8 @@ class Pipe:
             model = self._task.model()
             stages = [self._stage(model, index) for index in range(len(self.cut.layers))]
             states = [stage.state_dict() for stage in stages]
-        with FakeTensorMode() as fake, autocast(self._task.config.training.precision, device):
-            found = [inputs_of(self._task, tree_map_only(Tensor, fake.from_tensor, part))]
+        with FakeTensorMode(), autocast(self._task.config.training.precision, device):
+            found = [inputs_of(self._task, tree_map_only(Tensor, _alike, part))]
             for stage, state in zip(stages, states, strict=True):
                 tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in state.items()}
                 output = functional_call(stage, tensors, found[-1])
@@ -525,6 +542,10 @@ def _length(part: Any) -> int:
     lengths: list[int] = []
     tree_map_only(Tensor, lambda t: lengths.append(len(t)), part)
     return lengths[0]
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _travelling(tensor: Tensor, shards: int) -> Tensor:

@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import (
 
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.parallel import Parallel, ParallelOptions
+from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions, Shapes
 
 
 class TensorOptions(ParallelOptions):
@@ -66,6 +66,10 @@ class TensorParallel(Parallel):
             )
         return Axes(tp=tp)
 
+    @classmethod
+    def parts(cls, options: TensorOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
+        return [shared_shapes(model, part, axes.tp) for part in super().parts(options, model, axes)]
+
     def share_out(self, model: nn.Module) -> Fusions | None:
         return share_out(self, model)
 
@@ -76,17 +80,8 @@ def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
         return None
     assert strategy.mesh is not None
     mesh, sequence_parallel = strategy.mesh["tp"], strategy.options.sequence_parallel
-    table = getattr(model, "tensor_styles", None)
-    if table is None:
-        raise UserError(
-            f"{type(model).__name__} cannot be shared out by tensors: it has no tensor_styles(), "
-            "a table of module names and styles; use fsdp or pipeline, or write one as in models/gpt_tensor.py"
-        )
-    said = table()
     size = mesh.size()
-    for what, number in said["must_divide"].items():
-        if number % size:
-            raise UserError(f"tp = {size} does not divide {number} {what}; try {divisors(number)}")
+    said = _table(model, size)
     fusions = Fusions(said["fused"], size)
     for name, parameter in model.named_parameters():
         fusions.arrange_(name, parameter)
@@ -101,6 +96,35 @@ def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
         raise UserError(f"tensor_styles() of {type(model).__name__} says nothing about {left[0]}")
     model.shared_out(size, sequence_parallel=sequence_parallel)  # type: ignore[operator]
     return fusions
+
+
+def _table(model: nn.Module, size: int) -> dict[str, Any]:
+    """What the model says of itself, if it can be shared out to so many."""
+    table = getattr(model, "tensor_styles", None)
+    if table is None:
+        raise UserError(
+            f"{type(model).__name__} cannot be shared out by tensors: it has no tensor_styles(), "
+            "a table of module names and styles; use fsdp or pipeline, or write one as in models/gpt_tensor.py"
+        )
+    said: dict[str, Any] = table()
+    for what, number in said["must_divide"].items():
+        if number % size:
+            raise UserError(f"tp = {size} does not divide {number} {what}; try {divisors(number)}")
+    return said
+
+
+def shared_shapes(model: nn.Module, part: Shapes, size: int) -> Shapes:
+    """What of these parameters the first rank has."""
+    if size == 1:
+        return part
+    said = _table(model, size)
+    found: Shapes = {}
+    for name, shape in part.items():
+        module = name.removesuffix(COPY).rpartition(".")[0]
+        style = next((s for p, s in said["styles"].items() if fnmatch.fnmatchcase(module, p)), "")
+        dim = {"columns": 0, "vocabulary": 0, "vocabulary head": 0, "rows": 1}.get(style, len(shape))
+        found[name] = tuple(-(-n // size) if d == dim else n for d, n in enumerate(shape))
+    return found
 
 
 class Fusions:
