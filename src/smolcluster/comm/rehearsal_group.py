@@ -5,6 +5,7 @@ For rehearsals: to run a strategy's own code for any rank of any number, in one 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ class RehearsalGroup(Group):
         return Done()
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        if tensor.device.type == "cpu":
+            tensor.clone()  # gloo works on a copy, and that takes memory too
         return Done()
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -61,6 +64,7 @@ def rehearsal_world(rank: int, size: int) -> Iterator[RehearsalGroup]:
     """What torch's own engine asks for too: a process group whose collectives do nothing."""
     if dist.is_initialized():
         raise SmolclusterError("a rehearsal needs a process that belongs to no group")
+    hook = sys.excepthook  # torch marks what goes wrong with the rank, and would go on doing so
     if size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -68,5 +72,21 @@ def rehearsal_world(rank: int, size: int) -> Iterator[RehearsalGroup]:
     try:
         yield RehearsalGroup(range(size), rank)
     finally:
+        sys.excepthook = hook
         if size > 1:
             dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what it has worked out for a mesh, and takes the next one of this shape for the same."""
+    from torch.distributed.tensor import debug
+
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+    ):
+        clear = getattr(debug, name, None)  # which of them there are depends on the version
+        if clear is not None:
+            clear()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -51,23 +51,24 @@ class Peak:
     each: Held  # the most of each kind, at whatever moment that was
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Open it with `with`. Storages of other kinds of devices are left out."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
         self._numbers: dict[int, int] = {}  # of the storages that live, by their address
         self._sizes: list[int] = []  # of every storage, by number
         self._entries: list[tuple[int, int]] = []  # number, bytes more or less
         self._kinds: dict[int, Kind] = {}
         self._refs: dict[int, weakref.ref[Any]] = {}
-        self._fake: Any = None
+        self.fake: Any = None
+        self.attention = False  # whether torch's own attention was asked for
 
     # Writing
 
-    def __enter__(self) -> Ledger:
-        self._fake = active_fake_mode()
+    def __enter__(self) -> Self:
+        self.fake = active_fake_mode()
         self._resize = resize = torch.UntypedStorage.resize_
 
         def noticed(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
@@ -77,12 +78,12 @@ class Ledger(TorchDispatchMode):
                 self._set(number, self._rounded(storage.nbytes()))
             return result
 
-        torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign]
-        super().__enter__()
+        torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     @classmethod
@@ -94,15 +95,16 @@ class Ledger(TorchDispatchMode):
             return args[0].fake_device  # asked for more often than anything else
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # made of other tensors, as a DTensor is: those will come by themselves
+        self.attention = self.attention or func.__name__.startswith("_scaled_dot_product")
         result = self.answer(func, types, args, kwargs or {})
-        if active_fake_mode() is self._fake:  # and not in one of DTensor's own, which only asks for shapes
+        if active_fake_mode() is self.fake:  # and not in one of DTensor's own, which only asks for shapes
             for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.note(leaf)
         return result
 
     def answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self._fake is not None and func is torch.ops._c10d_functional.wait_tensor.default:
+        if self.fake is not None and func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # on fake tensors it would copy, which it does not do on real ones
         return func(*args, **kwargs)
 

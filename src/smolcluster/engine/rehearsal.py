@@ -13,7 +13,6 @@ and a model whose shapes depend on them raises `CannotRehearse`.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,14 +20,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from smolcluster.comm.rehearsal_group import rehearsal_world
-from smolcluster.compute.ledger import Ledger, Peak
+from smolcluster.compute.ledger import Held, Ledger, Peak
 from smolcluster.compute.replica import Batch
 from smolcluster.config.schema import Config
+from smolcluster.engine.no_memory import NoMemory, no_vote, quietly
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Context, Node, Seat, Strategy
 from smolcluster.tasks.base import Task
@@ -54,6 +56,7 @@ class Way(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
     start: int  # the most bytes while the model was built and cut up
+    states: Held  # at the end of a step, when its gradients are complete and nothing else is there
     ways: dict[Way, Peak]  # of a step, when the optimizer has its state
 
 
@@ -68,19 +71,6 @@ class Scene:
     nodes: Sequence[Node]
     seats: Sequence[Seat]
     device: torch.device
-
-
-class _Rehearsing(Ledger):
-    """Numbers that are read from tensors without memory are zero."""
-
-    def answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            if args[0].constant is None:
-                return False if args[0].dtype == torch.bool else 0.0 if args[0].dtype.is_floating_point else 0
-        elif FakeTensor not in types and any(isinstance(arg, Tensor) for arg in args):
-            with unset_fake_temporarily():  # who sits where, for one, is real
-                return func(*args, **kwargs)
-        return super().answer(func, types, args, kwargs)
 
 
 class _Staged(Task):
@@ -116,10 +106,10 @@ def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Way]) -> Rehe
 
     with (
         rehearsal_world(rank, size) as group,
-        _quietly(),
-        _no_vote(),
+        quietly(),
+        no_vote(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        _Rehearsing(scene.device) as ledger,
+        NoMemory(scene.device) as ledger,
     ):
         context = Context(
             config=_without_values(scene.config),
@@ -136,51 +126,64 @@ def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Way]) -> Rehe
             return _run(scene, context, ledger, part, ways)
         except SmolclusterError:
             raise
-        except Exception as error:  # torch or the model's own code, on tensors that have no values: it may raise anything
+        except Exception as error:  # torch, or the model's own code: on tensors without values it may raise anything
             log.debug("the rehearsal failed", exc_info=error)
             raise CannotRehearse(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
 
 
 def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequence[Way]) -> Rehearsed:
-    """`setup`, then a step for each way."""
     part = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=scene.device), part)
     parts = [part] * min(2, context.config.training.grad_accumulation)  # a third would be as the second
     strategy = scene.strategy(scene.options, context)
     strategy.setup(_Staged(scene.task, scene.device))
+    # DTensor works out shapes the first time, on tensors that count here and have no memory in a run.
+    warm = any(isinstance(parameter, DTensor) for parameter in strategy.model.parameters())
+    return perform(strategy, ledger, parts, ways, warm=warm)
+
+
+def perform(
+    strategy: Strategy, ledger: Ledger, parts: Sequence[Any], ways: Sequence[Way], *, warm: bool = False
+) -> Rehearsed:
+    """A step for each way, of a strategy that was set up while `ledger` was open. The tensors may as well be real.
+
+    A way that would change nothing is not gone: the model recomputes nothing by itself, or has no attention.
+    """
     start = ledger.peak().at.total
-    States(strategy, ledger)
+    states = States(strategy.model, strategy.replica.optimizer, ledger)  # type: ignore[attr-defined]
+    offers = any(_offers_checkpointing(module) for module in strategy.model.modules())
     found: dict[Way, Peak] = {}
-    tensor_parallel = "tp" in context.seat.coords and any(seat.coords["tp"] for seat in scene.seats)
-    for number, way in enumerate([*ways[: int(tensor_parallel)], *ways]):  # DTensor asks for shapes the first time
+    for number, way in enumerate([*ways[: int(warm)], *ways]):
+        if (way.checkpointing and not offers) or (way.plain_attention and number > 0 and not ledger.attention):
+            continue
         since = ledger.place
         with _in_this_way(strategy.model, way):
             strategy.step(Batch(parts=parts, samples=len(parts), tokens=0, step=number + 1))
         found[way] = ledger.peak(since, settled=True)
-    return Rehearsed(start=start, ways=found)
+    return Rehearsed(start=start, states=states.held, ways=found)
 
 
 class States:
-    """Tells a ledger which storages are a strategy's parameters, gradients and optimizer state, as they come."""
+    """Tells a ledger which storages are a model's parameters, gradients and optimizer state, as they come."""
 
-    def __init__(self, strategy: Strategy, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._model = strategy.model
-        self._optimizer: torch.optim.Optimizer = strategy.replica.optimizer  # type: ignore[attr-defined]
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+        self._model, self._optimizer, self._ledger = model, optimizer, ledger
+        self.held = Held()  # after the last update, with its gradients
         self._label_parameters()
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
         for module in self._model.modules():
-            module.register_forward_pre_hook(self._is_used)
+            if isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(self._is_gathered)
         self._optimizer.register_step_post_hook(self._updated)
 
     def _label_parameters(self) -> None:
         self._ledger.label(self._model.parameters(), "parameters")
         self._ledger.label(self._model.buffers(), "parameters")
 
-    def _is_used(self, module: nn.Module, _: Any) -> None:
-        """Parameters that were in pieces have been gathered."""
-        self._ledger.label(module.parameters(recurse=False), "parameters")
+    def _is_gathered(self, module: nn.Module, _: Any) -> None:
+        """Parameters that were in pieces are whole for a while."""
+        self._ledger.label(module.parameters(), "parameters")
 
     def _has_gradient(self, parameter: Tensor) -> None:
         self._ledger.label([parameter.grad], "gradients")
@@ -190,12 +193,17 @@ class States:
         self._ledger.label((p.grad for p in self._model.parameters()), "gradients")
         tensors = (value for state in self._optimizer.state.values() for value in state.values())
         self._ledger.label((t for t in tensors if isinstance(t, Tensor)), "optimizer")
+        self.held = self._ledger.now
+
+
+def _offers_checkpointing(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "gradient_checkpointing", None), bool)
 
 
 @contextmanager
 def _in_this_way(model: nn.Module, way: Way) -> Iterator[None]:
     for module in model.modules():
-        if isinstance(getattr(module, "gradient_checkpointing", None), bool):
+        if _offers_checkpointing(module):
             setattr(module, "gradient_checkpointing", way.checkpointing)  # noqa: B010 - not every module has it
     attention: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if way.plain_attention else nullcontext()
     with attention:
@@ -214,31 +222,3 @@ def _without_values(config: Config) -> Config:
 def _samples_per_step(scene: Scene) -> list[int]:
     shards = {s.shard: scene.nodes[s.rank].batch_size for s in scene.seats if s.shard is not None}
     return [shards[shard] * scene.config.training.grad_accumulation for shard in sorted(shards)]
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """torch warns of much that does not matter here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def _no_vote() -> Iterator[None]:
-    """Newer pipeline stages ask each other whether all shapes are known. They are."""
-    from torch.distributed.pipelining import PipelineStage
-
-    asked = getattr(PipelineStage, "_warmup_backward_result", None)
-    if asked is None:
-        yield
-        return
-
-    def all_known(stage: Any, received_result: Tensor | None = None) -> Tensor:
-        return torch.tensor([1], dtype=torch.int32)
-
-    PipelineStage._warmup_backward_result = all_known
-    try:
-        yield
-    finally:
-        PipelineStage._warmup_backward_result = asked

@@ -222,6 +222,11 @@ class Strategy(ABC):
         """What a step costs a worker."""
 
     @classmethod
+    def costs(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> list[Cost]:
+        """The same of every worker, in rank order, where they differ."""
+        return [cls.cost(options, shape, nodes)] * len(nodes)
+
+    @classmethod
     def server_cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost | None:
         """What a step costs the server, where there is one that holds a model."""
         return None

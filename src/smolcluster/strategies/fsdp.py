@@ -167,7 +167,9 @@ class Owned(Exchange):
         shares = [[i for i, place in enumerate(owner) if place == rank] for rank in range(group.size)]
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))  # nothing is rounded on its way
         longest = max(sum(parts[i].numel() for i in share) for share in shares)
-        width = max(1, min(longest, self._bucket_bytes // (group.size * dtype.itemsize)))
+        width = max(
+            1, min(longest, self._bucket_bytes // (2 * group.size * dtype.itemsize))
+        )  # gloo works on a copy of it
         self._turns = deal_turns([[(i, parts[i].numel()) for i in share] for share in shares], width)
         home = group.buffer_device(parts[0].device)
         self._buffer = torch.zeros(group.size * width, dtype=dtype, device=home)
@@ -182,14 +184,14 @@ class Owned(Exchange):
         gradients = [self._flat_gradient(p) for p in parameters]
         for rows, row, pieces in self._each_turn():
             for piece in pieces:
-                there, flat = rows[piece.owner, piece.at : piece.at + piece.count], gradients[piece.parameter]
+                there, flat = rows[piece.owner, piece.at : piece.at + piece.length], gradients[piece.parameter]
                 there.zero_() if flat is None else there.copy_(piece.of(flat)).mul_(self._weight)
             self._group.reduce_scatter(row, rows.view(-1)).wait()
             for piece in pieces:
                 if piece.owner == me:
                     flat = gradients[piece.parameter]
                     assert flat is not None
-                    piece.of(flat).copy_(row[piece.at : piece.at + piece.count])
+                    piece.of(flat).copy_(row[piece.at : piece.at + piece.length])
         for parameter in parameters:
             if parameter not in self._own:
                 parameter.grad = None
@@ -211,11 +213,11 @@ class Owned(Exchange):
         for rows, row, pieces in self._each_turn():
             for piece in pieces:
                 if piece.owner == me:
-                    row[piece.at : piece.at + piece.count].copy_(piece.of(parts[piece.parameter]))
+                    row[piece.at : piece.at + piece.length].copy_(piece.of(parts[piece.parameter]))
             self._group.all_gather(rows.view(-1), row).wait()
             for piece in pieces:
                 if piece.owner != me:
-                    piece.of(parts[piece.parameter]).copy_(rows[piece.owner, piece.at : piece.at + piece.count])
+                    piece.of(parts[piece.parameter]).copy_(rows[piece.owner, piece.at : piece.at + piece.length])
 
     def _each_turn(self) -> Iterator[tuple[Tensor, Tensor, list[Piece]]]:
         for width, pieces in self._turns:
@@ -229,10 +231,10 @@ class Piece(NamedTuple):
     at: int
     parameter: int
     first: int
-    count: int
+    length: int
 
     def of(self, flat: Tensor) -> Tensor:
-        return flat[self.first : self.first + self.count]
+        return flat[self.first : self.first + self.length]
 
 
 def deal_turns(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[tuple[int, list[Piece]]]:

@@ -123,35 +123,52 @@ class Parallel(Strategy):
 
     @classmethod
     def cost(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        """Only the data axis has bytes that do not depend on the samples. Without shapes, as if all were dealt out evenly."""
-        axes, stage = cls.axes(options, len(nodes)), cls.stage(options)
+        return max(cls.costs(options, shape, nodes), key=lambda cost: cost.states_bytes)
+
+    @classmethod
+    def costs(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> list[Cost]:
+        """Without the model itself, as if its layers were dealt out evenly."""
+        axes = cls.axes(options, len(nodes))
+        stages = [shape.tensors if axes.tp == axes.pp == 1 else ()]
+        if shape.model is not None:
+            stages = [list(part.values()) for part in cls.parts(options, shape.model, axes)]
+        found = [cls._cost(options, shape, axes, tensors) for tensors in stages]
+        return [found[axes.coords(rank)["pp"] % len(found)] for rank in range(len(nodes))]
+
+    @classmethod
+    def _cost(cls, options: Any, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]]) -> Cost:
+        """Of a rank with these parameters before they are cut up along dp.
+
+        Only the data axis has bytes that do not depend on the samples.
+        """
+        stage = cls.stage(options) if axes.dp > 1 else 0
         dp, shards, each = axes.dp, axes.shards, shape.bytes_per_parameter
-        tensors: Sequence[Sequence[int]] = shape.tensors if axes.tp == axes.pp == 1 else ()
-        if shape.model is not None:  # of the rank that has most
-            parts = [list(part.values()) for part in cls.parts(options, shape.model, axes)]
-            tensors = max(parts, key=lambda part: sum(map(math.prod, part)))
         count = sum(map(math.prod, tensors)) or shape.parameters // (axes.tp * axes.pp)
         piece = sum(-(-t[0] // shards) * math.prod(t[1:]) if t else 1 for t in tensors) or -(-count // shards)
         owned = largest_share(list(map(math.prod, tensors)), dp) if tensors else -(-count // dp)
-        if dp == 1:
-            moved = 0
-        elif stage < 2:
+        dtype = getattr(options, "param_dtype", None)
+        used = min(each, shape.used_bytes if dtype is None else DTYPES[dtype].itemsize)
+        if stage < 2:
             moved = 2 * (dp - 1) * (owned * each if stage == 1 else count * each // dp)
         else:
             moved = stage * (shards - 1) * count * each // shards  # stage 3 gathers once more, for backward
             moved += 2 * (axes.replicas - 1) * count * each // (axes.replicas * shards)
-        cut = stage >= 2 and dp > 1
-        dtype = getattr(options, "param_dtype", None)
-        used = min(each, shape.used_bytes if dtype is None else DTYPES[dtype].itemsize)
+        parameters, gradients, updated = count * each, count * each, count
+        if stage >= 2:
+            parameters, gradients, updated = piece * each + (count * used if stage == 2 else 0), piece * each, piece
+        elif stage == 1:
+            updated = owned
+        elif dp > 1 and axes.pp > 1:
+            gradients *= 2  # a pipeline's own, and the buckets they travel in
         return Cost(
-            parameter_bytes=(piece * each + (count * used if stage == 2 else 0)) if cut else count * each,
-            gradient_bytes=(piece if cut else count) * each,
-            optimizer_bytes=(piece if cut else owned if stage == 1 and dp > 1 else count) * each * shape.optimizer_states,
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            optimizer_bytes=updated * each * shape.optimizer_states,
             bytes_sent=moved,
             bytes_received=moved,
             messages=(stage if stage >= 2 else 2) * (dp - 1),
             activations_travel=axes.tp > 1 or axes.pp > 1,
-            offloaded=cut and getattr(options, "cpu_offload", False),
+            offloaded=stage >= 2 and getattr(options, "cpu_offload", False),
         )
 
     @classmethod

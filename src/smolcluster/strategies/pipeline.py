@@ -405,6 +405,11 @@ class Pipe:
         """The schedule is made when the first batch is here: it shows the shapes that travel."""
         name, length = self._options.schedule, _length(part)
         self._num_microbatches = num_microbatches(self._options, length, len(self.cut.layers))
+        if name == "1f1b" and self._num_microbatches < len(self.cut.layers):
+            raise UserError(
+                f"schedule 1f1b on {len(self.cut.layers)} ranks needs as many micro-batches, and a batch of {length} samples "
+                f"is cut into {self._num_microbatches}; use a larger training.batch_size, or strategy.schedule=gpipe"
+            )
         size = length // self._num_microbatches
         self.shapes = self._measure(tree_map_only(Tensor, lambda t: t[:size], part))
         stages = [
