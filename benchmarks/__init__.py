@@ -10,6 +10,7 @@ BENCHMARKS = {
     "p3": ("benchmarks.p3", "bytes on the wire at the loss of torch DDP: every codec, on the parameter servers"),
     "p4": ("benchmarks.p4", "time to a loss with one of two workers at a quarter of the speed, against torch DDP"),
     "p5": ("benchmarks.p5", "idle time of each pipeline schedule against its formula"),
+    "p6": ("benchmarks.p6", "memory of a rank, ZeRO stages 0 to 3, against the formula, FSDP2 alone and the forecast"),
     "ddp": ("benchmarks.ddp", "step time of allreduce against torch DDP, on loopback or a limited link"),
     "p7": ("benchmarks.p7", "one worker through the loop and a strategy against the bare PyTorch loop"),
     "p9": ("benchmarks.p9", "kill -9 one of 4 workers: time to the next step, against elastic torchrun"),

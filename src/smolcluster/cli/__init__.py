@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from smolcluster.cli import bench, config, export, import_model, server, strategies, token, train, worker
+from smolcluster.cli import bench, config, export, import_model, plan, server, strategies, token, train, worker
 from smolcluster.cli.ending import tell
 from smolcluster.errors import SmolclusterError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("server", epilog=server.EXAMPLES)(server.server)
 app.command("worker", epilog=worker.EXAMPLES)(worker.worker)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)

@@ -116,19 +116,23 @@ class Group(ABC):
         """Where to keep what is exchanged for tensors on `device`: there, if the group can reach it."""
         return device
 
+    def gather_json(self, value: Any) -> list[Any]:
+        """See the function of this name."""
+        text = json.dumps(value).encode()
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        self.all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=self.device)).wait()
+        width = int(sizes.max().item())
+        mine = torch.zeros(width, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        everyone = torch.zeros(self.size * width, dtype=torch.uint8, device=self.device)
+        self.all_gather(everyone, mine.to(self.device)).wait()
+        rows = everyone.cpu().view(self.size, width)
+        return [json.loads(bytes(rows[r, : int(sizes[r])].tolist())) for r in range(self.size)]
+
 
 def gather_json(group: Group, value: Any) -> list[Any]:
     """Everybody's `value`, in rank order, on every rank. For small things said rarely: it crosses as UTF-8 JSON."""
-    text = json.dumps(value).encode()
-    sizes = torch.zeros(group.size, dtype=torch.int64, device=group.device)
-    group.all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=group.device)).wait()
-    width = int(sizes.max().item())
-    mine = torch.zeros(width, dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everyone = torch.zeros(group.size * width, dtype=torch.uint8, device=group.device)
-    group.all_gather(everyone, mine.to(group.device)).wait()
-    rows = everyone.cpu().view(group.size, width)
-    return [json.loads(bytes(rows[r, : int(sizes[r])].tolist())) for r in range(group.size)]
+    return group.gather_json(value)
 
 
 def broadcast_tensors(group: Group, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smolcluster.config.schema import Config
 from smolcluster.errors import UserError
 from smolcluster.observe.text import size
+
+if TYPE_CHECKING:  # this module is read by those who start processes, without torch
+    from smolcluster.strategies.base import Cost
 
 
 def batch_size_of(config: Config, rank: int) -> int:
@@ -72,6 +76,44 @@ def check_same_config(
                 )
 
     compare(first, mine, "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Memory, and how much of it nobody uses now."""
+
+    total: int
+    free: int
+
+
+def check_memory(
+    costs: Sequence[Cost], *, rank: int, machine: Room, gpu: Room | None, sharers: int = 1, warn: Callable[[str], None]
+) -> None:
+    """What a run must hold, weights, gradients and optimizer state, fits; activations come on top and are not counted.
+
+    `costs` are those of the ranks of this machine, `rank` this one's place among them, `sharers` the ranks on its GPU.
+    """
+    mine = costs[rank]
+    if gpu is not None and not mine.offloaded:
+        need, room, where = mine.states_bytes * sharers, gpu, "its GPU"
+        whose = f"rank {rank} of this machine" if sharers == 1 else f"each of {sharers} ranks on one GPU"
+    else:
+        need, room, where = sum(cost.states_bytes for cost in costs), machine, "this machine"
+        whose = "the run" if len(costs) == 1 else f"{len(costs)} ranks on this machine together"
+    if need <= room.free:
+        return
+    offload = (
+        "strategy.cpu_offload keeps them in the memory of the machine; turn it off, use" if mine.offloaded else "use"
+    )
+    there = size(room.total) if need > room.total else f"{size(room.free)} free"
+    text = (
+        f"{whose} must hold {size(need)} of weights, gradients and optimizer state, before activations, and {where} has "
+        f"{there}; {offload} more machines with --strategy fsdp or pipeline, or a smaller model; "
+        "`smolcluster plan --memory` shows what fits"
+    )
+    if need > room.total:
+        raise UserError(text)
+    warn(text)
 
 
 def check_disk_space(folder: Path, *, need_bytes: int) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-
-import torch
+from collections.abc import Sequence
 
 from smolcluster.comm.rendezvous import choose_backend
 from smolcluster.compute.device import choose_device
@@ -12,8 +11,13 @@ from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.checks import batch_size_of, check_enough_samples
+from smolcluster.engine.choices import as_configured
+from smolcluster.engine.plan import SeatMemory, Subject, forecast, limit_per_rank
+from smolcluster.engine.rehearsal import Way
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.strategies.base import Node, Shape
+from smolcluster.errors import UserError
+from smolcluster.observe.text import size
+from smolcluster.strategies.base import Node
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
@@ -40,11 +44,8 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     counts = [size * config.training.grad_accumulation for size in sizes.values()]
     check_enough_samples(samples, counts)
     steps = config.training.steps or math.ceil((config.training.epochs or 1) * samples / sum(counts))
-    with torch.device("meta"):
-        model = task.model()
-    shape = Shape(
-        parameters=sum(p.numel() for p in model.parameters()), tensors=[tuple(p.shape) for p in model.parameters()]
-    )
+    subject = Subject.open(config, task, num_ranks=workers, device=device)
+    shape = subject.shape
     cost = strategy.cost(options, shape, nodes)
 
     lines = [
@@ -69,12 +70,50 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
             lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}{place}")
     if ignored:
         lines.append(f"# not used by {strategy.name}: {', '.join(ignored)}")
-    memory = cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
-    lines.append(
-        f"# a worker holds {memory / 2**20:.1f} MiB of weights, gradients and optimizer state, before activations"
-    )
+    lines.extend(f"# {line}" for line in describe_memory(subject, plane))
     also = ", and activations, which are not counted here" if cost.activations_travel else ""
     lines.append(f"# a step sends {cost.bytes_sent / 2**20:.2f} MiB of parameters and gradients from each worker{also}")
     lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
     lines.append(f"# run directory: {run_dir.path}")
     return "\n".join(lines)
+
+
+def describe_memory(subject: Subject, plane: str) -> list[str]:
+    """What each seat would hold at the most, and whether there is room for it."""
+    way = Way(checkpointing=subject.config.training.gradient_checkpointing)
+    seen = forecast(subject, as_configured(subject.config, plane), ways=[way], every_seat=True)
+    if seen.cannot:
+        raise UserError(seen.cannot)
+    lines = [_seat(seat, way) for seat in seen.seats]
+    limit, words = limit_per_rank(subject.device, len(subject.nodes), None)
+    short = [seat for seat in seen.seats if seat.peak(way) > limit]
+    lines.append(f"memory: {words}; " + ("it does not fit: see `smolcluster plan --memory`" if short else "it fits"))
+    return lines
+
+
+def _seat(seat: SeatMemory, way: Way) -> str:
+    who = "server" if seat.role == "server" else f"rank{'s' * (len(seat.ranks) > 1)} {ranges(seat.ranks)}"
+    peak = seat.ways.get(way)
+    held = seat.states if peak is None else peak.each
+    parts = [
+        f"{size(held.parameters)} parameters",
+        f"{size(held.gradients)} gradients",
+        f"{size(held.optimizer)} optimizer",
+    ]
+    if held.other:
+        parts.append(f"{size(held.other)} activations and buffers")
+    said = f"{who}: {', '.join(parts)}; at most {size(seat.peak(way))} at a time"
+    if peak is not None and seat.start > peak.at.total:
+        said += ", while the model is built"
+    return f"{said} ({seat.note})" if seat.note else said
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 6`."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)

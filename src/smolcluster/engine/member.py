@@ -28,7 +28,7 @@ from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.server import layout_of, replica_sha256
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
-from smolcluster.strategies.base import Context, Seat
+from smolcluster.strategies.base import Context, Node, Seat
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,9 @@ class Member(Role):
     def _prepare(self) -> None:
         self._choose(lead=False)
         self._load_task()
+        num = max(self.config.cluster.num_workers or 1, self.spec.rank + 1)
+        nodes = [Node(name=self.spec.host)] * num
+        self._check_memory(nodes, first=self.spec.rank - self.spec.local_rank, count=self.spec.local_world_size)
 
     def _build(self) -> None:
         spec, training = self.spec, self.config.training

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from smolcluster.compute.device import choose_device, share_cores
+from smolcluster.compute.memory import free_bytes, memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.channel import Channel
 from smolcluster.engine.checkpoint import CheckpointStore
-from smolcluster.engine.checks import check_disk_space
+from smolcluster.engine.checks import Room, check_disk_space, check_memory
 from smolcluster.engine.profiler import Profiler, steps_of
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.saver import Saver, Store
@@ -27,13 +28,17 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Notice, Progress, RunStarted, SampleText
 from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import NoticeHandler, Observer, Sink
-from smolcluster.strategies.base import Strategy
+from smolcluster.strategies.base import Node, Shape, Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+
+
+def room_of(device: torch.device) -> Room:
+    return Room(total=memory_bytes(device), free=free_bytes(device))
 
 
 class Role(ABC):
@@ -88,6 +93,24 @@ class Role(ABC):
         self.train_data = as_dataset(self.task.train_data())
         val_data = self.task.val_data()
         self.val_data = None if val_data is None else as_dataset(val_data)
+
+    def _check_memory(self, nodes: Sequence[Node], *, first: int, count: int) -> None:
+        """What ranks `first` and following, `count` of them here, must hold is not more than there is."""
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                shape = Shape.of(self.task.model(), self.config.training)
+        except Exception as error:  # the user's own code, which may need real numbers
+            log.debug("the model cannot be built without memory, so it is not known how much it needs", exc_info=error)
+            return
+        costs = self.strategy_class.costs(self.options, shape, nodes)[first : first + count]
+        check_memory(
+            costs,
+            rank=self.spec.rank - first,
+            machine=room_of(torch.device("cpu")),
+            gpu=room_of(self.device) if self.device.type == "cuda" else None,
+            sharers=-(-count // torch.cuda.device_count()) if self.device.type == "cuda" else 1,
+            warn=self._warn,
+        )
 
     # Checkpoints
 

@@ -7,6 +7,7 @@ sees a socket. The loop in `engine/` calls these methods and knows no strategy b
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +21,11 @@ from smolcluster.comm.elastic.line import Lease, Line
 from smolcluster.comm.elastic.roster import Roster
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.compute.optim import warmup_cosine
+from smolcluster.compute.precision import DTYPES
 from smolcluster.compute.replica import Batch, Loss, Replica
 from smolcluster.compute.rng import seed_everything
 from smolcluster.compute.timing import Span
-from smolcluster.config.schema import Config
+from smolcluster.config.schema import Config, TrainingConfig
 from smolcluster.data.leases import Leases
 from smolcluster.errors import UserError
 from smolcluster.tasks.base import Task
@@ -74,12 +76,31 @@ class Shape:
     parameters: int
     tensors: Sequence[Sequence[int]] = ()  # the shape of each; what a codec makes of them depends on it
     bytes_per_parameter: int = 4
+    used_bytes: int = 4  # of a parameter where it is gathered to be used: 2 in mixed precision
     optimizer_states: int = 2  # tensors of the parameters' size that the optimizer keeps: 2 for Adam
+    model: nn.Module | None = None  # on the meta device, where layers that differ are dealt out
+
+    @classmethod
+    def of(cls, model: nn.Module, config: TrainingConfig) -> Shape:
+        """Of a model (on any device) that is trained as `config` says."""
+        parameters = list(model.parameters())
+        kept = {"adamw": 2, "sgd": 1 if config.momentum else 0}
+        return cls(
+            parameters=sum(p.numel() for p in parameters),
+            tensors=[tuple(p.shape) for p in parameters],
+            bytes_per_parameter=max((p.element_size() for p in parameters), default=4),
+            used_bytes=DTYPES[config.precision].itemsize,
+            optimizer_states=kept[config.optimizer],
+            model=model,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One step of one worker, by the formulas in the strategy's docstring. Activations are not counted here."""
+    """One step of one worker, by the formulas in the strategy's docstring: of the one that holds most, where they differ.
+
+    Activations are not counted here, nor what is gathered for a moment; `engine/rehearsal.py` finds those.
+    """
 
     parameter_bytes: int
     gradient_bytes: int
@@ -88,6 +109,11 @@ class Cost:
     bytes_received: int
     messages: int
     activations_travel: bool = False  # too; how much depends on the samples, and is not in these numbers
+    offloaded: bool = False  # parameters, gradients and optimizer state are in the machine's memory, not the GPU's
+
+    @property
+    def states_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,6 +230,16 @@ class Strategy(ABC):
     def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
         """What a step costs a worker."""
 
+    @classmethod
+    def costs(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> list[Cost]:
+        """The same of every worker, in rank order, where they differ."""
+        return [cls.cost(options, shape, nodes)] * len(nodes)
+
+    @classmethod
+    def server_cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost | None:
+        """What a step costs the server, where there is one that holds a model."""
+        return None
+
     @abstractmethod
     def setup(self, task: Task) -> None:
         """Make the model and its optimizer; bring every rank to the same start."""
@@ -302,7 +338,8 @@ def build_replica(
         raise UserError(f"model() of {task.name} has lazy layers; give them their input size")
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"model() of {task.name} has no parameters to train")
-    model = model.to(context.device)
+    if any(t.device != context.device for t in itertools.chain(model.parameters(), model.buffers())):
+        model = model.to(context.device)
     if config.gradient_checkpointing:
         if hasattr(model, "gradient_checkpointing"):
             setattr(model, "gradient_checkpointing", True)  # noqa: B010 - not every module has it

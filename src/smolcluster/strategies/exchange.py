@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +89,10 @@ class Summed(Exchange):
 
 
 class Owned(Exchange):
-    """Stage 1. Rank r owns what `_dealt[r]` says, in a row; row by row side by side, padded to the longest, they travel in
-    buckets: so many columns of all rows at a time.
+    """Stage 1. Gradients go to the owners of their parameters and updated parameters come back, a buffer full at a time.
+
+    Row r of the buffer takes what rank r owns; shares are padded to the largest. Sums are put where the owner's own gradients
+    were, so that beside them there is only the buffer.
     """
 
     owners = True
@@ -102,70 +105,101 @@ class Owned(Exchange):
         super().attach(replica)
         group, parts = self._group, [local(p.detach()) for p in replica.parameters]
         owner = owners([part.numel() for part in parts], group.size)
-        self._dealt = [
-            [p for p, place in zip(replica.parameters, owner, strict=True) if place == rank]
-            for rank in range(group.size)
-        ]
-        self._own = set(self._dealt[group.rank])
-        width = max(sum(local(p.detach()).numel() for p in dealt) for dealt in self._dealt)
-        home = group.buffer_device(parts[0].device)
+        self._own = {p for p, place in zip(replica.parameters, owner, strict=True) if place == group.rank}
+        shares = [[i for i, place in enumerate(owner) if place == rank] for rank in range(group.size)]
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))  # nothing is rounded on its way
-        columns = min(width, max(1, self._bucket_bytes // (dtype.itemsize * group.size)))
-        self._buckets = [range(start, min(start + columns, width)) for start in range(0, width, columns)]
-        self._rows = torch.zeros(group.size * columns, dtype=dtype, device=home)
-        self._row = torch.zeros(columns, dtype=dtype, device=home)
+        longest = max(sum(parts[i].numel() for i in share) for share in shares)
+        width = max(
+            1, min(longest, self._bucket_bytes // (2 * group.size * dtype.itemsize))
+        )  # gloo works on a copy of it
+        self._turns = deal_turns([[(i, parts[i].numel()) for i in share] for share in shares], width)
+        home = group.buffer_device(parts[0].device)
+        self._buffer = torch.zeros(group.size * width, dtype=dtype, device=home)
+        self._row = torch.zeros(width, dtype=dtype, device=home)
 
     def updates(self, parameter: nn.Parameter) -> bool:
         return parameter in self._own
 
     @torch.no_grad()
     def finish(self) -> None:
-        group, mine = self._group, self._dealt[self._group.rank]
-        found = {p: torch.zeros_like(_flat(p)) for p in mine}
-        for columns in self._buckets:
-            rows = self._rows[: group.size * len(columns)].view(group.size, -1)
-            for row, dealt in zip(rows, self._dealt, strict=True):
-                for place, parameter, span in _spans(dealt, columns):
-                    given = gradient(parameter)
-                    row[place].zero_() if given is None else row[place].copy_(given.reshape(-1)[span] * self._weight)
-            row = self._row[: len(columns)]
-            group.reduce_scatter(row, rows.view(-1)).wait()
-            for place, parameter, span in _spans(mine, columns):
-                found[parameter][span].copy_(row[place])
-        for parameter in self._replica.parameters:
-            flat, shape = found.get(parameter), local(parameter.detach()).shape
-            parameter.grad = None if flat is None else like(parameter, flat.view(shape))
+        parameters, me = self._replica.parameters, self._group.rank
+        gradients = [self._flat_gradient(p) for p in parameters]
+        for rows, row, pieces in self._each_turn():
+            for piece in pieces:
+                there, flat = rows[piece.owner, piece.at : piece.at + piece.length], gradients[piece.parameter]
+                there.zero_() if flat is None else there.copy_(piece.of(flat)).mul_(self._weight)
+            self._group.reduce_scatter(row, rows.view(-1)).wait()
+            for piece in pieces:
+                if piece.owner == me:
+                    flat = gradients[piece.parameter]
+                    assert flat is not None
+                    piece.of(flat).copy_(row[piece.at : piece.at + piece.length])
+        for parameter in parameters:
+            if parameter not in self._own:
+                parameter.grad = None
+
+    def _flat_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """As one row that shares its memory; an owner has one in any case."""
+        mine = gradient(parameter)
+        if mine is None and parameter in self._own:
+            mine = torch.zeros_like(local(parameter.detach()))
+            parameter.grad = like(parameter, mine)
+        if mine is not None and not mine.is_contiguous():
+            mine = mine.contiguous()
+            parameter.grad = like(parameter, mine)
+        return None if mine is None else mine.view(-1)
 
     @torch.no_grad()
     def hand_out(self) -> None:
-        group = self._group
-        flats = {p: _flat(p) for p in self._replica.parameters}
-        for columns in self._buckets:
-            rows, row = self._rows[: group.size * len(columns)].view(group.size, -1), self._row[: len(columns)]
-            for place, parameter, span in _spans(self._dealt[group.rank], columns):
-                row[place].copy_(flats[parameter][span])
-            group.all_gather(rows.view(-1), row).wait()
-            for row, dealt in zip(rows, self._dealt, strict=True):
-                for place, parameter, span in _spans(dealt, columns):
-                    if parameter not in self._own:
-                        flats[parameter][span].copy_(row[place])
-        for parameter, flat in flats.items():
-            part = local(parameter.detach())
-            if not part.is_contiguous():
-                part.copy_(flat.view(part.shape))
+        parts, me = [_in_order(local(p.detach())) for p in self._replica.parameters], self._group.rank
+        for rows, row, pieces in self._each_turn():
+            for piece in pieces:
+                if piece.owner == me:
+                    row[piece.at : piece.at + piece.length].copy_(piece.of(parts[piece.parameter]))
+            self._group.all_gather(rows.view(-1), row).wait()
+            for piece in pieces:
+                if piece.owner != me:
+                    piece.of(parts[piece.parameter]).copy_(rows[piece.owner, piece.at : piece.at + piece.length])
+
+    def _each_turn(self) -> Iterator[tuple[Tensor, Tensor, list[Piece]]]:
+        for width, pieces in self._turns:
+            yield self._buffer[: self._group.size * width].view(-1, width), self._row[:width], pieces
 
 
-def _flat(parameter: nn.Parameter) -> Tensor:
-    """My part of it as a row; a copy, where it does not lie in memory as one."""
-    return local(parameter.detach()).reshape(-1)
+class Piece(NamedTuple):
+    """A stretch of a flat parameter, and its place in the row of its owner."""
+
+    owner: int
+    at: int
+    parameter: int
+    first: int
+    length: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.first : self.first + self.length]
 
 
-def _spans(parameters: Sequence[nn.Parameter], columns: range) -> Iterator[tuple[slice, nn.Parameter, slice]]:
-    """Of these parameters in a row, what lies in these columns: where there, of which, and where in it."""
-    offset = 0
-    for parameter in parameters:
-        length = local(parameter.detach()).numel()
-        start, stop = max(columns.start, offset), min(columns.stop, offset + length)
-        if start < stop:
-            yield slice(start - columns.start, stop - columns.start), parameter, slice(start - offset, stop - offset)
-        offset += length
+def deal_turns(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[tuple[int, list[Piece]]]:
+    """What goes into rows of `width` numbers, turn by turn, until the longest share is through.
+
+    A share lists its parameters, each with its number and its length. The rows of the last turn are as long as it needs.
+    """
+    longest = max(sum(length for _, length in share) for share in shares)
+    turns: list[tuple[int, list[Piece]]] = [
+        (min(width, longest - first), []) for first in range(0, max(longest, 1), width)
+    ]
+    for owner, share in enumerate(shares):
+        place = 0  # in the whole share
+        for parameter, length in share:
+            done = 0
+            while done < length:
+                turn, at = divmod(place, width)
+                count = min(length - done, width - at)
+                turns[turn][1].append(Piece(owner, at, parameter, done, count))
+                done, place = done + count, place + count
+    return turns
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """All its numbers as one row that shares its memory, in the order they lie there, which is the same on every rank."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))

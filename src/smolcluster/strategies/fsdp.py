@@ -15,7 +15,9 @@
 HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` says other groups than machines. With
 accumulation stages 2 and 3 exchange for each part of a batch; in a pipeline of M micro-batches stage 3 gathers M + 1 times.
 
-Memory of a worker, with AdamW in fp32 and P parameters: 16 P; 8 P + 8 P/N; 4 P + 12 P/N; 16 P/N.
+Memory of a worker, with AdamW in fp32 and P parameters, in bytes: 16 P; 8 P + 8 P/N; 4 P + 16 P/N; 16 P/N. ZeRO's own stage 2
+has 4 P + 12 P/N: FSDP2 keeps its pieces beside the whole parameters for as long as it uses those. In bf16 stage 2 gathers two
+bytes for each: 2 P + 16 P/N. Stage 3 holds a few whole blocks beside this while it computes.
 
 Stage 1 deals whole parameters out (`shards.py`): each has one owner, who alone updates it and hands it out. Stages 2 and 3 are
 torch's FSDP2, with one group of pieces for each block of the model.

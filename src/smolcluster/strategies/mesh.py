@@ -26,9 +26,16 @@ from smolcluster.strategies.axes import Axes, divisors, machines
 from smolcluster.strategies.base import Node, Options
 from smolcluster.strategies.exchange import Exchange
 from smolcluster.strategies.fsdp import FSDPOptions, cut_up, make_exchange
-from smolcluster.strategies.parallel import Parallel
-from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, check_stages, make_pipe
-from smolcluster.strategies.tensor import Fusions, check_table, share_out
+from smolcluster.strategies.parallel import Parallel, Shapes
+from smolcluster.strategies.pipeline import (
+    Pipe,
+    PipelineOptions,
+    check_schedule,
+    check_stages,
+    make_pipe,
+    parts_of_ranks,
+)
+from smolcluster.strategies.tensor import Fusions, check_table, share_out, shared_shapes
 
 
 class MeshOptions(PipelineOptions, FSDPOptions):
@@ -64,6 +71,10 @@ class Mesh(Parallel):
                 f"with the others as they are, dp must be {num_ranks // (tp * pp * cp)}"
             )
         return cut_up(Axes(pp=pp, shards=dp * cp, cp=cp, tp=tp), options, hosts, "dp {}" if cp == 1 else "dp x cp = {}")
+
+    @classmethod
+    def parts(cls, options: MeshOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
+        return [shared_shapes(model, part, axes.tp) for part in parts_of_ranks(options, model, axes.pp)]
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_leaves
@@ -34,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from smolcluster.comm.group import Group, collect_tensors, gather_json
 from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
 from smolcluster.comm.watcher import EngineTraffic
+from smolcluster.compute.precision import DTYPES
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from smolcluster.strategies.pipeline import Pipe
     from smolcluster.strategies.tensor import Fusions
 
+Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 COPY = "@copy"  # ends the name of a weight that another stage of this rank has too
 
 
@@ -84,25 +87,58 @@ class Parallel(Strategy):
         return 0
 
     @classmethod
+    def parts(cls, options: Any, model: nn.Module, axes: Axes) -> list[Shapes]:
+        """The parameters of each rank along pp, by name, before they are cut up along dp."""
+        return [{name: tuple(p.shape) for name, p in model.named_parameters()}]
+
+    @classmethod
     def cost(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        """Of a rank, where layers are dealt out evenly. Only the data axis has bytes that do not depend on the samples."""
-        axes, stage = cls.axes(options, machines(nodes)), cls.stage(options)
-        size, dp, shards = shape.parameters * shape.bytes_per_parameter // (axes.tp * axes.pp), axes.data, axes.shards
+        return max(cls.costs(options, shape, nodes), key=lambda cost: cost.states_bytes)
+
+    @classmethod
+    def costs(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> list[Cost]:
+        """Without the model itself, as if its layers were dealt out evenly."""
+        axes = cls.axes(options, machines(nodes))
+        stages = [shape.tensors if axes.tp == axes.pp == 1 else ()]
+        if shape.model is not None:
+            stages = [list(part.values()) for part in cls.parts(options, shape.model, axes)]
+        found = [cls._cost(options, shape, axes, tensors) for tensors in stages]
+        return [found[axes.coords(rank)["pp"] % len(found)] for rank in range(len(nodes))]
+
+    @classmethod
+    def _cost(cls, options: Any, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]]) -> Cost:
+        """Of a rank with these parameters before they are cut up along dp.
+
+        Only the data axis has bytes that do not depend on the samples.
+        """
+        dp, shards, each = axes.data, axes.shards, shape.bytes_per_parameter
+        stage = cls.stage(options) if shards > 1 else 0
+        count = sum(map(math.prod, tensors)) or shape.parameters // (axes.tp * axes.pp)
+        piece = sum(-(-t[0] // shards) * math.prod(t[1:]) if t else 1 for t in tensors) or -(-count // shards)
+        owned = largest_share(list(map(math.prod, tensors)), dp) if tensors else -(-count // dp)
+        dtype = getattr(options, "param_dtype", None)
+        used = min(each, shape.used_bytes if dtype is None else DTYPES[dtype].itemsize)
         if stage < 2:
-            moved = 2 * (dp - 1) * size // dp
+            moved = 2 * (dp - 1) * (owned * each if stage == 1 else count * each // dp)
         else:
-            moved = stage * (shards - 1) * size // shards  # stage 3 gathers once more, for backward
-            moved += 2 * (axes.replicas - 1) * size // (axes.replicas * shards)
-        if stage == 1 and axes.tp == axes.pp == 1 and shape.tensors:
-            moved = 2 * (dp - 1) * largest_share(list(map(math.prod, shape.tensors)), dp) * shape.bytes_per_parameter
+            moved = stage * (shards - 1) * count * each // shards  # stage 3 gathers once more, for backward
+            moved += 2 * (axes.replicas - 1) * count * each // (axes.replicas * shards)
+        parameters, gradients, updated = count * each, count * each, count
+        if stage >= 2:
+            parameters, gradients, updated = piece * each + (count * used if stage == 2 else 0), piece * each, piece
+        elif stage == 1:
+            updated = owned
+        elif dp > 1 and axes.pp > 1:
+            gradients *= 2  # a pipeline's own, and the buckets they travel in
         return Cost(
-            parameter_bytes=size // shards if stage == 3 else size,
-            gradient_bytes=size // shards if stage >= 2 else size,
-            optimizer_bytes=size * shape.optimizer_states // (shards if stage >= 1 else 1),
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            optimizer_bytes=updated * each * shape.optimizer_states,
             bytes_sent=moved,
             bytes_received=moved,
             messages=(stage if stage >= 2 else 2) * (dp - 1),
             activations_travel=max(axes.tp, axes.pp, axes.cp) > 1,
+            offloaded=stage >= 2 and getattr(options, "cpu_offload", False),
         )
 
     @classmethod
@@ -184,7 +220,8 @@ class Parallel(Strategy):
         lengths = {name: length for name, length in lengths.items() if length > 1}
         if not lengths:
             return None
-        return init_device_mesh(self.context.device.type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
+        with unset_fake_temporarily():  # in a rehearsal: who sits where is real there too
+            return init_device_mesh(self.context.device.type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
 
     def _line(self, *axes: str) -> Group:
         """The ranks along these axes that this one belongs to. Every rank makes all of them."""

@@ -47,10 +47,10 @@ from smolcluster.comm.group import Group, gather_json
 from smolcluster.comm.sharded import gradient, whole
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device
-from smolcluster.errors import unknown_name
+from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.axes import Axes, machines
 from smolcluster.strategies.base import Context, Drawing, Node, Options
-from smolcluster.strategies.parallel import Parallel, ParallelOptions
+from smolcluster.strategies.parallel import Parallel, ParallelOptions, Shapes
 from smolcluster.strategies.split import measured_split
 from smolcluster.strategies.stages import (
     Answering,
@@ -62,6 +62,7 @@ from smolcluster.strategies.stages import (
     inputs_of,
     layers_of,
     length_of,
+    marked,
     num_microbatches,
 )
 from smolcluster.strategies.timeline import Worked, draw, expected_idle, idle_share
@@ -107,6 +108,10 @@ class Pipeline(Parallel):
     def axes(cls, options: PipelineOptions, hosts: Sequence[str]) -> Axes:
         check_schedule(options)
         return Axes(pp=len(hosts))
+
+    @classmethod
+    def parts(cls, options: PipelineOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
+        return parts_of_ranks(options, model, axes.pp)
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)
@@ -159,6 +164,22 @@ def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) ->
 def check_schedule(options: PipelineOptions) -> None:
     if options.schedule not in SCHEDULES:
         raise unknown_name("strategy.schedule", options.schedule, SCHEDULES)
+
+
+def parts_of_ranks(options: PipelineOptions, model: nn.Module, num_ranks: int) -> list[Shapes]:
+    """The parameters of each rank, by name; nothing of a model that must be traced. It may be on the meta device."""
+    layers = layers_of(model)
+    if num_ranks == 1:
+        return [{name: tuple(p.shape) for name, p in model.named_parameters()}]
+    if layers is None:
+        return [{}] * num_ranks
+    cut = Cut.plan(layers.count, num_ranks, options)
+    last = len(cut.layers) - 1
+    found = []
+    for rank in range(num_ranks):
+        stages = [layers.stage(model, cut.layers[i], first=i == 0, last=i == last) for i in cut.of(rank)]
+        found.append({name: tuple(p.shape) for name, p in marked(stage.named_parameters() for stage in stages)})
+    return found
 
 
 class Pipe:
@@ -276,6 +297,11 @@ class Pipe:
         """The schedule is made when the first batch is here: it shows the shapes that travel."""
         name, length = self._options.schedule, length_of(part)
         self._num_microbatches = num_microbatches(self._options, length, len(self.cut.layers))
+        if name == "1f1b" and self._num_microbatches < len(self.cut.layers):
+            raise UserError(
+                f"schedule 1f1b on {len(self.cut.layers)} ranks needs as many micro-batches, and a batch of {length} samples "
+                f"is cut into {self._num_microbatches}; use a larger training.batch_size, or strategy.schedule=gpipe"
+            )
         size = length // self._num_microbatches
         self.shapes = self._measure(tree_map_only(Tensor, lambda t: t[:size], part))
         stages = [
@@ -315,8 +341,8 @@ class Pipe:
             model = self._task.model()
             stages = [self._stage(model, index) for index in range(len(self.cut.layers))]
             states = [{**stage.state_dict(keep_vars=True), **dict(stage.named_buffers())} for stage in stages]
-        with FakeTensorMode() as fake, autocast(self._task.config.training.precision, device):
-            found = [inputs_of(self._task, tree_map_only(Tensor, fake.from_tensor, part))]
+        with FakeTensorMode(), autocast(self._task.config.training.precision, device):
+            found = [inputs_of(self._task, tree_map_only(Tensor, _alike, part))]
             for stage, state in zip(stages, states, strict=True):
                 tensors = {n: torch.empty(t.shape, dtype=self._used_in(t), device=device) for n, t in state.items()}
                 found.append(as_tuple(functional_call(stage, tensors, found[-1])))
@@ -399,6 +425,10 @@ class Pipe:
 def _no_view(output: Tensor) -> Tensor:
     """Backward in two halves detaches what a stage gave, in place; torch refuses that for a view of another tensor."""
     return output.clone() if output._is_view() else output
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _travelling(tensor: Tensor, shards: int) -> Tensor:

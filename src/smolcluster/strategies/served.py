@@ -21,7 +21,7 @@ from smolcluster.comm.elastic.parcels import Parcels
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.config.schema import Codec
-from smolcluster.strategies.base import Commit, Options, Shape
+from smolcluster.strategies.base import Commit, Cost, Node, Options, Shape
 from smolcluster.strategies.elastic import Elastic, send_state
 from smolcluster.tasks.base import Task
 
@@ -72,6 +72,20 @@ class Push:
 
 class Served(Elastic):
     options: ServedOptions
+
+    @classmethod
+    def server_cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
+        """The model, its optimizer, a gradient of each worker and their average."""
+        assert isinstance(options, ServedOptions)
+        size, gradients = shape.parameters * shape.bytes_per_parameter, bytes_on_the_wire(options, shape)[0]
+        return Cost(
+            parameter_bytes=size,
+            gradient_bytes=(len(nodes) + 1) * size,
+            optimizer_bytes=size * shape.optimizer_states,
+            bytes_sent=len(nodes) * gradients,
+            bytes_received=len(nodes) * gradients,
+            messages=0,
+        )
 
     def setup(self, task: Task) -> None:
         super().setup(task)

@@ -143,16 +143,16 @@ class Several(nn.Module):
         self.stages = nn.ModuleList(stages)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from _marked(stage.named_parameters() for stage in self.stages)
+        yield from marked(stage.named_parameters() for stage in self.stages)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        yield from _marked(stage.named_buffers() for stage in self.stages)
+        yield from marked(stage.named_buffers() for stage in self.stages)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return dict(_marked(stage.state_dict().items() for stage in self.stages))
+        return dict(marked(stage.state_dict(*args, **kwargs).items() for stage in self.stages))
 
 
-def _marked(parts: Any) -> Iterator[tuple[str, Any]]:
+def marked(parts: Any) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
     for part in parts:
         for name, tensor in part:

@@ -62,7 +62,7 @@ class SyncPS(Served):
         size = shape.parameters * shape.bytes_per_parameter
         gradients, weights = bytes_on_the_wire(options, shape)
         return Cost(
-            parameter_bytes=size,
+            parameter_bytes=2 * size,  # its own, and the server's as they come
             gradient_bytes=2 * size,  # my own and the average
             optimizer_bytes=size * shape.optimizer_states,
             bytes_sent=gradients,

@@ -46,7 +46,7 @@ from torch.distributed.tensor.parallel import (
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors, machines
 from smolcluster.strategies.base import Node, Options
-from smolcluster.strategies.parallel import Parallel, ParallelOptions
+from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions, Shapes
 
 
 class TensorOptions(ParallelOptions):
@@ -70,6 +70,10 @@ class TensorParallel(Parallel):
             )
         return Axes(tp=tp)
 
+    @classmethod
+    def parts(cls, options: TensorOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
+        return [shared_shapes(model, part, axes.tp) for part in super().parts(options, model, axes)]
+
     def share_out(self, model: nn.Module) -> Fusions | None:
         return share_out(self, model)
 
@@ -79,19 +83,24 @@ class TensorParallel(Parallel):
         check_table(model, cls.axes(options, machines(nodes)).tp)
 
 
-def check_table(model: nn.Module, size: int) -> None:
-    """Whether `size` ranks can share each layer of this model."""
+def table_of(model: nn.Module, size: int) -> dict[str, Any]:
+    """What the model says of itself, if `size` ranks can share each of its layers."""
     table = getattr(model, "tensor_styles", None)
-    if size == 1:
-        return
     if table is None:
         raise UserError(
             f"{type(model).__name__} cannot be shared out by tensors: it has no tensor_styles(), "
             "a table of module names and styles; use fsdp or pipeline, or write one as in models/gpt_tensor.py"
         )
-    for what, number in table()["must_divide"].items():
+    said: dict[str, Any] = table()
+    for what, number in said["must_divide"].items():
         if number % size:
             raise UserError(f"tp = {size} does not divide {number} {what}; try {divisors(number)}")
+    return said
+
+
+def check_table(model: nn.Module, size: int) -> None:
+    if size > 1:
+        table_of(model, size)
 
 
 def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
@@ -101,8 +110,7 @@ def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
     assert strategy.mesh is not None
     mesh, sequence_parallel = strategy.mesh["tp"], strategy.options.sequence_parallel
     size = mesh.size()
-    check_table(model, size)
-    said = model.tensor_styles()  # type: ignore[operator]
+    said = table_of(model, size)
     fusions = Fusions(said["fused"], size)
     for name, parameter in model.named_parameters():
         fusions.arrange_(name, parameter)
@@ -117,6 +125,20 @@ def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
         raise UserError(f"tensor_styles() of {type(model).__name__} says nothing about {left[0]}")
     model.shared_out(size, sequence_parallel=sequence_parallel)  # type: ignore[operator]
     return fusions
+
+
+def shared_shapes(model: nn.Module, part: Shapes, size: int) -> Shapes:
+    """What of these parameters the first rank has."""
+    if size == 1:
+        return part
+    said = table_of(model, size)
+    found: Shapes = {}
+    for name, shape in part.items():
+        module = name.removesuffix(COPY).rpartition(".")[0]
+        style = next((s for p, s in said["styles"].items() if fnmatch.fnmatchcase(module, p)), "")
+        dim = {"columns": 0, "vocabulary": 0, "vocabulary head": 0, "rows": 1}.get(style, len(shape))
+        found[name] = tuple(-(-n // size) if d == dim else n for d, n in enumerate(shape))
+    return found
 
 
 class Fusions:

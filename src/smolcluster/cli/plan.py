@@ -1,0 +1,131 @@
+"""`smolcluster plan`: what a run would need, before it is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+EXAMPLES = """Examples:
+
+smolcluster plan --memory
+
+smolcluster plan --memory gpt2-small --nodes 4 --limit 16GB
+
+smolcluster plan --memory gpt --nodes 2 --strategy fsdp --strategy pipeline --batch-size 8
+
+smolcluster plan --memory my_task.py:MyTask --nodes 4 --json
+"""
+_GUIDE = "Model and training (the same as --override)"
+
+
+def plan(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG", help="As for `train`: YAML files, built-in names, or a task as file.py:Class."
+        ),
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Bytes of each rank, for every strategy that could run.")
+    ] = False,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Only these; may be given several times. Default: all.")
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="N|NAME,NAME...", help="Ranks, or the names of their machines. Default: 1.")
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory for each rank, such as 16GB. Default: what this machine has."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    override: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="model.vocab_size", rich_help_panel=_GUIDE)] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="model.model_dim", rich_help_panel=_GUIDE)] = None,
+    attention_heads: Annotated[int | None, typer.Option(help="model.num_heads", rich_help_panel=_GUIDE)] = None,
+    layers: Annotated[int | None, typer.Option(help="model.num_layers", rich_help_panel=_GUIDE)] = None,
+    max_seq_length: Annotated[int | None, typer.Option(help="model.max_seq_len", rich_help_panel=_GUIDE)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="training.batch_size, per worker", rich_help_panel=_GUIDE)
+    ] = None,
+    mixed_precision: Annotated[
+        bool, typer.Option("--mixed-precision", help="training.precision=bf16", rich_help_panel=_GUIDE)
+    ] = False,
+    use_gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--use-gradient-checkpointing", help="training.gradient_checkpointing=true", rich_help_panel=_GUIDE
+        ),
+    ] = False,
+) -> int:
+    """Say what a run would need, and which strategies fit. Each rank is rehearsed without memory; nothing is trained."""
+    from smolcluster.config import flag_sets
+    from smolcluster.errors import UserError
+    from smolcluster.launch.prepare import prepare
+
+    if not memory:
+        raise UserError("say what to plan: `smolcluster plan --memory` shows the bytes of each rank for every strategy")
+    sets = flag_sets(
+        {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "attention_heads": attention_heads,
+            "layers": layers,
+            "max_seq_length": max_seq_length,
+            "batch_size": batch_size,
+            "mixed_precision": mixed_precision,
+            "use_gradient_checkpointing": use_gradient_checkpointing,
+        }
+    )
+    sets |= _nodes(nodes)
+    prepared = prepare(sources or [], overrides=override or [], sets=sets)
+    from smolcluster.engine.planning import plan_memory
+
+    found = plan_memory(
+        prepared.config,
+        ranks=prepared.workers,
+        plane=prepared.plane,
+        only=strategy or [],
+        limit=limit,
+        told=_progress(),
+    )
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return 0
+    from smolcluster.observe.memory import show_memory
+
+    show_memory(found)
+    return 0
+
+
+def _nodes(said: str | None) -> dict[str, Any]:
+    """`4`, or `mini1,pi5`."""
+    from smolcluster.errors import UserError
+
+    if said is None:
+        return {}
+    if said.strip().lstrip("-").isdigit():
+        if int(said) < 1:
+            raise UserError(f"--nodes {said}: at least one rank is needed")
+        return {"cluster.num_workers": int(said)}
+    names = [name.strip() for name in said.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise UserError(f"--nodes '{said}': give a number, or names with commas between them, each once")
+    return {"cluster.workers": names, "cluster.num_workers": len(names)}
+
+
+def _progress() -> Any:
+    """A line that tells how far it is, where somebody watches."""
+    if not sys.stderr.isatty():
+        return None
+
+    def told(label: str, done: int, of: int) -> None:
+        end = "\r" if done < of else "\r\x1b[K"
+        print(f"\r\x1b[Krehearsed {done} of {of}: {label}", end=end, file=sys.stderr, flush=True)
+
+    return told

@@ -1,0 +1,92 @@
+"""One rank among others that are not there: every exchange is over at once and moves nothing.
+
+For rehearsals: to run a strategy's own code for any rank of any number, in one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from smolcluster.comm.group import Done, Group, Traffic, Work
+from smolcluster.errors import SmolclusterError
+
+
+class RehearsalGroup(Group):
+    backend = "fake"
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        """`ranks` are those of the whole world; `rank` is a place among them."""
+        self.rank, self.size = rank, len(ranks)
+        self.traffic = Traffic()
+        self._ranks = list(ranks)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return Done()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        if tensor.device.type == "cpu":
+            tensor.clone()  # gloo works on a copy, and that takes memory too
+        return Done()
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        return Done()
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        return Done()
+
+    def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work:
+        return Done()
+
+    def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Work:
+        return Done()
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Everybody says the same."""
+        return [value] * self.size
+
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        if self.rank not in ranks:
+            return None
+        return RehearsalGroup([self._ranks[rank] for rank in ranks], list(ranks).index(self.rank))
+
+    def close(self) -> None:
+        return None
+
+
+@contextmanager
+def rehearsal_world(rank: int, size: int) -> Iterator[RehearsalGroup]:
+    """What torch's own engine asks for too: a process group whose collectives do nothing."""
+    if dist.is_initialized():
+        raise SmolclusterError("a rehearsal needs a process that belongs to no group")
+    hook = sys.excepthook  # torch marks what goes wrong with the rank, and would go on doing so
+    if size > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield RehearsalGroup(range(size), rank)
+    finally:
+        sys.excepthook = hook
+        if size > 1:
+            dist.destroy_process_group()
+            _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what it has worked out for a mesh, and takes the next one of this shape for the same."""
+    from torch.distributed.tensor import debug
+
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+    ):
+        clear = getattr(debug, name, None)  # which of them there are depends on the version
+        if clear is not None:
+            clear()

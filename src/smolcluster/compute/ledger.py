@@ -1,0 +1,193 @@
+"""Which tensors are in memory, and when: every storage that is made, resized or freed while a `Ledger` is open.
+
+It is a dispatch mode: each operation of torch passes through it, in forward, in backward and in the optimizer, on real
+tensors as on fake ones, which have a shape and no memory. A storage counts once, however many tensors look at it. What it is
+for may be said later (`label`): the peak is found by reading the entries again.
+
+Not seen: what an operation allocates for itself while it runs, and what backends keep for their exchanges.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Kind = Literal["parameters", "gradients", "optimizer"]
+CUDA_BLOCK = 512  # torch's allocator gives out multiples of it
+_DEVICE = torch.ops.prim.device.default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes at one moment."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    other: int = 0  # activations, gathered parameters, temporary buffers
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.other
+
+    @property
+    def states(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    at: Held  # the moment with most bytes
+    each: Held  # the most of each kind, at whatever moment that was
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Open it with `with`. Storages of other kinds of devices are left out."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device.type
+        self._numbers: dict[int, int] = {}  # of the storages that live, by their address
+        self._sizes: list[int] = []  # of every storage, by number
+        self._entries: list[tuple[int, int]] = []  # number, bytes more or less
+        self._kinds: dict[int, Kind] = {}
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self.fake: Any = None
+        self.attention = False  # whether torch's own attention was asked for
+
+    # Writing
+
+    def __enter__(self) -> Self:
+        self.fake = active_fake_mode()
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def noticed(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            result = resize(storage, *args, **kwargs)
+            number = self._numbers.get(storage._cdata)
+            if number is not None:
+                self._set(number, self._rounded(storage.nbytes()))
+            return result
+
+        torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and looking for it takes longer than all the rest
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than anything else
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # made of other tensors, as a DTensor is: those will come by themselves
+        self.attention = self.attention or func.__name__.startswith("_scaled_dot_product")
+        result = self.answer(func, types, args, kwargs or {})
+        if active_fake_mode() is self.fake:  # and not in one of DTensor's own, which only asks for shapes
+            for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.note(leaf)
+        return result
+
+    def answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self.fake is not None and func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # on fake tensors it would copy, which it does not do on real ones
+        return func(*args, **kwargs)
+
+    def note(self, tensor: Tensor) -> int | None:
+        """The number of its storage, which is entered if it is new; None where it does not count."""
+        if isinstance(tensor, DTensor):
+            return self.note(tensor.to_local())
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if device.type != self._device:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # one without memory of its own
+            return None
+        address = storage._cdata
+        if address not in self._numbers:
+            number = self._numbers[address] = len(self._sizes)
+            self._sizes.append(0)
+            self._set(number, self._rounded(storage.nbytes()))
+            self._refs[number] = weakref.ref(storage, lambda _: self._gone(address, number))
+        return self._numbers[address]
+
+    def label(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
+        """What these are for, and have been for since they were made."""
+        for tensor in tensors:
+            number = None if tensor is None else self.note(tensor)
+            if number is not None:
+                self._kinds[number] = kind
+
+    def _set(self, number: int, size: int) -> None:
+        if size != self._sizes[number]:
+            self._entries.append((number, size - self._sizes[number]))
+            self._sizes[number] = size
+
+    def _gone(self, address: int, number: int) -> None:
+        self._set(number, 0)
+        if self._numbers.get(address) == number:
+            del self._numbers[address]
+        self._refs.pop(number, None)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // CUDA_BLOCK) * CUDA_BLOCK if self._device == "cuda" else size
+
+    # Reading
+
+    @property
+    def place(self) -> int:
+        """How far it is written: to read what came after."""
+        return len(self._entries)
+
+    def peak(self, since: int = 0, *, settled: bool = False) -> Peak:
+        """The moment with most bytes from `since` on. `settled`: as if all optimizer state had been there from the start."""
+        state = sum(self._sizes[number] for number, kind in self._kinds.items() if kind == "optimizer")
+        held: dict[Kind | None, int] = {None: 0, "optimizer": state if settled else 0}
+        total, peak, most = sum(held.values()), dict(held), -1
+        largest: dict[Kind | None, int] = {}
+        for place, (number, delta) in enumerate(self._entries, start=1):
+            kind = self._kinds.get(number)
+            if settled and kind == "optimizer":
+                continue
+            held[kind] = held.get(kind, 0) + delta
+            total += delta
+            if place > since:
+                largest[kind] = max(largest.get(kind, 0), held[kind])
+                if total > most:
+                    most, peak = total, dict(held)
+        if most < 0:
+            peak = held
+        return Peak(at=_held(peak), each=_held({**held, **largest}))
+
+    @property
+    def now(self) -> Held:
+        held: dict[Kind | None, int] = {}
+        for number, delta in self._entries:
+            kind = self._kinds.get(number)
+            held[kind] = held.get(kind, 0) + delta
+        return _held(held)
+
+
+def _held(by_kind: dict[Kind | None, int]) -> Held:
+    return Held(
+        parameters=by_kind.get("parameters", 0),
+        gradients=by_kind.get("gradients", 0),
+        optimizer=by_kind.get("optimizer", 0),
+        other=by_kind.get(None, 0),
+    )

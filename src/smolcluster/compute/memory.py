@@ -1,0 +1,108 @@
+"""How much memory there is: of this machine, of a GPU. `parse_size` reads what people write."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from smolcluster.errors import UserError
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# What a process takes that is no tensor: Python, torch's code, and on a GPU its context.
+PROCESS_BYTES = {"cpu": 300 * 10**6, "cuda": 600 * 10**6}
+_NO_LIMIT = 2**60  # a control group without one says so with a huge number
+
+
+def parse_size(text: str, *, what: str) -> int:
+    """`16GB`, `512MiB`, `1.5g`: bytes."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    size = float(found[1]) * UNITS.get(found[2].lower(), 0) if found else 0.0
+    if size < 1:
+        raise UserError(f"{what} '{text}' is not a size; write it as 16GB, 512MiB or 1.5GB")
+    return int(size)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All the memory of a GPU; of this machine for any other device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return machine_bytes()
+
+
+def free_bytes(device: torch.device) -> int:
+    """What of it nobody uses now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    said = _meminfo("MemAvailable")
+    return machine_bytes() if said is None else min(said, machine_bytes())
+
+
+@functools.cache
+def workspace_bytes(device: torch.device) -> int:
+    """What a GPU's libraries take from torch's allocator when they are first used, and keep. Nothing elsewhere."""
+    if device.type != "cuda":
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+        torch.nn.functional.linear(torch.ones(64, 64, device=device, dtype=dtype), weight, weight[0]).sum().backward()  # type: ignore[no-untyped-call]
+        del weight
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.memory_allocated(device) - before)
+
+
+def machine_bytes() -> int:
+    """Of the machine, or what its control group leaves to this process."""
+    limits = [_total(), *_control_group()]
+    return min(limits)
+
+
+def _total() -> int:
+    said = _meminfo("MemTotal")
+    if said is not None:
+        return said
+    if sys.platform == "win32":
+        return _windows_total()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _meminfo(key: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def _control_group() -> list[int]:
+    found = []
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            said = Path(name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if said.isdigit() and int(said) < _NO_LIMIT:
+            found.append(int(said))
+    return found
+
+
+def _windows_total() -> int:
+    import ctypes
+
+    class Status(ctypes.Structure):
+        _fields_ = [
+            ("length", ctypes.c_ulong),
+            ("load", ctypes.c_ulong),
+            *((name, ctypes.c_ulonglong) for name in ("total", "free", "page", "page_free", "virtual", "virtual_free")),
+            ("extended", ctypes.c_ulonglong),
+        ]
+
+    status = Status()
+    status.length = ctypes.sizeof(Status)
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined,unused-ignore]
+    return int(status.total)

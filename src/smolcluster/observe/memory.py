@@ -1,0 +1,133 @@
+"""What every strategy would hold, for a person: a table, a bar for each, and what to take.
+
+It is drawn from plain values, those that `plan --memory --json` prints.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from smolcluster.observe.text import size
+
+BAR = 60
+# Letter, colour and name of each part of a bar.
+PARTS = (
+    ("p", "cyan", "parameters"),
+    ("g", "yellow", "gradients"),
+    ("o", "magenta", "optimizer"),
+    ("a", "green", "other"),
+)
+WAYS = ((False, "fused"), (True, "fused"), (False, "plain"), (True, "plain"))
+
+
+def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
+    """Write it to a terminal or a file. Without colours the letters of the bars say as much."""
+    stream = stream or sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else 132, highlight=False, soft_wrap=False)
+    rows = [row for row in plan["strategies"] if row["runs"]]
+    console.print(
+        f"{plan['parameters']:,} parameters on {plan['ranks']} rank{'s' * (plan['ranks'] != 1)}, device {plan['device']}: "
+        "bytes of the rank that needs most"
+    )
+    if rows:
+        console.print(_table(rows))
+        console.print(_bars(rows, plan))
+    for row in plan["strategies"]:
+        if not row["runs"]:
+            console.print(Text(f"cannot run: {row['name']}: {row['reason']}"))
+    for note in dict.fromkeys(
+        f"{row['name']}: {seat['note']}" for row in rows for seat in row["seats"] if seat["note"]
+    ):
+        console.print(Text(note, style="dim"))
+    console.print(Text(f"room: {size(plan['limit_bytes'])} ({plan['limit']})"))
+    console.print(Text(_advice(plan), style="bold"))
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("strategy", no_wrap=True)
+    heads = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations\n",
+        "\ncheckpointed",
+        "plain attention\n",
+        "\ncheckpointed",
+    )
+    for head in (*heads, "peak"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    for row in rows:
+        seat = worst(row)
+        cells = [size(seat[key]) for key in ("parameters", "gradients", "optimizer")]
+        for key in WAYS:
+            way = way_of(seat, *key)
+            same = "same" if key[1] == "plain" and seat["ways"] else "-"  # torch's own attention was not used anyway
+            cells.append(same if way is None else size(way["activations"]))
+        table.add_row(row["name"], *cells, size(row["peak_bytes"]), _fits(row))
+    return table
+
+
+def _fits(row: Mapping[str, Any]) -> str:
+    if row["fits"]:
+        return "yes"
+    return "with checkpointing" if row["fits_with_checkpointing"] else "no"
+
+
+def _bars(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Table:
+    """The moment with most bytes, as configured; the mark is the room there is."""
+    most = max([row["peak_bytes"] for row in rows] + [1])
+    scale = BAR / most
+    grid = Table(box=None, pad_edge=False, show_header=False)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    for row in rows:
+        grid.add_row(row["name"], _bar(row["at_peak"], scale, plan["limit_bytes"]))
+    grid.add_row(
+        "",
+        Text(", ".join(f"{letter} {'activations, buffers' if name == 'other' else name}" for letter, _, name in PARTS)),
+    )
+    return grid
+
+
+def _bar(held: Mapping[str, int], scale: float, limit: int) -> Text:
+    text, drawn, total = Text(), 0, 0
+    for letter, colour, name in PARTS:
+        total += held[name]
+        length = round(total * scale) - drawn
+        text.append(letter * length, style=colour)
+        drawn += length
+    mark = round(limit * scale)
+    if 0 <= mark < drawn:
+        plain = text.plain
+        return Text.assemble(text[:mark], ("|", "bold red"), text[mark + 1 :]) if plain else text
+    return text
+
+
+def worst(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The worker that needs most."""
+    workers = [seat for seat in row["seats"] if seat["role"] == "worker"]
+    return max(workers, key=lambda seat: int(seat["peak_bytes"]))
+
+
+def way_of(seat: Mapping[str, Any], checkpointing: bool, attention: str) -> Mapping[str, Any] | None:
+    for way in seat["ways"]:
+        if way["checkpointing"] == checkpointing and way["attention"] == attention:
+            found: Mapping[str, Any] = way
+            return found
+    return None
+
+
+def _advice(plan: Mapping[str, Any]) -> str:
+    best = plan["recommended"]
+    if best is None:
+        return "nothing fits: use more ranks, a smaller model or batch, or machines with more memory"
+    flags = " --use-gradient-checkpointing" if best["checkpointing"] and not plan["checkpointing"] else ""
+    return f"the first that fits: {best['name']}  (smolcluster train ... {best['flags']}{flags})"

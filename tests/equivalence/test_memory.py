@@ -1,0 +1,79 @@
+"""What a rehearsal foretells is what real processes hold: every storage of two ranks, over real sockets, is counted.
+
+The tolerance of 5 % is for what backends allocate by themselves; here they agree to the byte but for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.world import _forkserver
+
+from smolcluster.config import load_config, resolve
+from smolcluster.config.schema import Config
+from smolcluster.engine.choices import Choice
+from smolcluster.engine.plan import Subject, forecast
+from smolcluster.engine.rehearsal import Way
+from smolcluster.tasks.find import find_task
+
+GPT = {
+    "model.model_dim": 64,
+    "model.num_layers": 2,
+    "model.num_heads": 4,
+    "model.max_seq_len": 32,
+    "training.batch_size": 4,
+    "training.steps": 10,
+    "training.device": "cpu",
+    "cluster.num_workers": 2,
+}
+
+
+def _be_rank(rank: int, plain: dict[str, Any], pipe: Any) -> None:
+    from benchmarks.p6_rank import measure
+
+    from smolcluster.comm.rendezvous import Place, connect
+
+    torch.set_num_threads(1)
+    place = Place(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, master_port=0 if rank == 0 else pipe.recv()
+    )
+    config, device = Config.model_validate(plain), torch.device("cpu")
+    group = connect(place, device=device, announce=pipe.send)
+    pipe.send(measure({"who": "ours", "stage": config.strategy.fsdp_stage}, config, group, device))
+
+
+def measured(config: Config) -> list[int]:
+    """The most bytes of each of two ranks."""
+    context = _forkserver()
+    pipes = [context.Pipe() for _ in range(2)]
+    ranks = [
+        context.Process(target=_be_rank, args=(rank, config.model_dump(mode="json"), pipes[rank][1]), daemon=True)
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        pipes[1][0].send(pipes[0][0].recv())
+        return [sum(ours.recv()["peak"]["at"].values()) for ours, _ in pipes]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("fsdp", {"fsdp_stage": 1}), ("fsdp", {"fsdp_stage": 3}), ("pipeline", {"schedule": "1f1b"})],
+)
+def test_a_real_run_holds_what_was_foretold(strategy: str, options: dict[str, Any]) -> None:
+    sets = {**GPT, "strategy.name": strategy, **{f"strategy.{key}": value for key, value in options.items()}}
+    config = resolve(load_config([], sets=sets))
+    subject = Subject.open(config, find_task(config), num_ranks=2, device=torch.device("cpu"))
+    said = forecast(subject, Choice(label="", strategy=strategy, options=options), ways=[Way()], every_seat=True)
+    foretold = {rank: seat.ways[Way()].at.total for seat in said.seats for rank in seat.ranks}
+    for rank, seen in enumerate(measured(config)):
+        assert seen == pytest.approx(foretold[rank], rel=0.05)

@@ -1,0 +1,399 @@
+"""Knowing memory before a run: the ledger, the rehearsal against the formulas, what is refused, and what is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.world import TASKS
+from torch import nn
+
+from smolcluster.cli import main
+from smolcluster.compute.ledger import Held, Ledger, Peak
+from smolcluster.compute.memory import free_bytes, machine_bytes, parse_size
+from smolcluster.config import load_config, resolve
+from smolcluster.engine import role
+from smolcluster.engine.checks import Room, check_memory
+from smolcluster.engine.choices import Choice, as_configured, choices
+from smolcluster.engine.dry_run import describe_memory, ranges
+from smolcluster.engine.plan import Forecast, Plan, SeatMemory, Subject, alike_seats, forecast, rehearse_rank
+from smolcluster.engine.planning import choose, to_dict
+from smolcluster.engine.rehearsal import Way
+from smolcluster.engine.rehearsal_pool import from_plain, to_plain
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.engine.worker import Worker
+from smolcluster.errors import UserError
+from smolcluster.observe.memory import show_memory
+from smolcluster.strategies.base import Cost
+from smolcluster.strategies.fsdp import deal_turns
+from smolcluster.tasks.find import find_task
+
+CPU = torch.device("cpu")
+GPT = {
+    "model.model_dim": 48,
+    "model.num_layers": 4,
+    "model.num_heads": 4,
+    "model.max_seq_len": 16,
+    "model.vocab_size": 301,  # divides by nothing
+    "training.batch_size": 4,
+    "training.device": "cpu",
+}
+
+
+def subject(ranks: int, sets: dict[str, Any] | None = None) -> Subject:
+    config = resolve(load_config([], sets={**GPT, "cluster.num_workers": ranks, **(sets or {})}))
+    return Subject.open(config, find_task(config), num_ranks=ranks, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def four() -> Subject:
+    return subject(4)
+
+
+# The ledger
+
+
+def test_a_storage_counts_once_and_as_long_as_it_lives() -> None:
+    with Ledger(CPU) as ledger:
+        a = torch.zeros(1000)
+        views = [a.view(10, 100), a[5:], a.t()]
+        assert ledger.now.total == 4000
+        b = torch.zeros(500, dtype=torch.float64)
+        assert ledger.now.total == 8000
+        del a, views
+        assert ledger.now.total == 4000
+        b.untyped_storage().resize_(800)
+        assert ledger.now.total == 800
+    assert ledger.peak().at.total == 8000
+
+
+def test_what_something_is_for_may_be_said_after_the_peak() -> None:
+    with Ledger(CPU) as ledger:
+        weight, passing = torch.zeros(100), torch.zeros(1000)
+        since = ledger.place
+        del passing
+        more = torch.zeros(50)
+        ledger.label([weight], "parameters")
+        ledger.label([more, None], "optimizer")
+    assert ledger.peak().at == Held(parameters=400, other=4000)
+    assert ledger.peak(since) == Peak(at=Held(parameters=400, optimizer=200), each=Held(parameters=400, optimizer=200))
+    assert ledger.peak(settled=True).at == Held(parameters=400, optimizer=200, other=4000)
+
+
+def test_the_ledger_sees_backward_and_leaves_torch_as_it_was() -> None:
+    before = torch.UntypedStorage.resize_
+    model = nn.Linear(64, 64)
+    with Ledger(CPU) as ledger:
+        model(torch.zeros(2, 64)).sum().backward()
+        assert model.weight.grad is not None
+        ledger.label([model.weight.grad, model.bias.grad], "gradients")
+        assert ledger.now.gradients == 4 * (64 * 64 + 64)
+    assert torch.UntypedStorage.resize_ is before
+
+
+# The rehearsal against the formulas
+
+
+MESH = [
+    *(c for c in choices(4, every_schedule=True) if c.plane == "mesh" and c.strategy not in ("single", "pipeline")),
+    Choice(label="pipeline 1f1b", strategy="pipeline", options={"schedule": "1f1b"}),
+    Choice(label="mesh, stage 1", strategy="mesh", options={"pp": 2, "fsdp_stage": 1}),
+    Choice(label="mesh, stage 2", strategy="mesh", options={"pp": 2, "fsdp_stage": 2}),
+    Choice(label="mesh, stage 3", strategy="mesh", options={"tp": 2, "fsdp_stage": 3}),
+]
+
+
+@pytest.mark.parametrize("choice", MESH, ids=lambda choice: choice.label)
+def test_states_are_those_of_the_formula(four: Subject, choice: Choice) -> None:
+    """Of every rank that differs. The optimizer counts its steps: four bytes for each parameter, beside the formula."""
+    scene = four.scene(choice)
+    costs = scene.strategy.costs(scene.options, four.shape, four.nodes)
+    stage = choice.options.get("fsdp_stage")
+    for alike in alike_seats(four, scene, every_seat=True):
+        rank = alike[0].rank
+        cost, seen = costs[rank], rehearse_rank(four, choice, rank, [Way()])
+        at_most, at_rest = seen.ways[Way()].each, seen.states
+        parameters = at_most.parameters if stage == 2 else at_rest.parameters  # whole while they are used
+        gradients = (
+            at_most.gradients
+            if stage == 1 or (stage == 0 and choice.label == "mesh dp 2 x pp 2")
+            else at_rest.gradients
+        )
+        assert parameters == pytest.approx(cost.parameter_bytes, rel=0.01)
+        assert gradients == pytest.approx(cost.gradient_bytes, rel=0.01)
+        assert at_rest.optimizer == pytest.approx(cost.optimizer_bytes, rel=0.02)
+
+
+def test_a_later_step_holds_what_the_first_did(four: Subject) -> None:
+    """So the first may stand for all: it lacks only the optimizer's state, which is added."""
+    for label in ("fsdp 1", "fsdp 3", "pipeline 1f1b"):
+        choice = next(c for c in choices(4) if c.label == label)
+        first = rehearse_rank(four, choice, 0, [Way()]).ways[Way()]
+        later = rehearse_rank(four, choice, 0, [Way(), Way(True, False), Way()]).ways[Way()]
+        assert first == later, label
+
+
+def test_recomputing_takes_less_and_plain_attention_more() -> None:
+    made = forecast(
+        subject(1, {"model.max_seq_len": 64}), choices(1)[0], ways=[Way(), Way(True, False), Way(False, True)]
+    )
+    ways = made.seats[0].ways
+    assert ways[Way(True, False)].each.other < ways[Way()].each.other < ways[Way(False, True)].each.other
+
+
+# Tasks of one's own
+
+
+def own(name: str, ranks: int = 2) -> Subject:
+    return subject(ranks, {"task": f"{TASKS}:{name}"})
+
+
+def test_a_batch_that_is_too_small_for_a_schedule_is_said() -> None:
+    choice = next(c for c in choices(4) if c.label == "pipeline 1f1b")
+    made = forecast(subject(4, {"training.batch_size": 2}), choice, ways=[Way()])
+    assert made.cannot.startswith("schedule 1f1b on 4 ranks needs as many micro-batches, and a batch of 2 samples")
+
+
+def test_a_task_of_ones_own_is_rehearsed_and_what_it_cannot_do_is_said() -> None:
+    made = own("Tiny")
+    rows = {c.label: forecast(made, c, ways=[Way(), Way(True, False), Way(False, True)]) for c in choices(2)}
+    assert rows["fsdp 3"].seats[0].ways.keys() == {Way()}  # it recomputes nothing and has no attention
+    assert rows["single"].cannot == "strategy single has one worker, not 2; use --workers 1 or --strategy allreduce"
+    assert rows["tensor"].cannot.startswith("Sequential cannot be shared out by tensors: it has no tensor_styles()")
+    assert [seat.role for seat in rows["syncps"].seats] == ["worker", "server"]
+
+
+def test_a_model_that_looks_at_values_gets_the_formula(tmp_path: Path) -> None:
+    path = tmp_path / "looks.py"
+    path.write_text(
+        "import torch\nfrom smolcluster import Task\n"
+        "class Looks(Task):\n"
+        "    def model(self): return torch.nn.Linear(8, 8)\n"
+        "    def train_data(self): return torch.ones(64, 8), torch.ones(64, 8)\n"
+        "    def loss(self, model, batch): return model(batch[0][batch[0].sum(1) > 1]).mean()\n",
+        encoding="utf-8",
+    )
+    made = forecast(subject(1, {"task": f"{path}:Looks"}), choices(1)[0], ways=[Way()])
+    assert made.seats[0].ways == {}
+    assert made.seats[0].states.total == 4 * 4 * 72
+    assert "activations are not known: the rehearsal failed (DynamicOutputShape" in made.seats[0].note
+
+
+# What there is room for
+
+
+def cost(states: int, *, offloaded: bool = False) -> Cost:
+    return Cost(
+        parameter_bytes=states,
+        gradient_bytes=0,
+        optimizer_bytes=0,
+        bytes_sent=0,
+        bytes_received=0,
+        messages=0,
+        offloaded=offloaded,
+    )
+
+
+def room(gigabytes: float, free: float | None = None) -> Room:
+    return Room(total=int(gigabytes * 1e9), free=int((gigabytes if free is None else free) * 1e9))
+
+
+def checked(costs: list[Cost], **rooms: Any) -> list[str]:
+    said: list[str] = []
+    check_memory(
+        costs, rank=0, machine=rooms.pop("machine", room(16)), gpu=rooms.pop("gpu", None), warn=said.append, **rooms
+    )
+    return said
+
+
+def test_what_fits_is_let_through() -> None:
+    assert checked([cost(3 * 10**9)] * 4) == []
+    assert checked([cost(3 * 10**9)] * 100, gpu=room(8)) == []  # each has a GPU of its own
+
+
+@pytest.mark.parametrize(
+    ("costs", "rooms", "said"),
+    [
+        (
+            [cost(5 * 10**9)] * 4,
+            {},
+            r"4 ranks on this machine together must hold 20.0 GB .* this machine has 16.0 GB; use",
+        ),
+        (
+            [cost(5 * 10**9), cost(1)],
+            {"gpu": room(4)},
+            r"rank 0 of this machine must hold 5.00 GB .* its GPU has 4.00 GB",
+        ),
+        ([cost(3 * 10**9)] * 2, {"gpu": room(4), "sharers": 2}, r"each of 2 ranks on one GPU must hold 6.00 GB"),
+        (
+            [cost(9 * 10**9, offloaded=True)] * 2,
+            {"gpu": room(80)},
+            r"together must hold 18.0 GB .* has 16.0 GB; strategy.cpu_offload keeps them in the memory of the machine",
+        ),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_bytes_and_a_remedy(
+    costs: list[Cost], rooms: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said + ".*smolcluster plan --memory"):
+        checked(costs, **rooms)
+
+
+def test_memory_that_others_use_now_is_warned_of() -> None:
+    (said,) = checked([cost(5 * 10**9)], machine=room(16, free=4))
+    assert "must hold 5.00 GB" in said
+    assert "has 4.00 GB free" in said
+
+
+def test_a_worker_refuses_before_it_meets_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(role, "room_of", lambda _: Room(total=10**6, free=10**6))
+    config = resolve(load_config([], sets={**GPT, "strategy.name": "pipeline", "cluster.num_workers": 2}))
+    spec = WorkerSpec(
+        config=config.model_dump(mode="json"),
+        rank=1,
+        world_size=2,
+        local_rank=1,
+        local_world_size=2,
+        host="here",
+        run_dir=str(tmp_path),
+    )
+    with pytest.raises(UserError, match=r"2 ranks on this machine together must hold .* has 1\.00 MB"):
+        Worker(spec, None, [])._prepare()  # type: ignore[arg-type]
+
+
+def test_sizes_as_people_write_them() -> None:
+    said = {"16GB": 16 * 10**9, "512MiB": 2**29, "1.5g": 1_500_000_000, "100": 100, "2 TB": 2 * 10**12}
+    assert {text: parse_size(text, what="--limit") for text in said} == said
+    for text in ("", "GB", "-1GB", "16QB", "0"):
+        with pytest.raises(UserError, match="is not a size; write it as 16GB"):
+            parse_size(text, what="--limit")
+
+
+def test_this_machine_has_memory() -> None:
+    assert 2**28 < free_bytes(CPU) <= machine_bytes()
+
+
+# The plan
+
+
+def row(label: str, peak: int, *, less: int | None = None, **fields: Any) -> Forecast:
+    ways = {
+        Way(): Peak(at=Held(parameters=peak // 2, other=peak - peak // 2), each=Held(parameters=peak // 2, other=peak))
+    }
+    if less is not None:
+        ways[Way(True, False)] = Peak(at=Held(parameters=less), each=Held(parameters=less))
+    seat = SeatMemory(ranks=[0, 1], role="worker", states=ways[Way()].each, ways=ways, **fields)
+    return Forecast(choice=Choice(label=label, strategy="fsdp", options={"fsdp_stage": 3}), seats=[seat])
+
+
+def plan(*rows: Forecast, limit: int = 10**9) -> Plan:
+    return Plan(
+        parameters=1000, ranks=2, device="cpu", limit=limit, limit_said="said", configured=Way(), rows=list(rows)
+    )
+
+
+def test_the_first_that_fits_is_recommended_and_recomputing_only_if_none_does() -> None:
+    rows = [row("large", 3 * 10**9, less=2 * 10**9), row("middle", 2 * 10**9, less=10**8), row("small", 10**9)]
+    best = plan(*rows).recommended
+    assert best is not None
+    assert (best[0].choice.label, best[1]) == ("small", Way())
+    best = plan(*rows[:2]).recommended
+    assert best is not None
+    assert (best[0].choice.label, best[1]) == ("middle", Way(True, False))
+    assert plan(rows[0]).recommended is None
+    assert plan(row("slow start", 10**8, start=2 * 10**9)).recommended is None
+    assert plan(Forecast(choice=choices(1)[0], cannot="no")).recommended is None
+
+
+def test_the_table_says_what_fits_and_why_not() -> None:
+    rows = [
+        row("first", 3 * 10**9, less=10**8),
+        row("second", 10**8),
+        Forecast(choice=choices(1)[0], cannot="not here"),
+    ]
+    stream = io.StringIO()
+    show_memory(json.loads(json.dumps(to_dict(plan(*rows)))), stream)
+    lines = stream.getvalue().splitlines()
+    assert next(line for line in lines if line.startswith("first")).endswith("3.00 GB  with checkpointing")
+    assert next(line for line in lines if line.startswith("second")).rstrip().endswith("100 MB  yes")
+    assert any("pp|ppp" in line and "aaaa" in line for line in lines)  # the mark is the room there is
+    assert "cannot run: single: not here" in lines
+    assert (
+        lines[-1]
+        == "the first that fits: second  (smolcluster train ... --strategy fsdp --override strategy.fsdp_stage=3)"
+    )
+
+
+def test_what_is_asked() -> None:
+    labels = [c.label for c in choices(3)]
+    assert not any("hybrid" in label for label in labels)  # 3 has no half
+    assert [c.label for c in choices(1)] == ["single"]
+    config = resolve(load_config([], sets={**GPT, "strategy.name": "fsdp", "strategy.prefetch": 2}))
+    asked = [c.label for c in choose(config, ranks=2, plane="mesh", only=["zero", "mp"])]
+    assert asked[0] == as_configured(config, "mesh").label == "fsdp, as configured"
+    assert "pipeline zbv" in asked
+    assert not any(label.startswith("mesh") for label in asked)
+    with pytest.raises(UserError, match="unknown strategy 'pipelin'; did you mean 'pipeline'"):
+        choose(config, ranks=2, plane="mesh", only=["pipelin"])
+
+
+def test_what_a_process_says_is_what_it_saw() -> None:
+    seen = rehearse_rank(subject(1), choices(1)[0], 0, [Way(), Way(False, True)])
+    assert from_plain(json.loads(json.dumps(to_plain(seen)))) == seen
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "say what to plan: `smolcluster plan --memory`"),
+        (["--memory", "--nodes", "0"], "--nodes 0: at least one rank is needed"),
+        (["--memory", "--nodes", "a,,b"], "--nodes 'a,,b': give a number, or names with commas"),
+        (["--memory", "--limit", "much"], "--limit 'much' is not a size; write it as 16GB"),
+        (["--memory", "--strategy", "fsdq"], "unknown strategy 'fsdq'; did you mean 'fsdp'"),
+        (["--memory", "nosuch"], "nosuch"),
+    ],
+)
+def test_bad_input_is_explained(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *arguments])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_each_seat() -> None:
+    made = subject(3, {"strategy.name": "pipeline", "strategy.schedule": "gpipe"})
+    lines = describe_memory(made, "mesh")
+    assert [line.split(":")[0] for line in lines] == ["rank 0", "rank 1", "rank 2", "memory"]
+    assert "activations and buffers; at most" in lines[0]
+    assert lines[-1].endswith("it fits")
+    made = subject(2, {"strategy.name": "syncps"})
+    assert [line.split(":")[0] for line in describe_memory(made, "elastic")] == ["ranks 0-1", "server", "memory"]
+
+
+def test_ranges() -> None:
+    assert ranges([3, 0, 1, 2, 6]) == "0-3, 6"
+
+
+# Stage 1, turn by turn
+
+
+def test_turns_take_every_number_of_every_share_once() -> None:
+    shares = [[(0, 7), (3, 2)], [(1, 5)], [(2, 1), (4, 3)]]
+    turns = deal_turns(shares, 4)
+    assert [width for width, _ in turns] == [4, 4, 1]
+    for owner, share in enumerate(shares):
+        for parameter, length in share:
+            mine = [p for _, pieces in turns for p in pieces if p.parameter == parameter]
+            assert all(p.owner == owner for p in mine)
+            assert [n for p in mine for n in range(p.first, p.first + p.length)] == list(range(length))
+    for width, pieces in turns:
+        places = [(p.owner, p.at + n) for p in pieces for n in range(p.length)]
+        assert len(set(places)) == len(places)
+        assert all(at < width for _, at in places)
