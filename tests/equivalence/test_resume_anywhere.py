@@ -31,10 +31,14 @@ WAYS = {
     "pipeline-zbv": (2, 1, {"strategy.schedule": "zbv"}),
     "mesh": (4, 2, {"strategy.tp": 2, "strategy.fsdp_stage": 2}),
 }
+TIED = {  # the embedding is the head too, on another rank, or in another stage of the same one
+    "pipeline-several": (2, 1, {"strategy.schedule": "interleaved"}),
+    "mesh-owned": (4, 2, {"strategy.pp": 2, "strategy.fsdp_stage": 1}),
+}
 
 
 def train(way: str, run_dir: Path, *, resume: Path | None = None, **more: Any) -> World:
-    size, shards, options = WAYS[way]
+    size, shards, options = (WAYS | TIED)[way]
     config = CONFIG | options | {"training.batch_size": GLOBAL_BATCH // shards} | more
     strategy = way.partition("-")[0]
     world = run_world(size, run_dir, config, task="DoubleGPT", strategy=strategy, resume=resume)
@@ -90,3 +94,12 @@ def test_one_rank_saves_all_when_asked_to(tmp_path: Path) -> None:
     world = train("fsdp-3", tmp_path, **{"training.sharded_checkpoints": False, "training.steps": 1})
     names = {path.name for path in Path(world.summary["checkpoint"]).iterdir()}
     assert names == {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+
+
+@pytest.mark.parametrize("way", TIED)
+def test_what_two_stages_share_is_saved_once(whole: dict[str, World], tmp_path: Path, way: str) -> None:
+    saved = Path(train(way, tmp_path).summary["checkpoint"])
+    expected, found = weights(whole["single"]), read_checkpoint(saved).weights
+    assert expected.keys() == found.keys()
+    for name, tensor in found.items():
+        assert (tensor - expected[name]).abs().max() < 1e-9, name

@@ -29,7 +29,7 @@ from smolcluster.engine.worker import Worker
 from smolcluster.errors import UserError
 from smolcluster.observe.memory import show_memory
 from smolcluster.strategies.base import Cost
-from smolcluster.strategies.fsdp import deal_turns
+from smolcluster.strategies.exchange import deal_turns
 from smolcluster.tasks.find import find_task
 
 CPU = torch.device("cpu")
