@@ -17,7 +17,9 @@ def test_a_table_and_what_to_take(smol: Smol, tmp_path: Path) -> None:
         row, bar = [line for line in lines if line.startswith(f"{name} ")]
         assert row.rstrip().endswith("yes")
         assert set(bar.removeprefix(name).strip()) <= set("pgoa")
-    assert any(line.startswith("cannot run: pipeline zbv: 4 stages (2 ranks, schedule zbv) and only 2") for line in lines)
+    assert any(
+        line.startswith("cannot run: pipeline zbv: 4 stages (2 ranks, schedule zbv) and only 2") for line in lines
+    )
     assert lines[-1].startswith("the first that fits: pipeline 1f1b  (smolcluster train ... --strategy pipeline")
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
