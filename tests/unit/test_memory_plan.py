@@ -346,6 +346,27 @@ def test_what_a_process_says_is_what_it_saw() -> None:
     assert from_plain(json.loads(json.dumps(to_plain(seen)))) == seen
 
 
+def test_the_page_shows_what_the_command_prints() -> None:
+    page = (Path(__file__).parents[2] / "docs/memory.md").read_text(encoding="utf-8")
+    shown = page.split("```")[3].strip().splitlines()
+    table = Plan(
+        parameters=124_439_808,
+        ranks=4,
+        device="cpu",
+        limit=7_700_000_000,
+        limit_said="8.00 GB for each rank, as you say, less 300 MB for its process",
+        configured=Way(),
+        rows=[row(c.label, 10**9) for c in choices(4) if c.strategy != "single"],
+    )
+    stream = io.StringIO()
+    show_memory(to_dict(table), stream)
+    printed = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert shown[:2] == [printed[0], printed[1].rstrip()]
+    names = [line.split("  ")[0] for line in printed[2 : 2 + len(table.rows)]]
+    assert [line.split("  ")[0] for line in shown[2 : 2 + len(table.rows)]] == names
+    assert printed[-2] in shown
+
+
 # The command
 
 

@@ -31,7 +31,7 @@ from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.strategies.shards import owners
 from smolcluster.tasks.base import Task
 
-WAYS = (Way(), Way(True, False), Way(False, True), Way(True, True))
+WAYS = (Way(), Way(True, False), Way(False, True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from smolcluster.comm.rehearsal_group import rehearsal_world
 from smolcluster.compute.ledger import Held, Ledger, Peak
 from smolcluster.compute.replica import Batch
 from smolcluster.config.schema import Config
-from smolcluster.engine.no_memory import NoMemory, no_vote, quietly
+from smolcluster.engine.no_memory import NoMemory, moving, no_vote, quietly
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Context, Node, Seat, Strategy
 from smolcluster.tasks.base import Task
@@ -73,32 +73,6 @@ class Scene:
     device: torch.device
 
 
-class _Staged(Task):
-    """A task whose model is made where it is wanted, as fake tensors do not move well."""
-
-    def __init__(self, task: Task, device: torch.device) -> None:
-        super().__init__(task.config)
-        self._task, self._device = task, device
-        self.tokens_per_sample = task.tokens_per_sample
-
-    @property
-    def name(self) -> str:
-        return self._task.name
-
-    def model(self) -> nn.Module:
-        with nullcontext() if torch.get_default_device().type == "meta" else self._device:
-            return self._task.model()
-
-    def train_data(self) -> Any:
-        return self._task.train_data()
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._task.loss(model, batch)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return self._task.optimizer(model)
-
-
 def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Way]) -> Rehearsed:
     """What this rank holds. `part` is one of its micro-batches; its values do not matter."""
     size = len(scene.nodes)
@@ -108,6 +82,7 @@ def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Way]) -> Rehe
         rehearsal_world(rank, size) as group,
         quietly(),
         no_vote(),
+        moving(),
         FakeTensorMode(allow_non_fake_inputs=True),
         NoMemory(scene.device) as ledger,
     ):
@@ -135,7 +110,7 @@ def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequen
     part = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=scene.device), part)
     parts = [part] * min(2, context.config.training.grad_accumulation)  # a third would be as the second
     strategy = scene.strategy(scene.options, context)
-    strategy.setup(_Staged(scene.task, scene.device))
+    strategy.setup(scene.task)
     # DTensor works out shapes the first time, on tensors that count here and have no memory in a run.
     warm = any(isinstance(parameter, DTensor) for parameter in strategy.model.parameters())
     return perform(strategy, ledger, parts, ways, warm=warm)

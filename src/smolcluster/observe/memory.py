@@ -23,7 +23,7 @@ PARTS = (
     ("o", "magenta", "optimizer"),
     ("a", "green", "other"),
 )
-WAYS = ((False, "fused"), (True, "fused"), (False, "plain"), (True, "plain"))
+WAYS = ((False, "fused"), (True, "fused"), (False, "plain"))
 
 
 def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
@@ -41,10 +41,12 @@ def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
     for row in plan["strategies"]:
         if not row["runs"]:
             console.print(Text(f"cannot run: {row['name']}: {row['reason']}"))
-    for note in dict.fromkeys(
-        f"{row['name']}: {seat['note']}" for row in rows for seat in row["seats"] if seat["note"]
-    ):
-        console.print(Text(note, style="dim"))
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        notes.setdefault(worst(row)["note"], []).append(row["name"])
+    for note, names in notes.items():
+        if note:
+            console.print(Text(f"{note}: {'; '.join(names)}", style="dim"))
     console.print(Text(f"room: {size(plan['limit_bytes'])} ({plan['limit']})"))
     console.print(Text(_advice(plan), style="bold"))
 
@@ -52,15 +54,7 @@ def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("strategy", no_wrap=True)
-    heads = (
-        "parameters",
-        "gradients",
-        "optimizer",
-        "activations\n",
-        "\ncheckpointed",
-        "plain attention\n",
-        "\ncheckpointed",
-    )
+    heads = ("parameters", "gradients", "optimizer", "activations", "checkpointed", "plain attention")
     for head in (*heads, "peak"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)

@@ -7,7 +7,6 @@ sees a socket. The loop in `engine/` calls these methods and knows no strategy b
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -338,8 +337,7 @@ def build_replica(
         raise UserError(f"model() of {task.name} has lazy layers; give them their input size")
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"model() of {task.name} has no parameters to train")
-    if any(t.device != context.device for t in itertools.chain(model.parameters(), model.buffers())):
-        model = model.to(context.device)
+    model = model.to(context.device)
     if config.gradient_checkpointing:
         if hasattr(model, "gradient_checkpointing"):
             setattr(model, "gradient_checkpointing", True)  # noqa: B010 - not every module has it
