@@ -230,3 +230,26 @@ def test_without_the_machine_that_leads_the_others_end(cluster: Cluster, script:
         # The one that leads waits for others; it can be stopped.
         cluster.processes[0].send_signal(signal.SIGINT)
         assert cluster.processes[0].wait(20) == 130
+
+
+# Under torchrun
+
+
+def test_ranks_that_torchrun_starts_again_go_on_by_themselves(smol: Smol, folder: Path) -> None:
+    sets = [
+        "model.model_dim=32",
+        "model.num_layers=1",
+        "model.num_heads=2",
+        "model.max_seq_len=32",
+        "training.device=cpu",
+    ]
+    sets += ["training.batch_size=4", "training.eval_steps=0", "training.eval_batches=2", "training.checkpoint_steps=5"]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    command = ("train", "--run-dir", "runs/torchrun", "--override", *sets)
+    smol.run(*command, "--steps", "10", cwd=folder, env=place).ok()
+    again = smol.run(*command, "--steps", "12", cwd=folder, env=place)
+    assert again.status == 2
+    assert "already holds a run" in again.err
+    again = smol.run(*command, "--steps", "12", cwd=folder, env=place | {"TORCHELASTIC_RESTART_COUNT": "1"}).ok()
+    assert "resumed at step 10" in again.out
+    assert read_summary(folder / "runs" / "torchrun")["steps"] == 12

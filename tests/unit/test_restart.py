@@ -20,7 +20,7 @@ from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
-from smolcluster.launch import restart
+from smolcluster.launch import restart, rounds
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish, parse_elastic
 from smolcluster.launch.restart import run_restarting
@@ -39,7 +39,8 @@ def test_what_elastic_means() -> None:
     many = parse_elastic("2:8", workers=2, endpoint="mini1:29400", max_restarts=3)
     assert many == Elastic(fewest=2, most=8, here=2, endpoint=("mini1", 29400), max_restarts=3)
     assert parse_elastic("2:8", endpoint="[::1]:29400").here == 1
-    assert elastic_wish(None, workers=2, endpoint=None, max_restarts=10) is None
+    assert elastic_wish(None, workers=2, endpoint=None, max_restarts=None) is None
+    assert elastic_wish("2", workers=None, endpoint=None, max_restarts=None) == Elastic(fewest=2, most=2, here=2)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +54,13 @@ def test_what_elastic_means() -> None:
         ("1:2", {"endpoint": "mini1"}, "--rdzv-endpoint 'mini1' is not HOST:PORT"),
         ("1:2", {"max_restarts": -1}, "--max-restarts -1: 0 or more"),
         (None, {"endpoint": "mini1:1"}, "--rdzv-endpoint needs --elastic MIN:MAX"),
+        (None, {"max_restarts": 3}, "--max-restarts needs --elastic MIN:MAX"),
         ("1:2", {"by_hand": "rank 0"}, "--elastic starts the ranks itself: leave out --rank"),
     ],
 )
 def test_mistakes_in_asking(text: str | None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        elastic_wish(text, **({"workers": None, "endpoint": None, "max_restarts": 10} | options))
+        elastic_wish(text, **({"workers": None, "endpoint": None, "max_restarts": None} | options))
 
 
 def test_what_need_not_or_cannot_start_again() -> None:
@@ -133,7 +135,7 @@ PAIR = Decree(number=1, world_size=2, parts=[[0, 1], [1, 1]])
         (agents((1, 1), (1, 2), b={"why": "rank 1 died"}), {}, ("rank 1 died", False)),
         (agents((1, 1), (1, 2)), {}, ("another machine starts again", True)),
         (agents((1, 1)), {1: {"host": "b"}}, ("b is gone", False)),
-        (agents((1, 1)), {1: {"host": "b", "leaves": True}}, ("b is gone", True)),
+        (agents((1, 1)), {1: {"host": "b", "leaves": True}}, ("b has left", True)),
         (agents((1, 1)), {1: {"host": "b", "done": True}}, None),
         (agents((1, 1), (1, 1), (1, 2)), {}, ("c has come", True)),
         (agents((1, 1), (1, 1), (1, 1)), {}, None),  # it is not ready yet
@@ -260,6 +262,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
     monkeypatch.setattr(restart, "_PROCESS", "tests.unit.scripted_process")
     monkeypatch.setattr(restart, "ask_for_plans", plans)
     monkeypatch.setattr(restart, "GRACE_S", 0.2)
+    monkeypatch.setattr(rounds, "LAST_CALL_S", 0.2)
     monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     return Story(tmp_path)
@@ -454,6 +457,54 @@ def test_a_mistake_on_another_machine_ends_the_run_everywhere(story: Story) -> N
         story.run(script, "2:2", workers=1, endpoint=where)
     other.join(10)
     assert str(other.result) == "no such folder: /data"
+
+
+def test_a_machine_that_comes_with_a_mistake_only_leaves(story: Story) -> None:
+    where = endpoint()
+    other = Machine(parse_elastic("1:2", workers=1, endpoint=where))
+    start_when((story.run_dir.path / "alone").exists, other)
+    first = ["listen", "row 1", "note alone", "stop?", "leave"]
+    second = ["listen", "row 2", "note together", "hang"]
+    script = {
+        "worker-0": [first, second, ["listen", "row 3", "finish"]],
+        "worker-1": [["await together", "fail user another batch size"]],
+    }
+    summary = story.run(script, "1:2", workers=1, endpoint=where)
+    other.join(10)
+    assert (summary["status"], summary["members_lost"]) == ("finished", 0)
+    assert str(other.result) == "another batch size"
+    assert f"{HOST} has left: another batch size; starting again" in story.notices()
+
+
+def test_a_machine_with_another_version_does_not_take_part(story: Story) -> None:
+    keeper = Keeper("127.0.0.1", 0, silent_s=5.0)
+    leader = member(keeper, host="a", workers=1, asks=1, leads=True, version="9.9.9")
+    other = Machine(parse_elastic("1:2", workers=1, endpoint=f"127.0.0.1:{keeper.port}"))
+    other.start()
+    other.join(20)
+    assert isinstance(other.result, UserError)
+    assert "and the one of --rdzv-endpoint has 9.9.9; install the same version" in str(other.result)
+    assert leader.wait(lambda: bool(leader.roll.gone), within_s=5)
+    assert all(not fields.get("asks") for fields in leader.roll.gone.values())
+    for each in (leader, keeper):
+        each.close()
+
+
+def test_strangers_at_the_endpoint_are_not_counted(story: Story) -> None:
+    where = endpoint()
+    strangers: list[Member] = []
+
+    def speak() -> None:
+        wait_until(lambda: answers(where))
+        line = dial("127.0.0.1", int(where.rpartition(":")[2]), within_s=5.0)
+        assert line is not None
+        strangers.append(Member(line, {"name": "x", "workers": "many"}, silent_s=5.0))
+        (story.run_dir.path / "spoken").touch()
+
+    threading.Thread(target=speak, daemon=True).start()
+    script = {"worker-0": [["listen", "row 1", "await spoken", "row 2", "finish"]]}
+    assert story.run(script, "1:2", workers=1, endpoint=where)["restarts"] == 0
+    strangers[0].close()
 
 
 def test_the_end_is_told_to_all(story: Story) -> None:

@@ -83,8 +83,9 @@ def train(
         ),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(help="Deaths of workers after which the run ends.", rich_help_panel=_ELASTIC)
-    ] = 10,
+        int | None,
+        typer.Option(help="Deaths of workers that a run may go on after. Default: 10.", rich_help_panel=_ELASTIC),
+    ] = None,
     world_size: Annotated[
         int | None, typer.Option(help="Ranks in the job. Without --rank: as --workers.", rich_help_panel=_RANK)
     ] = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from smolcluster.launch.elastic import run_elastic
 from smolcluster.launch.local import run_local
-from smolcluster.launch.plan import MAX_RESTARTS, Elastic, check_restartable, elastic_wish
+from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish
 from smolcluster.launch.prepare import Prepared, prepare
 from smolcluster.launch.restart import run_restarting
 
@@ -30,7 +30,7 @@ def train(
     resume: str | Path | None = None,
     backend: str | None = None,
     elastic: str | None = None,
-    max_restarts: int = MAX_RESTARTS,
+    max_restarts: int | None = None,
     sinks: Sequence[Sink] | None = None,
 ) -> dict[str, Any]:
     """Train on this machine and return the summary (the contents of summary.json, plus `run_dir`).

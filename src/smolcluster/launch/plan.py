@@ -32,18 +32,18 @@ class Elastic:
 
 
 def elastic_wish(
-    text: str | None, *, workers: int | None, endpoint: str | None, max_restarts: int, by_hand: object = None
+    text: str | None, *, workers: int | None, endpoint: str | None, max_restarts: int | None, by_hand: object = None
 ) -> Elastic | None:
     """What the user asks for by --elastic and its companions; None without. `by_hand`: somebody else starts the ranks."""
     if text is None:
-        if endpoint is not None:
-            raise UserError(
-                "--rdzv-endpoint needs --elastic MIN:MAX: how many workers has the run at least, and at most?"
-            )
+        needs = "--rdzv-endpoint" if endpoint is not None else "--max-restarts" if max_restarts is not None else None
+        if needs is not None:
+            raise UserError(f"{needs} needs --elastic MIN:MAX: how many workers has the run at least, and at most?")
         return None
     if by_hand is not None:
         raise UserError("--elastic starts the ranks itself: leave out --rank, or start it without torchrun")
-    return parse_elastic(text, workers=workers, endpoint=endpoint, max_restarts=max_restarts)
+    most = MAX_RESTARTS if max_restarts is None else max_restarts
+    return parse_elastic(text, workers=workers, endpoint=endpoint, max_restarts=most)
 
 
 def parse_elastic(

@@ -4,7 +4,7 @@
     the same one dies      three times in a row without a new step between: it is left out, if enough others remain
     a machine is lost      the others go on with fewer workers, once it has been missed; MIN at least
     a machine comes        the workers save, and start again with more; MAX at most
-    a user's mistake       starting again would not mend it: the run ends at once
+    a user's mistake       starting again would not mend it: the run ends at once. A machine that came later only leaves
     too many restarts      the run ends, and can be continued by hand
     Ctrl-C                 where the run is led: everybody saves and leaves. Elsewhere: that machine leaves, the others go on
 
@@ -209,7 +209,9 @@ class _Run:
                 resume=decree.resume,
                 again=decree.number > 1,
             )
-            child = self.warm.pop(rank, None) or self._spawn(spec)
+            child = self.warm.pop(rank, None)
+            if child is None or child.died is not None:
+                child = self._spawn(spec)
             tell(child, spec.to_json())
             self.crew.append(child)
         self._end([*self.warm.values()])

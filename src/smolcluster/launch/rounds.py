@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from smolcluster import __version__
 from smolcluster.comm.rollcall import SILENT, Fields, Member
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted
@@ -108,7 +109,7 @@ def broken(
     members = {number for number, _ in current.parts} - {me}
     for number in sorted(members):
         if number in gone and not gone[number].get("done"):
-            return Break(f"{gone[number].get('host')} is gone", gently=bool(gone[number].get("leaves")))
+            return Break(_leaving(gone[number]), gently=bool(gone[number].get("leaves")))
         fields = agents.get(number, {})
         if int(fields.get("asks", 0)) > current.number and fields.get("why"):
             return Break(str(fields["why"]), gently=False)
@@ -121,6 +122,18 @@ def broken(
     return None
 
 
+def _is_launcher(fields: Fields) -> bool:
+    """Anybody may speak at the endpoint; what is not said as a launcher says it is not listened to."""
+    return isinstance(fields.get("workers"), int) and isinstance(fields.get("asks", 0), int)
+
+
+def _leaving(fields: Fields) -> str:
+    """`pi5 is gone`."""
+    if fields.get("mistake"):
+        return f"{fields.get('host')} has left: {fields['mistake']}"
+    return f"{fields.get('host')} {'has left' if fields.get('leaves') else 'is gone'}"
+
+
 class Rounds:
     """One launcher's part in it. Without a `member` this machine is alone."""
 
@@ -128,7 +141,7 @@ class Rounds:
         self.current = Decree()
         self.leads, self.sizes = leads, sizes
         self._member = member
-        self._mine: Fields = {"host": host, "workers": workers, "leads": leads, "asks": 0}
+        self._mine: Fields = {"host": host, "workers": workers, "leads": leads, "asks": 0, "version": __version__}
         if member is not None:
             member.wait(lambda: member.number >= 0, within_s=SILENT_S)
         self.say()
@@ -146,7 +159,7 @@ class Rounds:
     def agents(self) -> dict[int, Fields]:
         """What every launcher says, this one included, as it last said it."""
         others = {} if self._member is None else self._member.roll.members
-        return {**others, self.me: self._mine}
+        return {**{number: fields for number, fields in others.items() if _is_launcher(fields)}, self.me: self._mine}
 
     @property
     def gone(self) -> dict[int, Fields]:
@@ -167,12 +180,14 @@ class Rounds:
 
         `tick` is called often, and may raise to give up. Raises `Over` when the run has ended meanwhile.
         """
-        self.say(asks=self.current.number + 1)
         deadline = time.monotonic() + within_s
         self._enough_at: float | None = None
         while True:
             tick()
             self.check()
+            if self._leader() and self._mine["asks"] <= self.current.number:
+                self._check_version()
+                self.say(asks=self.current.number + 1)
             if self._lead(make) if self.leads else self._follow():
                 self.say(why=None, victim=False)
                 return self.current
@@ -199,12 +214,7 @@ class Rounds:
     def _follow(self) -> bool:
         """Whether a round that this machine asked for has begun with it."""
         self.current = self._announced()
-        if self.current.number < self._mine["asks"]:
-            return False
-        if not self.current.ranks(self.me):
-            self.say(asks=self.current.number + 1)  # it began without
-            return False
-        return True
+        return 0 < self._mine["asks"] <= self.current.number and bool(self.current.ranks(self.me))
 
     def _announced(self) -> Decree:
         decree = self._leader().get("decree")
@@ -229,12 +239,22 @@ class Rounds:
         if over is not None and not self.leads:
             kind = _ENDS.get(over["kind"])
             raise Over(None if kind is None else kind(over["message"]))
+        # A machine that comes later does not end the run by its mistake: it leaves.
         for fields in (*self.agents.values(), *self.gone.values()):
-            if self.leads and fields.get("mistake"):
+            if self.leads and fields.get("mistake") and self.current.number <= 1:
                 raise UserError(f"{fields.get('host')}: {fields['mistake']}")
         if self._member is not None and self._member.lost is not None:
             how = f"has been silent for {SILENT_S:g} s" if self._member.lost == SILENT else "is gone"
             raise WorkerFailed(f"the machine of --rdzv-endpoint {how}, and the run with it")
+
+    def _check_version(self) -> None:
+        """Before this machine takes part: rounds of another version may be other rounds."""
+        theirs = self._leader().get("version")
+        if theirs != __version__:
+            raise UserError(
+                f"this machine has smolcluster {__version__} and the one of --rdzv-endpoint has {theirs}; "
+                "install the same version on every machine"
+            )
 
     def port(self) -> int | None:
         """Where rank 0 of this round listens, as soon as the leader knows."""
@@ -245,7 +265,7 @@ class Rounds:
         """What ended the last round: machines that left, and deaths of workers in the words of those who know best."""
         members = {number for number, _ in self.current.parts}
         left = {number: fields for number, fields in self.gone.items() if number in members}
-        changes = [f"{f.get('host')} {'has left' if f.get('leaves') else 'is gone'}" for f in left.values()]
+        changes = [_leaving(fields) for fields in left.values()]
         told = [fields for fields in self.agents.values() if fields.get("why")]
         known = [fields for fields in told if not fields.get("victim")]
         return changes, sorted({str(fields["why"]) for fields in known or ([] if left else told)})
