@@ -276,7 +276,8 @@ def test_only_what_is_sure_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
         "    def loss(self, model, batch): return (model(batch[0]) - batch[1]).pow(2).mean()\n"
         "    def optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "class Frozen(Light):\n"
-        "    def model(self):\n        model = super().model()\n        model.bias.requires_grad_(False)\n        return model\n",
+        "    def model(self):\n        model = super().model()\n"
+        "        model.bias.requires_grad_(False)\n        return model\n",
         encoding="utf-8",
     )
     said: list[int] = []
