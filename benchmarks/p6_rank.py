@@ -92,11 +92,12 @@ def measure(message: Message, config: Config, group: Group, device: torch.device
     """The most bytes at a time in the last of a few steps."""
     config = config.model_copy(deep=True)
     config.strategy.fsdp_stage = message.get("stage")
+    workspace = workspace_bytes(device)  # before anything else uses the libraries of a GPU
     _, _, step = prepare(message["who"], small(config), group, device)
     step()
     del step
     gc.collect()
-    workspace, before = workspace_bytes(device), resident_bytes()
+    before = resident_bytes()
     with Ledger(device) as ledger:
         model, optimizer, step = prepare(message["who"], config, group, device)
         states = States(model, optimizer, ledger)

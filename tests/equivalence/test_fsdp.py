@@ -29,6 +29,15 @@ def test_equals_single(tmp_path: Path, stage: int, size: int) -> None:
     assert_same_run(one, many, tolerance=1e-10)
 
 
+def test_stage_1_in_many_turns_equals_single(tmp_path: Path) -> None:
+    """A buffer of a few numbers: parameters are cut between turns, shares end in different ones."""
+    config = COMMON | {"training.grad_clip_norm": 0.05}
+    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, task="Double", strategy="single")
+    parts = {"training.batch_size": 4, "strategy.fsdp_stage": 1, "strategy.bucket_mb": 0.001}
+    many = run_world(3, tmp_path / "many", config | parts, task="Double", strategy="fsdp")
+    assert_same_run(one, many, tolerance=1e-10)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gpt_equals_single(tmp_path: Path, stage: int) -> None:
     """The real model: tied embeddings, blocks that are gathered one by one."""

@@ -21,6 +21,7 @@ from benchmarks.harness import Comparison, Measured, Session, Target, Variant, m
 from benchmarks.network import Network, check_possible, hosts, parse_rate
 from benchmarks.p3 import NAMED, SETTINGS, _against, _chosen
 from benchmarks.p4 import ROWS, _split, reached
+from benchmarks.p6 import counted, most, zero
 from benchmarks.p7 import check_same_work
 from benchmarks.p9 import _again, transfer_seconds
 from benchmarks.peers.bare import Recipe
@@ -532,3 +533,11 @@ def test_hosts_are_gone_after_an_error_too() -> None:
     except RuntimeError:
         pass
     assert namespaces() == []
+
+
+def test_p6_knows_the_formulas_of_zero_and_who_has_most() -> None:
+    assert [zero(stage, "fp32", 100, 4) for stage in range(4)] == [1600, 1000, 700, 400]
+    assert [zero(stage, "bf16", 100, 4) for stage in range(4)] == [1600, 700, 550, 400]
+    noted = {"peak": {"at": {"parameters": 3, "other": 4}}}
+    assert counted(noted) == 7
+    assert most([noted, noted | {"allocated": 9}])["allocated"] == 9

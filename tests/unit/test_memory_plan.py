@@ -265,6 +265,40 @@ def test_a_worker_refuses_before_it_meets_the_others(tmp_path: Path, monkeypatch
         Worker(spec, None, [])._prepare()  # type: ignore[arg-type]
 
 
+def test_only_what_is_sure_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer of the task's own may keep nothing, and frozen parameters have no gradients."""
+    path = tmp_path / "light.py"
+    path.write_text(
+        "import torch\nfrom smolcluster import Task\n"
+        "class Light(Task):\n"
+        "    def model(self): return torch.nn.Linear(99, 100)\n"
+        "    def train_data(self): return torch.ones(64, 99), torch.ones(64, 100)\n"
+        "    def loss(self, model, batch): return (model(batch[0]) - batch[1]).pow(2).mean()\n"
+        "    def optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "class Frozen(Light):\n"
+        "    def model(self):\n        model = super().model()\n"
+        "        model.bias.requires_grad_(False)\n        return model\n",
+        encoding="utf-8",
+    )
+    said: list[int] = []
+    monkeypatch.setattr(role, "check_memory", lambda costs, **_: said.append(costs[0].states_bytes))
+    for name in ("Light", "Frozen"):
+        config = resolve(
+            load_config([], sets={"task": f"{path}:{name}", "training.device": "cpu", "training.batch_size": 4})
+        )
+        spec = WorkerSpec(
+            config=config.model_dump(mode="json"),
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            local_world_size=1,
+            host="here",
+            run_dir=str(tmp_path),
+        )
+        Worker(spec, None, [])._prepare()  # type: ignore[arg-type]
+    assert said == [2 * 4 * 10_000]  # weights and gradients; and of the second nothing is said
+
+
 def test_sizes_as_people_write_them() -> None:
     said = {"16GB": 16 * 10**9, "512MiB": 2**29, "1.5g": 1_500_000_000, "100": 100, "2 TB": 2 * 10**12}
     assert {text: parse_size(text, what="--limit") for text in said} == said

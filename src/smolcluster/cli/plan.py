@@ -35,7 +35,8 @@ def plan(
         list[str] | None, typer.Option(help="Only these; may be given several times. Default: all.")
     ] = None,
     nodes: Annotated[
-        str | None, typer.Option(metavar="N|NAME,NAME...", help="Ranks, or the names of their machines. Default: 1.")
+        str | None,
+        typer.Option(metavar="N|NAME,NAME...", help="Ranks, or the names of their machines. Default: as configured."),
     ] = None,
     limit: Annotated[
         str | None,

@@ -24,6 +24,8 @@ class NoMemory(Ledger):  # type: ignore[no-untyped-call]
     """A ledger of tensors without memory. Open it inside a FakeTensorMode."""
 
     def answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # what is not there cannot be pinned
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].constant is None:
                 return False if args[0].dtype == torch.bool else 0.0 if args[0].dtype.is_floating_point else 0

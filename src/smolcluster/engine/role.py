@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +31,7 @@ from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import NoticeHandler, Observer, Sink
 from smolcluster.strategies.base import Node, Shape, Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
+from smolcluster.tasks.base import Task
 from smolcluster.tasks.find import find_task
 
 log = logging.getLogger(__name__)
@@ -98,9 +100,15 @@ class Role(ABC):
         """What ranks `first` and following, `count` of them here, must hold is not more than there is."""
         try:
             with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                shape = Shape.of(self.task.model(), self.config.training)
+                model = self.task.model()
+                shape = Shape.of(model, self.config.training)
         except Exception as error:  # the user's own code, which may need real numbers
             log.debug("the model cannot be built without memory, so it is not known how much it needs", exc_info=error)
+            return
+        # Only what is sure is counted, so that no run is refused that could be.
+        if type(self.task).optimizer is not Task.optimizer:
+            shape = dataclasses.replace(shape, optimizer_states=0)
+        if not all(parameter.requires_grad for parameter in model.parameters()):
             return
         costs = self.strategy_class.costs(self.options, shape, nodes)[first : first + count]
         check_memory(
