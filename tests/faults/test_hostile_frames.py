@@ -397,8 +397,9 @@ class TestStrangers:
             assert counted_links() == made
             field.connect().close()  # nor for one who goes without a word
             assert settles_at(files, open_files)
-            RawMember(field).greet().sock.close()
-            assert counted_links() > made
+            member = RawMember(field).greet()
+            assert counted_links() > made  # while it is there
+            member.sock.close()
         finally:
             field.close()
 
