@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from tests.equivalence.same_run import COMMON, STEPS
 from tests.tasks import Tiny
 from tests.world import ElasticWorld, World, run_elastic_world, run_world
@@ -53,7 +52,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Single:
 
 
 def weights(world: World | ElasticWorld) -> dict[str, Tensor]:
-    return load_file(Path(world.summary["checkpoint"]) / "weights.safetensors")
+    return dict(read_checkpoint(Path(world.summary["checkpoint"])).weights)
 
 
 def assert_good_end(world: ElasticWorld) -> None:
@@ -302,8 +301,8 @@ def test_default_settings_reach_the_loss_of_single_on_text(tmp_path: Path, singl
 
 
 def _any_world(plane: str, strategy: str, run_dir: Path, config: dict[str, Any], **options: Any) -> Any:
-    batch = {"training.batch_size": 12 if strategy in ("single", "edp") else 6}
-    size = 12 // batch["training.batch_size"]
+    batch = {"training.batch_size": 12 if strategy in ("single", "edp", "pipeline") else 6}
+    size = 2 if strategy == "pipeline" else 12 // batch["training.batch_size"]
     if plane == "mesh":
         return run_world(size, run_dir, config | batch, task="Double", strategy=strategy, **options)
     return run_elastic_world(
@@ -311,10 +310,11 @@ def _any_world(plane: str, strategy: str, run_dir: Path, config: dict[str, Any],
     )
 
 
-@pytest.mark.parametrize("fixed", ["single", "allreduce"])
+@pytest.mark.parametrize("fixed", ["single", "allreduce", "fsdp", "pipeline"])
 @pytest.mark.parametrize("strategy", ["syncps", "edp", "allreduce"])
 def test_checkpoints_resume_across_planes(tmp_path: Path, single: Single, strategy: str, fixed: str) -> None:
-    """Half of the run on one plane and the rest on the other equals the whole on one process."""
+    """Half of the run on one plane and the rest on the other equals the whole on one process. `fsdp` and `pipeline` save in
+    parts."""
     config = COMMON | {"training.checkpoint_steps": 4}
     whole = weights(single(COMMON | {"training.batch_size": 12}))
     for name, first, second in (
