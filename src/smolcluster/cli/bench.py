@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smolcluster.cli import options
+
 if TYPE_CHECKING:
     from rich.status import Status
 
@@ -40,15 +42,8 @@ def _bench(context: typer.Context) -> None:
 
 @app.command("scaling", epilog=EXAMPLES)
 def scaling(
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG", help="As for `train`: YAML files, built-in names, or a task as file.py:Class."
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="How workers work together; see `smolcluster strategies`.")
-    ] = None,
+    sources: options.Sources = None,
+    strategy: options.Strategy = None,
     workers: Annotated[
         str | None,
         typer.Option(help="1,2,4: these numbers. 8: 1, 2, 4, 8. Default: up to this machine's cores, 8 at most."),
@@ -66,13 +61,9 @@ def scaling(
         ),
     ] = None,
     plane: Annotated[str | None, typer.Option(help="mesh or elastic. Default: as the strategy needs.")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
-    ] = None,
+    override: options.Override = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order.")] = None,
-    backend: Annotated[
-        str | None, typer.Option(help="gloo, nccl or mpi. Default: nccl between GPUs, gloo otherwise.")
-    ] = None,
+    backend: options.Backend = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for scaling.json, scaling.svg and the runs. Default: runs/scaling-bench-<time>."),

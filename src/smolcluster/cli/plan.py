@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from smolcluster.cli import options
+
 EXAMPLES = """Examples:
 
 smolcluster plan --memory
@@ -18,16 +20,10 @@ smolcluster plan --memory gpt --nodes 2 --strategy fsdp --strategy pipeline --ba
 
 smolcluster plan --memory my_task.py:MyTask --nodes 4 --json
 """
-_GUIDE = "Model and training (the same as --override)"
 
 
 def plan(
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG", help="As for `train`: YAML files, built-in names, or a task as file.py:Class."
-        ),
-    ] = None,
+    sources: options.Sources = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="Bytes of each rank, for every strategy that could run.")
     ] = False,
@@ -43,26 +39,15 @@ def plan(
         typer.Option(metavar="SIZE", help="Memory for each rank, such as 16GB. Default: what this machine has."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    override: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
-    ] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="model.vocab_size", rich_help_panel=_GUIDE)] = None,
-    hidden_size: Annotated[int | None, typer.Option(help="model.model_dim", rich_help_panel=_GUIDE)] = None,
-    attention_heads: Annotated[int | None, typer.Option(help="model.num_heads", rich_help_panel=_GUIDE)] = None,
-    layers: Annotated[int | None, typer.Option(help="model.num_layers", rich_help_panel=_GUIDE)] = None,
-    max_seq_length: Annotated[int | None, typer.Option(help="model.max_seq_len", rich_help_panel=_GUIDE)] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="training.batch_size, per worker", rich_help_panel=_GUIDE)
-    ] = None,
-    mixed_precision: Annotated[
-        bool, typer.Option("--mixed-precision", help="training.precision=bf16", rich_help_panel=_GUIDE)
-    ] = False,
-    use_gradient_checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--use-gradient-checkpointing", help="training.gradient_checkpointing=true", rich_help_panel=_GUIDE
-        ),
-    ] = False,
+    override: options.Override = None,
+    vocab_size: options.VocabSize = None,
+    hidden_size: options.HiddenSize = None,
+    attention_heads: options.AttentionHeads = None,
+    layers: options.Layers = None,
+    max_seq_length: options.MaxSeqLength = None,
+    batch_size: options.BatchSize = None,
+    mixed_precision: options.MixedPrecision = False,
+    use_gradient_checkpointing: options.GradientCheckpointing = False,
 ) -> int:
     """Say what a run would need, and which strategies fit. Each rank is rehearsed without memory; nothing is trained."""
     from smolcluster.config import flag_sets

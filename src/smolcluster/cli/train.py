@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from smolcluster.cli import options
+
 EXAMPLES = """Examples:
 
 smolcluster train
@@ -23,22 +25,13 @@ smolcluster train gpt --strategy fsdp --workers 4 --elastic 2:4
 
 smolcluster train --resume latest
 """
-_GUIDE = "Model and training (the same as --override)"
 _RANK = "One rank of a job that others start"
 _ELASTIC = "Going on when workers die (fsdp, tensor, pipeline, mesh, allreduce)"
 
 
 def train(
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="YAML files, built-in names (gpt, mnist, ...), or a task as file.py:Class. Merged left to right.",
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="How machines work together; see `smolcluster strategies`.")
-    ] = None,
+    sources: options.Sources = None,
+    strategy: options.Strategy = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes on this machine.")] = None,
     plane: Annotated[
         str | None,
@@ -46,16 +39,12 @@ def train(
             help="mesh, or elastic: a server, and workers that may come and go. Default: as the strategy needs."
         ),
     ] = None,
-    override: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
-    ] = None,
+    override: options.Override = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is written. Default: runs/<name>.")] = None,
     resume: Annotated[str | None, typer.Option(help="Continue: a run directory, a checkpoint, or `latest`.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")] = None,
-    backend: Annotated[
-        str | None, typer.Option(help="gloo, nccl or mpi. Default: nccl between GPUs, gloo otherwise.")
-    ] = None,
+    backend: options.Backend = None,
     profile: Annotated[
         str | None,
         typer.Option(metavar="STEPS", help="Profile these steps, such as 10 or 10:13, on training.profile_ranks."),
@@ -100,29 +89,18 @@ def train(
     no_nccl: Annotated[
         bool, typer.Option("--no-nccl", help="The same as --backend gloo.", rich_help_panel=_RANK)
     ] = False,
-    vocab_size: Annotated[int | None, typer.Option(help="model.vocab_size", rich_help_panel=_GUIDE)] = None,
-    hidden_size: Annotated[int | None, typer.Option(help="model.model_dim", rich_help_panel=_GUIDE)] = None,
-    attention_heads: Annotated[int | None, typer.Option(help="model.num_heads", rich_help_panel=_GUIDE)] = None,
-    layers: Annotated[int | None, typer.Option(help="model.num_layers", rich_help_panel=_GUIDE)] = None,
-    max_seq_length: Annotated[int | None, typer.Option(help="model.max_seq_len", rich_help_panel=_GUIDE)] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="training.learning_rate", rich_help_panel=_GUIDE)] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="training.batch_size, per worker", rich_help_panel=_GUIDE)
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(help="training.epochs", rich_help_panel=_GUIDE)] = None,
-    gradient_clip_norm: Annotated[
-        float | None, typer.Option(help="training.grad_clip_norm", rich_help_panel=_GUIDE)
-    ] = None,
-    save_interval: Annotated[int | None, typer.Option(help="training.checkpoint_steps", rich_help_panel=_GUIDE)] = None,
-    mixed_precision: Annotated[
-        bool, typer.Option("--mixed-precision", help="training.precision=bf16", rich_help_panel=_GUIDE)
-    ] = False,
-    use_gradient_checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--use-gradient-checkpointing", help="training.gradient_checkpointing=true", rich_help_panel=_GUIDE
-        ),
-    ] = False,
+    vocab_size: options.VocabSize = None,
+    hidden_size: options.HiddenSize = None,
+    attention_heads: options.AttentionHeads = None,
+    layers: options.Layers = None,
+    max_seq_length: options.MaxSeqLength = None,
+    learning_rate: options.LearningRate = None,
+    batch_size: options.BatchSize = None,
+    epochs: options.Epochs = None,
+    gradient_clip_norm: options.GradientClipNorm = None,
+    save_interval: options.SaveInterval = None,
+    mixed_precision: options.MixedPrecision = False,
+    use_gradient_checkpointing: options.GradientCheckpointing = False,
 ) -> int:
     """Train a model on this machine's workers, or as one rank of a job on several machines."""
     from smolcluster.config import flag_sets
