@@ -71,6 +71,15 @@ class Dropout(Tiny):
     dropout = 0.3
 
 
+class Frozen(Double):
+    """The first layer stays as it is."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+
 class BatchNorm(Double):
     """Running means differ between workers; those of rank 0 count."""
 

@@ -118,9 +118,10 @@ def test_a_model_of_two_types_is_not_cut_up(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_resumes_bitwise(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (1, "bf16")])
+def test_resumes_bitwise(tmp_path: Path, stage: int, precision: str) -> None:
     config = COMMON | {"training.batch_size": 4, "strategy.fsdp_stage": stage, "training.checkpoint_steps": 3}
+    config |= {"training.precision": precision}
     whole = run_world(3, tmp_path / "whole", config, task="Dropout", strategy="fsdp")
     resumed = run_world(
         3,
@@ -134,7 +135,7 @@ def test_resumes_bitwise(tmp_path: Path, stage: int) -> None:
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_mixed_precision_follows_single(tmp_path: Path, stage: int) -> None:
     """Parameters travel and compute in bf16, masters and sums stay in fp32. bf16 has three digits: losses agree to two."""
     config = COMMON | GPT | {"training.precision": "bf16"}
@@ -144,7 +145,30 @@ def test_mixed_precision_follows_single(tmp_path: Path, stage: int) -> None:
     assert one.global_losses() == pytest.approx(many.global_losses(), rel=1e-2)
     exact = run_world(2, tmp_path / "exact", config | parts | {"strategy.param_dtype": "fp32"}, strategy="fsdp")
     assert one.global_losses() == pytest.approx(exact.global_losses(), rel=2e-3)
-    # Gathered in two bytes each instead of four, averaged in four.
-    share = {2: (2 + 4) / (4 + 4), 3: (2 + 2 + 4) / (4 + 4 + 4)}[stage]
+    # Handed out in two bytes each instead of four, averaged in four.
+    share = {1: (2 + 4) / (4 + 4), 2: (2 + 4) / (4 + 4), 3: (2 + 2 + 4) / (4 + 4 + 4)}[stage]
     sent = [world.ranks[0].rows()[5].bytes_sent - world.ranks[0].rows()[3].bytes_sent for world in (many, exact)]
     assert sent[0] / sent[1] == pytest.approx(share, rel=0.02)
+    # What is saved was never rounded.
+    for name, saved in weights(many).items():
+        assert saved.dtype == torch.float32
+        assert saved.ndim < 2 or not torch.equal(saved, saved.bfloat16().float()), name
+
+
+def test_stage_1_in_bf16_takes_the_steps_of_stage_0(tmp_path: Path) -> None:
+    """One has rounded matrices, and masters at their owners; the other has all in fp32 and rounds at every use. Without
+    lookups and accumulation the gradients are the same numbers, and two of them have one sum."""
+    config = COMMON | {"training.precision": "bf16", "training.batch_size": 4}
+    runs = [
+        run_world(2, tmp_path / str(stage), config | {"strategy.fsdp_stage": stage}, task="Dropout", strategy="fsdp")
+        for stage in (0, 1)
+    ]
+    assert_same_run(*runs, tolerance=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_not_trained_is_saved(tmp_path: Path, stage: int) -> None:
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 8}, task="Frozen", strategy="single")
+    parts = {"training.batch_size": 4, "strategy.fsdp_stage": stage}
+    many = run_world(2, tmp_path / "many", COMMON | parts, task="Frozen", strategy="fsdp")
+    assert_same_run(one, many, tolerance=1e-10)

@@ -69,8 +69,14 @@ def measured(config: Config) -> list[int]:
     ("strategy", "options"),
     [("fsdp", {"fsdp_stage": 1}), ("fsdp", {"fsdp_stage": 3}), ("pipeline", {"schedule": "1f1b"})],
 )
-def test_a_real_run_holds_what_was_foretold(strategy: str, options: dict[str, Any]) -> None:
-    sets = {**GPT, "strategy.name": strategy, **{f"strategy.{key}": value for key, value in options.items()}}
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_real_run_holds_what_was_foretold(strategy: str, options: dict[str, Any], precision: str) -> None:
+    sets = {
+        **GPT,
+        "training.precision": precision,
+        "strategy.name": strategy,
+        **{f"strategy.{key}": value for key, value in options.items()},
+    }
     config = resolve(load_config([], sets=sets))
     subject = Subject.open(config, find_task(config), num_ranks=2, device=torch.device("cpu"))
     said = forecast(subject, Choice(label="", strategy=strategy, options=options), ways=[Way()], every_seat=True)

@@ -25,6 +25,7 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "pieces of sequences": (2, "mesh", {"cp": 2}),
     "dp x tp": (4, "mesh", {"tp": 2, "fsdp_stage": 1}),
     "dp x pp": (4, "mesh", {"pp": 2, "fsdp_stage": 3}),
+    "dp x pp, owners": (4, "mesh", {"pp": 2, "fsdp_stage": 1}),
     "tp x pp": (4, "mesh", {"tp": 2, "pp": 2}),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,27 @@ def test_the_formulas(strategy: Any, options: Any, count: int, parameters: int, 
     cost = strategy.cost(options, Shape(parameters=1200), nodes(count))
     assert (cost.parameter_bytes, cost.optimizer_bytes, cost.bytes_sent) == (parameters, optimizer, moved)
     assert cost.activations_travel == (strategy is not FSDP)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "parameters", "gradients", "moved"),
+    [
+        (FSDP, FSDPOptions(fsdp_stage=0), 4800, 4800, 7200),  # autocast rounds at every use
+        (FSDP, FSDPOptions(fsdp_stage=1), 2400 + 1200, 2400, 900 * (4 + 2)),
+        (FSDP, FSDPOptions(fsdp_stage=1, param_dtype="fp32"), 4800, 4800, 7200),
+        (FSDP, FSDPOptions(fsdp_stage=2), 2400 + 1200, 1200, 900 * (2 + 4)),
+        (FSDP, FSDPOptions(fsdp_stage=3), 1200, 1200, 900 * (2 + 2 + 4)),
+        (FSDP, FSDPOptions(fsdp_stage=3, reduce_dtype="bf16"), 1200, 1200, 900 * (2 + 2 + 2)),
+        (Mesh, MeshOptions(pp=2, fsdp_stage=1), 1200 + 1200, 1200, 300 * (4 + 2)),
+        # Six micro-batches: seven times gathered, once summed.
+        (Mesh, MeshOptions(pp=2, fsdp_stage=3, num_microbatches=6), 1200, 1200, 300 * (7 * 2 + 4)),
+        (Mesh, MeshOptions(tp=2, fsdp_stage=1), 2400, 2400, 300 * (4 + 4)),  # pieces of layers stay in fp32
+    ],
+)
+def test_the_formulas_in_bf16(strategy: Any, options: Any, parameters: int, gradients: int, moved: int) -> None:
+    four = [replace(node, batch_size=6) for node in nodes(4)]
+    cost = strategy.cost(options, Shape(parameters=1200, used_bytes=2), four)
+    assert (cost.parameter_bytes, cost.gradient_bytes, cost.bytes_sent) == (parameters, gradients, moved)
 
 
 # What a run would do

@@ -107,7 +107,8 @@ class Replica:
         if norm is None:
             total = get_total_norm(gradients)
         else:
-            total = torch.as_tensor(norm, dtype=self.parameters[0].dtype, device=self.device)
+            wide = torch.promote_types(self.parameters[0].dtype, torch.float32)  # some may be rounded on some ranks
+            total = torch.as_tensor(norm, dtype=wide, device=self.device)
         if self.track_gradients:
             self.gradient_norms = {n: p.grad.norm() for n, p in self.model.named_parameters() if p.grad is not None}
         overflow = self.scale is not None and not bool(torch.isfinite(total))

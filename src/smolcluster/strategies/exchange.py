@@ -33,9 +33,9 @@ class Exchange:
         """`weight`: this shard's part of all samples."""
         self._weight = weight
 
-    def used_in(self, tensor: Tensor) -> torch.dtype:
-        """The type that this parameter or buffer has in forward."""
-        return tensor.dtype
+    def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """The type that each parameter and buffer of this part of a model has in forward."""
+        return {name: tensor.dtype for name, tensor in everything_in(model).items()}
 
     def wrap(self, model: nn.Module) -> None:
         """Before there is an optimizer: cut the parameters up."""
@@ -57,8 +57,11 @@ class Exchange:
         """Whether this rank updates it."""
         return True
 
+    def prepare(self) -> None:
+        """Parameters are as forward wants them."""
+
     def settle(self) -> None:
-        """Parameters that were gathered for a while are in pieces again."""
+        """Parameters are as the optimizer has them: those that were gathered for a while are in pieces again."""
 
 
 class Summed(Exchange):
@@ -93,26 +96,45 @@ class Owned(Exchange):
 
     Row r of the buffer takes what rank r owns; shares are padded to the largest. Sums are put where the owner's own gradients
     were, so that beside them there is only the buffer.
+
+    With a `lower` type the matrices that autocast would round at every use are kept rounded, and their gradients are. Only the
+    owner has such a matrix in full besides, its master, which takes the place of the other while it is updated and saved.
     """
 
     owners = True
 
-    def __init__(self, group: Group, *, bucket_bytes: int, weight: float) -> None:
+    def __init__(self, group: Group, *, bucket_bytes: int, weight: float, lower: torch.dtype | None = None) -> None:
         super().__init__(weight)
-        self._group, self._bucket_bytes = group, bucket_bytes
+        self._group, self._bucket_bytes, self._lower = group, bucket_bytes, lower
+        self._masters: dict[nn.Parameter, Tensor] = {}  # of what this rank owns
+        self._working: dict[nn.Parameter, Tensor] = {}  # while the masters are in their places
+
+    def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
+        rounded = rounded_to(self._lower, model)
+        return {name: rounded.get(tensor, tensor.dtype) for name, tensor in everything_in(model).items()}
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
         group, parts = self._group, [local(p.detach()) for p in replica.parameters]
-        owner = owners([part.numel() for part in parts], group.size)
+        sizes = [part.numel() for part in parts]
+        owner = owners(sizes, group.size)
         self._own = {p for p, place in zip(replica.parameters, owner, strict=True) if place == group.rank}
+        rounded = rounded_to(self._lower, replica.model)
+        for parameter in replica.parameters:
+            if parameter in rounded:
+                if parameter in self._own:
+                    self._masters[parameter] = parameter.data
+                parameter.data = parameter.data.to(rounded[parameter])
+
         shares = [[i for i, place in enumerate(owner) if place == rank] for rank in range(group.size)]
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))  # nothing is rounded on its way
-        longest = max(sum(parts[i].numel() for i in share) for share in shares)
-        width = max(
-            1, min(longest, self._bucket_bytes // (2 * group.size * dtype.itemsize))
-        )  # gloo works on a copy of it
-        self._turns = deal_turns([[(i, parts[i].numel()) for i in share] for share in shares], width)
+        # Nothing is rounded on its way: sums are taken in the widest type, and updates travel as the bytes they are.
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        used = [local(p.detach()).nbytes for p in replica.parameters]
+        longest = max(sum(sizes[i] for i in share) for share in shares)
+        room = self._bucket_bytes // (2 * group.size * dtype.itemsize)  # gloo works on a copy of it
+        width = max(1, min(longest, room))
+        self._to_owners = deal_turns([[(i, sizes[i]) for i in share] for share in shares], width)
+        self._to_all = deal_turns([[(i, used[i]) for i in share] for share in shares], width * dtype.itemsize)
         home = group.buffer_device(parts[0].device)
         self._buffer = torch.zeros(group.size * width, dtype=dtype, device=home)
         self._row = torch.zeros(width, dtype=dtype, device=home)
@@ -124,19 +146,25 @@ class Owned(Exchange):
     def finish(self) -> None:
         parameters, me = self._replica.parameters, self._group.rank
         gradients = [self._flat_gradient(p) for p in parameters]
-        for rows, row, pieces in self._each_turn():
+        sums: dict[int, Tensor] = {}  # of what this rank owns
+        for rows, row, pieces in self._each_turn(self._to_owners, self._buffer, self._row):
             for piece in pieces:
                 there, flat = rows[piece.owner, piece.at : piece.at + piece.length], gradients[piece.parameter]
                 there.zero_() if flat is None else there.copy_(piece.of(flat)).mul_(self._weight)
             self._group.reduce_scatter(row, rows.view(-1)).wait()
             for piece in pieces:
+                number, parameter = piece.parameter, parameters[piece.parameter]
                 if piece.owner == me:
-                    flat = gradients[piece.parameter]
-                    assert flat is not None
-                    piece.of(flat).copy_(row[piece.at : piece.at + piece.length])
-        for parameter in parameters:
-            if parameter not in self._own:
-                parameter.grad = None
+                    if number not in sums:
+                        sums[number] = self._room_for_sum(parameter, gradients[number])
+                    piece.of(sums[number]).copy_(row[piece.at : piece.at + piece.length])
+                if piece.ends and (piece.owner != me or parameter in self._masters):
+                    gradients[number] = parameter.grad = None
+        self.settle()
+        for number, summed in sums.items():
+            parameter = parameters[number]
+            if parameter.grad is None:
+                parameter.grad = summed.view(parameter.shape)
 
     def _flat_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """As one row that shares its memory; an owner has one in any case."""
@@ -149,10 +177,18 @@ class Owned(Exchange):
             parameter.grad = like(parameter, mine)
         return None if mine is None else mine.view(-1)
 
+    def _room_for_sum(self, parameter: nn.Parameter, mine: Tensor | None) -> Tensor:
+        assert mine is not None
+        master = self._masters.get(parameter)
+        return mine if master is None else torch.empty_like(mine, dtype=master.dtype)
+
     @torch.no_grad()
     def hand_out(self) -> None:
-        parts, me = [_in_order(local(p.detach())) for p in self._replica.parameters], self._group.rank
-        for rows, row, pieces in self._each_turn():
+        self.prepare()
+        me = self._group.rank
+        parts = [_in_order(local(p.detach())).view(torch.uint8) for p in self._replica.parameters]
+        buffer, own_row = self._buffer.view(torch.uint8), self._row.view(torch.uint8)
+        for rows, row, pieces in self._each_turn(self._to_all, buffer, own_row):
             for piece in pieces:
                 if piece.owner == me:
                     row[piece.at : piece.at + piece.length].copy_(piece.of(parts[piece.parameter]))
@@ -161,9 +197,42 @@ class Owned(Exchange):
                 if piece.owner != me:
                     piece.of(parts[piece.parameter]).copy_(rows[piece.owner, piece.at : piece.at + piece.length])
 
-    def _each_turn(self) -> Iterator[tuple[Tensor, Tensor, list[Piece]]]:
-        for width, pieces in self._turns:
-            yield self._buffer[: self._group.size * width].view(-1, width), self._row[:width], pieces
+    @torch.no_grad()
+    def prepare(self) -> None:
+        for parameter, working in self._working.items():
+            working.copy_(self._masters[parameter])
+            parameter.data = working
+        self._working.clear()
+
+    def settle(self) -> None:
+        """Masters are in their places."""
+        for parameter, master in self._masters.items():
+            if parameter not in self._working:
+                self._working[parameter] = parameter.data
+                parameter.data = master
+
+    def _each_turn(
+        self, turns: list[tuple[int, list[Piece]]], buffer: Tensor, row: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, list[Piece]]]:
+        for width, pieces in turns:
+            yield buffer[: self._group.size * width].view(-1, width), row[:width], pieces
+
+
+def rounded_to(lower: torch.dtype | None, model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """The trained matrices that autocast rounds before it multiplies with them, and those that are looked up."""
+    found: dict[Tensor, torch.dtype] = {}
+    if lower is None:
+        return found
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
+            weight = module.weight
+            if weight.requires_grad and weight.numel() and weight.dtype.itemsize > lower.itemsize:
+                found[weight] = lower
+    return found
+
+
+def everything_in(model: nn.Module) -> dict[str, Tensor]:
+    return {**model.state_dict(keep_vars=True), **dict(model.named_buffers())}
 
 
 class Piece(NamedTuple):
@@ -174,6 +243,7 @@ class Piece(NamedTuple):
     parameter: int
     first: int
     length: int
+    ends: bool  # there is no more of the parameter
 
     def of(self, flat: Tensor) -> Tensor:
         return flat[self.first : self.first + self.length]
@@ -195,7 +265,7 @@ def deal_turns(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[
             while done < length:
                 turn, at = divmod(place, width)
                 count = min(length - done, width - at)
-                turns[turn][1].append(Piece(owner, at, parameter, done, count))
+                turns[turn][1].append(Piece(owner, at, parameter, done, count, done + count == length))
                 done, place = done + count, place + count
     return turns
 

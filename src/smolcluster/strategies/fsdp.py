@@ -15,12 +15,17 @@
 HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` says other groups than machines. With
 accumulation stages 2 and 3 exchange for each part of a batch; in a pipeline of M micro-batches stage 3 gathers M + 1 times.
 
-Memory of a worker, with AdamW in fp32 and P parameters, in bytes: 16 P; 8 P + 8 P/N; 4 P + 16 P/N; 16 P/N. ZeRO's own stage 2
-has 4 P + 12 P/N: FSDP2 keeps its pieces beside the whole parameters for as long as it uses those. In bf16 stage 2 gathers two
-bytes for each: 2 P + 16 P/N. Stage 3 holds a few whole blocks beside this while it computes.
+Memory of a worker, with AdamW and P parameters, in bytes:
+
+    stage   fp32            in bf16, weights and sums in fp32
+    0       16 P            16 P             and 2 P that autocast rounds
+    1       8 P + 8 P/N     4 P + 12 P/N     rounded matrices and gradients; owners have theirs in full
+    2       4 P + 16 P/N    2 P + 16 P/N     ZeRO: 12 and 14 P/N; FSDP2's pieces stay beside what is gathered of them
+    3       16 P/N          16 P/N           and a few whole blocks while they are in use
 
 Stage 1 deals whole parameters out (`shards.py`): each has one owner, who alone updates it and hands it out. Stages 2 and 3 are
-torch's FSDP2, with one group of pieces for each block of the model.
+torch's FSDP2, with one group of pieces for each block of the model. In bf16 what is handed out and gathered has two bytes for
+each number instead of four, and gradients are averaged in four.
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", 2023.
@@ -43,7 +48,7 @@ from smolcluster.comm.scatter_sum import ScatterSum
 from smolcluster.compute.replica import Batch
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors, ranks_per_machine
-from smolcluster.strategies.exchange import Exchange, Owned, Summed
+from smolcluster.strategies.exchange import Exchange, Owned, Summed, everything_in
 from smolcluster.strategies.parallel import Parallel, ParallelOptions
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -56,7 +61,7 @@ class FSDPOptions(ParallelOptions):
         None, description="hybrid: workers that share one set of pieces; node: those of a machine; null: all of them"
     )
     param_dtype: Dtype | None = Field(
-        None, description="stages 2, 3: type that parameters are gathered and used in; null: training.precision"
+        None, description="stages 1 to 3: type that parameters are handed out and used in; null: training.precision"
     )
     reduce_dtype: Dtype | None = Field(None, description="stages 2, 3: type that gradients are averaged in; null: fp32")
     buffer_dtype: Dtype | None = Field(None, description="stages 2, 3: type of buffers; null: as the model has them")
@@ -119,11 +124,12 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     bucket_bytes = int(options.bucket_mb * 2**20)
     if options.fsdp_stage == 0 or axes.shards == 1:
         return Summed(group, bucket_bytes=bucket_bytes, weight=weight)
+    used = DTYPES[options.param_dtype or context.config.training.precision]
     if options.fsdp_stage == 1:
-        return Owned(group, bucket_bytes=bucket_bytes, weight=weight)
+        lower = used if axes.tp == 1 and used != torch.float32 else None
+        return Owned(group, bucket_bytes=bucket_bytes, weight=weight, lower=lower)
     assert mesh is not None
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
-    precision = context.config.training.precision
     if options.cpu_offload and context.device.type == "cpu":
         context.warn("strategy.cpu_offload has no effect: there is no GPU to take the load off")
     return Sharded(
@@ -131,7 +137,7 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
         group,
         stage=options.fsdp_stage,
         weight=weight,
-        param_dtype=DTYPES[options.param_dtype or precision],
+        param_dtype=used,
         reduce_dtype=DTYPES[options.reduce_dtype or "fp32"],
         buffer_dtype=DTYPES[options.buffer_dtype] if options.buffer_dtype else None,
         offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
@@ -163,7 +169,10 @@ class Sharded(Exchange):
         self._offload, self._prefetch = offload, prefetch
         self.loss_weight = weight * group.size  # FSDP2 takes the mean over ranks; samples are to count alike
 
-    def used_in(self, tensor: Tensor) -> torch.dtype:
+    def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
+        return {name: self._type_of(tensor) for name, tensor in everything_in(model).items()}
+
+    def _type_of(self, tensor: Tensor) -> torch.dtype:
         lower = self._lower_dtype if isinstance(tensor, nn.Parameter) else self._buffer_dtype
         return lower if lower is not None and tensor.is_floating_point() else tensor.dtype
 
@@ -175,7 +184,7 @@ class Sharded(Exchange):
                 "use stage 0 or 1"
             )
         for buffer in model.buffers():
-            buffer.data = buffer.data.to(self.used_in(buffer))
+            buffer.data = buffer.data.to(self._type_of(buffer))
         blocks, policy = blocks_of(model), self._policy()
         for module in [*blocks, model]:
             fully_shard(

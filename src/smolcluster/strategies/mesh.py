@@ -35,6 +35,7 @@ from smolcluster.strategies.pipeline import (
     make_pipe,
     parts_of_ranks,
 )
+from smolcluster.strategies.stages import holders, num_microbatches
 from smolcluster.strategies.tensor import Fusions, check_table, share_out, shared_shapes
 
 
@@ -75,6 +76,13 @@ class Mesh(Parallel):
     @classmethod
     def parts(cls, options: MeshOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
         return [shared_shapes(model, part, axes.tp) for part in parts_of_ranks(options, model, axes.pp)]
+
+    @classmethod
+    def gathers(cls, options: MeshOptions, axes: Axes, nodes: Sequence[Node]) -> int:
+        """In a pipeline, for forward of each micro-batch, and once more for backward."""
+        if axes.pp == 1:
+            return 2
+        return 1 + num_microbatches(options, nodes[0].batch_size, len(holders(axes.pp, options)))
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)

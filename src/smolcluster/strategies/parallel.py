@@ -87,6 +87,11 @@ class Parallel(Strategy):
         return 0
 
     @classmethod
+    def gathers(cls, options: Any, axes: Axes, nodes: Sequence[Node]) -> int:
+        """How often stage 3 gathers a parameter in a step: for forward and for backward."""
+        return 2
+
+    @classmethod
     def parts(cls, options: Any, model: nn.Module, axes: Axes) -> list[Shapes]:
         """The parameters of each rank along pp, by name, before they are cut up along dp."""
         return [{name: tuple(p.shape) for name, p in model.named_parameters()}]
@@ -102,12 +107,13 @@ class Parallel(Strategy):
         stages = [shape.tensors if axes.tp == axes.pp == 1 else ()]
         if shape.model is not None:
             stages = [list(part.values()) for part in cls.parts(options, shape.model, axes)]
-        found = [cls._cost(options, shape, axes, tensors) for tensors in stages]
+        gathers = {2: 1, 3: cls.gathers(options, axes, nodes)}.get(cls.stage(options), 0)
+        found = [cls._cost(options, shape, axes, tensors, gathers=gathers) for tensors in stages]
         return [found[axes.coords(rank)["pp"] % len(found)] for rank in range(len(nodes))]
 
     @classmethod
-    def _cost(cls, options: Any, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]]) -> Cost:
-        """Of a rank with these parameters before they are cut up along dp.
+    def _cost(cls, options: Any, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, gathers: int) -> Cost:
+        """Of a rank with these parameters before they are cut up along dp; stages 2 and 3 gather them so often.
 
         Only the data axis has bytes that do not depend on the samples.
         """
@@ -116,18 +122,24 @@ class Parallel(Strategy):
         count = sum(map(math.prod, tensors)) or shape.parameters // (axes.tp * axes.pp)
         piece = sum(-(-t[0] // shards) * math.prod(t[1:]) if t else 1 for t in tensors) or -(-count // shards)
         owned = largest_share(list(map(math.prod, tensors)), dp) if tensors else -(-count // dp)
-        dtype = getattr(options, "param_dtype", None)
-        used = min(each, shape.used_bytes if dtype is None else DTYPES[dtype].itemsize)
-        if stage < 2:
-            moved = 2 * (dp - 1) * (owned * each if stage == 1 else count * each // dp)
+        used = _bytes_in(getattr(options, "param_dtype", None), each, otherwise=shape.used_bytes)
+        summed = _bytes_in(getattr(options, "reduce_dtype", None), each, otherwise=4)
+        if stage == 0:
+            moved = 2 * (dp - 1) * count * each // dp
+        elif stage == 1:  # matrices are kept in the type they are used in; their owner has them in full besides
+            rounded = used < each and axes.tp == 1
+            per_matrix = used if rounded else each
+            working = sum(math.prod(t) * (per_matrix if len(t) > 1 else each) for t in tensors) or count * per_matrix
+            moved = (dp - 1) * owned * (each + -(-working // count))
         else:
-            moved = stage * (shards - 1) * count * each // shards  # stage 3 gathers once more, for backward
+            moved = (shards - 1) * count * (gathers * used + summed) // shards
             moved += 2 * (axes.replicas - 1) * count * each // (axes.replicas * shards)
         parameters, gradients, updated = count * each, count * each, count
         if stage >= 2:
             parameters, gradients, updated = piece * each + (count * used if stage == 2 else 0), piece * each, piece
         elif stage == 1:
             updated = owned
+            parameters, gradients = working + (owned * each if rounded else 0), working
         elif dp > 1 and axes.pp > 1:
             gradients *= 2  # a pipeline's own, and the buckets they travel in
         return Cost(
@@ -136,7 +148,7 @@ class Parallel(Strategy):
             optimizer_bytes=updated * each * shape.optimizer_states,
             bytes_sent=moved,
             bytes_received=moved,
-            messages=(stage if stage >= 2 else 2) * (dp - 1),
+            messages=(gathers + 1 if stage >= 2 else 2) * (dp - 1),
             activations_travel=max(axes.tp, axes.pp, axes.cp) > 1,
             offloaded=stage >= 2 and getattr(options, "cpu_offload", False),
         )
@@ -145,9 +157,9 @@ class Parallel(Strategy):
     def seats(cls, options: Any, nodes: Sequence[Node]) -> list[Seat]:
         return cls.axes(options, machines(nodes)).seats(nodes, alike=not options.sequence_parallel)
 
-    def used_in(self, tensor: Tensor) -> torch.dtype:
-        """The type that this parameter or buffer has in forward."""
-        return self._exchange.used_in(tensor)
+    def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """The type that each parameter and buffer of this part of a model has in forward."""
+        return self._exchange.used_in(model)
 
     # What a subclass has of the three
 
@@ -267,6 +279,7 @@ class Parallel(Strategy):
         rate = replica.learning_rate
         if self._pieces is not None:
             batch = self._pieces.batch(batch)
+        self._exchange.prepare()
         with self._engine():
             if pipe is None:
                 loss = self._exchange.compute(batch)
@@ -337,6 +350,7 @@ class Parallel(Strategy):
 
     def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
         self._evaluated = True
+        self._exchange.prepare()
         with self._traffic.counted(), self._engine():
             model = self.model if self._pipe is None else self._pipe.answering(part)
             if model is None:
@@ -413,13 +427,16 @@ class Parallel(Strategy):
         return State(**boxes, numbers=numbers, wholes=wholes)
 
     def _saves(self, tensor: Tensor, parameter: Tensor) -> bool:
-        """Of the ranks that have the same, the first; of data shards, the owner, where there are any."""
+        """Of the ranks that have the same, the first."""
         axes = axes_of(tensor)
-        if self._exchange.owners and isinstance(parameter, nn.Parameter):
-            along_dp = self._exchange.updates(parameter)
-        else:
-            along_dp = "shards" in axes or "replicas" in axes or self.coords["dp"] == self.coords["cp"] == 0
+        along_dp = "shards" in axes or "replicas" in axes or self._answers_for(parameter)
         return along_dp and ("tp" in axes or self.coords["tp"] == 0) and has_first(tensor)
+
+    def _answers_for(self, tensor: Tensor) -> bool:
+        """Of data shards, the first; the owner, where there is one."""
+        if self._exchange.owners and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            return self._exchange.updates(tensor)
+        return self.coords["dp"] == self.coords["cp"] == 0
 
     def _whole_weights(self) -> dict[str, Tensor]:
         """In the types that the model has them in."""
@@ -434,16 +451,17 @@ class Parallel(Strategy):
 
     def _gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Along tp and the data ranks, then along pp."""
-        first = self.coords["dp"] == self.coords["cp"] == self.coords["tp"] == 0
+        parameters = self.replica.model.state_dict(keep_vars=True)
         found = {}
         for name, tensor in tensors.items():
             with self._traffic.counted():
                 full = whole(tensor)
-            if (first or self._exchange.owners) and not name.endswith(COPY):
-                plain = name.rpartition("/")[2]
+            plain = name.rpartition("/")[2]
+            if self.coords["tp"] == 0 and not name.endswith(COPY) and self._answers_for(parameters[plain]):
                 found[name] = full if self._fusions is None else self._fusions.restored(plain, full)
-        if self._exchange.owners:
+        if self._exchange.owners and self.coords["tp"] == 0:
             found = collect_tensors(self.data, found)
+        first = self.coords["dp"] == self.coords["cp"] == self.coords["tp"] == 0
         if first and self.pp.size > 1:
             found = collect_tensors(self.pp, found)
         return found if self.context.seat.rank == 0 else {}
@@ -474,3 +492,9 @@ class Parallel(Strategy):
         """What of `full` belongs into this rank's part of `tensor`."""
         full = full if self._fusions is None else self._fusions.arranged(name.removesuffix(COPY), full)
         return part_of(full, tensor)
+
+
+def _bytes_in(dtype: str | None, own: int, *, otherwise: int) -> int:
+    """Of a number of `own` bytes, where a lower type is said; fp32 means that there is none."""
+    said = otherwise if dtype is None else DTYPES[dtype].itemsize
+    return own if said == 4 else min(own, said)

@@ -50,6 +50,7 @@ from smolcluster.compute.replica import Batch, to_device
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.axes import Axes, machines
 from smolcluster.strategies.base import Context, Drawing, Node, Options
+from smolcluster.strategies.exchange import everything_in
 from smolcluster.strategies.parallel import Parallel, ParallelOptions, Shapes
 from smolcluster.strategies.split import measured_split
 from smolcluster.strategies.stages import (
@@ -198,7 +199,7 @@ class Pipe:
         process_group: Any,
         pair: Group | None,
         sequence_shards: int,
-        used_in: Callable[[Tensor], torch.dtype],
+        used_in: Callable[[nn.Module], dict[str, torch.dtype]],
     ) -> None:
         """`process_group` is torch's name for `group`; `pair` are the first and the last of it, on those."""
         self.layers, self.cut, self.mine = layers, cut, cut.of(group.rank)
@@ -340,11 +341,12 @@ class Pipe:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = self._task.model()
             stages = [self._stage(model, index) for index in range(len(self.cut.layers))]
-            states = [{**stage.state_dict(keep_vars=True), **dict(stage.named_buffers())} for stage in stages]
+            states = [everything_in(stage) for stage in stages]
         with FakeTensorMode(), autocast(self._task.config.training.precision, device):
             found = [inputs_of(self._task, tree_map_only(Tensor, _alike, part))]
             for stage, state in zip(stages, states, strict=True):
-                tensors = {n: torch.empty(t.shape, dtype=self._used_in(t), device=device) for n, t in state.items()}
+                used = self._used_in(stage)
+                tensors = {n: torch.empty(t.shape, dtype=used[n], device=device) for n, t in state.items()}
                 found.append(as_tuple(functional_call(stage, tensors, found[-1])))
         first = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in found[0])
         between = [tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:-1]]
