@@ -5,7 +5,7 @@ Compared, for P parameters on N ranks with Adam, in bytes:
     stage                  0      1              2              3
     ZeRO, mixed precision  16 P   4 P + 12 P/N   2 P + 14 P/N   16 P/N     half parameters and gradients, three states in fp32
     the same in fp32       16 P   8 P + 8 P/N    4 P + 12 P/N   16 P/N
-    what this run holds    16 P   8 P + 8 P/N    see fsdp.py    16 P/N     `Strategy.cost`
+    what this run holds    `Strategy.cost`; see fsdp.py
 
 How: four real processes on CPUs, each with a ledger of its tensors (`compute/ledger.py`); the rank with most counts. Beside it
 the growth of the process in resident memory, of which the kernel keeps the peak. With --device cuda one rank runs on the GPU
