@@ -256,7 +256,13 @@ def test_the_formulas_in_bf16(strategy: Any, options: Any, parameters: int, grad
 
 def test_a_dry_run_counts_a_data_shard_once(tmp_path: Path) -> None:
     config = resolve(
-        load_config([], overrides=["strategy.name=mesh", "strategy.tp=2", "strategy.pp=2", "training.batch_size=8"])
+        load_config(
+            [],
+            overrides=[
+                *("strategy.name=mesh", "strategy.tp=2", "strategy.pp=2"),
+                *("training.batch_size=8", "training.device=cpu"),
+            ],
+        )
     )
     said = describe_run(config, workers=8, run_dir=RunDir(tmp_path / "run"), backend=None)
     assert "steps of 16 samples" in said

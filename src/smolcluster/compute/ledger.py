@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -64,6 +65,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refs: dict[int, weakref.ref[Any]] = {}
         self.fake: Any = None
         self.attention = False  # whether torch's own attention was asked for
+        self._asking = 0  # DTensor asks for shapes, on tensors that nobody will have
 
     # Writing
 
@@ -78,13 +80,24 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._set(number, self._rounded(storage.nbytes()))
             return result
 
+        self._propagate = propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def asking(*args: Any, **kwargs: Any) -> Any:
+            self._asking += 1
+            try:
+                return propagate(*args, **kwargs)
+            finally:
+                self._asking -= 1
+
         torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign,assignment]
+        ShardingPropagator._propagate_tensor_meta_non_cached = asking  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -97,7 +110,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # made of other tensors, as a DTensor is: those will come by themselves
         self.attention = self.attention or func.__name__.startswith("_scaled_dot_product")
         result = self.answer(func, types, args, kwargs or {})
-        if active_fake_mode() is self.fake:  # and not in one of DTensor's own, which only asks for shapes
+        if not self._asking and active_fake_mode() is self.fake:  # and not in a mode that only asks for shapes
             for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.note(leaf)
