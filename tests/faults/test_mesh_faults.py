@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from benchmarks.network import Network, check_possible, hosts
+from tests import tasks
 from tests.equivalence.same_run import COMMON, GPT, assert_same_run
 from tests.world import Tweak, World, run_world
 
@@ -164,6 +165,17 @@ def test_another_version_is_refused(network: Network, tmp_path: Path, module: st
         assert rank.failed is not None
         assert f"has {package} {version.partition('+')[0]} and rank 0 on" in rank.failed.message
         assert "install the same version on every machine" in rank.failed.message
+
+
+def test_ranks_that_would_exchange_in_two_ways_are_told(network: Network, tmp_path: Path) -> None:
+    """As on a machine with a GPU for each worker and on one without."""
+    tweaks = {1: [("smolcluster.engine.worker", "choose_backend", tasks.nccl)]}
+    world = run_world(3, tmp_path, CONFIG, places=places(network, 3), tweaks=tweaks)
+    assert [rank.status for rank in world.ranks] == [2, 2, 2]
+    for rank in world.ranks:
+        assert rank.failed is not None
+        assert "has backend nccl and rank 0 on" in rank.failed.message
+        assert "say the same --backend on every machine" in rank.failed.message
 
 
 def test_a_torch_for_gpus_and_one_for_cpus_go_together(network: Network, tmp_path: Path) -> None:

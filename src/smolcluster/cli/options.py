@@ -17,7 +17,9 @@ Sources = Annotated[
 ]
 Override = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")]
 Strategy = Annotated[str | None, typer.Option(help="How machines work together; see `smolcluster strategies`.")]
-Backend = Annotated[str | None, typer.Option(help="gloo, nccl or mpi. Default: nccl between GPUs, gloo otherwise.")]
+Backend = Annotated[
+    str | None, typer.Option(help="gloo, nccl or mpi. Default: nccl where each worker has a GPU, gloo otherwise.")
+]
 
 VocabSize = Annotated[int | None, typer.Option(help="model.vocab_size", rich_help_panel=_GUIDE)]
 HiddenSize = Annotated[int | None, typer.Option(help="model.model_dim", rich_help_panel=_GUIDE)]

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 120.0
 EXCHANGE_TIMEOUT_S = 600.0
 _LOOK_S = 0.02
+_BACKEND = "backend"
 _MISSING = "missing"  # in the store: somebody did not come
 LEAVE_S = 5.0
 
@@ -55,9 +56,10 @@ class Place:
 
 
 def choose_backend(requested: str | None, device: torch.device, *, local_world_size: int) -> str:
-    """NCCL between GPUs, gloo otherwise; what the user asks for if it can work here."""
+    """NCCL where each worker has a GPU, gloo otherwise; what the user asks for if it can work here."""
     if requested is None:
-        requested = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        alone = device.type == "cuda" and local_world_size <= torch.cuda.device_count()
+        requested = "nccl" if alone and dist.is_nccl_available() else "gloo"
     if requested not in ("gloo", "nccl", "mpi"):
         raise UserError(f"unknown backend '{requested}'; known: gloo, mpi, nccl")
     if requested == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
@@ -98,7 +100,7 @@ def connect(
     if place.rank == 0 and announce is not None:
         announce(opened.port)
     store = _of_this_attempt(opened)
-    _check_versions(_wait_for_all(store, place, versions or {}), store, place)
+    _check_signed(_wait_for_all(store, place, {**(versions or {}), _BACKEND: backend}), store, place)
     try:
         dist.init_process_group(
             backend,
@@ -169,16 +171,18 @@ def _wait_for_all(store: Store, place: Place, versions: Mapping[str, str]) -> li
     )
 
 
-def _check_versions(signed: Sequence[tuple[str, dict[str, str]]], store: Store, place: Place) -> None:
+def _check_signed(signed: Sequence[tuple[str, dict[str, str]]], store: Store, place: Place) -> None:
     """Before anything is exchanged: another version may speak otherwise, or compute otherwise."""
     host0, first = signed[0]
-    for rank, (host, versions) in enumerate(signed):
-        for package, version in first.items():
-            if versions.get(package) != version:
+    for rank, (host, said) in enumerate(signed):
+        for what, version in first.items():
+            if said.get(what) != version:
                 _leave_together(store, place, range(place.world_size))
+                remedy = "install the same version on every machine"
+                if what == _BACKEND:
+                    remedy = "say the same --backend on every machine"
                 raise UserError(
-                    f"rank {rank} on {host} has {package} {versions.get(package)} and rank 0 on {host0} has {version}; "
-                    "install the same version on every machine"
+                    f"rank {rank} on {host} has {what} {said.get(what)} and rank 0 on {host0} has {version}; {remedy}"
                 )
 
 
