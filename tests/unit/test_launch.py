@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.story import Script, Story
 
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
@@ -21,39 +21,20 @@ from smolcluster.launch.elastic import dial_address, invitation, run_elastic
 from smolcluster.launch.joining import worker_spec
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.launch.prepare import choose_plane, prepare
-from smolcluster.observe.events import Event, Notice, RunFinished, StepLogged
+from smolcluster.observe.events import Event, RunFinished, StepLogged
 
 ROOT = Path(__file__).parents[2]
 WORKS = ["row 1", "note worked-{rank}", "await over", "finish"]
 SERVES = ["listen", "row 1", "await worked-0", "await worked-1", "note over", "finish"]
 
 
-class Story:
-    """A scripted run in a folder: what it told, and who lived when. Scripts may await `notice-N`, the N-th that was told."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run_dir = RunDir(folder / "run")
-        self.events: list[Event] = []
-
-    def handle(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Notice):
-            (self.run_dir.path / f"notice-{len(self.notices())}").touch()
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def run(self, script: dict[str, list[list[str]]], *, workers: int = 2, **options: Any) -> dict[str, Any]:
+class Elastic(Story):
+    def run(self, script: Script, *, workers: int = 2, **options: Any) -> dict[str, Any]:
         for name, lives in script.items():
             rank = name.rpartition("-")[2]
             script[name] = [[action.format(rank=rank) for action in life] for life in lives]
-        self.run_dir.path.mkdir(parents=True, exist_ok=True)
-        (self.run_dir.path / "script.json").write_text(json.dumps(script))
+        self.write(script)
         return run_elastic(config(max(1, workers)), workers=workers, run_dir=self.run_dir, sinks=[self], **options)
-
-    def notices(self) -> list[str]:
-        return [event.message for event in self.events if isinstance(event, Notice)]
 
     def lives(self, name: str) -> list[tuple[int, str]]:
         lines = (self.run_dir.path / f"{name}-lives.txt").read_text().splitlines()
@@ -61,9 +42,6 @@ class Story:
 
     def born(self) -> list[int]:
         return [int(line) for line in (self.folder / "born.txt").read_text().split()]
-
-    def summary(self) -> dict[str, Any]:
-        return dict(json.loads(self.run_dir.summary.read_text()))
 
     def interrupt_at(self, *names: str) -> None:
         """Ctrl-C for this process as soon as each of these files is there."""
@@ -78,19 +56,19 @@ class Story:
 
 
 @pytest.fixture
-def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Elastic:
     monkeypatch.setattr(elastic, "_PROCESS", "tests.unit.scripted_process")
     monkeypatch.setattr(elastic, "PAUSE_S", 0.02)
     monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
-    return Story(tmp_path)
+    return Elastic(tmp_path)
 
 
 def config(workers: int = 2, **sets: Any) -> Config:
     return resolve(load_config([], sets={"strategy.name": "edp", "cluster.num_workers": workers} | sets))
 
 
-def all_gone(story: Story) -> bool:
+def all_gone(story: Elastic) -> bool:
     def alive(pid: int) -> bool:
         try:
             os.kill(pid, 0)
@@ -104,7 +82,7 @@ def all_gone(story: Story) -> bool:
 # Keeping it going ---------------------------------------------------------------------------------------------------
 
 
-def test_a_good_run(story: Story) -> None:
+def test_a_good_run(story: Elastic) -> None:
     summary = story.run({"server": [SERVES], "worker-0": [WORKS], "worker-1": [WORKS]})
     assert summary["status"] == "finished"
     assert summary["restarts"] == 0
@@ -116,7 +94,7 @@ def test_a_good_run(story: Story) -> None:
     assert all_gone(story)
 
 
-def test_a_worker_that_dies_is_started_again(story: Story) -> None:
+def test_a_worker_that_dies_is_started_again(story: Elastic) -> None:
     dies = ["row 1", "die"]
     summary = story.run({"server": [SERVES], "worker-0": [dies, dies, dies, dies, WORKS], "worker-1": [WORKS]})
     assert summary["restarts"] == 4
@@ -126,7 +104,7 @@ def test_a_worker_that_dies_is_started_again(story: Story) -> None:
     assert all_gone(story)
 
 
-def test_a_worker_that_never_works_is_given_up_and_the_others_go_on(story: Story) -> None:
+def test_a_worker_that_never_works_is_given_up_and_the_others_go_on(story: Elastic) -> None:
     serves = ["listen", "row 1", "await worked-1", "await notice-3", "row 2", "note over", "finish"]
     lives = [["die"], ["die"], ["fail error ValueError: no"]]
     summary = story.run({"server": [serves], "worker-0": lives, "worker-1": [WORKS]})
@@ -140,14 +118,14 @@ def test_a_worker_that_never_works_is_given_up_and_the_others_go_on(story: Story
     assert len(story.lives("worker-0")) == 3
 
 
-def test_a_worker_that_fails_of_itself_soon_after_its_first_step_is_given_up_too(story: Story) -> None:
+def test_a_worker_that_fails_of_itself_soon_after_its_first_step_is_given_up_too(story: Elastic) -> None:
     serves = ["listen", "row 1", "await worked-1", "await notice-3", "note over", "finish"]
     lives = [["row 1", "fail error x"]]
     assert story.run({"server": [serves], "worker-0": lives, "worker-1": [WORKS]})["restarts"] == 2
     assert story.notices()[-1].startswith("worker 0 failed 3 times in a row: x\n")
 
 
-def test_without_any_worker_the_run_ends_with_the_last_words(story: Story) -> None:
+def test_without_any_worker_the_run_ends_with_the_last_words(story: Elastic) -> None:
     serves = ["listen", "row 1", "stop?", "leave"]
     with pytest.raises(WorkerFailed, match="worker 0 failed 3 times in a row: ZeroDivisionError") as raised:
         story.run({"server": [serves], "worker-0": [["fail error ZeroDivisionError: division by zero"]]}, workers=1)
@@ -161,7 +139,7 @@ def test_without_any_worker_the_run_ends_with_the_last_words(story: Story) -> No
     assert all_gone(story)
 
 
-def test_a_mistake_of_all_workers_ends_the_run_and_leaves_no_trace(story: Story) -> None:
+def test_a_mistake_of_all_workers_ends_the_run_and_leaves_no_trace(story: Elastic) -> None:
     lives = [["fail user training.device 'cuda': torch sees no NVIDIA GPU here"]]
     with pytest.raises(UserError, match=r"^training\.device 'cuda': torch sees no NVIDIA GPU here$"):
         story.run({"server": [["listen", "hang"]], "worker-0": lives, "worker-1": lives})
@@ -171,14 +149,14 @@ def test_a_mistake_of_all_workers_ends_the_run_and_leaves_no_trace(story: Story)
     assert all_gone(story)
 
 
-def test_a_mistake_of_one_worker_is_told_and_the_others_go_on(story: Story) -> None:
+def test_a_mistake_of_one_worker_is_told_and_the_others_go_on(story: Elastic) -> None:
     serves = ["listen", "row 1", "await worked-1", "await notice-1", "note over", "finish"]
     lives = [["fail user rank 0 is taken"]]
     assert story.run({"server": [serves], "worker-0": lives, "worker-1": [WORKS]})["status"] == "finished"
     assert story.notices() == ["worker 0 cannot take part: rank 0 is taken"]
 
 
-def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: Story) -> None:
+def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: Elastic) -> None:
     first = ["listen", "row 1", "await ../fourth", "row 2", "die"]
     second = ["listen", "row 3", *SERVES[2:]]
     summary = story.run({"server": [first, second], "worker-0": [WORKS], "worker-1": [WORKS]})
@@ -192,14 +170,14 @@ def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: S
     assert all_gone(story)
 
 
-def test_no_standby_is_kept_where_it_is_not_wanted(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_standby_is_kept_where_it_is_not_wanted(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "dump", lambda config: setattr(config.cluster, "standby", False) or "")
     lives = [["listen", "row 1", "die"], ["listen", "row 2", *SERVES[2:]]]
     assert story.run({"server": lives, "worker-0": [WORKS], "worker-1": [WORKS]})["restarts"] == 1
     assert len(story.born()) == 4
 
 
-def test_a_server_that_makes_no_headway_is_given_up(story: Story) -> None:
+def test_a_server_that_makes_no_headway_is_given_up(story: Elastic) -> None:
     lives = [["listen", "row 1", "die"], ["listen", "row 1", "die"], ["listen", "die"]]
     with pytest.raises(WorkerFailed, match="the server failed 3 times in a row: killed by SIGKILL"):
         story.run({"server": lives, "worker-0": [WORKS], "worker-1": [WORKS]})
@@ -209,7 +187,7 @@ def test_a_server_that_makes_no_headway_is_given_up(story: Story) -> None:
     assert all_gone(story)
 
 
-def test_a_server_that_makes_headway_is_started_again_and_again(story: Story) -> None:
+def test_a_server_that_makes_headway_is_started_again_and_again(story: Elastic) -> None:
     lives = [["listen", f"row {step}", "die"] for step in range(1, 6)]
     summary = story.run(
         {"server": [*lives, ["listen", "row 6", *SERVES[2:]]], "worker-0": [WORKS], "worker-1": [WORKS]}
@@ -217,14 +195,14 @@ def test_a_server_that_makes_headway_is_started_again_and_again(story: Story) ->
     assert summary["restarts"] == 5
 
 
-def test_a_mistake_of_the_server_ends_the_run(story: Story) -> None:
+def test_a_mistake_of_the_server_ends_the_run(story: Elastic) -> None:
     with pytest.raises(UserError, match=r"^0\.0\.0\.0 needs a token$"):
         story.run({"server": [["fail user 0.0.0.0 needs a token"]], "worker-0": [WORKS], "worker-1": [WORKS]})
     assert not story.run_dir.config.exists()
     assert all_gone(story)
 
 
-def test_workers_that_do_not_leave_are_ended(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_do_not_leave_are_ended(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "LEAVE_S", 0.1)
     monkeypatch.setattr(elastic, "GRACE_S", 0.1)
     stays = ["row 1", "note worked-0", "hang"]
@@ -232,7 +210,7 @@ def test_workers_that_do_not_leave_are_ended(story: Story, monkeypatch: pytest.M
     assert all_gone(story)
 
 
-def test_the_first_interrupt_is_for_the_server(story: Story) -> None:
+def test_the_first_interrupt_is_for_the_server(story: Elastic) -> None:
     works = ["row 1", "await over", "finish"]
     serves = ["listen", "row 1", "note serving", "stop?", "note over", "leave"]
     story.interrupt_at("serving")
@@ -243,7 +221,7 @@ def test_the_first_interrupt_is_for_the_server(story: Story) -> None:
     assert all_gone(story)
 
 
-def test_the_second_interrupt_ends_all(story: Story) -> None:
+def test_the_second_interrupt_ends_all(story: Elastic) -> None:
     serves = ["listen", "row 1", "note serving", "hang"]
     story.interrupt_at("serving", "notice-1")
     with pytest.raises(Interrupted):
@@ -253,7 +231,7 @@ def test_the_second_interrupt_ends_all(story: Story) -> None:
     assert all_gone(story)
 
 
-def test_a_server_alone_says_how_to_join(story: Story) -> None:
+def test_a_server_alone_says_how_to_join(story: Elastic) -> None:
     serves = ["listen", "row 1", "finish"]
     assert story.run({"server": [serves]}, workers=0, port=65432)["status"] == "finished"
     assert story.lives("server")[0][1] == "127.0.0.1:65432"
@@ -281,7 +259,7 @@ def journal(run: RunDir) -> Path:
     return run.journal
 
 
-def test_a_run_that_is_continued_keeps_its_journal_and_any_other_start_does_without(story: Story) -> None:
+def test_a_run_that_is_continued_keeps_its_journal_and_any_other_start_does_without(story: Elastic) -> None:
     run = story.run_dir
     run.checkpoints.mkdir(parents=True)
     (run.checkpoints / "step-00000001").mkdir()

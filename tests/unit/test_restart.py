@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.story import Script, Story
 
 from smolcluster.comm import rollcall
 from smolcluster.comm.rollcall import Keeper, Member, dial
@@ -25,7 +26,6 @@ from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish, parse_elastic
 from smolcluster.launch.restart import run_restarting
 from smolcluster.launch.rounds import Decree, broken, next_round
-from smolcluster.observe.events import Event, Notice
 
 ROOT = Path(__file__).parents[2]
 
@@ -217,45 +217,20 @@ def test_nobody_is_waited_for_longer_than_said() -> None:
 # Keeping it going --------------------------------------------------------------------------------------------------
 
 
-class Story:
-    """A scripted run in a folder: what it told, and what each worker was told."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run_dir = RunDir(folder / "run")
-        self.events: list[Event] = []
-
-    def handle(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Notice):
-            (self.run_dir.path / f"notice-{len(self.notices())}").touch()
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def write(self, script: dict[str, list[list[str]]]) -> None:
-        self.run_dir.path.mkdir(parents=True, exist_ok=True)
-        (self.run_dir.path / "script.json").write_text(json.dumps(script))
-
-    def run(self, script: dict[str, list[list[str]]], elastic: str = "1:2", **options: Any) -> dict[str, Any]:
+class Restarted(Story):
+    def run(self, script: Script, elastic: str = "1:2", **options: Any) -> dict[str, Any]:
         self.write(script)
         wish = parse_elastic(elastic, **options)
         sets = {"cluster.num_workers": wish.most, "cluster.standby": False}
         return run_restarting(config(**sets), wish, run_dir=self.run_dir, resume=None, backend=None, sinks=[self])
 
-    def notices(self) -> list[str]:
-        return [event.message for event in self.events if isinstance(event, Notice)]
-
     def specs(self, rank: int) -> list[dict[str, Any]]:
         lines = (self.run_dir.path / f"worker-{rank}-specs.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    def summary(self) -> dict[str, Any]:
-        return dict(json.loads(self.run_dir.summary.read_text()))
-
 
 @pytest.fixture
-def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Restarted:
     def plans(config: Config, elastic: Elastic) -> Any:
         return {size: {"size": size} for size in range(elastic.fewest, elastic.most + 1)}, {}
 
@@ -265,14 +240,14 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
     monkeypatch.setattr(rounds, "LAST_CALL_S", 0.2)
     monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
-    return Story(tmp_path)
+    return Restarted(tmp_path)
 
 
 HOST = socket.gethostname()
 GOOD = ["row 9", "finish"]
 
 
-def test_a_good_run(story: Story) -> None:
+def test_a_good_run(story: Restarted) -> None:
     summary = story.run({"worker-0": [["listen", "row 9", "finish"]], "worker-1": [GOOD]})
     assert (summary["status"], summary["restarts"]) == ("finished", 0)
     assert story.notices() == []
@@ -280,7 +255,7 @@ def test_a_good_run(story: Story) -> None:
     assert (spec["config"], spec["world_size"], spec["local_rank"], spec["resume"]) == ({"size": 2}, 2, 1, None)
 
 
-def test_all_start_again_from_the_checkpoint(story: Story) -> None:
+def test_all_start_again_from_the_checkpoint(story: Restarted) -> None:
     saves = ["listen", "row 1", "note checkpoints/step-00000001", "note saved", "hang"]
     dies = ["row 1", "await saved", "die"]
     (story.run_dir.path / "checkpoints").mkdir(parents=True)
@@ -299,7 +274,7 @@ def test_all_start_again_from_the_checkpoint(story: Story) -> None:
         assert (second["resume"], second["again"]) == (str(story.run_dir.checkpoints), True)
 
 
-def test_without_a_checkpoint_all_begins_anew_and_no_row_is_doubled(story: Story) -> None:
+def test_without_a_checkpoint_all_begins_anew_and_no_row_is_doubled(story: Restarted) -> None:
     rows = story.run_dir.metrics
     dies = ["row 1", f"lines {rows.name} 3", "await up", "die"]
     first, second = ["listen", "row 1", "note up", "hang"], ["listen", "row 2", "finish"]
@@ -308,14 +283,14 @@ def test_without_a_checkpoint_all_begins_anew_and_no_row_is_doubled(story: Story
     assert story.specs(0)[1]["resume"] is None
 
 
-def test_a_victim_is_not_blamed(story: Story) -> None:
+def test_a_victim_is_not_blamed(story: Restarted) -> None:
     dies = ["row 1", "await lost", "die"]
     loses = ["listen", "row 1", "note lost", "fail peer connection closed"]
     story.run({"worker-0": [loses, ["listen", "row 2", "finish"]], "worker-1": [dies, GOOD]})
     assert story.notices() == [f"rank 1 on {HOST} died: killed by SIGKILL; starting again"]
 
 
-def test_a_worker_that_dies_again_and_again_is_left_out(story: Story) -> None:
+def test_a_worker_that_dies_again_and_again_is_left_out(story: Restarted) -> None:
     waits = [["listen", "row 1", f"note up-{life}", "hang"] for life in range(3)]
     dies = [[f"await up-{life}", "die"] for life in range(3)]
     last = ["listen", "row 2", "finish"]
@@ -327,7 +302,7 @@ def test_a_worker_that_dies_again_and_again_is_left_out(story: Story) -> None:
     assert (story.specs(0)[-1]["world_size"], story.specs(0)[-1]["config"]) == (1, {"size": 1})
 
 
-def test_where_none_can_be_spared_the_run_ends(story: Story) -> None:
+def test_where_none_can_be_spared_the_run_ends(story: Restarted) -> None:
     with pytest.raises(
         WorkerFailed, match=r"rank 1 on .* died: killed by SIGKILL, 3 times in a row without a new step"
     ):
@@ -336,7 +311,7 @@ def test_where_none_can_be_spared_the_run_ends(story: Story) -> None:
     assert story.summary()["restarts"] == 2
 
 
-def test_restarts_are_bounded_even_with_headway(story: Story) -> None:
+def test_restarts_are_bounded_even_with_headway(story: Restarted) -> None:
     lives = [["listen", f"row {step}", f"note step-{step}", "hang"] for step in range(1, 9)]
     deaths = [[f"await step-{step}", "die"] for step in range(1, 9)]
     with pytest.raises(WorkerFailed, match="once more than --max-restarts 4"):
@@ -345,20 +320,20 @@ def test_restarts_are_bounded_even_with_headway(story: Story) -> None:
     assert story.summary()["error"].startswith("rank 1 on")
 
 
-def test_a_users_mistake_is_not_tried_again(story: Story) -> None:
+def test_a_users_mistake_is_not_tried_again(story: Restarted) -> None:
     with pytest.raises(UserError, match=r"^there is no such file$"):
         story.run({"worker-0": [["hang"]], "worker-1": [["fail user there is no such file"]]})
     assert len(story.specs(1)) == 1
     assert not story.run_dir.config.exists()
 
 
-def test_one_that_falls_after_the_end_changes_nothing(story: Story) -> None:
+def test_one_that_falls_after_the_end_changes_nothing(story: Restarted) -> None:
     late = ["row 9", "await over", "die"]
     summary = story.run({"worker-0": [["listen", "row 9", "finish and note over"]], "worker-1": [late]})
     assert (summary["status"], summary["restarts"]) == ("finished", 0)
 
 
-def test_the_first_interrupt_saves_and_the_second_ends(story: Story) -> None:
+def test_the_first_interrupt_saves_and_the_second_ends(story: Restarted) -> None:
     def interrupt(*names: str) -> None:
         for name in names:
             wait_until((story.run_dir.path / name).exists)
@@ -427,7 +402,7 @@ def start_when(question: Callable[[], bool], machine: Machine) -> None:
     threading.Thread(target=wait_and_start, daemon=True).start()
 
 
-def test_a_machine_that_comes_is_made_room_for(story: Story) -> None:
+def test_a_machine_that_comes_is_made_room_for(story: Restarted) -> None:
     """Alone, then with another; a worker there dies; all are told of the same port, size and checkpoint."""
     where = endpoint()
     first = ["listen", "row 1", "note alone", "stop?", "leave"]
@@ -448,7 +423,7 @@ def test_a_machine_that_comes_is_made_room_for(story: Story) -> None:
     assert [spec["master_addr"] for spec in story.specs(1)] == ["127.0.0.1"] * 2
 
 
-def test_a_mistake_on_another_machine_ends_the_run_everywhere(story: Story) -> None:
+def test_a_mistake_on_another_machine_ends_the_run_everywhere(story: Restarted) -> None:
     where = endpoint()
     other = Machine(parse_elastic("2:2", workers=1, endpoint=where))
     start_when(lambda: answers(where), other)
@@ -459,7 +434,7 @@ def test_a_mistake_on_another_machine_ends_the_run_everywhere(story: Story) -> N
     assert str(other.result) == "no such folder: /data"
 
 
-def test_a_machine_that_comes_with_a_mistake_only_leaves(story: Story) -> None:
+def test_a_machine_that_comes_with_a_mistake_only_leaves(story: Restarted) -> None:
     where = endpoint()
     other = Machine(parse_elastic("1:2", workers=1, endpoint=where))
     start_when((story.run_dir.path / "alone").exists, other)
@@ -476,7 +451,7 @@ def test_a_machine_that_comes_with_a_mistake_only_leaves(story: Story) -> None:
     assert f"{HOST} has left: another batch size; starting again" in story.notices()
 
 
-def test_a_machine_with_another_version_does_not_take_part(story: Story) -> None:
+def test_a_machine_with_another_version_does_not_take_part(story: Restarted) -> None:
     keeper = Keeper("127.0.0.1", 0, silent_s=5.0)
     leader = member(keeper, host="a", workers=1, asks=1, leads=True, version="9.9.9")
     other = Machine(parse_elastic("1:2", workers=1, endpoint=f"127.0.0.1:{keeper.port}"))
@@ -490,7 +465,7 @@ def test_a_machine_with_another_version_does_not_take_part(story: Story) -> None
         each.close()
 
 
-def test_strangers_at_the_endpoint_are_not_counted(story: Story) -> None:
+def test_strangers_at_the_endpoint_are_not_counted(story: Restarted) -> None:
     where = endpoint()
     strangers: list[Member] = []
 
@@ -507,7 +482,7 @@ def test_strangers_at_the_endpoint_are_not_counted(story: Story) -> None:
     strangers[0].close()
 
 
-def test_the_end_is_told_to_all(story: Story) -> None:
+def test_the_end_is_told_to_all(story: Restarted) -> None:
     where = endpoint()
     other = Machine(parse_elastic("2:2", workers=1, endpoint=where, max_restarts=0))
     start_when(lambda: answers(where), other)

@@ -1,0 +1,39 @@
+"""A run in a folder whose processes follow a script (scripted_process.py), and what it told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.observe.events import Event, Notice
+
+Script = dict[str, list[list[str]]]
+
+
+class Story:
+    """A sink for its events. Scripts may await `notice-N`, the N-th that was told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = RunDir(folder / "run")
+        self.events: list[Event] = []
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Notice):
+            (self.run_dir.path / f"notice-{len(self.notices())}").touch()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def write(self, script: Script) -> None:
+        self.run_dir.path.mkdir(parents=True, exist_ok=True)
+        (self.run_dir.path / "script.json").write_text(json.dumps(script))
+
+    def notices(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, Notice)]
+
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads(self.run_dir.summary.read_text()))
