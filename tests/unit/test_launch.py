@@ -265,7 +265,7 @@ def test_a_run_that_is_continued_keeps_its_journal_and_any_other_start_does_with
     (run.checkpoints / "step-00000001").mkdir()
     seen: list[bool] = []
 
-    class Look(Story):
+    class Look(Elastic):
         def handle(self, event: Event) -> None:
             if isinstance(event, StepLogged):
                 seen.append(self.run_dir.journal.exists())
