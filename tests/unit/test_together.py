@@ -105,6 +105,20 @@ def test_parts_become_one_checkpoint(tmp_path: Path, ranks: int) -> None:
         assert dict(found.weights).keys() == {"a.weight"}
 
 
+def test_notes_do_not_pile_up(tmp_path: Path) -> None:
+    notes = Notes()
+    lead, other = LeadStore(CheckpointStore(tmp_path, keep=2), notes, size=2), PartStore(tmp_path, notes, rank=1)
+    with ThreadPoolExecutor(2) as pool:
+        for step in (1, 2, 3):
+            saved = [
+                pool.submit(store.save, snapshot_of(rank, step=step, ranks=2))
+                for rank, store in enumerate((lead, other))
+            ]
+            for saving in saved:
+                saving.result(timeout=10)
+    assert set(notes._notes) == {"3/folder", "3/end"}
+
+
 def test_one_rank_that_cannot_write_undoes_the_save_and_harms_nothing(tmp_path: Path) -> None:
     class Full(Files):
         def create(self, path: Path) -> OutputFile:

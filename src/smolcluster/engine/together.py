@@ -33,6 +33,7 @@ class LeadStore:
         self._store, self._bulletin, self._size = store, bulletin, size
         self._begun = False
         self._writing: set[int] = set()  # ranks that were not heard of since
+        self._told: list[int] = []  # steps whose notes are still there
 
     def save(self, snapshot: Snapshot, *, best: bool = False) -> Path:
         step, self._begun, problem = snapshot.step, False, ""
@@ -46,6 +47,7 @@ class LeadStore:
                 if not self._begun:  # it was there already, or could not be begun
                     self._bulletin.post(f"{step}/folder", None)
                 self._bulletin.post(f"{step}/end", problem)
+            self._told.append(step)
 
     def size_bytes(self, path: Path) -> int:
         return self._store.size_bytes(path)
@@ -68,6 +70,11 @@ class LeadStore:
             entries |= note["entries"]
             for kind, shapes in note["wholes"].items():
                 wholes.setdefault(kind, {}).update(shapes)
+        with contextlib.suppress(PeerLost):
+            for told in self._told:  # whoever has written a part since has read how those ended
+                self._bulletin.remove(f"{told}/folder")
+                self._bulletin.remove(f"{told}/end")
+        self._told.clear()
         return entries, wholes
 
     def give_up(self, step: int) -> None:
