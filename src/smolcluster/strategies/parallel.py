@@ -18,7 +18,6 @@ Names stay those of the whole model, and what is saved is whole: any strategy re
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +34,6 @@ from torch.utils._pytree import tree_leaves
 from smolcluster.comm.group import Group, collect_tensors, gather_json
 from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
 from smolcluster.comm.watcher import EngineTraffic
-from smolcluster.compute.precision import DTYPES
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
@@ -56,7 +54,7 @@ from smolcluster.strategies.base import (
 from smolcluster.strategies.context import Pieces
 from smolcluster.strategies.exchange import Exchange
 from smolcluster.strategies.replicated import train_alone
-from smolcluster.strategies.shards import largest_share
+from smolcluster.strategies.zero import cost_of_stage
 from smolcluster.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -107,51 +105,9 @@ class Parallel(Strategy):
         stages = [shape.tensors if axes.tp == axes.pp == 1 else ()]
         if shape.model is not None:
             stages = [list(part.values()) for part in cls.parts(options, shape.model, axes)]
-        gathers = {2: 1, 3: cls.gathers(options, axes, nodes)}.get(cls.stage(options), 0)
-        found = [cls._cost(options, shape, axes, tensors, gathers=gathers) for tensors in stages]
+        stage, gathers = cls.stage(options), cls.gathers(options, axes, nodes)
+        found = [cost_of_stage(stage, options, shape, axes, tensors, gathers=gathers) for tensors in stages]
         return [found[axes.coords(rank)["pp"] % len(found)] for rank in range(len(nodes))]
-
-    @classmethod
-    def _cost(cls, options: Any, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, gathers: int) -> Cost:
-        """Of a rank with these parameters before they are cut up along dp; stages 2 and 3 gather them so often.
-
-        Only the data axis has bytes that do not depend on the samples.
-        """
-        dp, shards, each = axes.data, axes.shards, shape.bytes_per_parameter
-        stage = cls.stage(options) if shards > 1 else 0
-        count = sum(map(math.prod, tensors)) or shape.parameters // (axes.tp * axes.pp)
-        piece = sum(-(-t[0] // shards) * math.prod(t[1:]) if t else 1 for t in tensors) or -(-count // shards)
-        owned = largest_share(list(map(math.prod, tensors)), dp) if tensors else -(-count // dp)
-        used = _bytes_in(getattr(options, "param_dtype", None), each, otherwise=shape.used_bytes)
-        summed = _bytes_in(getattr(options, "reduce_dtype", None), each, otherwise=4)
-        if stage == 0:
-            moved = 2 * (dp - 1) * count * each // dp
-        elif stage == 1:  # matrices are kept in the type they are used in; their owner has them in full besides
-            rounded = used < each and axes.tp == 1
-            per_matrix = used if rounded else each
-            working = sum(math.prod(t) * (per_matrix if len(t) > 1 else each) for t in tensors) or count * per_matrix
-            moved = (dp - 1) * owned * (each + -(-working // count))
-        else:
-            moved = (shards - 1) * count * (gathers * used + summed) // shards
-            moved += 2 * (axes.replicas - 1) * count * each // (axes.replicas * shards)
-        parameters, gradients, updated = count * each, count * each, count
-        if stage >= 2:
-            parameters, gradients, updated = piece * each + (count * used if stage == 2 else 0), piece * each, piece
-        elif stage == 1:
-            updated = owned
-            parameters, gradients = working + (owned * each if rounded else 0), working
-        elif dp > 1 and axes.pp > 1:
-            gradients *= 2  # a pipeline's own, and the buckets they travel in
-        return Cost(
-            parameter_bytes=parameters,
-            gradient_bytes=gradients,
-            optimizer_bytes=updated * each * shape.optimizer_states,
-            bytes_sent=moved,
-            bytes_received=moved,
-            messages=(gathers + 1 if stage >= 2 else 2) * (dp - 1),
-            activations_travel=max(axes.tp, axes.pp, axes.cp) > 1,
-            offloaded=stage >= 2 and getattr(options, "cpu_offload", False),
-        )
 
     @classmethod
     def seats(cls, options: Any, nodes: Sequence[Node]) -> list[Seat]:
@@ -492,9 +448,3 @@ class Parallel(Strategy):
         """What of `full` belongs into this rank's part of `tensor`."""
         full = full if self._fusions is None else self._fusions.arranged(name.removesuffix(COPY), full)
         return part_of(full, tensor)
-
-
-def _bytes_in(dtype: str | None, own: int, *, otherwise: int) -> int:
-    """Of a number of `own` bytes, where a lower type is said; fp32 means that there is none."""
-    said = otherwise if dtype is None else DTYPES[dtype].itemsize
-    return own if said == 4 else min(own, said)

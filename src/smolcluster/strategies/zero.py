@@ -1,0 +1,66 @@
+"""ZeRO's formulas: what a rank holds and moves along the data axis, by stage. `fsdp.py` has them as a table.
+
+Only this axis has bytes that do not depend on the samples; what tensors and layers a rank has is decided before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from smolcluster.compute.precision import DTYPES
+from smolcluster.strategies.axes import Axes
+from smolcluster.strategies.base import Cost, Shape
+from smolcluster.strategies.shards import largest_share
+
+
+def cost_of_stage(
+    stage: int, options: Any, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, gathers: int
+) -> Cost:
+    """Of a rank with these parameters before they are cut up. Stage 3 gathers each of them `gathers` times in a step.
+
+    Without `tensors`, as if all ranks had equally many and pieces needed no padding.
+    """
+    dp, shards, replicas, each = axes.data, axes.shards, axes.replicas, shape.bytes_per_parameter
+    count = sum(map(math.prod, tensors)) or shape.parameters // (axes.tp * axes.pp)
+    used = _bytes_in(getattr(options, "param_dtype", None), each, otherwise=shape.used_bytes)
+    summed = _bytes_in(getattr(options, "reduce_dtype", None), each, otherwise=4)
+    stage, messages = stage if shards > 1 else 0, 2
+    if stage == 0:
+        parameters = gradients = count * each
+        if dp > 1 and axes.pp > 1:
+            gradients *= 2  # a pipeline's own, and the buckets they travel in
+        updated = count
+        moved = 2 * (dp - 1) * count * each // dp
+    elif stage == 1:
+        updated = largest_share(list(map(math.prod, tensors)), dp) if tensors else -(-count // dp)
+        rounded = used < each and axes.tp == 1  # matrices, but for the owner's, which it has in full besides
+        matrix = used if rounded else each
+        gradients = sum(math.prod(t) * (matrix if len(t) > 1 else each) for t in tensors) or count * matrix
+        parameters = gradients + (updated * each if rounded else 0)
+        moved = (dp - 1) * updated * (each + -(-gradients // count))
+    else:
+        updated = sum(-(-t[0] // shards) * math.prod(t[1:]) if t else 1 for t in tensors) or -(-count // shards)
+        gathers = 1 if stage == 2 else gathers
+        parameters = updated * each + (count * used if stage == 2 else 0)
+        gradients = updated * each
+        moved = (shards - 1) * count * (gathers * used + summed) // shards
+        moved += 2 * (replicas - 1) * count * each // (replicas * shards)
+        messages = gathers + 1
+    return Cost(
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=updated * each * shape.optimizer_states,
+        bytes_sent=moved,
+        bytes_received=moved,
+        messages=messages * (dp - 1),
+        activations_travel=max(axes.tp, axes.pp, axes.cp) > 1,
+        offloaded=stage >= 2 and getattr(options, "cpu_offload", False),
+    )
+
+
+def _bytes_in(dtype: str | None, own: int, *, otherwise: int) -> int:
+    """Of a number of `own` bytes, where a lower type is said; fp32 means that there is none."""
+    said = otherwise if dtype is None else DTYPES[dtype].itemsize
+    return own if said == 4 else min(own, said)
