@@ -62,8 +62,10 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce, auto": ("allreduce", {"cluster.batch_size": "auto"}),
     "syncps, auto": ("syncps", {"cluster.batch_size": "auto"}),
     "edp": ("edp", {}),
+    # A step at every push, as Ray's server takes it: half as many samples for each, and twice as many steps.
+    "edp, every push": ("edp", {"strategy.server_batch": 1}),
 }
-BESIDE = ("syncps, auto", "edp")  # of ours, with --peers
+BESIDE = ("syncps, auto", "edp", "edp, every push")  # of ours, with --peers
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {  # package and order of a peer that is a program of its own
     "Ray, async server": ("ray", {"mode": "async", "machines": [FAST, SLOW]}),
     # Parameters are averaged now and then, instead of at every epoch: that saves it time.
