@@ -104,14 +104,17 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
 def compare(session: Session, subject: Subject, stage: int, precision: str) -> dict[str, Any]:
     """One row: measured, peer, formula, forecast."""
     size, count = len(subject.nodes), subject.shape.parameters
-    message = {"who": "ours", "stage": stage}
+    options: dict[str, Any] = {"fsdp_stage": stage}
+    if stage == 1 and precision != "fp32":
+        options |= {"param_dtype": precision}  # the others take it from the precision
+    message = {"who": "ours", "options": options}
     seen = [most(measure(subject.config, message, size)) for _ in range(session.repeats)]
     peers = (
         [most(measure(subject.config, message | {"who": "FSDP2"}, size)) for _ in range(session.repeats)]
         if stage >= 2
         else []
     )
-    choice = Choice(label=f"fsdp {stage}", strategy="fsdp", options={"fsdp_stage": stage})
+    choice = Choice(label=f"fsdp {stage}", strategy="fsdp", options=options)
     scene = subject.scene(choice)
     cost = scene.strategy.cost(scene.options, subject.shape, subject.nodes)
     said = forecast(subject, choice, ways=[Way()])

@@ -91,7 +91,8 @@ def small(config: Config) -> Config:
 def measure(message: Message, config: Config, group: Group, device: torch.device) -> Message:
     """The most bytes at a time in the last of a few steps."""
     config = config.model_copy(deep=True)
-    config.strategy.fsdp_stage = message.get("stage")
+    for key, value in message["options"].items():
+        setattr(config.strategy, key, value)
     workspace = workspace_bytes(device)  # before anything else uses the libraries of a GPU
     _, _, step = prepare(message["who"], small(config), group, device)
     step()

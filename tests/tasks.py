@@ -80,6 +80,49 @@ class Frozen(Double):
         return model
 
 
+class OneWeight(Double):
+    def model(self) -> nn.Module:
+        return nn.Linear(12, 2, bias=False).to(self.dtype)
+
+
+class Tied(Double):
+    """A weight in two layers of a sequence, under two names."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 2))
+        model[2].weight = model[0].weight  # type: ignore[assignment]
+        return model.to(self.dtype)
+
+
+class _Turn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), 4, 6).transpose(1, 2)
+
+
+class Turned(Double):
+    """What the middle layer gives does not lie in memory as it is read."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 24), _Turn(), nn.Linear(4, 4), nn.Flatten(), nn.Linear(24, 2)).to(self.dtype)
+
+
+class _Named(nn.Module):
+    """A part of one name ends as the name of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a/b": nn.Linear(12, 16), "c": nn.Linear(16, 2)})
+        self.b = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.parts["c"](torch.tanh(self.parts["a/b"](x))))
+
+
+class Slashes(Double):
+    def model(self) -> nn.Module:
+        return _Named().to(self.dtype)
+
+
 class BatchNorm(Double):
     """Running means differ between workers; those of rank 0 count."""
 
@@ -377,6 +420,11 @@ class SlowDoubleGPT(DoubleGPT):
         if model.training and not Path(os.environ["SLOW_UNTIL"]).exists():
             time.sleep(0.3)
         return super().loss(model, batch)
+
+
+def another_size(*args: Any, **kwargs: Any) -> dict[str, str]:
+    """What a rank says of itself that was started with another --world-size."""
+    return {"backend": "gloo", "world size": "5"}
 
 
 def nccl(*args: Any, **kwargs: Any) -> str:

@@ -121,7 +121,7 @@ def test_a_model_of_two_types_is_not_cut_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (1, "bf16")])
 def test_resumes_bitwise(tmp_path: Path, stage: int, precision: str) -> None:
     config = COMMON | {"training.batch_size": 4, "strategy.fsdp_stage": stage, "training.checkpoint_steps": 3}
-    config |= {"training.precision": precision}
+    config |= {"training.precision": precision, "strategy.param_dtype": precision}
     whole = run_world(3, tmp_path / "whole", config, task="Dropout", strategy="fsdp")
     resumed = run_world(
         3,
@@ -141,7 +141,8 @@ def test_mixed_precision_follows_single(tmp_path: Path, stage: int) -> None:
     config = COMMON | GPT | {"training.precision": "bf16"}
     one = run_world(1, tmp_path / "one", config | {"training.batch_size": 8}, strategy="single")
     parts = {"training.batch_size": 4, "strategy.fsdp_stage": stage}
-    many = run_world(2, tmp_path / "many", config | parts, strategy="fsdp")
+    lower = {"strategy.param_dtype": "bf16"} if stage == 1 else {}  # the others take it from the precision
+    many = run_world(2, tmp_path / "many", config | parts | lower, strategy="fsdp")
     assert one.global_losses() == pytest.approx(many.global_losses(), rel=1e-2)
     exact = run_world(2, tmp_path / "exact", config | parts | {"strategy.param_dtype": "fp32"}, strategy="fsdp")
     assert one.global_losses() == pytest.approx(exact.global_losses(), rel=2e-3)
@@ -158,12 +159,61 @@ def test_mixed_precision_follows_single(tmp_path: Path, stage: int) -> None:
 def test_stage_1_in_bf16_takes_the_steps_of_stage_0(tmp_path: Path) -> None:
     """One has rounded matrices, and masters at their owners; the other has all in fp32 and rounds at every use. Without
     lookups and accumulation the gradients are the same numbers, and two of them have one sum."""
-    config = COMMON | {"training.precision": "bf16", "training.batch_size": 4}
+    config = COMMON | {"training.precision": "bf16", "training.batch_size": 4, "strategy.param_dtype": "bf16"}
     runs = [
         run_world(2, tmp_path / str(stage), config | {"strategy.fsdp_stage": stage}, task="Dropout", strategy="fsdp")
         for stage in (0, 1)
     ]
     assert_same_run(*runs, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"training.precision": "fp32"}, "without a lower training.precision"),
+        ({"training.precision": "bf16", "training.grad_accumulation": 2}, "which bf16 would round"),
+    ],
+)
+def test_stage_1_rounds_nothing_where_that_would_lose_something(
+    tmp_path: Path, config: dict[str, Any], why: str
+) -> None:
+    sets = COMMON | {"training.batch_size": 4, "training.steps": 2, "strategy.fsdp_stage": 1} | config
+    plain = run_world(2, tmp_path / "plain", sets, task="Dropout", strategy="fsdp")
+    asked = run_world(2, tmp_path / "asked", sets | {"strategy.param_dtype": "bf16"}, task="Dropout", strategy="fsdp")
+    assert asked.summary["weights_sha256"] == plain.summary["weights_sha256"]
+    said = [e.message for e in asked.ranks[0].events if isinstance(e, Notice)]
+    assert any(why in text for text in said), said
+
+
+def test_more_workers_than_parameters(tmp_path: Path) -> None:
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 9}, task="OneWeight", strategy="single")
+    parts = {"training.batch_size": 3, "strategy.fsdp_stage": 1}
+    many = run_world(3, tmp_path / "many", COMMON | parts, task="OneWeight", strategy="fsdp")
+    assert_same_run(one, many, tolerance=1e-10)
+
+
+def test_names_with_a_slash_are_saved(tmp_path: Path) -> None:
+    parts = {"training.batch_size": 4, "strategy.fsdp_stage": 1, "training.checkpoint_steps": 4}
+    whole = run_world(2, tmp_path / "whole", COMMON | parts, task="Slashes", strategy="fsdp")
+    resumed = run_world(
+        2,
+        tmp_path / "resumed",
+        COMMON | parts,
+        task="Slashes",
+        strategy="fsdp",
+        resume=tmp_path / "whole" / "checkpoints" / "step-00000004",
+    )
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("tensor", {})])
+def test_plain_gradient_descent_equals_single(tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
+    """torch has no fused form of it for parts of tensors."""
+    config = COMMON | GPT | {"training.optimizer": "sgd", "training.learning_rate": 0.1}
+    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 4}, task="DoubleGPT", strategy="single")
+    size = 4 if strategy == "tensor" else 2
+    many = run_world(2, tmp_path / "many", config | {"training.batch_size": size}, task="DoubleGPT", strategy=strategy)
+    assert_same_run(one, many, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("stage", STAGES)

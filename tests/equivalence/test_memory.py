@@ -41,7 +41,7 @@ def _be_rank(rank: int, plain: dict[str, Any], pipe: Any) -> None:
     )
     config, device = Config.model_validate(plain), torch.device("cpu")
     group = connect(place, device=device, announce=pipe.send)
-    pipe.send(measure({"who": "ours", "stage": config.strategy.fsdp_stage}, config, group, device))
+    pipe.send(measure({"who": "ours", "options": {}}, config, group, device))
 
 
 def measured(config: Config) -> list[int]:
@@ -66,17 +66,17 @@ def measured(config: Config) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"),
-    [("fsdp", {"fsdp_stage": 1}), ("fsdp", {"fsdp_stage": 3}), ("pipeline", {"schedule": "1f1b"})],
+    ("strategy", "precision", "options"),
+    [
+        ("fsdp", "fp32", {"fsdp_stage": 1}),
+        ("fsdp", "bf16", {"fsdp_stage": 1, "param_dtype": "bf16"}),
+        ("fsdp", "fp32", {"fsdp_stage": 3}),
+        ("pipeline", "fp32", {"schedule": "1f1b"}),
+    ],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_real_run_holds_what_was_foretold(strategy: str, options: dict[str, Any], precision: str) -> None:
-    sets = {
-        **GPT,
-        "training.precision": precision,
-        "strategy.name": strategy,
-        **{f"strategy.{key}": value for key, value in options.items()},
-    }
+def test_a_real_run_holds_what_was_foretold(strategy: str, precision: str, options: dict[str, Any]) -> None:
+    sets = {**GPT, "training.precision": precision, "strategy.name": strategy}
+    sets |= {f"strategy.{key}": value for key, value in options.items()}
     config = resolve(load_config([], sets=sets))
     subject = Subject.open(config, find_task(config), num_ranks=2, device=torch.device("cpu"))
     said = forecast(subject, Choice(label="", strategy=strategy, options=options), ways=[Way()], every_seat=True)

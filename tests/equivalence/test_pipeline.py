@@ -110,3 +110,41 @@ def test_a_picture_of_a_step(tmp_path: Path, schedule: str) -> None:
         assert sorted(shown) == sorted(expected)
     told = [e.message for e in drawn.ranks[0].events if isinstance(e, Notice) and "schedule.svg" in e.message]
     assert "2 ranks, 4 micro-batches: idle" in told[0]
+
+
+def test_what_a_stage_gives_may_lie_in_memory_as_it_likes(tmp_path: Path) -> None:
+    parts = {"strategy.layer_distribution": [2, 3], "training.batch_size": 8}
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 8}, task="Turned", strategy="single")
+    many = run_world(2, tmp_path / "many", COMMON | parts, task="Turned", strategy="pipeline")
+    assert_same_run(one, many, tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("task", "size", "options", "said"),
+    [
+        ("Tied", 2, {}, "0.weight and 2.weight is one weight on several stages of the pipeline"),
+        ("Turned", 4, {"strategy.layer_distribution": [1, 1, 1, 2]}, "layers without parameters to train only"),
+        (
+            "Turned",
+            2,
+            {"strategy.num_microbatches": 1},
+            "raise strategy.num_microbatches, or use strategy.schedule=gpipe",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_told(tmp_path: Path, task: str, size: int, options: dict[str, Any], said: str) -> None:
+    config = COMMON | {"training.batch_size": 8} | options
+    if task == "Tied":
+        config |= {"strategy.layer_distribution": [2, 3]}
+    world = run_world(size, tmp_path, config, task=task, strategy="pipeline")
+    told = [rank.failed for rank in world.ranks if rank.failed is not None and rank.failed.kind == "user"]
+    assert any(said in failed.message for failed in told), [rank.failed for rank in world.ranks]
+
+
+def test_a_sequence_that_tp_does_not_divide_is_told(tmp_path: Path) -> None:
+    config = COMMON | GPT | {"training.batch_size": 4, "model.max_seq_len": 33, "training.steps": 1}
+    failed = run_world(2, tmp_path / "cut", config, strategy="tensor").ranks[0].failed
+    assert failed is not None
+    assert "tp = 2 does not divide sequences of 33 tokens" in failed.message
+    whole = run_world(2, tmp_path / "whole", config | {"strategy.sequence_parallel": False}, strategy="tensor")
+    assert [rank.status for rank in whole.ranks] == [0, 0], whole.ranks[0].failed

@@ -178,6 +178,15 @@ def test_ranks_that_would_exchange_in_two_ways_are_told(network: Network, tmp_pa
         assert "say the same --backend on every machine" in rank.failed.message
 
 
+def test_ranks_of_another_world_are_told(network: Network, tmp_path: Path) -> None:
+    tweaks = {1: [("smolcluster.comm.rendezvous", "_said", tasks.another_size)]}
+    world = run_world(3, tmp_path, CONFIG, places=places(network, 3), tweaks=tweaks)
+    assert [rank.status for rank in world.ranks] == [2, 2, 2]
+    assert world.ranks[2].failed is not None
+    assert "has world size 5 and rank 0 on" in world.ranks[2].failed.message
+    assert "say the same --world-size on every machine" in world.ranks[2].failed.message
+
+
 def test_a_torch_for_gpus_and_one_for_cpus_go_together(network: Network, tmp_path: Path) -> None:
     import torch
 

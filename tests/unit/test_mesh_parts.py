@@ -161,6 +161,10 @@ def test_micro_batches_divide_the_batch() -> None:
         UserError, match="num_microbatches = 5 does not divide a batch of 12 samples; try 1, 2, 3, 4, 6, 12"
     ):
         num_microbatches(PipelineOptions(num_microbatches=5), 12, 2)
+    # Two stages on each of three ranks: three rounds of ten would not be equally long.
+    assert num_microbatches(PipelineOptions(schedule="interleaved"), 10, 6) == 5
+    with pytest.raises(UserError, match="num_microbatches = 10 cannot be dealt out in equal rounds of 3 or more"):
+        num_microbatches(PipelineOptions(schedule="interleaved", num_microbatches=10), 10, 6)
 
 
 def test_a_sequence_is_cut_between_its_children_and_keeps_their_names() -> None:
@@ -234,15 +238,16 @@ def test_the_formulas(strategy: Any, options: Any, count: int, parameters: int, 
     ("strategy", "options", "parameters", "gradients", "moved"),
     [
         (FSDP, FSDPOptions(fsdp_stage=0), 4800, 4800, 7200),  # autocast rounds at every use
-        (FSDP, FSDPOptions(fsdp_stage=1), 2400 + 1200, 2400, 900 * (4 + 2)),
-        (FSDP, FSDPOptions(fsdp_stage=1, param_dtype="fp32"), 4800, 4800, 7200),
+        (FSDP, FSDPOptions(fsdp_stage=1), 4800, 4800, 7200),
+        (FSDP, FSDPOptions(fsdp_stage=1, param_dtype="bf16"), 2400 + 1200, 2400, 900 * (4 + 2)),
         (FSDP, FSDPOptions(fsdp_stage=2), 2400 + 1200, 1200, 900 * (2 + 4)),
         (FSDP, FSDPOptions(fsdp_stage=3), 1200, 1200, 900 * (2 + 2 + 4)),
         (FSDP, FSDPOptions(fsdp_stage=3, reduce_dtype="bf16"), 1200, 1200, 900 * (2 + 2 + 2)),
-        (Mesh, MeshOptions(pp=2, fsdp_stage=1), 1200 + 1200, 1200, 300 * (4 + 2)),
         # Six micro-batches: seven times gathered, once summed.
         (Mesh, MeshOptions(pp=2, fsdp_stage=3, num_microbatches=6), 1200, 1200, 300 * (7 * 2 + 4)),
-        (Mesh, MeshOptions(tp=2, fsdp_stage=1), 2400, 2400, 300 * (4 + 4)),  # pieces of layers stay in fp32
+        # Pieces of layers stay in fp32, and so does what a pipeline adds up.
+        (Mesh, MeshOptions(tp=2, fsdp_stage=1, param_dtype="bf16"), 2400, 2400, 300 * (4 + 4)),
+        (Mesh, MeshOptions(pp=2, fsdp_stage=1, param_dtype="bf16"), 2400, 2400, 300 * (4 + 4)),
     ],
 )
 def test_the_formulas_in_bf16(strategy: Any, options: Any, parameters: int, gradients: int, moved: int) -> None:

@@ -298,6 +298,15 @@ def test_a_worker_that_dies_again_and_again_is_left_out(story: Restarted) -> Non
     assert summary["restarts"] == 3
     assert "rank 1" in story.notices()[2]
     assert story.notices()[2].endswith("3 times in a row without a new step; going on without it")
+
+
+def test_the_rank_that_stays_keeps_its_gpu_and_is_the_first(story: Restarted) -> None:
+    dies = [["listen", f"await up-{life}", "die"] for life in range(3)]
+    waits = [["row 1", f"note up-{life}", "hang"] for life in range(3)]
+    # The second process is rank 1 until it is alone: then it has the script of rank 0.
+    story.run({"worker-0": [*dies, ["listen", "row 2", "finish"]], "worker-1": waits})
+    spec = story.specs(0)[-1]
+    assert (spec["local_rank"], spec["first_rank"], spec["world_size"]) == (1, 0, 1)
     assert len(story.specs(1)) == 3
     assert (story.specs(0)[-1]["world_size"], story.specs(0)[-1]["config"]) == (1, {"size": 1})
 

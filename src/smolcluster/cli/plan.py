@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Annotated, Any
 
@@ -95,7 +96,7 @@ def _nodes(said: str | None) -> dict[str, Any]:
 
     if said is None:
         return {}
-    if said.strip().lstrip("-").isdigit():
+    if re.fullmatch(r"\s*-?[0-9]+\s*", said):
         if int(said) < 1:
             raise UserError(f"--nodes {said}: at least one rank is needed")
         return {"cluster.num_workers": int(said)}

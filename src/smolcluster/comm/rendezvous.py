@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 120.0
 EXCHANGE_TIMEOUT_S = 600.0
 _LOOK_S = 0.02
-_BACKEND = "backend"
+_OPTIONS = {"backend": "--backend", "world size": "--world-size"}
+_SAME = {name: f"say the same {option} on every machine" for name, option in _OPTIONS.items()}
 _MISSING = "missing"  # in the store: somebody did not come
 LEAVE_S = 5.0
 
@@ -100,7 +101,7 @@ def connect(
     if place.rank == 0 and announce is not None:
         announce(opened.port)
     store = _of_this_attempt(opened)
-    _check_signed(_wait_for_all(store, place, {**(versions or {}), _BACKEND: backend}), store, place)
+    _check_signed(_wait_for_all(store, place, {**(versions or {}), **_said(place, backend)}), store, place)
     try:
         dist.init_process_group(
             backend,
@@ -171,6 +172,10 @@ def _wait_for_all(store: Store, place: Place, versions: Mapping[str, str]) -> li
     )
 
 
+def _said(place: Place, backend: str) -> dict[str, str]:
+    return {"backend": backend, "world size": str(place.world_size)}
+
+
 def _check_signed(signed: Sequence[tuple[str, dict[str, str]]], store: Store, place: Place) -> None:
     """Before anything is exchanged: another version may speak otherwise, or compute otherwise."""
     host0, first = signed[0]
@@ -178,9 +183,7 @@ def _check_signed(signed: Sequence[tuple[str, dict[str, str]]], store: Store, pl
         for what, version in first.items():
             if said.get(what) != version:
                 _leave_together(store, place, range(place.world_size))
-                remedy = "install the same version on every machine"
-                if what == _BACKEND:
-                    remedy = "say the same --backend on every machine"
+                remedy = _SAME.get(what, "install the same version on every machine")
                 raise UserError(
                     f"rank {rank} on {host} has {what} {said.get(what)} and rank 0 on {host0} has {version}; {remedy}"
                 )

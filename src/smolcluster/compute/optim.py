@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from smolcluster.config.schema import TrainingConfig
 
@@ -26,6 +27,7 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
     groups = [g for g in groups if g["params"]]
     fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in trained)
     if config.optimizer == "sgd":
+        fused &= not any(isinstance(p, DTensor) for p in trained)  # torch cannot
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 

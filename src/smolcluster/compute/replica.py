@@ -102,7 +102,7 @@ class Replica:
         parameters = [p for p in self.parameters if p.grad is not None]
         gradients = [g for p in parameters if (g := gradient(p)) is not None]
         scale = self.loss_scale if scale is None else scale
-        if scale != 1.0:
+        if scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, 1.0 / scale)
         if norm is None:
             total = get_total_norm(gradients)
@@ -113,9 +113,9 @@ class Replica:
             self.gradient_norms = {n: p.grad.norm() for n, p in self.model.named_parameters() if p.grad is not None}
         overflow = self.scale is not None and not bool(torch.isfinite(total))
         if not overflow:
-            if self._clip is not None:
+            if self._clip is not None and gradients:
                 factor = torch.clamp(self._clip / (total + 1e-6), max=1.0)
-                torch._foreach_mul_(gradients, factor.to(gradients[0].device) if gradients else factor)
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
             rate = self.learning_rate
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)

@@ -41,7 +41,7 @@ def _shape(config: Config) -> Iterator[Conflict]:
         text = f"model.num_kv_heads = {model.num_kv_heads}: must divide model.num_heads = {model.num_heads}"
         yield Conflict((kv_heads, heads), text)
     stages = config.strategy.layer_distribution
-    if isinstance(stages, list) and sum(stages) != model.num_layers:
+    if isinstance(stages, list) and config.task in (None, "gpt") and sum(stages) != model.num_layers:
         text = f"strategy.layer_distribution = {stages}: sums to {sum(stages)}, not to model.num_layers = "
         yield Conflict((("strategy", "layer_distribution"), ("model", "num_layers")), f"{text}{model.num_layers}")
 

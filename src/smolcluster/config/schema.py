@@ -280,7 +280,8 @@ class StrategyConfig(Section):
     )
     param_dtype: Annotated[Precision, Lower] | None = Field(
         None,
-        description="fsdp, stages 1 to 3: type that parameters are handed out and used in; null: training.precision",
+        description="fsdp, stages 1 to 3: type that parameters are handed out and used in; null: training.precision, "
+        "in stage 1 fp32",
     )
     reduce_dtype: Annotated[Precision, Lower] | None = Field(
         None, description="fsdp, stages 2 and 3: type that gradients are averaged in; null: fp32"

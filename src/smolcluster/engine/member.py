@@ -108,7 +108,7 @@ class Member(Role):
         self._load_task()
         num = max(self.config.cluster.num_workers or 1, self.spec.rank + 1)
         nodes = [Node(name=self.spec.host)] * num
-        self._check_memory(nodes, first=self.spec.rank - self.spec.local_rank, count=self.spec.local_world_size)
+        self._check_memory(nodes, first=self.spec.first_here, count=self.spec.local_world_size)
 
     def _build(self) -> None:
         spec, training = self.spec, self.config.training

@@ -95,6 +95,8 @@ class Role(ABC):
         self.train_data = as_dataset(self.task.train_data())
         val_data = self.task.val_data()
         self.val_data = None if val_data is None else as_dataset(val_data)
+        if self.val_data is not None and len(self.val_data) == 0:
+            raise UserError(f"val_data() of {self.task.name} has no samples; return None to train without validation")
 
     def _check_memory(self, nodes: Sequence[Node], *, first: int, count: int) -> None:
         """What ranks `first` and following, `count` of them here, must hold is not more than there is."""

@@ -21,6 +21,7 @@ class WorkerSpec:
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: the launcher passes on the one that rank 0 found
     watched: bool = True  # by a launcher; or else the ranks watch each other
+    first_rank: int | None = None  # of this machine's; None: its ranks are counted through as its local ranks are
     again: bool = False  # a run goes on by itself: it may be that only its end is left to do
 
     # The elastic plane.
@@ -29,6 +30,10 @@ class WorkerSpec:
     server: str = ""  # host:port; for the server itself: where to listen, port 0 for any
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # this host's own values, by dotted name
     strategy: str = ""  # what a worker expects the server to run; empty: whatever it is
+
+    @property
+    def first_here(self) -> int:
+        return self.rank - self.local_rank if self.first_rank is None else self.first_rank
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -91,7 +91,7 @@ class Worker(Role):
         shards = sorted({s.shard: nodes[s.rank].batch_size for s in self.seats if s.shard is not None}.items())
         self.counts = [size * training.grad_accumulation for _, size in shards]
         check_enough_samples(len(self.train_data), self.counts)
-        self._check_memory(nodes, first=spec.rank - spec.local_rank, count=spec.local_world_size)
+        self._check_memory(nodes, first=spec.first_here, count=spec.local_world_size)
 
     def _connect(self) -> None:
         spec = self.spec

@@ -46,6 +46,6 @@ def is_here(endpoint: tuple[str, int] | None) -> bool:
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
-    except OSError:
+    except (OSError, UnicodeError):  # also a name that cannot be one
         return False
     return True

@@ -202,7 +202,8 @@ class _Run:
         ranks, self.told_port = decree.ranks(self.rounds.me), False
         for rank, slot in zip(ranks, self.slots, strict=False):
             spec = replace(
-                self._spec(rank, local_rank=slot.number),
+                self._spec(rank, local_rank=slot.number),  # one that is left out keeps its GPU
+                first_rank=ranks[0],
                 config=self.plans[decree.world_size],
                 world_size=decree.world_size,
                 local_world_size=len(ranks),

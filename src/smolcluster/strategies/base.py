@@ -345,6 +345,11 @@ def build_replica(
             context.warn(f"training.gradient_checkpointing has no effect: {type(model).__name__} does not offer it")
     if arrange is not None:
         model = arrange(model)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise UserError(
+                f"rank {context.seat.rank} would have layers without parameters to train only; use fewer ranks for the "
+                "pipeline, or deal the layers out with strategy.layer_distribution"
+            )
     optimizer = task.optimizer(model)
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", group["lr"] / config.learning_rate)

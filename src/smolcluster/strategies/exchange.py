@@ -19,6 +19,7 @@ from smolcluster.comm.buckets import GradientBuckets
 from smolcluster.comm.group import Group
 from smolcluster.comm.sharded import gradient, like, local
 from smolcluster.compute.replica import Batch, Replica
+from smolcluster.errors import UserError
 from smolcluster.strategies.shards import owners
 
 
@@ -138,6 +139,17 @@ class Owned(Exchange):
         home = group.buffer_device(parts[0].device)
         self._buffer = torch.zeros(group.size * width, dtype=dtype, device=home)
         self._row = torch.zeros(width, dtype=dtype, device=home)
+
+    def compute(self, batch: Batch) -> Tensor:
+        try:
+            return super().compute(batch)
+        except RuntimeError as error:
+            if self._lower is None or "dtype" not in str(error):
+                raise
+            raise UserError(
+                f"a layer wants its weights in their own type ({str(error).splitlines()[0]}): "
+                "the model cannot be used with strategy.param_dtype in stage 1; leave it out"
+            ) from error
 
     def updates(self, parameter: nn.Parameter) -> bool:
         return parameter in self._own

@@ -19,13 +19,14 @@ Memory of a worker, with AdamW and P parameters, in bytes:
 
     stage   fp32            in bf16, weights and sums in fp32
     0       16 P            16 P             and 2 P that autocast rounds
-    1       8 P + 8 P/N     4 P + 12 P/N     rounded matrices and gradients; owners have theirs in full
+    1       8 P + 8 P/N     8 P + 8 P/N      and 2 P as above; `param_dtype: bf16`: 4 P + 12 P/N
     2       4 P + 16 P/N    2 P + 16 P/N     ZeRO: 12 and 14 P/N; FSDP2's pieces stay beside what is gathered of them
     3       16 P/N          16 P/N           and a few whole blocks while they are in use
 
 Stage 1 deals whole parameters out (`shards.py`): each has one owner, who alone updates it and hands it out. Stages 2 and 3 are
-torch's FSDP2, with one group of pieces for each block of the model. In bf16 what is handed out and gathered has two bytes for
-each number instead of four, and gradients are averaged in four.
+torch's FSDP2, with one group of pieces for each block of the model. In bf16 what is gathered has two bytes for each number
+instead of four, and gradients are averaged in four. With `param_dtype: bf16` stage 1 keeps matrices and their gradients rounded
+too; the owner of a matrix also has it in full.
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", 2023.
@@ -61,7 +62,7 @@ class FSDPOptions(ParallelOptions):
         None, description="hybrid: workers that share one set of pieces; node: those of a machine; null: all of them"
     )
     param_dtype: Dtype | None = Field(
-        None, description="stages 1 to 3: type that parameters are handed out and used in; null: training.precision"
+        None, description="type that parameters are handed out and used in; null: training.precision, in stage 1 fp32"
     )
     reduce_dtype: Dtype | None = Field(None, description="stages 2, 3: type that gradients are averaged in; null: fp32")
     buffer_dtype: Dtype | None = Field(None, description="stages 2, 3: type of buffers; null: as the model has them")
@@ -124,9 +125,8 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     bucket_bytes = int(options.bucket_mb * 2**20)
     if options.fsdp_stage == 0 or axes.shards == 1:
         return Summed(group, bucket_bytes=bucket_bytes, weight=weight)
-    used = DTYPES[options.param_dtype or context.config.training.precision]
     if options.fsdp_stage == 1:
-        lower = used if axes.tp == 1 and used != torch.float32 else None
+        lower = _rounded_by_owners(strategy, options)
         return Owned(group, bucket_bytes=bucket_bytes, weight=weight, lower=lower)
     assert mesh is not None
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
@@ -137,12 +137,30 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
         group,
         stage=options.fsdp_stage,
         weight=weight,
-        param_dtype=used,
+        param_dtype=DTYPES[options.param_dtype or context.config.training.precision],
         reduce_dtype=DTYPES[options.reduce_dtype or "fp32"],
         buffer_dtype=DTYPES[options.buffer_dtype] if options.buffer_dtype else None,
         offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
         prefetch=options.prefetch,
     )
+
+
+def _rounded_by_owners(strategy: Parallel, options: FSDPOptions) -> torch.dtype | None:
+    """Stage 1: the type that matrices are kept in by all but their owners, where that is asked for and loses nothing."""
+    context, axes = strategy.context, strategy.mesh_axes
+    if options.param_dtype in (None, "fp32"):
+        return None
+    training = context.config.training
+    why = ""
+    if training.precision == "fp32":
+        why = "without a lower training.precision"
+    elif axes.tp > 1:
+        why = "where layers are cut up along tp"
+    elif axes.pp > 1 or training.grad_accumulation > 1:
+        why = f"where a step adds up several gradients, which {options.param_dtype} would round"
+    if why and context.seat.rank == 0:
+        context.warn(f"strategy.param_dtype has no effect in stage 1 {why}")
+    return None if why else DTYPES[options.param_dtype]
 
 
 class Sharded(Exchange):

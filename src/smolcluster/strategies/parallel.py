@@ -358,7 +358,7 @@ class Parallel(Strategy):
         """Whole on the lead rank; the others take part in gathering it, and get nothing."""
         weights = self._whole_weights()
         optimizer, numbers = self.replica.state_dict()
-        return State(weights=weights, optimizer=self._gather(optimizer), numbers=numbers)
+        return State(weights=weights, optimizer=self._gather(optimizer, prefixed=True), numbers=numbers)
 
     def part_of_state(self) -> State | None:
         self._settle()
@@ -370,7 +370,7 @@ class Parallel(Strategy):
         twins = set() if self._pipe is None else self._pipe.copied
         for kind, tensors in kinds.items():
             for name, tensor in tensors.items():
-                plain = name.rpartition("/")[2]
+                plain = name if kind == "weights" else name.partition("/")[2]
                 if name.endswith(COPY) or parameters[plain] in twins:
                     continue
                 wholes[kind][name] = list(tensor.shape)
@@ -405,14 +405,14 @@ class Parallel(Strategy):
         self._exported = weights if self.context.seat.rank == 0 else None
         return self._exported
 
-    def _gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Along tp and the data ranks, then along pp."""
+    def _gather(self, tensors: dict[str, Tensor], *, prefixed: bool = False) -> dict[str, Tensor]:
+        """Along tp and the data ranks, then along pp. `prefixed`: what it is stands before the name of the parameter."""
         parameters = self.replica.model.state_dict(keep_vars=True)
         found = {}
         for name, tensor in tensors.items():
             with self._traffic.counted():
                 full = whole(tensor)
-            plain = name.rpartition("/")[2]
+            plain = name.partition("/")[2] if prefixed else name
             if self.coords["tp"] == 0 and not name.endswith(COPY) and self._answers_for(parameters[plain]):
                 found[name] = full if self._fusions is None else self._fusions.restored(plain, full)
         if self._exchange.owners and self.coords["tp"] == 0:

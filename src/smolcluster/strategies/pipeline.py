@@ -208,6 +208,7 @@ class Pipe:
         self._task, self._options, self._context = task, options, context
         self._group, self._process_group, self._pair = group, process_group, pair
         self._sequence_shards, self._used_in = sequence_shards, used_in
+        self._check_shared(model)
         self._shared = self._shared_names(model)
         self.drawing: Drawing | None = None  # of one step
         self._worked: list[Worked] | None = None  # in the step that is drawn
@@ -235,6 +236,21 @@ class Pipe:
         first, last = self._stage(model, 0), self._stage(model, len(self.cut.layers) - 1)
         names = dict(first.named_parameters())
         return [name for name, _ in last.named_parameters() if name in names]
+
+    def _check_shared(self, model: nn.Module) -> None:
+        """Only the first and the last stage may have a weight in common, under one name: others would drift apart."""
+        last = len(self.cut.layers) - 1
+        found: dict[nn.Parameter, dict[int, set[str]]] = {}
+        for index in range(last + 1):
+            for name, parameter in self._stage(model, index).named_parameters(remove_duplicate=False):
+                found.setdefault(parameter, {}).setdefault(index, set()).add(name)
+        for places in found.values():
+            if len(places) > 1 and (set(places) != {0, last} or not places[0] & places[last]):
+                names = sorted(set().union(*places.values()))
+                raise UserError(
+                    f"{' and '.join(names)} is one weight on several stages of the pipeline, which would become two; "
+                    "keep its layers on one stage with strategy.layer_distribution, or use fsdp"
+                )
 
     @property
     def copied(self) -> set[nn.Parameter]:
@@ -301,7 +317,9 @@ class Pipe:
         if name == "1f1b" and self._num_microbatches < len(self.cut.layers):
             raise UserError(
                 f"schedule 1f1b on {len(self.cut.layers)} ranks needs as many micro-batches, and a batch of {length} samples "
-                f"is cut into {self._num_microbatches}; use a larger training.batch_size, or strategy.schedule=gpipe"
+                f"is cut into {self._num_microbatches}; raise "
+                f"{'training.batch_size' if self._options.num_microbatches is None else 'strategy.num_microbatches'}, "
+                "or use strategy.schedule=gpipe"
             )
         size = length // self._num_microbatches
         self.shapes = self._measure(tree_map_only(Tensor, lambda t: t[:size], part))
@@ -323,9 +341,9 @@ class Pipe:
                 # has no connection to itself.
                 setattr(stage, "_get_init_p2p_neighbors_ops", list)  # noqa: B010
             self._watch(stage)
-        if name in ("zero-bubble", "zbv"):
-            for module in self.stages:
-                module.register_forward_hook(lambda *call: tree_map_only(Tensor, _no_view, call[-1]))
+        tidy = _no_view if name in ("zero-bubble", "zbv") else Tensor.contiguous  # as it can be sent
+        for module in self.stages:
+            module.register_forward_hook(lambda *call: tree_map_only(Tensor, tidy, call[-1]))
         kind = SCHEDULES[name]
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         self._schedule = kind(

@@ -83,8 +83,20 @@ def _evenly(num_layers: int, count: int) -> list[int]:
 def num_microbatches(options: PipelineOptions, batch_size: int, num_stages: int) -> int:
     if options.schedule == "sequential":
         return 1
+    ranks = num_stages // options.stages_per_rank if options.schedule in ("interleaved", "zero-bubble") else 0
+
+    def in_rounds(count: int) -> bool:
+        """Micro-batches go through an interleaved pipeline in rounds of about as many as there are ranks."""
+        return ranks == 0 or count % max(1, count // ranks) == 0
+
+    possible = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and in_rounds(m)]
     if options.num_microbatches is None:
-        return max(m for m in range(1, min(2 * num_stages, batch_size) + 1) if batch_size % m == 0)
+        return max(m for m in possible if m <= 2 * num_stages)
+    if batch_size % options.num_microbatches == 0 and not in_rounds(options.num_microbatches):
+        raise UserError(
+            f"strategy.num_microbatches = {options.num_microbatches} cannot be dealt out in equal rounds of {ranks} or more, "
+            f"as {options.schedule} needs them; try {', '.join(map(str, possible))}"
+        )
     if batch_size % options.num_microbatches:
         raise UserError(
             f"strategy.num_microbatches = {options.num_microbatches} does not divide a batch of {batch_size} samples; "

@@ -42,6 +42,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.utils._pytree import tree_leaves
 
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors, machines
@@ -103,6 +104,15 @@ def check_table(model: nn.Module, size: int) -> None:
         table_of(model, size)
 
 
+def check_sequence(batch: Any, size: int) -> None:
+    for tensor in tree_leaves(batch):
+        if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.size(1) % size:
+            raise UserError(
+                f"tp = {size} does not divide sequences of {tensor.size(1)} tokens; try {divisors(tensor.size(1))}, "
+                "or strategy.sequence_parallel=false"
+            )
+
+
 def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
     """Deal the model's layers out along the tensor axis, by its table. Returns how its fused layers were reordered."""
     if strategy.mesh_axes.tp == 1:
@@ -110,6 +120,8 @@ def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
     assert strategy.mesh is not None
     mesh, sequence_parallel = strategy.mesh["tp"], strategy.options.sequence_parallel
     size = mesh.size()
+    if sequence_parallel:
+        check_sequence(strategy.context.example(1), size)
     said = table_of(model, size)
     fusions = Fusions(said["fused"], size)
     for name, parameter in model.named_parameters():

@@ -27,6 +27,7 @@ def cost_of_stage(
     used = _bytes_in(getattr(options, "param_dtype", None), each, otherwise=shape.used_bytes)
     summed = _bytes_in(getattr(options, "reduce_dtype", None), each, otherwise=4)
     stage, messages = stage if shards > 1 else 0, 2
+    moved: float
     if stage == 0:
         parameters = gradients = count * each
         if dp > 1 and axes.pp > 1:
@@ -35,11 +36,12 @@ def cost_of_stage(
         moved = 2 * (dp - 1) * count * each // dp
     elif stage == 1:
         updated = largest_share(list(map(math.prod, tensors)), dp) if tensors else -(-count // dp)
-        rounded = used < each and axes.tp == 1  # matrices, but for the owner's, which it has in full besides
+        asked = getattr(options, "param_dtype", None) is not None and shape.used_bytes < 4
+        rounded = asked and used < each and axes.tp == axes.pp == 1  # matrices, but for the owner's, in full besides
         matrix = used if rounded else each
         gradients = sum(math.prod(t) * (matrix if len(t) > 1 else each) for t in tensors) or count * matrix
         parameters = gradients + (updated * each if rounded else 0)
-        moved = (dp - 1) * updated * (each + -(-gradients // count))
+        moved = (dp - 1) * updated * (each + gradients / count)
     else:
         updated = sum(-(-t[0] // shards) * math.prod(t[1:]) if t else 1 for t in tensors) or -(-count // shards)
         gathers = 1 if stage == 2 else gathers
@@ -52,8 +54,8 @@ def cost_of_stage(
         parameter_bytes=parameters,
         gradient_bytes=gradients,
         optimizer_bytes=updated * each * shape.optimizer_states,
-        bytes_sent=moved,
-        bytes_received=moved,
+        bytes_sent=round(moved),
+        bytes_received=round(moved),
         messages=messages * (dp - 1),
         activations_travel=max(axes.tp, axes.pp, axes.cp) > 1,
         offloaded=stage >= 2 and getattr(options, "cpu_offload", False),
