@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 Kind = Literal["parameters", "gradients", "optimizer"]
 CUDA_BLOCK = 512  # torch's allocator gives out multiples of it
 _DEVICE = torch.ops.prim.device.default
+_ASK = "_propagate_tensor_meta_non_cached"  # how DTensor finds the shape of a result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +81,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._set(number, self._rounded(storage.nbytes()))
             return result
 
-        self._propagate = propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+        self._propagate = propagate = getattr(
+            ShardingPropagator, _ASK, None
+        )  # older versions have a mode of their own for it
 
         def asking(*args: Any, **kwargs: Any) -> Any:
+            assert propagate is not None
             self._asking += 1
             try:
                 return propagate(*args, **kwargs)
@@ -90,14 +94,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._asking -= 1
 
         torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign,assignment]
-        ShardingPropagator._propagate_tensor_meta_non_cached = asking  # type: ignore[method-assign]
+        if propagate is not None:
+            setattr(ShardingPropagator, _ASK, asking)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
+        if self._propagate is not None:
+            setattr(ShardingPropagator, _ASK, self._propagate)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
