@@ -123,6 +123,80 @@ class Slashes(Double):
         return _Named().to(self.dtype)
 
 
+class _ListsOfLists(nn.Module):
+    """A list is never called, so it cannot be a part that is gathered for a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.ModuleList(nn.Linear(12, 12) for _ in range(2)) for _ in range(3))
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in self.rows:
+            for layer in row:
+                x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class ListsOfLists(Double):
+    def model(self) -> nn.Module:
+        return _ListsOfLists().double()
+
+
+class Twice(Double):
+    """One layer in two places."""
+
+    def model(self) -> nn.Module:
+        layer = nn.Linear(12, 12)
+        return nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(12, 2)).double()
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.layer = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+class SingleNumber(Double):
+    def model(self) -> nn.Module:
+        return _Scaled().double()
+
+
+class _ByAnotherName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.encode(x)  # type: ignore[operator]
+        return self.head(x)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.layer.weight, self.layer.bias))
+
+
+class OtherMethod(Double):
+    def model(self) -> nn.Module:
+        return _ByAnotherName().double()
+
+
+class SparseTable(Tiny):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(48, 2))
+
+
 class BatchNorm(Double):
     """Running means differ between workers; those of rank 0 count."""
 

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lo
 
 STEPS = 120
 TASKS = '''
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,6 +39,19 @@ class Endless(Task):
 
     def loss(self, model, batch):
         return model(batch[0]).square().mean()
+
+
+class Stuck(Endless):
+    """Rank 1 does not come back from its third step."""
+
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == 3 and dist.get_rank() == 1:
+            open("stuck", "w").close()
+            time.sleep(600)
+        return super().loss(model, batch)
 
 
 class Cursed(Endless):
@@ -128,6 +143,7 @@ def test_a_task_that_raises_is_quoted(smol: Smol, folder: Path) -> None:
     assert ended.err.startswith("smolcluster: worker rank 1 failed: ValueError: the third batch is cursed\n")
     assert re.search(r'  \|   File ".*tasks\.py", line \d+, in loss\n', ended.err)
     assert '  |     raise ValueError("the third batch is cursed")\n' in ended.err
+    assert "smolcluster/" not in ended.err.split("the whole log")[0], "frames of this package help nobody"
     assert re.search(r"\nthe whole log: .*worker-rank1-.*\.log\n$", ended.err)
     assert read_summary(run_dir)["status"] == "failed"
 
@@ -135,13 +151,26 @@ def test_a_task_that_raises_is_quoted(smol: Smol, folder: Path) -> None:
 # The launcher is stopped or dies
 
 
-def test_the_second_interrupt_ends_even_a_worker_that_is_frozen(smol: Smol, folder: Path) -> None:
-    run_dir = folder / "runs" / "frozen"
+def test_a_worker_that_is_stopped_is_named_and_goes_on_to_save_when_the_run_ends(smol: Smol, folder: Path) -> None:
+    run_dir = folder / "runs" / "stopped"
     running = smol.start("train", "tasks.py:Endless", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
     workers = running.workers(2)
     wait_for_step(running, run_dir, 3, ranks=2)
     workers[1].kill(signal.SIGSTOP)
-    eventually(lambda: workers[1].state() == "T", what="the worker to stand still")
+    told = f"worker rank 1 is stopped, and the others wait for it; it goes on with: kill -CONT {workers[1].pid}"
+    running.until(lambda: told in running.output, what="a word of the worker that is stopped")
+    running.process.send_signal(signal.SIGINT)
+    ended = running.end(within_s=20)
+    assert ended.status == 130
+    assert running.output.count("is stopped") == 1
+    assert list((run_dir / "checkpoints").glob("step-*"))
+
+
+def test_the_second_interrupt_ends_even_a_worker_that_hangs(smol: Smol, folder: Path) -> None:
+    run_dir = folder / "runs" / "frozen"
+    running = smol.start("train", "tasks.py:Stuck", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
+    workers = running.workers(2)
+    running.until(lambda: (folder / "stuck").exists(), what="the worker to hang")
     running.process.send_signal(signal.SIGINT)
     running.until(lambda: "once more to stop at once" in running.output, what="the answer to the first interrupt")
     assert all(worker.alive() for worker in workers)

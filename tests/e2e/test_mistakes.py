@@ -82,6 +82,7 @@ def test_a_worker_that_leaves_with_status_0_is_the_culprit(smol: Smol, tmp_path:
         ("NotAModel", "must return a torch.nn.Module, not NoneType"),
         ("Lazy", "lazy layers"),
         ("NoData", "the training data is empty"),
+        ("SparseTable", "make 0 without sparse=True"),
     ],
 )
 def test_a_mistake_in_a_task_is_told(tmp_path: Path, task: str, message: str) -> None:
@@ -114,6 +115,33 @@ def test_an_edited_state_is_refused(tmp_path: Path, change: dict[str, Any]) -> N
     failed = again.ranks[0].failed
     assert failed is not None
     assert "is not what this version writes" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ({"training.optimizer": "adamw"}, r"AdamW's state \(exp_avg, exp_avg_sq, step\) and this run uses SGD"),
+        ({"training.optimizer": "sgd"}, r"SGD's state \(momentum_buffer\) and this run uses AdamW"),
+        ({"training.optimizer": "sgd", "training.momentum": 0.0}, "no optimizer state, as plain SGD saves it"),
+    ],
+    ids=["adamw", "sgd", "plain sgd"],
+)
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, saved: dict[str, Any], said: str) -> None:
+    before = COMMON | {"training.checkpoint_steps": 3} | saved
+    run_world(1, tmp_path / "run", before, task="Tiny", strategy="single")
+    other = "sgd" if saved["training.optimizer"] == "adamw" else "adamw"
+    again = run_world(
+        2,
+        tmp_path / "again",
+        COMMON | {"training.optimizer": other},
+        task="Tiny",
+        strategy="fsdp",
+        resume=tmp_path / "run" / "checkpoints" / "step-00000003",
+    )
+    for rank in again.ranks:
+        assert rank.status == 2
+        assert rank.failed is not None
+        assert re.search(said, rank.failed.message)
 
 
 def test_samples_add_up_after_a_change_of_workers(tmp_path: Path) -> None:

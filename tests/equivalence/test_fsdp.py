@@ -222,3 +222,28 @@ def test_what_is_not_trained_is_saved(tmp_path: Path, stage: int) -> None:
     parts = {"training.batch_size": 4, "strategy.fsdp_stage": stage}
     many = run_world(2, tmp_path / "many", COMMON | parts, task="Frozen", strategy="fsdp")
     assert_same_run(one, many, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("task", ["ListsOfLists", "Twice"])
+def test_unusual_lists_of_layers_equal_single(tmp_path: Path, task: str) -> None:
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 12}, task=task, strategy="single")
+    many = run_world(2, tmp_path / "many", COMMON | {"training.batch_size": 6}, task=task, strategy="fsdp")
+    assert_same_run(one, many, tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "said"),
+    [
+        ("SingleNumber", {}, "cannot cut up scale, a single number; give it the shape (1,)"),
+        ("OtherMethod", {}, "call its blocks as block(x)"),
+        ("BatchNorm32", {"training.precision": "bf16"}, "set strategy.buffer_dtype to the type of the weights"),
+    ],
+)
+def test_what_cannot_be_cut_up_is_told(tmp_path: Path, task: str, options: dict[str, Any], said: str) -> None:
+    config = COMMON | {"training.steps": 2, "training.batch_size": 8} | options
+    many = run_world(2, tmp_path / "run", config, task=task, strategy="fsdp")
+    for rank in many.ranks:
+        assert rank.status == 2
+        assert rank.failed is not None
+        assert said in rank.failed.message
+        assert "use stage 0 or 1" in rank.failed.message

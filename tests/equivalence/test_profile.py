@@ -37,3 +37,15 @@ def test_steps_are_read() -> None:
     for wrong in ("", "x", "0", "5:3", "1:2:3", "-1"):
         with pytest.raises(UserError, match="write a step or the first and the last"):
             steps_of(wrong)
+
+
+def test_what_will_not_be_written_is_said(tmp_path: Path) -> None:
+    """Steps after the last, ranks that are not there, a picture of a run that is too short for it."""
+    config = {"training.steps": 2, "training.batch_size": 4, "training.eval_steps": 0}
+    asked = {"training.profile": "3:5", "training.profile_ranks": [0, 7], "strategy.draw_schedule": True}
+    world = run_world(2, tmp_path / "run", config | asked, task="Tiny", strategy="pipeline")
+    told = "\n".join(e.message for rank in world.ranks for e in rank.events if isinstance(e, Notice))
+    assert "--profile 3:5 writes nothing: the run ends at step 2" in told
+    assert "there is no rank 7; the ranks are 0 to 1" in told
+    assert "no schedule was drawn" in told
+    assert not (tmp_path / "run" / "profile").exists()

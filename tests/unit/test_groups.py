@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from smolcluster.comm import rendezvous
 from smolcluster.comm.buckets import GradientBuckets, assign_buckets
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
 from smolcluster.comm.memory_group import Hub, MemoryGroup
+from smolcluster.errors import UserError
 
 
 def in_memory(size: int, work: Callable[[Group], Any]) -> list[Any]:
@@ -205,6 +208,25 @@ def test_a_silent_peer_is_an_error_not_a_hang() -> None:
 
 
 # Buckets
+
+
+def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may become known while machines start; then it is asked for again."""
+    asked: list[str] = []
+
+    def unknown(host: str, _: Any) -> Any:
+        asked.append(host)
+        if len(asked) == 1 or host == "mini9":
+            raise socket.gaierror(-2, "Name or service not known")
+        return []
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
+    rendezvous._look_up("mini2")
+    assert asked == ["mini2", "mini2"]
+    monkeypatch.setattr(rendezvous, "JOIN_TIMEOUT_S", 0.0)
+    with pytest.raises(UserError, match="mini9: this machine does not know that name"):
+        rendezvous._look_up("mini9")
 
 
 def test_buckets_go_from_the_last_parameter_to_the_first() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,12 @@ def test_shards(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters is"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "without full attention"),
+        ({"layer_types": 5}, "without full attention"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000, which no model has"),
+        ({"vocab_size": 10**30}, "vocab_size is 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, which no model has"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf, which no model has"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan, which no model has"),
         ({"num_attention_heads": 5}, "model_dim 48 is not divisible by num_heads 5"),
         ({"num_hidden_layers": 10**9}, "says 1000000000 layers, but there are only 20 tensors"),
         ({"num_hidden_layers": 3}, "9 missing: model.layers.2.input_layernorm.weight"),
@@ -231,6 +239,23 @@ def test_what_cannot_be_read_is_told_by_name(tmp_path: Path, change: dict[str, A
         load(tmp_path / "out")
     assert told in str(error.value)
     assert str(tmp_path / "out") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda t: t.index_fill(0, torch.tensor([1]), math.nan), "has values that are no numbers"),
+        (lambda t: t.double().fill_(1e300), "too large for fp32"),
+        (lambda t: t.to(torch.int32), "has the type int32, not one of fractions"),
+        (lambda t: t > 0, "has the type bool"),
+    ],
+    ids=["nan", "too large", "int", "bool"],
+)
+def test_weights_that_are_no_numbers_are_refused(change: Callable[[Tensor], Tensor], told: str) -> None:
+    weights = export_weights(LLAMA, make(LLAMA).state_dict())
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(ValueError, match=told):
+        import_weights(LLAMA, {**weights, name: change(weights[name])})
 
 
 def test_a_missing_key_and_the_keys_of_newer_files() -> None:

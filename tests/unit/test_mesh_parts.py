@@ -187,6 +187,12 @@ def test_blocks_are_what_a_model_repeats() -> None:
     sequence = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
     assert blocks_of(sequence) == [sequence[0]]
     assert blocks_of(nn.Linear(1, 1)) == []
+    twice = nn.Sequential(layer := nn.Linear(2, 2), nn.Tanh(), layer)
+    assert blocks_of(twice) == [layer]
+    rows = nn.ModuleList(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]) for _ in range(3))
+    holder = nn.Module()
+    holder.rows = rows
+    assert blocks_of(holder) == [layer for row in rows for layer in row.children()]
 
 
 # Rows

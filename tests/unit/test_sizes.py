@@ -75,9 +75,19 @@ def test_sizes_that_cannot_run_say_why() -> None:
     assert "strategy.layer_distribution has 3 entries" in str(stages[2])
 
 
-def test_the_most_workers_must_be_able_to_run() -> None:
-    with pytest.raises(UserError, match="only 3 layers"):
-        found("pipeline", range(2, 5))
+def test_the_largest_that_can_run_sets_the_step() -> None:
+    configs = found("pipeline", range(2, 5))
+    assert "only 3 layers" in str(configs[4])
+    assert isinstance(configs[2], Config)
+    assert isinstance(configs[3], Config)
+    mesh = found("mesh", range(2, 6), **{"strategy.tp": 2})
+    assert isinstance(mesh[2], Config)
+    assert batch_size_of(mesh[2], 0) * mesh[2].training.grad_accumulation == 8, "as four workers read, not five"
+
+
+def test_where_none_can_run_the_reason_of_the_largest_is_told() -> None:
+    with pytest.raises(UserError, match="tp = 7 does not divide"):
+        found("tensor", range(5, 8))
 
 
 def test_sizes_by_host_are_left_alone() -> None:

@@ -137,6 +137,21 @@ def test_one_rank_that_cannot_write_undoes_the_save_and_harms_nothing(tmp_path: 
     assert save_together(tmp_path, step=2)[0] == tmp_path / "step-00000002"
 
 
+def test_parts_that_leave_a_hole_are_not_called_saved(tmp_path: Path) -> None:
+    """Every rank wrote what it had, and together it is not the model."""
+    notes = Notes()
+    lead, other = LeadStore(CheckpointStore(tmp_path, keep=2), notes, size=2), PartStore(tmp_path, notes, rank=1)
+    short = snapshot_of(1, ranks=2)
+    short.weights = {name: rows[:-1] for name, rows in short.weights.items()}
+    with ThreadPoolExecutor(2) as pool:
+        saving = [pool.submit(lead.save, snapshot_of(0, ranks=2)), pool.submit(other.save, short)]
+        with pytest.raises(DamagedCheckpoint, match=r"do not hold 'a.weight' \(7, 4\) exactly once"):
+            saving[0].result(timeout=10)
+        with pytest.raises(OSError, match="exactly once"):
+            saving[1].result(timeout=10)
+    assert not CheckpointStore(tmp_path, keep=2).list()
+
+
 def test_a_step_that_is_there_is_kept_and_nobody_waits(tmp_path: Path) -> None:
     save_together(tmp_path)
     before = (tmp_path / "step-00000001" / "manifest.json").read_bytes()

@@ -97,6 +97,7 @@ def connect(
         _use_the_way_to(place.master_addr)
         log.warning("torch.distributed is neither authenticated nor encrypted: use %s on a network you trust", backend)
 
+    _look_up(place.master_addr)
     opened = _open_store(place)
     if place.rank == 0 and announce is not None:
         announce(opened.port)
@@ -116,6 +117,26 @@ def connect(
     world = dist.group.WORLD
     assert world is not None
     return TorchGroup(world, device=device, met_at=(place.master_addr, opened.port))
+
+
+def _look_up(host: str) -> None:
+    """A name that nobody knows gets a sentence of its own. One may become known while machines start."""
+    until, told = time.monotonic() + JOIN_TIMEOUT_S, False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or "not a host name"
+            if isinstance(error, UnicodeError) or time.monotonic() > until:
+                raise UserError(
+                    f"--master-addr {host}: this machine does not know that name ({why}); use the address of rank 0, "
+                    "such as 192.168.1.10"
+                ) from error
+        if not told:
+            log.warning("--master-addr %s: no such name (%s); asking again for %g s", host, why, JOIN_TIMEOUT_S)
+            told = True
+        time.sleep(1.0)
 
 
 def _open_store(place: Place) -> TCPStore:

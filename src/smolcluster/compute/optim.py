@@ -15,6 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smolcluster.config.schema import TrainingConfig
+from smolcluster.errors import UserError
+
+_KEPT: dict[type, set[str]] = {  # for each parameter, at most
+    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    torch.optim.SGD: {"momentum_buffer"},
+}
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
@@ -73,8 +79,22 @@ def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors
     for key, tensor in tensors.items():
         state, name = key.split("/", 1)
         by_parameter.setdefault(name, {})[state] = tensor
+    _check_kind(optimizer, {state for states in by_parameter.values() for state in states})
     names = {parameter: name for name, parameter in model.named_parameters()}
     packed: dict[str, Any] = optimizer.state_dict()
     order = [p for group in optimizer.param_groups for p in group["params"]]
     packed["state"] = {i: by_parameter[names[p]] for i, p in enumerate(order) if names[p] in by_parameter}
     optimizer.load_state_dict(packed)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
+    """Whether the state is of such an optimizer. One that is not known here is left to judge for itself."""
+    kept = _KEPT.get(type(optimizer), saved)
+    if saved <= kept:
+        return
+    made = [kind.__name__ for kind, states in _KEPT.items() if saved <= states]
+    whose = f"{made[0]}'s" if made else "another optimizer's"
+    raise UserError(
+        f"the checkpoint has {whose} state ({', '.join(sorted(saved))}) and this run uses {type(optimizer).__name__}; "
+        "resume with the training.optimizer that saved it"
+    )

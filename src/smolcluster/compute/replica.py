@@ -147,6 +147,12 @@ class Replica:
     def load_optimizer(self, optimizer: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
         load_named_state(self.model, self.optimizer, optimizer)
         self.updates = int(numbers["updates"])
+        bare = self.updates > 0 and not optimizer and any(group["params"] for group in self.optimizer.param_groups)
+        if bare and self.scale is None and isinstance(self.optimizer, torch.optim.AdamW):
+            raise UserError(
+                "the checkpoint has no optimizer state, as plain SGD saves it, and this run uses AdamW; "
+                "resume with the training.optimizer that saved it"
+            )
         if self.scale is not None and "loss_scale" in numbers:
             self.scale.load_state_dict(numbers["loss_scale"])
 

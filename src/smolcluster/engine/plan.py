@@ -110,8 +110,12 @@ class Subject:
     def open(cls, config: Config, task: Task, *, num_ranks: int, device: torch.device) -> Subject:
         names = [*config.cluster.workers, *(f"worker-{rank}" for rank in range(num_ranks))]
         data = as_dataset(task.train_data())
-        with torch.device("meta"):
-            model = task.model()
+        try:
+            with torch.device("meta"):
+                model = task.model()
+        except (RuntimeError, OverflowError, MemoryError) as error:
+            why = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(f"the model cannot be laid out, even without memory: {why[0][:200]}") from error
         return cls(
             config=config,
             task=task,

@@ -11,7 +11,6 @@ import io
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -24,6 +23,7 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import Failed, Notice, Phase
 from smolcluster.observe.observer import Sink
 from smolcluster.observe.pipe import PipeSink
+from smolcluster.observe.tracebacks import told
 
 # Not below "smolcluster", whose warnings are shown as they come: last words are an event, told once by whoever ends the run.
 log = logging.getLogger("worker")
@@ -61,7 +61,7 @@ def run_worker(
             return 1
         message = f"{type(error).__name__}: {error}"
         worker.last_words(message)
-        worker.observer.emit(Failed(rank=spec.rank, kind="error", message=message, traceback=traceback.format_exc()))
+        worker.observer.emit(Failed(rank=spec.rank, kind="error", message=message, traceback=told(error)))
         log.exception("failed")
         return 1
     finally:

@@ -84,6 +84,8 @@ def forecast_all(
                     results[number] = one(choice, once)
         except SmolclusterError as error:
             failed.append(error)
+        except (OSError, ValueError, KeyError) as error:  # a child that ended, or said what it should not
+            failed.append(SmolclusterError(f"a rehearsal failed: {type(error).__name__}: {error}"))
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(num)]
     for thread in threads:

@@ -169,12 +169,21 @@ class Role(ABC):
 
     # Telling
 
-    def _make_profiler(self) -> Profiler | None:
+    def _make_profiler(self, *, last_step: int) -> Profiler | None:
         training, rank = self.config.training, self.spec.rank
-        if training.profile is None or rank not in training.profile_ranks:
+        if training.profile is None:
+            return None
+        steps, unknown = steps_of(training.profile), [r for r in training.profile_ranks if r >= self.spec.world_size]
+        if rank == 0 and unknown:
+            self._warn(
+                f"training.profile_ranks: there is no rank {unknown[0]}; the ranks are 0 to {self.spec.world_size - 1}"
+            )
+        if rank == 0 and steps.start > last_step:
+            self._warn(f"--profile {training.profile} writes nothing: the run ends at step {last_step}")
+        if rank not in training.profile_ranks:
             return None
         return Profiler(
-            steps_of(training.profile),
+            steps,
             self.run_dir.path / "profile",
             rank=rank,
             device=self.device,

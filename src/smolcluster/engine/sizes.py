@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 def plans(config: Config, sizes: Iterable[int]) -> dict[int, Config | UserError]:
-    """The configuration for each size, or why it cannot run. The largest size sets the samples of a step."""
+    """The configuration for each size, or why it cannot run. The largest that can sets the samples of a step."""
     sizes = sorted(sizes)
     model = _model(config)
-    most = _fit(config, sizes[-1], model)
+    most = _largest(config, sizes, model)
     found: dict[int, Config | UserError] = {}
     for size in sizes:
         try:
@@ -41,6 +41,19 @@ def plans(config: Config, sizes: Iterable[int]) -> dict[int, Config | UserError]
         except UserError as error:
             found[size] = error
     return found
+
+
+def _largest(config: Config, sizes: list[int], model: nn.Module | None) -> Config:
+    """For the largest size that can run. If none can, the reason of the largest is raised."""
+    reasons: list[UserError] = []
+    for size in reversed(sizes):
+        fitted = config.model_copy(deep=True)
+        fitted.cluster.num_workers = size
+        try:
+            return _fit(fitted, size, model)
+        except UserError as error:
+            reasons.append(error)
+    raise reasons[0]
 
 
 def _fit(config: Config, size: int, model: nn.Module | None) -> Config:

@@ -129,6 +129,7 @@ class Encoded:
             theirs, more = others.collect(self.step)
             entries |= theirs
             wholes = {kind: wholes[kind] | more.get(kind, {}) for kind in wholes}
+            _check_parts(folder, entries, wholes)
         with files.create(folder / MANIFEST) as raw:
             raw.write(self._manifest(entries, wholes))
             raw.fsync()
@@ -244,6 +245,14 @@ def _stored(folder: Path, manifest: Manifest, file: str) -> StoredTensors:
     kind = file.partition(".")[0]
     entries = {name: entry for name, entry in manifest.files.items() if name.startswith(kind)}
     return StoredTensors(folder, entries, None if manifest.wholes is None else manifest.wholes[kind])
+
+
+def _check_parts(folder: Path, entries: dict[str, Any], wholes: Layout) -> None:
+    """What the ranks wrote makes up every tensor. Raises DamagedCheckpoint. Only headers are read."""
+    files = {name: FileEntry.model_validate(entry) for name, entry in entries.items() if name != STATE}
+    for kind, shapes in wholes.items():
+        mine = {name: entry for name, entry in files.items() if name.startswith(kind)}
+        StoredTensors(folder, mine, shapes).close()
 
 
 def check_compatible(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> None:

@@ -201,7 +201,7 @@ class Worker(Role):
             saver=self.saver,
             together=together,
             host=self.spec.host,
-            profiler=self._make_profiler(),
+            profiler=self._make_profiler(last_step=total_steps),
             info={
                 "task": self.task.name,
                 "strategy": strategy.name,
@@ -352,6 +352,8 @@ class Worker(Role):
 
     def _draw(self) -> None:
         drawing = self.loop.strategy.drawing()
+        if drawing is None and getattr(self.options, "draw_schedule", False) and not self.loop.interrupted:
+            self._warn("no schedule was drawn: the run ended before a step could be, or has one stage only")
         if drawing is not None:
             picture = self.run_dir.path / f"{drawing.name}.svg"
             picture.write_text(drawing.svg, encoding="utf-8")

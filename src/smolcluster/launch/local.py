@@ -27,17 +27,20 @@ from smolcluster.launch.processes import (
     STOP,
     Child,
     Inbox,
+    Stopped,
     end_all,
     last_lines,
     refuse_inside_a_worker,
     signals,
     spawn,
     tell,
+    wake,
     why_it_ended,
 )
 from smolcluster.observe.events import Event, Failed, Phase
 from smolcluster.observe.observer import Observer, Sink
 
+LOOK_S = 2.0  # silence after which one looks whether a worker is stopped
 SETTLE_S = 0.5  # after the first death: others may have died of the same cause a moment earlier
 
 
@@ -117,13 +120,17 @@ def _run(
 
 def _watch(children: list[Child], inbox: Inbox, observer: Observer) -> None:
     """Pass events on until every worker has ended, or one has failed."""
-    num_open, deadline = len(children), None
+    num_open, deadline, stopped = len(children), None, Stopped()
     while num_open:
-        wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        wait_s = LOOK_S if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             child, event = inbox.get(timeout=wait_s)
         except queue.Empty:
-            return
+            if deadline is not None:
+                return
+            for notice in stopped.look(children):
+                observer.emit(notice)
+            continue
         if event is not None:
             _handle(event, child, children, observer)
             continue
@@ -139,6 +146,7 @@ def _handle(event: Event, child: Child | None, children: list[Child], observer: 
     if child is None:
         for other in children:
             tell(other, STOP)
+            wake(other.process)
     elif isinstance(event, Phase) and event.name == "port":
         for other in children:
             if other is not child:

@@ -25,6 +25,11 @@ def met(endpoint: tuple[str, int] | None) -> Iterator[tuple[Member | None, bool]
             keeper = Keeper(host, port, silent_s=SILENT_S)
     try:
         line = dial(host, port, within_s=MEET_S)
+        if line is None and not is_known(host):
+            raise UserError(
+                f"--rdzv-endpoint {host}:{port}: this machine does not know the name {host}; use the address of the machine "
+                "that leads, such as 192.168.1.10"
+            )
         if line is None:
             raise UserError(
                 f"nobody answers at --rdzv-endpoint {host}:{port} in {MEET_S:g} s; is the command started on that machine, "
@@ -36,6 +41,14 @@ def met(endpoint: tuple[str, int] | None) -> Iterator[tuple[Member | None, bool]
     finally:
         if keeper is not None:
             keeper.close()
+
+
+def is_known(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def is_here(endpoint: tuple[str, int] | None) -> bool:

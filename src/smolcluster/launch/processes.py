@@ -125,6 +125,35 @@ def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[l
             signal.signal(number, handler)
 
 
+class Stopped:
+    """Processes that somebody has stopped (SIGSTOP, Ctrl-Z): the others would wait for them in silence."""
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+
+    def look(self, children: Iterable[Child]) -> Iterator[Notice]:
+        """What is to be said, once for each."""
+        now = {child.process.pid: child for child in children if is_stopped(child.process)}
+        for pid in now.keys() - self._told:
+            message = f"{now[pid].name} is stopped, and the others wait for it; it goes on with: kill -CONT {pid}"
+            yield Notice(level="WARNING", message=message)
+        self._told = set(now)
+
+
+def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    if sys.platform == "win32" or process.returncode is not None:
+        return False
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
+def wake(process: subprocess.Popen[bytes]) -> None:
+    """One that is stopped could not end in order."""
+    if sys.platform != "win32" and is_stopped(process):
+        process.send_signal(signal.SIGCONT)
+
+
 def why_it_ended(child: Child) -> str:
     """In a few words: its own, or what its exit status tells."""
     status, failed = child.process.returncode, child.failed
@@ -157,6 +186,7 @@ def end_all(children: Iterable[Child], *, grace_s: float) -> None:
     running = [child for child in children if child.process.poll() is None]
     for child in running:
         child.process.terminate()
+        wake(child.process)
     wait_for(running, within_s=grace_s)
     for child in running:
         if child.process.poll() is None:

@@ -38,12 +38,14 @@ from smolcluster.launch.processes import (
     STOP,
     Child,
     Inbox,
+    Stopped,
     end_all,
     last_lines,
     refuse_inside_a_worker,
     signals,
     spawn,
     tell,
+    wake,
     why_it_ended,
 )
 from smolcluster.launch.rounds import TICK_S, Decree, Over, Rounds, largest
@@ -119,6 +121,7 @@ class _Run:
         self.restarts = 0
         self.deaths = 0
         self.stopping = False
+        self.stopped = Stopped()
         self.told_port = False
         self.last_lines = ""  # of the worker that died last
 
@@ -267,6 +270,8 @@ class _Run:
 
     def _hear(self, within_s: float) -> None:
         """Everything that was said, waiting for the first of it."""
+        for notice in self.stopped.look(self.crew):
+            self.observer.emit(notice)
         with contextlib.suppress(queue.Empty):
             self._handle(*self.inbox.get(timeout=within_s))
             while True:
@@ -390,6 +395,8 @@ class _Run:
     def _tell_crew(self, line: str) -> None:
         for child in self.crew:
             tell(child, line)
+            if line == STOP:
+                wake(child.process)
 
     def _stopped(self) -> Interrupted:
         if not self.leads:

@@ -161,6 +161,7 @@ FAMILIES = (
         no_weights=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     ),
 )
+_LARGEST = 2**31  # of the numbers in a config.json
 _FRACTIONS, _FLAGS = ("dropout", "norm_eps", "rope_theta"), ("tie_head", "bias", "qkv_bias")
 
 
@@ -262,7 +263,8 @@ def import_config(theirs: Mapping[str, Any]) -> GPTConfig:
             raise ValueError(f"{key} is {theirs[key]!r}, which is not supported: only {' or '.join(map(repr, known))}")
     if theirs.get("quantization_config") is not None:
         raise ValueError("the weights are quantized, which is not supported: use the weights before quantization")
-    if any(kind != "full_attention" for kind in theirs.get("layer_types") or ()):
+    kinds = theirs.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ValueError("layer_types names layers without full attention, which are not supported")
     fields = {name: _value(theirs, key, name, family.defaults) for key, name in family.keys.items()}
     config = GPTConfig(**(dict(family.parts) | dict(family.fields) | fields))
@@ -282,6 +284,7 @@ def import_weights(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str
         raise ValueError(f"{CONFIG} says {config.num_layers} layers, but there are only {len(tensors)} tensors")
     ours = _empty(config)
     _check_tensors(tensors, _theirs(family, config, ours))
+    _check_values(tensors)
     result: dict[str, Tensor] = {}
     for name in ours:
         theirs, transposed = _their_names(family, name)
@@ -342,6 +345,8 @@ def _value(theirs: Mapping[str, Any], key: str, name: str, defaults: Mapping[str
     kind: Any = bool if name in _FLAGS else int | float if name in _FRACTIONS else int
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise ValueError(f"{key} is {value!r}, which is not {'true or false' if kind is bool else 'a number'}")
+    if kind is not bool and not 0 <= value <= _LARGEST:
+        raise ValueError(f"{key} is {value!r}, which no model has")
     return value
 
 
@@ -431,6 +436,16 @@ def _check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     if any(problems.values()):
         told = [f"{len(names)} {kind}: {_first(names)}" for kind, names in problems.items() if names]
         raise ValueError(f"the tensors are not those of the model ({'; '.join(told)})")
+
+
+def _check_values(tensors: Mapping[str, Tensor]) -> None:
+    """Weights are numbers. One that is none would be found only as a loss that is none."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has the type {str(tensor.dtype).removeprefix('torch.')}, not one of fractions")
+        wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+        if not bool((wide.abs() <= torch.finfo(torch.float32).max).all()):
+            raise ValueError(f"{name} has values that are no numbers, or too large for fp32")
 
 
 def _first(names: Iterable[str], limit: int = 3) -> str:

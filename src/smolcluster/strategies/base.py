@@ -337,6 +337,11 @@ def build_replica(
         raise UserError(f"model() of {task.name} has lazy layers; give them their input size")
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"model() of {task.name} has no parameters to train")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UserError(
+                f"model() of {task.name}: gradients are exchanged dense; make {name or 'it'} without sparse=True"
+            )
     model = model.to(context.device)
     if config.gradient_checkpointing:
         if hasattr(model, "gradient_checkpointing"):

@@ -203,6 +203,7 @@ class Sharded(Exchange):
             )
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self._type_of(buffer))
+        self._check_can_be_cut(model)
         blocks, policy = blocks_of(model), self._policy()
         for module in [*blocks, model]:
             fully_shard(
@@ -220,13 +221,40 @@ class Sharded(Exchange):
             block.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(wrapped[max(0, number - self._prefetch) : number][::-1])
 
+    def _check_can_be_cut(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 0:
+                raise UserError(
+                    f"fsdp_stage {self._stage} cannot cut up {name}, a single number; give it the shape (1,), "
+                    "or use stage 0 or 1"
+                )
+        for name, module in model.named_modules():
+            mean = getattr(module, "running_mean", None)
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.affine and mean is not None:
+                weight = self._type_of(module.weight)
+                if mean.device.type == "cpu" and weight != mean.dtype:
+                    kind = str(weight).removeprefix("torch.")
+                    raise UserError(
+                        f"fsdp_stage {self._stage}: {name} would have weights in {kind} and running statistics in "
+                        f"{str(mean.dtype).removeprefix('torch.')}, which torch cannot mix on a CPU; "
+                        "set strategy.buffer_dtype to the type of the weights, or use stage 0 or 1"
+                    )
+
     def _policy(self) -> MixedPrecisionPolicy:
         """Types of a lower precision than the parameters have themselves."""
         exact = self._lower_dtype is None and self._reduce_dtype == torch.float32
         return MixedPrecisionPolicy(param_dtype=self._lower_dtype, reduce_dtype=None if exact else self._reduce_dtype)
 
     def compute(self, batch: Batch) -> Tensor:
-        return self._replica.compute(batch, weight=self.loss_weight)
+        try:
+            return self._replica.compute(batch, weight=self.loss_weight)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise UserError(
+                f"fsdp_stage {self._stage} gathers the weights of a part of the model when the part is called, and the model "
+                "uses weights of one that was not: call its blocks as block(x), by no other method, or use stage 0 or 1"
+            ) from error
 
     def settle(self) -> None:
         for module in self._replica.model.modules():
@@ -235,9 +263,17 @@ class Sharded(Exchange):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: the longest list of modules in it, or the children of a sequence."""
+    """The repeated parts of a model: the longest list of modules in it, or the children of a sequence; each once."""
     if isinstance(model, nn.Sequential):
-        return [child for child in model if any(True for _ in child.parameters())]
+        return [child for child in model.children() if any(True for _ in child.parameters())]
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
     longest = max(lists, key=len, default=None)
-    return list(longest.children()) if longest is not None else []
+    return [] if longest is None else _called_in(longest)
+
+
+def _called_in(modules: nn.Module) -> list[nn.Module]:
+    """The modules of a list, and of lists in it: a list itself is never called."""
+    found: list[nn.Module] = []
+    for child in modules.children():
+        found += _called_in(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    return list(dict.fromkeys(found))

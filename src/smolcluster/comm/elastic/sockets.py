@@ -30,9 +30,16 @@ def join_address(host: str, port: int) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port`."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not _may_be_a_name(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UserError(f"'{address}' is not an address; write HOST:PORT, for example 192.168.1.10:5555")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _may_be_a_name(host: str) -> bool:
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:  # a label is empty, or too long
+        return False
 
 
 def set_options(sock: socket.socket, *, buffer_size: int | None) -> None:
