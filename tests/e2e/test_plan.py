@@ -20,7 +20,9 @@ def test_a_table_and_what_to_take(smol: Smol, tmp_path: Path) -> None:
     assert any(
         line.startswith("cannot run: pipeline zbv: 4 stages (2 ranks, schedule zbv) and only 2") for line in lines
     )
-    assert lines[-1].startswith("the first that fits: pipeline 1f1b  (smolcluster train ... --strategy pipeline")
+    assert lines[-1].startswith(
+        "the first that fits: pipeline 1f1b  (smolcluster train ... --workers 2 --strategy pipeline"
+    )
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 

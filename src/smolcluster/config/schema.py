@@ -269,7 +269,10 @@ class StrategyConfig(Section):
         None, description="DeepSpeed's key for bucket_mb: the size of a bucket in numbers, of four bytes each"
     )
     fsdp_stage: Annotated[
-        Annotated[int, Field(ge=0, le=3), Number] | Literal["HYBRID_SHARD"] | None, BeforeValidator(_stage_name)
+        Annotated[int, Field(ge=0, le=3), Number]
+        | Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
+        | None,
+        BeforeValidator(_stage_name),
     ] = Field(
         None,
         description="fsdp: ZeRO stage, 0 to 3, or its name: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD; "

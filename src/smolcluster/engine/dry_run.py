@@ -72,7 +72,8 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         lines.append(f"# not used by {strategy.name}: {', '.join(ignored)}")
     lines.extend(f"# {line}" for line in describe_memory(subject, plane))
     also = ", and activations, which are not counted here" if cost.activations_travel else ""
-    lines.append(f"# a step sends {cost.bytes_sent / 2**20:.2f} MiB of parameters and gradients from each worker{also}")
+    sent = f"{cost.bytes_sent / 2**20:.2f} MiB" if cost.bytes_sent else "nothing"
+    lines.append(f"# a step sends {sent} of parameters and gradients from each worker{also}")
     lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
     lines.append(f"# run directory: {run_dir.path}")
     return "\n".join(lines)

@@ -225,6 +225,9 @@ class Loop:
         )
         if state["sampler"] is not None:  # an imported model has read nothing
             self._reader.load_state_dict(state["sampler"])
+        now, before = sum(self.context.samples_per_step), self._reader.position / max(1, snapshot.step)
+        if self.context.seat.rank == 0 and snapshot.step and self._reader.position and now != before:
+            self.context.warn(f"a step reads {now} samples, and before the checkpoint it read {before:g}")
         best = state.get("best_val_loss")
         samples = self._share(self._reader.position) if self.context.tells else 0
         self.progress = Progress(

@@ -124,4 +124,5 @@ def _advice(plan: Mapping[str, Any]) -> str:
     if best is None:
         return "nothing fits: use more ranks, a smaller model or batch, or machines with more memory"
     flags = " --use-gradient-checkpointing" if best["checkpointing"] and not plan["checkpointing"] else ""
-    return f"the first that fits: {best['name']}  (smolcluster train ... {best['flags']}{flags})"
+    workers = f" --workers {plan['ranks']}" if plan["ranks"] > 1 else ""
+    return f"the first that fits: {best['name']}  (smolcluster train ...{workers} {best['flags']}{flags})"
