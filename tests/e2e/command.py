@@ -163,7 +163,12 @@ class Smol:
 
     def __init__(self, cache: Path, output: Path) -> None:
         kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-        self.env = kept | {"OMP_NUM_THREADS": "1", "SMOLCLUSTER_CACHE": str(cache), "PYTHONIOENCODING": "utf-8"}
+        self.env = kept | {
+            "OMP_NUM_THREADS": "1",
+            "SMOLCLUSTER_CACHE": str(cache),
+            "PYTHONIOENCODING": "utf-8",
+            "CUDA_VISIBLE_DEVICES": "",  # what is expected here is expected of processors
+        }
         self._output = output
         self._count = itertools.count()
         self._stack = contextlib.ExitStack()
