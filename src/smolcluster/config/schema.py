@@ -198,6 +198,10 @@ class LoggingConfig(Section):
     wandb: bool = Field(False, description="log to Weights & Biases (offline when no key is set)")
     tensorboard: bool = Field(False, description="write TensorBoard event files into the run directory")
     loki_url: str | None = Field(None, description="push logs to this Loki server")
+    prometheus_port: Annotated[int, Field(ge=0, le=65535), Number] | None = Field(
+        None, description="serve metrics of every process for Prometheus, from this port on; null or 0: off"
+    )
+    prometheus_host: str = Field("127.0.0.1", description="address that the metrics are served on")
     level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], Upper] = Field(
         "INFO", description="least level that is written"
     )
