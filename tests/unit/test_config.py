@@ -460,8 +460,14 @@ JSON = st.recursive(
 )
 
 
+SCHEMA = Config.model_json_schema()
+
+
 def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Values that a part of the JSON schema allows."""
+    if "$ref" in schema:
+        inner = SCHEMA["$defs"][schema["$ref"].split("/")[-1]]["properties"]
+        return st.fixed_dictionaries({}, optional={key: values(part) for key, part in inner.items()})
     if "anyOf" in schema:
         return st.one_of([values(option) for option in schema["anyOf"]])
     if "enum" in schema:
@@ -488,7 +494,6 @@ def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
             return {"boolean": st.booleans(), "string": TEXT, "null": st.none()}[kind]
 
 
-SCHEMA = Config.model_json_schema()
 SECTION_OF = {name: part["$ref"].split("/")[-1] for name, part in SCHEMA["properties"].items() if "$ref" in part}
 KEYS = {
     f"{section}.{key}": values(part)
@@ -499,6 +504,7 @@ KEYS = {
 TIED = {"model.model_dim", "model.num_heads", "model.num_kv_heads", "strategy.layer_distribution", "strategy.codec"}
 TIED |= {"training.learning_rate", "lr_schedule.min_lr", "cluster.num_workers", "cluster.token"}
 TIED |= {"cluster.server", "cluster.host_ip", "cluster.batch_size", "cluster.buffer_size"}
+TIED |= {"cluster.hosts", "cluster.links"}
 FREE = {key: part for key, part in KEYS.items() if key not in TIED}
 SUBSETS = st.fixed_dictionaries({}, optional=FREE)
 
@@ -554,7 +560,7 @@ def test_dump_keeps_the_order_of_the_schema() -> None:
 
 def test_json_schema_is_whole() -> None:
     json.dumps(SCHEMA, allow_nan=False)
-    assert set(SECTION_OF.values()) == set(SCHEMA["$defs"])
+    assert set(SECTION_OF.values()) | {"HostConfig", "LinkConfig"} == set(SCHEMA["$defs"])
     for part in (SCHEMA, *SCHEMA["$defs"].values()):
         assert part["additionalProperties"] is False
         for name, field in part["properties"].items():

@@ -10,7 +10,22 @@ from collections.abc import Sequence
 
 import typer
 
-from smolcluster.cli import bench, config, export, import_model, plan, server, strategies, token, train, worker
+from smolcluster.cli import (
+    bench,
+    config,
+    down,
+    export,
+    import_model,
+    logs,
+    plan,
+    server,
+    status,
+    strategies,
+    token,
+    train,
+    up,
+    worker,
+)
 from smolcluster.cli.ending import tell
 from smolcluster.errors import SmolclusterError
 
@@ -29,6 +44,10 @@ app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("server", epilog=server.EXAMPLES)(server.server)
 app.command("worker", epilog=worker.EXAMPLES)(worker.worker)
+app.command("up", epilog=up.EXAMPLES)(up.up)
+app.command("status", epilog=status.EXAMPLES)(status.status)
+app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
+app.command("down", epilog=down.EXAMPLES)(down.down)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("import", epilog=import_model.EXAMPLES)(import_model.import_model)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from smolcluster.config.schema import Config
+from smolcluster.config.schema import ClusterConfig, Config
 from smolcluster.config.tree import KeyPath
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class Conflict(NamedTuple):
@@ -22,6 +26,8 @@ def conflicts(config: Config) -> Iterator[Conflict]:
         yield from _shape(config)
     yield from _rates(config)
     yield from _machines(config)
+    yield from _hosts(config.cluster)
+    yield from _links(config.cluster)
     yield from _codec(config)
 
 
@@ -80,6 +86,62 @@ def _machines(config: Config) -> Iterator[Conflict]:
             if hosts and host not in hosts:
                 text = f"cluster.{key}: '{host}' is not a host here; known: {', '.join(sorted(hosts))}"
                 yield Conflict((("cluster", key, host),), text)
+
+
+def _hosts(cluster: ClusterConfig) -> Iterator[Conflict]:
+    hosts, known = cluster.hosts, ", ".join(sorted(cluster.hosts))
+    if not hosts:
+        return
+    if cluster.server is not None and cluster.server not in hosts:
+        yield Conflict((("cluster", "server"),), f"cluster.server '{cluster.server}' is not in hosts; known: {known}")
+    places: dict[tuple[str, int | None], str] = {}
+    for name, host in hosts.items():
+        path: KeyPath = ("cluster", "hosts", name)
+        if not _HOST_NAME.fullmatch(name):
+            text = f"cluster.hosts: '{name}' is no name for a host; use letters, digits, '-', '_' and '.'"
+            yield Conflict((path,), text)
+        if host.via is not None and (host.via not in hosts or name in _way(cluster, host.via)):
+            why = "is not in hosts" if host.via not in hosts else "leads back to itself"
+            yield Conflict(((*path, "via"),), f"cluster.hosts.{name}.via '{host.via}' {why}; known: {known}")
+        place = (host.address or name, host.port)
+        if place[0] != "local" and (other := places.setdefault(place, name)) != name:
+            text = f"cluster.hosts: '{other}' and '{name}' have one address, {place[0]}; use `workers: 2` for two on a machine"
+            yield Conflict((path,), text)
+
+
+def _way(cluster: ClusterConfig, via: str) -> list[str]:
+    """The hosts that ssh passes to reach one, from the last to the first; ends at one it has passed."""
+    passed: list[str] = []
+    while via in cluster.hosts and via not in passed:
+        passed.append(via)
+        via = cluster.hosts[via].via or ""
+    return [*passed, via]
+
+
+def _links(cluster: ClusterConfig) -> Iterator[Conflict]:
+    known = ", ".join(sorted(cluster.hosts))
+    for name, link in cluster.links.items():
+        path: KeyPath = ("cluster", "links", name)
+        try:
+            subnet = None if link.subnet is None else ipaddress.ip_network(link.subnet, strict=False)
+        except ValueError:
+            text = f"cluster.links.{name}.subnet '{link.subnet}' is no subnet; write it as 10.10.0.0/24"
+            yield Conflict(((*path, "subnet"),), text)
+            continue
+        seen: dict[str, str] = {}
+        for host, address in link.hosts.items():
+            here = (*path, "hosts", host)
+            if host not in cluster.hosts:
+                yield Conflict((here,), f"cluster.links.{name}: '{host}' is not in hosts; known: {known}")
+            try:
+                number = ipaddress.ip_address(address)
+            except ValueError:
+                yield Conflict((here,), f"cluster.links.{name}: '{address}' of {host} is no IP address")
+                continue
+            if subnet is not None and number not in subnet:
+                yield Conflict((here,), f"cluster.links.{name}: {address} of {host} is not in {link.subnet}")
+            if (other := seen.setdefault(address, host)) != host:
+                yield Conflict((here,), f"cluster.links.{name}: {other} and {host} have one address, {address}")
 
 
 def _codec(config: Config) -> Iterator[Conflict]:

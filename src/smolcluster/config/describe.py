@@ -27,15 +27,13 @@ def allowed(path: KeyPath) -> str:
 
 def _schema_at(path: KeyPath) -> dict[str, Any]:
     """The JSON schema of one key, or of an entry inside it."""
-    name, *inside = path
-    schema: dict[str, Any] = json_schema()["properties"][name]
-    if name in SECTIONS:
-        definition = schema["$ref"].rpartition("/")[2]
-        schema = json_schema()["$defs"][definition]["properties"][inside.pop(0)]
-    for step in inside:
-        for option in schema.get("anyOf", [schema]):
-            if isinstance(option.get("additionalProperties"), dict):
-                schema = option["additionalProperties"]
+    schema: dict[str, Any] = json_schema()
+    for step in path:
+        for option in map(_meant, schema.get("anyOf", [schema])):
+            if step in option.get("properties", {}):
+                schema = _meant(option["properties"][step])
+            elif isinstance(option.get("additionalProperties"), dict):
+                schema = _meant(option["additionalProperties"])
             elif "prefixItems" in option:
                 schema = option["prefixItems"][min(int(step), len(option["prefixItems"]) - 1)]
             elif "items" in option:
@@ -43,7 +41,23 @@ def _schema_at(path: KeyPath) -> dict[str, Any]:
     return schema
 
 
+def _meant(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema itself, or the one that it refers to."""
+    if "$ref" not in schema:
+        return schema
+    found: dict[str, Any] = json_schema()["$defs"][schema["$ref"].rpartition("/")[2]]
+    return found
+
+
+def keys_at(path: KeyPath) -> list[str]:
+    """The keys of the mapping at `path`, where they are known."""
+    return list(_schema_at(path).get("properties", {}))
+
+
 def _in_words(schema: dict[str, Any]) -> str:
+    schema = _meant(schema)
+    if "properties" in schema:
+        return f"a mapping, with keys such as {', '.join(list(schema['properties'])[:3])}"
     if "anyOf" in schema:
         return ", or ".join(_in_words(option) for option in schema["anyOf"])
     if "const" in schema:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from smolcluster.config.describe import show
 from smolcluster.config.names import FLAT, SECTIONS, SHORTHAND
-from smolcluster.config.schema import TrainingConfig
+from smolcluster.config.schema import HostConfig, TrainingConfig
 from smolcluster.config.tree import Node, Problem
 
 # Mappings whose keys are host names, which may contain dots: host_ip.pi5.local=10.0.0.5
 _BY_HOST = {("cluster", "host_ip"), ("cluster", "batch_size"), ("cluster", "buffer_size")}
+_HOST_KEYS = set(HostConfig.model_fields)
 
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -52,6 +53,8 @@ def _canonical(path: tuple[str, ...], node: Node) -> tuple[str, ...]:
         path = (*FLAT[head], *rest)
     if path[:2] in _BY_HOST and len(path) > 3:
         path = (*path[:2], ".".join(path[2:]))
+    if path[:2] == ("cluster", "hosts") and len(path) > 4 and path[-1] in _HOST_KEYS:
+        path = (*path[:2], ".".join(path[2:-1]), path[-1])
     return path
 
 

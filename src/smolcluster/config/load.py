@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from smolcluster.config.checks import conflicts
-from smolcluster.config.describe import allowed, show
+from smolcluster.config.describe import allowed, keys_at, show
 from smolcluster.config.flags import flag_of
 from smolcluster.config.flat import into_sections
 from smolcluster.config.names import SECTIONS, nearest, nullable
@@ -182,9 +182,18 @@ def _validate(known: Node) -> tuple[Config | None, list[Problem]]:
     except ValidationError as error:
         # Several errors may lie inside one value, such as a list that is too short; one message per value is enough. A key
         # of several types has an error for each: the one that is most precise is told.
-        bad = dict(known.reach(part["loc"]) for part in error.errors())
+        found = error.errors()
+        strange = [known.reach(part["loc"]) for part in found if part["type"] == "extra_forbidden"]
+        bad = dict(known.reach(part["loc"]) for part in found if part["type"] != "extra_forbidden")
         inner = [path for path in bad if not any(path == other[: len(path)] for other in bad if other != path)]
-        return None, [_bad_value(bad[path], path) for path in inner]
+        return None, [_strange_key(node, path) for path, node in strange] + [_bad_value(bad[p], p) for p in inner]
+
+
+def _strange_key(node: Node, path: KeyPath) -> Problem:
+    """A key that a mapping inside a section does not have."""
+    key = path[-1]
+    said = f"{node.name} = {show(node.plain())}: unknown key; {suggest(str(key), keys_at(path[:-1]))}"
+    return Problem(node.place, said)
 
 
 def _bad_value(node: Node, path: KeyPath) -> Problem:

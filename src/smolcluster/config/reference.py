@@ -8,7 +8,7 @@ from __future__ import annotations
 from smolcluster.config.describe import allowed, show
 from smolcluster.config.load import builtin_configs
 from smolcluster.config.names import ALIASES, SECTIONS, SHORTHAND
-from smolcluster.config.schema import Config
+from smolcluster.config.schema import Config, HostConfig, LinkConfig, Section
 
 _INTRO = """\
 # Configuration
@@ -27,6 +27,11 @@ smolcluster train gpt my.yaml --override training.batch_size=16 training.epochs=
 - Numbers may be written `6e-4` or `1e3`. Text that looks like a number needs quotes.
 - `training.batch_size: 16` at the top level of a file is the same as `batch_size: 16` in `training`.
 """
+
+# Mappings of names that the user chooses.
+_INNER: dict[str, dict[str, type[Section]]] = {
+    "cluster": {"cluster.hosts.NAME": HostConfig, "cluster.links.NAME": LinkConfig}
+}
 
 _FLAT = """\
 ## Flat keys
@@ -64,7 +69,9 @@ def markdown() -> str:
     """The whole page."""
     builtin = ", ".join(f"`{name}`" for name in builtin_configs())
     parts = [_INTRO, f"Built-in configurations: {builtin}.\n"]
-    parts += [_section_table(name) for name in SECTIONS]
+    for name in SECTIONS:
+        parts.append(_section_table(name))
+        parts += [_inner_table(title, kind) for title, kind in _INNER.get(name, {}).items()]
     others = [name for name in Config.model_fields if name not in SECTIONS]
     parts.append("## Top level\n\n" + _table([(name,) for name in others]))
     parts.append(_FLAT + "".join(f"| {written} | {meaning} |\n" for written, meaning in _FLAT_MEANINGS))
@@ -77,6 +84,19 @@ def _section_table(section: str) -> str:
     doc = SECTIONS[section].__doc__ or ""
     about = " ".join(doc.split())
     return f"## {section}\n\n{about}\n\n" + _table([(section, key) for key in SECTIONS[section].model_fields])
+
+
+def _inner_table(title: str, kind: type[Section]) -> str:
+    """What stands below a name that the user chooses."""
+    rows = ["| key | default | may be | meaning |", "|---|---|---|---|"]
+    section, holder, *_ = title.split(".")
+    for key, field in kind.model_fields.items():
+        default = show(field.get_default(call_default_factory=True)).replace("'", "")
+        rows.append(
+            f"| `{key}` | `{default}` | {allowed((section, holder, 'x', key))} | {_cell(field.description or '')} |"
+        )
+    about = " ".join((kind.__doc__ or "").split())
+    return f"### {title}\n\n{about}\n\n" + "\n".join(rows) + "\n"
 
 
 def _table(paths: list[tuple[str, ...]]) -> str:

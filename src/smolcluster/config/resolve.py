@@ -76,14 +76,25 @@ def _resolve_data(config: Config) -> None:
         config.logging.project_name = "smolcluster-gpt-wikitext2" if on_wikitext2 else "smolcluster"
 
 
+def hide_credentials(url: str) -> str:
+    """The URL without user and password. Of one that is malformed, rather too much is left out than too little."""
+    scheme, colon, rest = url.rpartition("://") if "://" in url else ("", "", url)
+    return scheme.rpartition("@")[2] + colon + rest.rpartition("@")[2]
+
+
 def public_dict(config: Config) -> dict[str, Any]:
-    """The configuration as plain values, fit for files and trackers: without the token."""
+    """The configuration as plain values, fit for files and trackers: without the token and without passwords."""
     plain = config.model_dump(mode="json")
     plain["cluster"]["token"] = None
+    if config.logging.loki_url is not None:
+        plain["logging"]["loki_url"] = hide_credentials(config.logging.loki_url)
     return plain
 
 
 def dump(config: Config) -> str:
-    """YAML that loads back to the same `Config`, but for the token, which is never written."""
+    """YAML that loads back to the same `Config`, but for the token and passwords, which are never written."""
+    public = public_dict(config)
     note = "# cluster.token is not written to files: give it in SMOLCLUSTER_TOKEN\n" if config.cluster.token else ""
-    return note + to_yaml(public_dict(config))
+    if public["logging"]["loki_url"] != config.logging.loki_url:
+        note += "# the login of logging.loki_url is not written to files: give user:password in SMOLCLUSTER_LOKI_AUTH\n"
+    return note + to_yaml(public)

@@ -207,9 +207,69 @@ class LoggingConfig(Section):
     )
 
 
+class HostConfig(Section):
+    """One machine of a cluster, for `smolcluster up`. An address alone will do: `pi5: 192.168.1.20`."""
+
+    address: str | None = Field(
+        None, description="where ssh finds it; null: its name; local: this machine, without ssh"
+    )
+    port: Annotated[int, Field(ge=1, le=65535), Number] | None = Field(
+        None, description="of ssh; null: as ~/.ssh/config says, or 22"
+    )
+    user: str | None = Field(None, description="null: as ~/.ssh/config says, or yours")
+    key: str | None = Field(None, description="private key file; null: ~/.ssh/config, the agent, the usual files")
+    via: str | None = Field(None, description="another host of the cluster, through which ssh reaches this one")
+    workers: Natural = Field(1, description="workers on this machine; 0: none, only the server")
+    device: str | None = Field(None, description="cpu, cuda, mps; null: the best one there")
+    batch_size: Count | Auto | None = Field(None, description="per worker here; null: training.batch_size")
+    buffer_size: Count | None = Field(None, description="socket buffer in bytes")
+    server_address: str | None = Field(
+        None, description="where this machine reaches the server; null: by a common link, else the server's address"
+    )
+    python: str | None = Field(
+        None, description="Python there, 3.11 or newer; one that has torch and all else is used as it is; null: python3"
+    )
+    environment: dict[str, str] = Field(default_factory=dict, description="environment variables of its processes")
+    folder: str = Field("~/.smolcluster", description="where code, environment and runs are kept there")
+
+
+class LinkConfig(Section):
+    """A network between some of the machines: one subnet for each physical link."""
+
+    subnet: str | None = Field(None, description="such as 10.10.0.0/24; null: any")
+    hosts: dict[str, str] = Field(default_factory=dict, description="host -> its address on this link")
+
+
+class RunConfig(Section):
+    """What `smolcluster up` runs on the cluster."""
+
+    train: str | list[str] = Field(
+        "gpt", description="what `train` would take: built-in names, YAML files, a task as file.py:Class"
+    )
+    files: list[str] = Field(
+        default_factory=list, description="files and folders to take along, relative to the cluster file"
+    )
+    elastic: str | None = Field(
+        None, description="MIN:MAX, mesh plane: start again from the last checkpoint when a worker dies"
+    )
+
+
+def _host(value: Any) -> Any:
+    """`pi5: 192.168.1.20` is its address; `pi5:` alone is all by default."""
+    return {} if value is None else {"address": value} if isinstance(value, str) else value
+
+
+Host = Annotated[HostConfig, BeforeValidator(_host)]
+
+
 class ClusterConfig(Section):
     """Which machines, and how they reach each other."""
 
+    name: str | None = Field(None, description="of the cluster, for `status` and tmux; null: the name of its file")
+    hosts: dict[str, Host] = Field(
+        default_factory=dict, description="machines for `smolcluster up`, by name; see below"
+    )
+    links: dict[str, LinkConfig] = Field(default_factory=dict, description="networks between them; see below")
     host_ip: dict[str, str] = Field(default_factory=dict, description="host name -> address")
     port: Annotated[int, Field(ge=0, le=65535), Number] = Field(
         65432, description="TCP port of the server or coordinator"
@@ -337,6 +397,7 @@ class Config(Section):
     logging: LoggingConfig = _section(LoggingConfig)
     cluster: ClusterConfig = _section(ClusterConfig)
     strategy: StrategyConfig = _section(StrategyConfig)
+    run: RunConfig = _section(RunConfig)
     task: str | None = Field(
         None, description="a Task of your own, as path/to/file.py:ClassName; null: chosen from the model and data"
     )

@@ -1,0 +1,47 @@
+"""`smolcluster down`: end a run on many machines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from smolcluster.launch.cluster.layout import Recorded
+
+EXAMPLES = """Examples:
+
+smolcluster down
+
+smolcluster down cluster.yaml --now
+"""
+
+
+def down(
+    cluster: Annotated[
+        str | None,
+        typer.Argument(metavar="[CLUSTER]", help="Its name or file. Default: the one that was started last."),
+    ] = None,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait until the run is saved.")] = False,
+) -> int:
+    """Save and end everything that `up` started. Nothing is left running; run directories stay where they are."""
+    from smolcluster.launch.cluster.read import known_cluster
+
+    known = known_cluster(cluster)
+    return asyncio.run(_down(known, now=now))
+
+
+async def _down(known: Recorded, *, now: bool) -> int:
+    from smolcluster.cli.screen import print_note
+    from smolcluster.launch.cluster import control
+
+    async with control.connected(known.machines) as (hosts, problems):
+        stopped = await control.down(known, hosts, now=now, told=print_note)
+    for name, seats in stopped.items():
+        print_note(name, f"ended {', '.join(seats)}" if seats else "nothing was running")
+    if problems:
+        raise control.ClusterError(
+            problems.values(), also="what runs on these machines goes on; try again when they answer"
+        )
+    return 0

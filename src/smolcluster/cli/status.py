@@ -1,0 +1,90 @@
+"""`smolcluster status`: what runs where."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from smolcluster.launch.cluster.layout import Recorded
+
+EXAMPLES = """Examples:
+
+smolcluster status
+
+smolcluster status cluster.yaml --json
+"""
+
+
+def status(
+    cluster: Annotated[
+        str | None,
+        typer.Argument(metavar="[CLUSTER]", help="Its name or file. Default: the one that was started last."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> int:
+    """Say what every process of a cluster does. Status 1 if one has failed or a machine does not answer."""
+    from smolcluster.launch.cluster.read import known_cluster
+
+    known = known_cluster(cluster)
+    found = asyncio.run(_status(known))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        for line in table(found):
+            typer.echo(line)
+    bad = found["unreachable"] or any(state["state"] in ("failed", "gone") for state in found["processes"].values())
+    return 1 if bad else 0
+
+
+async def _status(known: Recorded) -> dict[str, Any]:
+    from smolcluster.launch.cluster import control
+
+    async with control.connected(known.machines) as (hosts, problems):
+        states = await control.states(known, hosts)
+        progress = await control.progress(known, hosts) if known.hosts[known.lead] not in problems else {}
+    missing = {name: {"state": "not started", "host": host} for name, host in known.hosts.items() if name not in states}
+    unreachable = {name: str(error) for name, error in problems.items()}
+    processes = {
+        name: ({"state": "unreachable", "host": known.hosts[name]} if known.hosts[name] in problems else state)
+        for name, state in (states | missing).items()
+        if name in known.hosts
+    }
+    return {"name": known.name, "run": known.run, "processes": processes, "unreachable": unreachable, **progress}
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """For a person."""
+    rows = [["process", "host", "state", "since", "restarts", "last line"]]
+    for name, state in found["processes"].items():
+        since = _age(state.get("started")) if state["state"] == "running" else ""
+        code = f" ({state['status']})" if state.get("status") not in (None, 0) else ""
+        restarts = str(state["restarts"]) if state.get("restarts") else ""
+        rows.append([name, state["host"], state["state"] + code, since, restarts, state.get("last", "")[:80]])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = [f"{found['name']}, run {found['run']}"]
+    lines += [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    ]
+    row, summary = found.get("row"), found.get("summary")
+    if summary is not None:
+        lines.append(f"{summary['status']}: {summary['steps']} steps, val loss {summary.get('val_loss')}")
+    elif row is not None:
+        lines.append(
+            f"step {row['step']}, loss {row['loss']:.4f}, {row['tokens_per_s']:.0f} tokens/s of rank {row['rank']}"
+        )
+    lines += [f"not reached: {problem}" for problem in found["unreachable"].values()]
+    return lines
+
+
+def _age(began: float | None) -> str:
+    if began is None:
+        return ""
+    minutes, seconds = divmod(int(max(0.0, time.time() - began)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

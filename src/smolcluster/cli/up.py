@@ -1,0 +1,179 @@
+"""`smolcluster up`: a run on many machines, from one file."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from smolcluster.launch.cluster.control import Order
+    from smolcluster.launch.cluster.layout import Recorded
+
+EXAMPLES = """Examples:
+
+smolcluster up cluster.yaml
+
+smolcluster up cluster.yaml my_task.py:MyTask --override training.steps=1000 --detach
+
+smolcluster up --local gpt --strategy edp --workers 3
+
+Then: smolcluster status, smolcluster logs -f, smolcluster down
+"""
+
+
+def up(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CLUSTER.yaml [CONFIG...]",
+            help="The cluster file; then what to train, instead of its run.train. With --local: only what to train.",
+        ),
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="On this machine alone, one tmux pane for each process.")
+    ] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="With --local: how many. Default: 2.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="See `smolcluster strategies`. Default: as the file says.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Start and return; do not show what is printed.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that was stopped last.")] = False,
+    accept_new: Annotated[
+        bool, typer.Option("--accept-new", help="Trust machines that ssh has not seen before, and remember their keys.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say who would run what where, and contact nobody.")
+    ] = False,
+) -> int:
+    """Start a run on the machines of a cluster file over ssh, and show what they print. Ctrl-C leaves it running."""
+    from smolcluster.errors import UserError
+    from smolcluster.launch.cluster.layout import describe
+    from smolcluster.launch.cluster.read import order_for, read_cluster
+
+    said = list(sources or [])
+    file = None
+    if not local:
+        if not said or not said[0].endswith((".yaml", ".yml")):
+            raise UserError(
+                "which machines? Give a cluster file (`smolcluster cluster init` writes one), or use --local"
+            )
+        file = Path(said.pop(0))
+    elif workers is not None and workers < 1:
+        raise UserError(f"--workers {workers}: at least one")
+    wish = read_cluster(
+        file,
+        train=said or (["gpt"] if local else []),
+        overrides=override or [],
+        sets={"strategy.name": strategy, "training.steps": steps},
+        local_workers=workers,
+    )
+    before = _before(wish.name)
+    run = before.run if before is not None and resume else None
+    if resume and run is None:
+        raise UserError(f"--resume: no run of {wish.name} was started from this machine")
+    if dry_run:
+        for line in describe(order_for(wish, run=run, resume=resume).layout):
+            typer.echo(line)
+        return 0
+    order = order_for(wish, run=run, resume=resume, panes=local)
+    try:
+        return asyncio.run(_up(order, before, accept_new=accept_new, detach=detach))
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\n{wish.name} goes on; look at it with `smolcluster logs -f`, end it with `smolcluster down`", err=True
+        )
+        return 130
+
+
+def _before(name: str) -> Recorded | None:
+    """The cluster of this name as it was brought up last."""
+    from smolcluster.errors import UserError
+    from smolcluster.launch.cluster.read import known_cluster
+
+    try:
+        return known_cluster(name)
+    except UserError:
+        return None
+
+
+async def _up(order: Order, before: Recorded | None, *, accept_new: bool, detach: bool) -> int:
+    from smolcluster.cli.screen import print_line, print_note
+    from smolcluster.launch.cluster import control
+    from smolcluster.launch.cluster.layout import as_record, from_record
+    from smolcluster.launch.cluster.record import remember
+
+    layout = order.layout
+    print_note(
+        "", f"{layout.name}: {len(layout.seats)} processes on {len(layout.machines)} machine(s), {layout.plane} plane"
+    )
+    async with control.connected(layout.machines, accept_new=accept_new) as (hosts, problems):
+        if problems:
+            raise control.ClusterError(problems.values(), also="nothing was changed on any machine")
+        running = await control.states(layout, hosts)
+        alive = sorted(name for name, state in running.items() if state["alive"])
+        if alive and before is not None and before.run != layout.run:
+            order = _again(order, before)
+            layout = order.layout
+        remember(as_record(layout))
+        begun = await control.up(order, hosts, told=print_note)
+    started = sum(map(len, begun.values()))
+    if alive:
+        print_note("", f"already running: {', '.join(alive)}" + ("" if started else "; nothing was started"))
+    for name, seats in begun.items():
+        if seats:
+            print_note(name, f"started {', '.join(seats)}")
+    if detach:
+        print_note("", "look at it with `smolcluster logs -f`, end it with `smolcluster down`")
+        return 0
+    recorded = from_record(as_record(layout))
+    await control.follow(
+        recorded,
+        layout.machines,
+        chosen=[name for name in layout.machines if layout.on(name)],
+        seats=None,
+        past=1000,
+        on=True,
+        show=print_line,
+        told=print_note,
+    )
+    return await _result(recorded)
+
+
+def _again(order: Order, before: Recorded) -> Order:
+    """What runs already belongs to another run: the rest joins that one."""
+    import dataclasses
+
+    from smolcluster.launch.cluster.layout import with_run
+
+    return dataclasses.replace(order, layout=with_run(order.layout, before.run))
+
+
+async def _result(recorded: Recorded) -> int:
+    """How the run ended."""
+    from smolcluster.cli.screen import print_note
+    from smolcluster.launch.cluster import control
+
+    async with control.connected(recorded.machines) as (hosts, _):
+        states = await control.states(recorded, hosts)
+        found = await control.progress(recorded, hosts)
+    lead = states.get(recorded.lead, {})
+    summary = found.get("summary")
+    if summary is not None:
+        host = recorded.hosts[recorded.lead]
+        folder = recorded.machines[host].folder
+        print_note("", f"{summary['status']}: {summary['steps']} steps, val loss {summary.get('val_loss')}")
+        print_note("", f"run directory: {host}:{folder}/clusters/{recorded.name}/runs/{recorded.run}")
+    status = lead.get("status")
+    if status not in (0, None):
+        print(f"smolcluster: {recorded.lead} ended with status {status}: {lead.get('last', '')}", file=sys.stderr)
+    return int(status or 0)

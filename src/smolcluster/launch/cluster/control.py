@@ -1,0 +1,351 @@
+"""What `up`, `status`, `logs` and `down` do, on all machines at once.
+
+    up      connect to all; look at all; if anything is wrong, say all of it and change nothing
+            send the package and the user's files; make environments where they are missing; hand out the token
+            start the lead, then the others; if one cannot be started, those that were are stopped again
+    down    ask the lead to end, so that the run is saved; then the others; nothing is left running
+
+The machines know what runs, not this one: it may go away and come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.launch.cluster.host import Host, HostError, connect
+from smolcluster.launch.cluster.layout import Layout, Machine, Recorded, Seat
+from smolcluster.launch.cluster.parcel import Parcel
+
+CLOCK_S = 120.0  # machines whose clocks differ by more are told
+ROOM_BYTES = 500 << 20  # free disk without which nothing is started
+ENVIRONMENT_BYTES = 6 << 30  # and for an environment with torch
+RECONNECT_S = 2.0
+ENDED = ("finished", "failed", "stopped")
+
+T = TypeVar("T")
+Told = Callable[[str, str], None]  # host, what happens there
+
+
+class ClusterError(UserError):
+    """What is wrong with some of the machines, a line for each."""
+
+    def __init__(self, problems: Iterable[HostError], *, also: str = "") -> None:
+        self.problems = list(problems)
+        lines = [str(problem) for problem in self.problems]
+        super().__init__("\n".join([*lines, *([also] if also else [])]))
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    machines: Mapping[str, Machine], *, accept_new: bool = False
+) -> AsyncIterator[tuple[dict[str, Host], dict[str, HostError]]]:
+    """All machines that can be reached, and why the others cannot."""
+    hosts: dict[str, Host] = {}
+    problems: dict[str, HostError] = {}
+    pending: dict[str, asyncio.Task[Host]] = {}
+
+    async def reach(name: str) -> Host:
+        machine = machines[name]
+        through = None
+        if machine.via is not None:
+            try:
+                through = await pending[machine.via]
+            except HostError as error:
+                raise HostError(name, f"{machine.via}, the way there, cannot be reached", layer="route") from error
+        return await connect(machine, through=through, accept_new=accept_new)
+
+    for name in machines:
+        pending[name] = asyncio.create_task(reach(name))
+    await asyncio.gather(*pending.values(), return_exceptions=True)
+    for name, task in pending.items():
+        error = task.exception()
+        if error is None:
+            hosts[name] = task.result()
+        elif isinstance(error, HostError):
+            problems[name] = error
+        else:
+            raise error
+    try:
+        yield hosts, problems
+    finally:
+        for host in reversed(hosts.values()):
+            await host.close()
+
+
+def way_to(machines: Mapping[str, Machine], name: str) -> dict[str, Machine]:
+    """A machine, and those that ssh passes on the way."""
+    found = {name: machines[name]}
+    while (via := found[name].via) is not None:
+        name = via
+        found[name] = machines[name]
+    return found
+
+
+async def on_all(hosts: Iterable[Host], work: Callable[[Host], Awaitable[T]]) -> dict[str, T]:
+    """The same on every machine, at once. Raises ClusterError with all that went wrong, when all are done."""
+    hosts = list(hosts)
+    done = await asyncio.gather(*(work(host) for host in hosts), return_exceptions=True)
+    problems = [result for result in done if isinstance(result, HostError)]
+    for result in done:
+        if isinstance(result, BaseException) and not isinstance(result, HostError):
+            raise result
+    if problems:
+        raise ClusterError(problems)
+    return {
+        host.name: result for host, result in zip(hosts, done, strict=True) if not isinstance(result, BaseException)
+    }
+
+
+# Up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be brought up."""
+
+    layout: Layout
+    package: Parcel
+    files: Parcel
+    requirements: list[str]
+    requirements_key: str
+    token: str | None = None
+    panes: bool = False  # one tmux window for all, as on this machine
+    resume: bool = False  # the lead goes on with the run that is there
+
+
+async def up(order: Order, hosts: Mapping[str, Host], *, told: Told) -> dict[str, list[str]]:
+    """Start what does not run yet. Returns what was started, by machine."""
+    layout = order.layout
+    facts = await on_all(hosts.values(), lambda host: _look(host, layout))
+    check_facts(layout, facts)
+    await on_all(hosts.values(), lambda host: _send(host, order, told))
+    pythons = await on_all(hosts.values(), lambda host: _environment(host, order, told))
+    if order.token is not None:
+        secret = order.token.encode()
+        await on_all(hosts.values(), lambda host: host.ask("keep_secret", data=secret, **_where(host, layout)))
+    begun: dict[str, list[str]] = {}
+    try:
+        for first in (True, False):
+            chosen = [seat for seat in layout.seats if (seat is layout.lead) == first]
+            started = await on_all(
+                [host for host in hosts.values() if any(seat.host == host.name for seat in chosen)],
+                lambda host, chosen=chosen: _start(host, order, pythons[host.name], chosen),  # type: ignore[misc]
+            )
+            for name, seats in started.items():
+                begun.setdefault(name, []).extend(seats)
+    except (SmolclusterError, asyncio.CancelledError):
+        await _take_back(hosts, layout, begun)
+        raise
+    return begun
+
+
+def _where(host: Host, layout: Layout | Recorded) -> dict[str, Any]:
+    return {"folder": host.machine.folder, "name": layout.name}
+
+
+async def _look(host: Host, layout: Layout) -> dict[str, Any]:
+    listens = list(layout.listens) if layout.lead.host == host.name else None
+    asked = time.time()
+    found: dict[str, Any] = await host.ask("look", listens=listens, **_where(host, layout))
+    return found | {"asked": asked, "answered": time.time()}
+
+
+def check_facts(layout: Layout, facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Everything that would go wrong later, for all machines at once."""
+    problems = [problem for name, seen in facts.items() for problem in _problems(layout, name, seen)]
+    if problems:
+        raise ClusterError(problems, also="nothing was changed on any machine")
+
+
+def _problems(layout: Layout, name: str, seen: Mapping[str, Any]) -> Iterable[HostError]:
+    running = {seat for seat, state in seen["processes"].items() if state["alive"]}
+    off = clock_off(seen)
+    if abs(off) > CLOCK_S:
+        way = "ahead of" if off > 0 else "behind"
+        yield HostError(
+            name,
+            f"its clock is {_duration(abs(off))} {way} this machine's",
+            "set it: sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com; Windows: w32tm /resync)",
+            layer="clock",
+        )
+    if not seen["writable"]:
+        folder = layout.machines[name].folder
+        yield HostError(
+            name, f"{folder} cannot be written", f"set hosts.{name}.folder to one you may write", layer="disk"
+        )
+    if seen["disk_free"] < ROOM_BYTES:
+        yield HostError(
+            name,
+            f"only {seen['disk_free'] >> 20} MiB of disk are free",
+            f"make room, or set hosts.{name}.folder to another disk",
+            layer="disk",
+        )
+    if seen.get("port_problem") and layout.lead.name not in running:
+        bind, port = layout.listens
+        yield HostError(
+            name,
+            f"port {port} on {bind} cannot be used: {seen['port_problem']}",
+            f"is another run using it? Choose another, as {'cluster.port' if layout.plane == 'elastic' else 'the port'}",
+            layer="port",
+        )
+
+
+def clock_off(seen: Mapping[str, Any]) -> float:
+    """By how much a machine's clock is ahead of ours, less what the question took."""
+    middle = (seen["asked"] + seen["answered"]) / 2
+    off = float(seen["time"]) - middle
+    slack = (seen["answered"] - seen["asked"]) / 2
+    return 0.0 if abs(off) <= slack else off - slack if off > 0 else off + slack
+
+
+def _duration(seconds: float) -> str:
+    hours, minutes = divmod(int(seconds) // 60, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {int(seconds) % 60} s"
+
+
+async def _send(host: Host, order: Order, told: Told) -> None:
+    place = f"code/{order.package.key}"
+    (there,) = await host.ask("has", folder=host.machine.folder, places=[f"{place}/smolcluster/__init__.py"])
+    if not there:
+        told(host.name, f"sending smolcluster, {len(order.package.data) >> 10} KiB")
+        await host.ask("unpack", folder=host.machine.folder, place=place, fresh=True, data=order.package.data)
+    home = f"clusters/{order.layout.name}"
+    await host.ask("unpack", folder=host.machine.folder, place=home, data=order.files.data)
+
+
+async def _environment(host: Host, order: Order, told: Told) -> str:
+    made = await host.ask(
+        "environment",
+        told=lambda line: told(host.name, line),
+        folder=host.machine.folder,
+        requirements=order.requirements,
+        key=order.requirements_key,
+        python=host.machine.python,
+    )
+    if made["made"]:
+        told(host.name, f"environment made in {made['seconds']:.0f} s")
+    return str(made["python"])
+
+
+async def _start(host: Host, order: Order, python: str, chosen: list[Seat]) -> list[str]:
+    resume = order.resume
+    seats = [
+        {
+            "name": seat.name,
+            "arguments": list(seat.again if resume and seat.again else seat.arguments),
+            "again": list(seat.again),
+            "restart": seat.restart,
+            "environment": {**host.machine.environment, **seat.environment},
+        }
+        for seat in chosen
+        if seat.host == host.name
+    ]
+    where = _where(host, order.layout)
+    begun: list[str] = await host.ask(
+        "start", seats=seats, python=python, code=order.package.key, panes=order.panes, **where
+    )
+    return begun
+
+
+async def _take_back(hosts: Mapping[str, Host], layout: Layout, begun: Mapping[str, list[str]]) -> None:
+    """What this call has started, and nothing else."""
+    for name, seats in begun.items():
+        if seats:
+            with contextlib.suppress(HostError):
+                await hosts[name].ask("stop", seats=seats, now=True, within_s=10.0, **_where(hosts[name], layout))
+
+
+# What runs
+
+
+async def states(cluster: Layout | Recorded, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any]]:
+    """Of every process, by its name: its machine, its state as the keeper tells it."""
+    found = await on_all(hosts.values(), lambda host: host.ask("states", **_where(host, cluster)))
+    return {seat: state | {"host": name} for name, seats in found.items() for seat, state in seats.items()}
+
+
+async def progress(cluster: Recorded, hosts: Mapping[str, Host]) -> dict[str, Any]:
+    """The last row that the lead logged, and the summary if there is one."""
+    host = hosts.get(cluster.hosts[cluster.lead])
+    if host is None:
+        return {}
+    base = f"clusters/{cluster.name}/runs/{cluster.run}"
+    async with host.agent() as agent:
+        folder = host.machine.folder
+        summary = await agent.ask("read", folder=folder, place=f"{base}/summary.json")
+        last = await agent.ask("tail", folder=folder, place=f"{base}/metrics.jsonl")
+    found: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, TypeError):
+        found["row"] = json.loads(last)
+    with contextlib.suppress(ValueError, TypeError):
+        found["summary"] = json.loads(summary)
+    return found
+
+
+async def follow(
+    cluster: Layout | Recorded,
+    machines: Mapping[str, Machine],
+    *,
+    chosen: Iterable[str],
+    seats: list[str] | None,
+    past: int,
+    on: bool,
+    show: Callable[[str, str, str], None],
+    told: Told,
+) -> None:
+    """What processes print: `show` hears host, process and line. A machine that is cut off is dialled until it answers."""
+
+    async def one(name: str) -> None:
+        rest, cut_off = past, False
+        while True:
+            try:
+                async with connected(way_to(machines, name)) as (hosts, problems):
+                    if name in problems:
+                        raise problems[name]
+                    if cut_off:
+                        told(name, "connected again")
+                        cut_off = False
+                    async with hosts[name].agent() as agent:
+                        where = _where(hosts[name], cluster)
+                        async for said in agent.talk("follow", seats=seats, past=rest, on=on, **where):
+                            if "line" in said:
+                                show(name, said["seat"], said["line"])
+                            rest = 0
+                    return
+            except HostError as error:
+                if not on:
+                    raise
+                if not cut_off:
+                    told(name, f"{error.what}; trying again")
+                    cut_off = True
+                await asyncio.sleep(RECONNECT_S)
+
+    await asyncio.gather(*map(one, chosen))
+
+
+# Down
+
+
+async def down(cluster: Recorded, hosts: Mapping[str, Host], *, now: bool, told: Told) -> dict[str, list[str]]:
+    """End everything. Returns what was running, by machine."""
+    lead = cluster.hosts[cluster.lead]
+    stopped: dict[str, list[str]] = {}
+
+    async def end(host: Host, seats: list[str] | None) -> None:
+        done = await host.ask("stop", seats=seats, now=now, within_s=10.0 if now else 90.0, **_where(host, cluster))
+        stopped.setdefault(host.name, []).extend(done["stopped"])
+        if done["killed"]:
+            told(host.name, f"did not end in time and was killed: {', '.join(done['killed'])}")
+
+    if lead in hosts:
+        told(lead, f"asking {cluster.lead} to save and end" if not now else f"ending {cluster.lead}")
+        await end(hosts[lead], [cluster.lead])
+    await on_all(hosts.values(), lambda host: end(host, None))
+    return {name: sorted(set(seats)) for name, seats in stopped.items()}

@@ -1,0 +1,425 @@
+"""A machine of a cluster, and the agent on it: over ssh, or this machine itself.
+
+`connect` says in one sentence what is wrong when it fails: the name, the way, the port, the host's key, the user's key, Python.
+Host keys are checked as ssh does, against ~/.ssh/known_hosts; one that is new is only taken where the user says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from smolcluster.errors import MissingExtra, SmolclusterError
+from smolcluster.launch.cluster.layout import Machine
+
+CONNECT_S = 10.0
+OLDEST_PYTHON = (3, 11)
+_MODULES = ("smolcluster", "smolcluster.launch", "smolcluster.launch.cluster", "smolcluster.launch.cluster.keeper")
+# Tells its version before anything newer is parsed; then runs what it is given. No quotes inside, for any shell.
+_BOOT = (
+    "import sys; print(*sys.version_info[:3]); sys.stdout.flush(); "
+    "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+)
+_PYTHONS = ("python3", "python", "py")
+
+
+class HostError(SmolclusterError):
+    """Something is wrong with one machine. `layer` names where: name, route, port, host key, login, python, disk, ..."""
+
+    exit_code = 2
+
+    def __init__(self, host: str, what: str, remedy: str = "", *, layer: str = "") -> None:
+        super().__init__(f"{host}: {what}" + (f"; {remedy}" if remedy else ""))
+        self.host, self.what, self.remedy, self.layer = host, what, remedy, layer
+
+
+class Stream(Protocol):
+    """The two ends of a process that runs somewhere."""
+
+    async def send(self, data: bytes) -> None: ...
+    async def line(self) -> bytes: ...
+    async def close(self) -> None: ...
+    async def complaint(self) -> tuple[int | None, str]:
+        """Its exit status and what it said on standard error, once it has ended."""
+
+
+class Host:
+    """A connected machine. Each `agent` is a process of its own there."""
+
+    def __init__(self, machine: Machine, connection: Any | None) -> None:
+        self.machine, self.connection = machine, connection
+        self.python = machine.python
+
+    @property
+    def name(self) -> str:
+        return self.machine.name
+
+    @contextlib.asynccontextmanager
+    async def agent(self) -> AsyncIterator[Agent]:
+        agent = await self._start_agent()
+        try:
+            yield agent
+        finally:
+            await agent.close()
+
+    async def ask(
+        self, op: str, *, told: Callable[[str], None] | None = None, data: bytes | None = None, **said: Any
+    ) -> Any:
+        """One question to a fresh agent. `told` hears what it says while it works."""
+        async with self.agent() as agent:
+            return await agent.ask(op, told=told, data=data, **said)
+
+    async def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                await asyncio.wait_for(self.connection.wait_closed(), 2.0)
+
+    async def _start_agent(self) -> Agent:
+        tried = [self.python] if self.python is not None else list(_PYTHONS)
+        words = ""
+        for python in tried:
+            stream = await self._run(python)
+            first = await stream.line()
+            version = _version(first)
+            if version is None:
+                _, said = await stream.complaint()
+                words = words or said
+                continue
+            if version < OLDEST_PYTHON:
+                await stream.close()
+                found = ".".join(map(str, version))
+                words = f"{python} is Python {found}"
+                continue
+            self.python = python
+            agent = Agent(self, stream)
+            await agent.boot()
+            return agent
+        raise self._no_python(words)
+
+    def _no_python(self, words: str) -> HostError:
+        need = ".".join(map(str, OLDEST_PYTHON))
+        if " is Python " in words:
+            what = f"{words} there, and {need} or newer is needed"
+        else:
+            what = f"there is no Python ({self.python or 'python3'}): {words.splitlines()[0][:200] if words else 'no answer'}"
+        remedy = f"install Python {need} there, or name one as hosts.{self.name}.python in the cluster file"
+        return HostError(self.name, what, remedy, layer="python")
+
+    async def _run(self, python: str) -> Stream:
+        if self.connection is None:
+            return await _LocalStream.start([sys.executable if python in _PYTHONS else python, "-u", "-c", _BOOT])
+        try:
+            return await _SshStream.start(self.connection, f'{_word(python)} -u -c "{_BOOT}"')
+        except OSError as error:
+            raise HostError(self.name, f"the connection was lost: {error}", layer="route") from error
+
+
+def _word(python: str) -> str:
+    """A path for whatever shell is there: quotes only where they are needed."""
+    if " " not in python:
+        return python
+    return f'"{python}"' if "\\" in python else shlex.quote(python)
+
+
+def _version(line: bytes) -> tuple[int, ...] | None:
+    with contextlib.suppress(ValueError):
+        numbers = tuple(int(part) for part in line.split())
+        return numbers if len(numbers) == 3 else None
+    return None
+
+
+class Agent:
+    def __init__(self, host: Host, stream: Stream) -> None:
+        self._host, self._stream = host, stream
+
+    async def boot(self) -> None:
+        """Sends the agent's own text, and the keeper's, as modules of the names that they have here."""
+        here = Path(__file__).parent
+        keeper = (here / "keeper.py").read_text(encoding="utf-8")
+        agent = (here / "agent.py").read_text(encoding="utf-8")
+        text = (
+            "import sys, types\n"
+            f"for name in {_MODULES!r}:\n    sys.modules[name] = types.ModuleType(name)\n"
+            f"exec(compile({keeper!r}, 'keeper.py', 'exec'), sys.modules[{_MODULES[-1]!r}].__dict__)\n"
+            f"exec(compile({agent!r}, 'agent.py', 'exec'), {{'__name__': '__main__'}})\n"
+        ).encode()
+        await self._stream.send(b"%d\n" % len(text) + text)
+
+    async def ask(
+        self, op: str, *, told: Callable[[str], None] | None = None, data: bytes | None = None, **said: Any
+    ) -> Any:
+        """One question, and its answer."""
+        async for answer in self.talk(op, data=data, **said):
+            if "say" in answer and told is not None:
+                told(answer["say"])
+            if "result" in answer:
+                return answer["result"]
+        raise await self._lost(op)
+
+    async def talk(self, op: str, *, data: bytes | None = None, **said: Any) -> AsyncIterator[dict[str, Any]]:
+        """Everything that is answered, to the end of it."""
+        request = {"op": op, **said, **({} if data is None else {"bytes": len(data)})}
+        try:
+            await self._stream.send(json.dumps(request).encode() + b"\n" + (data or b""))
+            while line := await self._stream.line():
+                answer: dict[str, Any] = json.loads(line)
+                if "error" in answer:
+                    raise HostError(self._host.name, answer["error"], answer.get("remedy", ""), layer="machine")
+                yield answer
+                if "result" in answer:
+                    return
+        except (OSError, ValueError) as error:
+            raise await self._lost(op, str(error)) from error
+        raise await self._lost(op)
+
+    async def _lost(self, op: str, why: str = "") -> HostError:
+        _, said = await self._stream.complaint()
+        words = [line for line in (said or why).strip().splitlines() if line.strip()]
+        reason = words[-1][:300] if words else "the connection was lost"
+        return HostError(self._host.name, f"no answer to '{op}': {reason}", layer="route")
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+
+class _LocalStream:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, command: list[str]) -> Stream:
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 26
+            )
+        except OSError as error:
+            return _NoStream(error.strerror or str(error))
+        return cls(process)
+
+    async def send(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        await self._process.stdin.drain()
+
+    async def line(self) -> bytes:
+        assert self._process.stdout is not None
+        return await self._process.stdout.readline()
+
+    async def complaint(self) -> tuple[int | None, str]:
+        assert self._process.stderr is not None
+        said = b""
+        with contextlib.suppress(TimeoutError):
+            said = await asyncio.wait_for(self._process.stderr.read(), 2.0)
+        return self._process.returncode, said.decode("utf-8", "replace")
+
+    async def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            try:
+                await asyncio.wait_for(self._process.wait(), 1.0)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+
+
+class _NoStream:
+    """A command that could not be started."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    async def send(self, data: bytes) -> None:
+        raise OSError(self._why)
+
+    async def line(self) -> bytes:
+        return b""
+
+    async def complaint(self) -> tuple[int | None, str]:
+        return None, self._why
+
+    async def close(self) -> None:
+        pass
+
+
+class _SshStream:
+    def __init__(self, process: Any) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, connection: Any, command: str) -> Stream:
+        import asyncssh
+
+        try:
+            return cls(await connection.create_process(command, encoding=None, window=1 << 22))
+        except (asyncssh.Error, OSError) as error:
+            raise OSError(str(error)) from error
+
+    async def send(self, data: bytes) -> None:
+        self._process.stdin.write(data)
+        await self._process.stdin.drain()
+
+    async def line(self) -> bytes:
+        line: bytes = await self._process.stdout.readline()
+        return line
+
+    async def complaint(self) -> tuple[int | None, str]:
+        said = b""
+        with contextlib.suppress(TimeoutError, OSError):
+            said = await asyncio.wait_for(self._process.stderr.read(), 2.0)
+        return self._process.exit_status, bytes(said).decode("utf-8", "replace")
+
+    async def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.stdin.write_eof()
+            self._process.close()
+
+
+# Connecting
+
+
+async def connect(machine: Machine, *, through: Host | None = None, accept_new: bool = False) -> Host:
+    """Over ssh, or to this machine. Raises HostError with the layer that fails."""
+    if machine.local:
+        return Host(machine, None)
+    try:
+        import asyncssh
+    except ImportError:
+        raise MissingExtra("asyncssh", extra="launch", purpose="other machines") from None
+    options: dict[str, Any] = {
+        "connect_timeout": CONNECT_S,
+        "login_timeout": CONNECT_S * 2,
+        "keepalive_interval": 5,
+        "keepalive_count_max": 3,
+    }
+    if machine.port is not None:
+        options["port"] = machine.port
+    if machine.user is not None:
+        options["username"] = machine.user
+    if machine.key is not None:
+        options["client_keys"] = [str(Path(machine.key).expanduser())]
+    if through is not None and through.connection is not None:
+        options["tunnel"] = through.connection
+    known = KnownHosts(accept_new=accept_new)
+    try:
+        options |= {"known_hosts": known.trusted, "client_factory": known.client}
+        connection = await asyncssh.connect(machine.address, **options)
+    except (asyncssh.Error, OSError, ValueError, TimeoutError) as error:
+        raise explain(machine, error, known) from error
+    known.remember()
+    return Host(machine, connection)
+
+
+class KnownHosts:
+    """~/.ssh/known_hosts, as ssh keeps it: keys that were seen before, and what to do with others."""
+
+    def __init__(self, path: Path | None = None, *, accept_new: bool = False) -> None:
+        import asyncssh
+
+        self.path = path or Path("~/.ssh/known_hosts").expanduser()
+        self._known = (
+            asyncssh.read_known_hosts(str(self.path)) if self.path.exists() else asyncssh.import_known_hosts("")
+        )
+        self._accept_new = accept_new
+        self._taken: list[str] = []
+        self.changed = False  # the host showed another key than before
+        self.shown = ""  # the fingerprint of a key that is not known
+
+    def trusted(self, host: str, address: str, port: int | None) -> Any:
+        return self._known.match(host, address, port)
+
+    def client(self) -> Any:
+        """Is asked about keys that are not among those."""
+        import asyncssh
+
+        outer = self
+
+        class Client(asyncssh.SSHClient):
+            def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
+                return outer._judge(host, addr, port, key)
+
+        return Client()
+
+    def _judge(self, host: str, address: str, port: int, key: Any) -> bool:
+        self.shown = key.get_fingerprint()
+        self.changed = bool(self._known.match(host, address, port)[0])
+        if self.changed or not self._accept_new:
+            return False
+        name = host if port == 22 else f"[{host}]:{port}"
+        self._taken.append(f"{name} {key.export_public_key().decode().strip()}")
+        return True
+
+    def remember(self) -> None:
+        """What was taken because the user said so."""
+        if self._taken:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in self._taken)
+
+
+def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostError:
+    """What went wrong, in which layer, and what to do."""
+    import asyncssh
+
+    name, place = machine.name, machine.place
+    port = machine.port or 22
+    match error:
+        case socket.gaierror():
+            return HostError(
+                name,
+                f"no machine is called {machine.address}",
+                f"give its address, as hosts.{name}.address, or put it into ~/.ssh/config",
+                layer="name",
+            )
+        case ConnectionRefusedError():
+            remedy = "is ssh switched on there (macOS: Remote Login; Linux: apt install openssh-server), on this port?"
+            return HostError(name, f"{place} refuses connections on port {port}", remedy, layer="port")
+        case asyncssh.HostKeyNotVerifiable() if known.changed:
+            remedy = f"if the machine was set up anew, forget the old key: ssh-keygen -R {_known_name(machine)}"
+            return HostError(
+                name, f"the host key of {place} has CHANGED since it was last seen", remedy, layer="host key"
+            )
+        case asyncssh.HostKeyNotVerifiable():
+            remedy = f"connect once by hand (ssh {_by_hand(machine)}), or use --accept-new"
+            what = f"{place} is not in {known.path}; it shows the key {known.shown}"
+            return HostError(name, what, remedy, layer="host key")
+        case asyncssh.PermissionDenied():
+            remedy = (
+                f"put your key there: ssh-copy-id {_by_hand(machine)}; or name another as hosts.{name}.key or .user"
+            )
+            return HostError(name, f"{place} does not accept your key ({error.reason})", remedy, layer="login")
+        case asyncssh.KeyEncryptionError():
+            remedy = "add it to the agent first: ssh-add " + (machine.key or "")
+            return HostError(name, f"the key {machine.key} has a passphrase", remedy.strip(), layer="login")
+        case FileNotFoundError() if machine.key is not None:
+            return HostError(name, f"there is no key {machine.key}", f"check hosts.{name}.key", layer="login")
+        case asyncssh.KeyImportError():
+            return HostError(
+                name, f"{machine.key} is no private key: {error}", f"check hosts.{name}.key", layer="login"
+            )
+        case TimeoutError():
+            remedy = f"is it switched on, is the address right, does a firewall let port {port} through?"
+            return HostError(name, f"{place} does not answer in {CONNECT_S:g} s", remedy, layer="route")
+        case OSError():
+            remedy = "is it switched on, and on a network that this machine is on too?"
+            return HostError(name, f"{place} cannot be reached: {error.strerror or error}", remedy, layer="route")
+    return HostError(name, f"ssh to {place} failed: {error}", layer="login")
+
+
+def _by_hand(machine: Machine) -> str:
+    user = f"{machine.user}@" if machine.user else ""
+    port = f"-p {machine.port} " if machine.port else ""
+    return f"{port}{user}{machine.address}"
+
+
+def _known_name(machine: Machine) -> str:
+    return f"'[{machine.address}]:{machine.port}'" if machine.port and machine.port != 22 else machine.address

@@ -1,0 +1,219 @@
+"""Beside each process of a cluster, on its machine: starts it, keeps what it prints, starts it again when it dies.
+
+    python keeper.py FOLDER
+
+    FOLDER/order.json     what to run: argv, argv when it is started again, whether it is, folder, environment
+    FOLDER/state.json     what became of it; replaced as a whole at every change
+    FOLDER/output.log     what it printed; output.log.1 is the part before, when that was much
+    FOLDER/lock           locked as long as the keeper lives, so that anybody can tell
+    FOLDER/stop           appears when the process is to end; `now` in it: without saving
+
+It is a single file of the standard library, and needs nobody: whoever started it may be gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LOOK_S = 0.1  # how often it looks for the wish to stop
+STEADY_S = 60.0  # a process that lived so long is not counted among those that die at once
+MOST_DEATHS = 10  # of those in a row
+LONGEST_WAIT_S = 30.0  # before it is started again
+LOG_BYTES = 16 << 20
+DONE, MISTAKE, INTERRUPTED = 0, 2, 130  # exit statuses after which a process is not started again
+
+
+class Keeper:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.order: dict[str, Any] = json.loads((folder / "order.json").read_text(encoding="utf-8"))
+        self.state: dict[str, Any] = {
+            "state": "starting",
+            "keeper": os.getpid(),
+            "pid": None,
+            "restarts": 0,
+            "status": None,
+        }
+        self.signals = 0
+        self.child: subprocess.Popen[bytes] | None = None
+        self.log = (folder / "output.log").open("ab")
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+            signal.signal(number, self._on_signal)
+        deaths = 0
+        while True:
+            began = time.monotonic()
+            status = self._live(again=self.state["restarts"] > 0)
+            if self._stop_wanted():
+                return self._end("stopped", status)
+            if status in (DONE, MISTAKE, INTERRUPTED) or not self.order["restart"]:
+                return self._end(
+                    "finished" if status == DONE else "stopped" if status == INTERRUPTED else "failed", status
+                )
+            deaths = 1 if time.monotonic() - began > STEADY_S else deaths + 1
+            if deaths >= MOST_DEATHS:
+                self._say(f"died {deaths} times in a row, and is not started again")
+                return self._end("failed", status)
+            wait_s = min(LONGEST_WAIT_S, 0.25 * 2**deaths)
+            self._say(f"ended with status {status}; it is started again in {wait_s:g} s")
+            self._tell("waiting", status=status)
+            until = time.monotonic() + wait_s
+            while time.monotonic() < until:
+                if self._stop_wanted():
+                    return self._end("stopped", status)
+                time.sleep(LOOK_S)
+            self.state["restarts"] += 1
+
+    def _live(self, *, again: bool) -> int:
+        """One life of the process; its exit status."""
+        argv = self.order["again"] if again and self.order.get("again") else self.order["argv"]
+        environment = {**os.environ, **self.order["environment"]}
+        apart: dict[str, Any] = {"start_new_session": True}
+        if sys.platform == "win32":
+            apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+        try:
+            self.child = subprocess.Popen(
+                argv,
+                cwd=self.order["cwd"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                **apart,
+            )
+        except OSError as error:
+            self._say(f"cannot be started: {error}")
+            return MISTAKE
+        assert self.child.stdout is not None
+        pid = self.child.pid
+        self._tell("running", pid=pid, identity=identity(pid), started=time.time(), status=None)
+        reader = threading.Thread(target=self._copy, args=(self.child.stdout,), daemon=True)
+        reader.start()
+        self._wait(self.child)
+        reader.join(timeout=2.0)  # a grandchild may hold the pipe open
+        return self.child.returncode
+
+    def _wait(self, child: subprocess.Popen[bytes]) -> None:
+        """Until it has ended: by itself, or because it is asked to, or made to."""
+        asked: float | None = None
+        while child.poll() is None:
+            now = self._stop_wanted()
+            if now is not None and asked is None:
+                asked = time.monotonic()
+                self._tell("stopping")
+                _ask_to_end(child)
+            if asked is not None and (now == "now" or time.monotonic() - asked > self.order["grace_s"]):
+                kill(child.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(LOOK_S)
+
+    def _stop_wanted(self) -> str | None:
+        """None: no. Else how: "" in order, "now" at once."""
+        if self.signals > 1:
+            return "now"
+        try:
+            return (self.folder / "stop").read_text(encoding="utf-8").strip()
+        except OSError:
+            return "" if self.signals else None
+
+    def _on_signal(self, *_: object) -> None:
+        self.signals += 1
+
+    def _copy(self, stream: BinaryIO) -> None:
+        for line in stream:
+            self._write(line)
+
+    def _say(self, text: str) -> None:
+        self._write(f"[keeper] {text}\n".encode())
+
+    def _write(self, line: bytes) -> None:
+        if self.log.tell() + len(line) > LOG_BYTES:
+            self.log.close()
+            (self.folder / "output.log").replace(self.folder / "output.log.1")
+            self.log = (self.folder / "output.log").open("ab")
+        with contextlib.suppress(OSError):  # a full disk must not stop training
+            self.log.write(line)
+            self.log.flush()
+        with contextlib.suppress(OSError, ValueError):  # nobody looks any more
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+    def _end(self, state: str, status: int) -> int:
+        self._tell(state, pid=None, status=status)
+        return status
+
+    def _tell(self, state: str, **fields: Any) -> None:
+        self.state |= {"state": state, "updated": time.time(), **fields}
+        fresh = self.folder / "state.json.new"
+        with contextlib.suppress(OSError):
+            fresh.write_text(json.dumps(self.state), encoding="utf-8")
+            fresh.replace(self.folder / "state.json")
+
+
+def _ask_to_end(child: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        if sys.platform == "win32":
+            child.send_signal(signal.CTRL_BREAK_EVENT)
+        else:
+            child.send_signal(signal.SIGINT)
+
+
+def kill(pid: int) -> None:
+    """It and, where there are groups of processes, its group."""
+    with contextlib.suppress(OSError):
+        if sys.platform == "win32":
+            os.kill(pid, signal.SIGTERM)
+        else:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def identity(pid: int) -> str | None:
+    """What tells a process from a later one of the same number: when it began. None: there is none, or nobody knows."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    if platform.system() in ("Windows", "Linux"):
+        return None
+    asked = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or None
+
+
+def hold(path: Path) -> Any:
+    """Locks a file for as long as the result is alive; None when somebody else has it."""
+    file = path.open("a+b")
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    lock = hold(folder / "lock")
+    if lock is None:
+        print("another keeper has this process", file=sys.stderr)
+        return 1
+    return Keeper(folder).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

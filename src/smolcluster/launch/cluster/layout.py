@@ -1,0 +1,357 @@
+"""From a cluster file to who runs what where. Pure: nothing is contacted here.
+
+    elastic plane   `smolcluster server` on one host, `smolcluster worker` for every worker; each is started again when it dies
+    mesh plane      `smolcluster train --rank R` for every worker; with `run.elastic` one `train --elastic` for each host
+
+The files of the documents name machines by `host_ip`, `workers` and `server`; there ssh knows each machine by its name, and
+`host_ip` is the address at which that machine finds the server.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from smolcluster.comm.addresses import is_loopback
+from smolcluster.config.schema import Config, HostConfig
+from smolcluster.errors import UserError
+from smolcluster.launch.cluster.links import Way, find_way
+from smolcluster.launch.prepare import choose_plane
+
+CONFIG = "config.yaml"  # as each machine gets it, in the folder its processes run in
+LOCAL = "local"
+MESH_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """How to reach a machine, and what is its own."""
+
+    name: str
+    address: str
+    port: int | None = None
+    user: str | None = None
+    key: str | None = None
+    via: str | None = None
+    python: str | None = None
+    folder: str = "~/.smolcluster"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def local(self) -> bool:
+        return self.address == LOCAL
+
+    @property
+    def place(self) -> str:
+        """For a person."""
+        if self.local:
+            return "this machine"
+        user = f"{self.user}@" if self.user else ""
+        return f"{user}{self.address}" + (f" port {self.port}" if self.port else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A process: what it is called, where it runs, and the arguments after `smolcluster`."""
+
+    name: str
+    host: str
+    arguments: tuple[str, ...]
+    again: tuple[str, ...] = ()  # the arguments when it is started again; none: as before
+    restart: bool = False  # when it dies
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    name: str
+    run: str  # the name of its run directory, on the lead's machine
+    plane: str
+    machines: dict[str, Machine]
+    seats: list[Seat]  # in the order in which they start; the first leads
+    config: Config  # as the processes read it
+    ways: list[Way] = field(
+        default_factory=list
+    )  # from each machine to the lead's, where links say more than an address
+    listens: tuple[str, int] = ("", 0)  # where the lead listens
+    needs_token: bool = False
+
+    @property
+    def lead(self) -> Seat:
+        return self.seats[0]
+
+    def on(self, host: str) -> list[Seat]:
+        return [seat for seat in self.seats if seat.host == host]
+
+
+def lay_out(config: Config, *, name: str, run: str) -> Layout:
+    """Who runs what where, for a resolved configuration with hosts in it. `run`: the name of its run directory."""
+    hosts = hosts_of(config)
+    if not hosts:
+        raise UserError(
+            "there are no machines in this file; add hosts, for example:\n  hosts:\n    mini1: 192.168.1.10\n"
+            "    pi5: 192.168.1.20\nor let `smolcluster cluster init` write one"
+        )
+    workers = [host for host, said in hosts.items() for _ in range(said.workers)]
+    if not workers:
+        raise UserError("no host has a worker: every one says workers: 0")
+    config = _for_processes(config, hosts, workers)
+    plane = choose_plane(config)
+    lead = _lead(config, hosts, workers, plane)
+    machines = {
+        host: Machine(
+            name=host,
+            address=said.address or host,
+            port=said.port,
+            user=said.user,
+            key=said.key,
+            via=said.via,
+            python=said.python,
+            folder=said.folder,
+            environment=dict(said.environment),
+        )
+        for host, said in hosts.items()
+    }
+    ways = [way for host in hosts if host != lead and (way := find_way(config.cluster.links, host, lead)) is not None]
+    draft = _Draft(
+        config=config,
+        directory=f"runs/{run}",
+        lead=lead,
+        workers=workers,
+        hosts=hosts,
+        addresses={host: _server_address(host, lead, hosts, ways) for host in hosts},
+        port=config.cluster.port if plane == "elastic" else MESH_PORT,
+    )
+    seats = (
+        draft.elastic() if plane == "elastic" else draft.mesh() if config.run.elastic is None else draft.restarting()
+    )
+    config.cluster.hosts, config.cluster.links = {}, {}
+    return Layout(
+        name=name,
+        run=run,
+        plane=plane,
+        machines=machines,
+        seats=seats,
+        config=config,
+        ways=ways,
+        listens=(draft.bind, draft.port),
+        needs_token=plane == "elastic" and not is_loopback(draft.bind),
+    )
+
+
+def hosts_of(config: Config) -> dict[str, HostConfig]:
+    """The machines, also where the file names them as the documents do."""
+    cluster = config.cluster
+    if cluster.hosts:
+        return dict(cluster.hosts)
+    named = [*([cluster.server] if cluster.server else []), *cluster.workers]
+    per_host = cluster.batch_size if isinstance(cluster.batch_size, dict) else {}
+    return {
+        host: HostConfig.model_validate(
+            {
+                "workers": cluster.workers.count(host),
+                "server_address": cluster.host_ip.get(host),
+                "batch_size": per_host.get(host),
+                "buffer_size": cluster.buffer_size.get(host),
+            }
+        )
+        for host in dict.fromkeys(named)
+    }
+
+
+def _for_processes(config: Config, hosts: Mapping[str, HostConfig], workers: list[str]) -> Config:
+    """The configuration of the run itself: workers in rank order, and what each host says of its own."""
+    config = config.model_copy(deep=True)
+    cluster = config.cluster
+    cluster.workers, cluster.num_workers, cluster.host_ip = workers, len(workers), {}
+    if not isinstance(cluster.batch_size, str):
+        own = {host: said.batch_size for host, said in hosts.items() if said.batch_size is not None and host in workers}
+        cluster.batch_size = {**{h: s for h, s in cluster.batch_size.items() if h in workers}, **own}
+    cluster.buffer_size = {host: said.buffer_size for host, said in hosts.items() if said.buffer_size is not None}
+    return config
+
+
+def _lead(config: Config, hosts: Mapping[str, HostConfig], workers: list[str], plane: str) -> str:
+    server = config.cluster.server
+    if plane == "mesh":
+        return workers[0]
+    config.cluster.server = server or next(iter(hosts))
+    return config.cluster.server
+
+
+def _server_address(host: str, lead: str, hosts: Mapping[str, HostConfig], ways: list[Way]) -> str:
+    """Where this host finds the one that leads."""
+    said = hosts[host].server_address
+    if said is not None:
+        return said
+    way = next((way for way in ways if way.source == host), None)
+    if way is not None:
+        return way.address
+    address = hosts[lead].address or lead
+    if host == lead:
+        return "127.0.0.1"
+    if address == LOCAL:
+        raise UserError(
+            f"cluster.hosts.{lead} is this machine (address: local) and leads: say where {host} finds it, as "
+            f"hosts.{host}.server_address, or give {lead} its address"
+        )
+    return address
+
+
+def _is_number(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+# The processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    config: Config
+    directory: str
+    lead: str
+    workers: list[str]  # the host of each, in rank order
+    hosts: Mapping[str, HostConfig]
+    addresses: Mapping[str, str]  # where each host finds the lead
+    port: int
+
+    @property
+    def run(self) -> tuple[str, str]:
+        return "--run-dir", self.directory
+
+    @property
+    def bind(self) -> str:
+        """Where the lead listens: loopback if nobody else is there; its one address if all use that; else all of them."""
+        others = {address for host, address in self.addresses.items() if host != self.lead}
+        if not others or all(is_loopback(address) for address in others):
+            return "127.0.0.1"
+        only = next(iter(others))
+        return only if len(others) == 1 and _is_number(only) else "0.0.0.0"
+
+    def meeting_point(self, host: str) -> str:
+        """Where this host meets the lead, which itself uses an address that others use too, if there are any."""
+        others = sorted({self.addresses[other] for other in self.workers if other != self.lead})
+        return others[0] if host == self.lead and others else self.addresses[host]
+
+    def elastic(self) -> list[Seat]:
+        serve = ("server", CONFIG, "--bind", self.bind, "--port", str(self.port), *self.run)
+        again = (*serve, "--resume", self.directory)
+        seats = [Seat(name="server", host=self.lead, arguments=serve, again=again, restart=True)]
+        for rank, host in enumerate(self.workers):
+            address = self.addresses[host] if host != self.lead or self.bind == "0.0.0.0" else self.bind
+            joins = ["worker", str(rank), host, "--server", f"{_quoted(address)}:{self.port}", "--log-dir", "logs"]
+            device = self.hosts[host].device
+            joins += ["--device", device] if device is not None else []
+            joins += ["--task", self.config.task] if self.config.task is not None else []
+            seats.append(Seat(name=f"worker-{rank}", host=host, arguments=tuple(joins), restart=True))
+        return seats
+
+    def mesh(self) -> list[Seat]:
+        size = ("--world-size", str(len(self.workers)))
+        seats = []
+        for rank, host in enumerate(self.workers):
+            master = ("--master-addr", self.meeting_point(host), "--master-port", str(self.port))
+            run = ("train", CONFIG, *size, "--rank", str(rank), *master, *self.run, *self._own(host))
+            here = [number for number, other in enumerate(self.workers) if other == host]
+            local = {"LOCAL_RANK": str(here.index(rank)), "LOCAL_WORLD_SIZE": str(len(here))}
+            seats.append(Seat(name=f"worker-{rank}", host=host, arguments=run, environment=local))
+        return seats
+
+    def restarting(self) -> list[Seat]:
+        seats = []
+        hosts = [self.lead, *(host for host in dict.fromkeys(self.workers) if host != self.lead)]
+        for number, host in enumerate(hosts):
+            meet = ("--rdzv-endpoint", f"{_quoted(self.meeting_point(host))}:{self.port}")
+            count = ("--elastic", str(self.config.run.elastic), "--workers", str(self.hosts[host].workers))
+            run = ("train", CONFIG, *count, *meet, *self.run, *self._own(host))
+            again = (*run, "--resume", self.directory) if host == self.lead else run
+            seats.append(Seat(name=f"launcher-{number}", host=host, arguments=run, again=again, restart=True))
+        return seats
+
+    def _own(self, host: str) -> tuple[str, ...]:
+        device = self.hosts[host].device
+        return ("--override", f"training.device={device}") if device is not None else ()
+
+
+def _quoted(address: str) -> str:
+    """IPv6 in brackets, before a port."""
+    return f"[{address}]" if ":" in address else address
+
+
+def with_run(layout: Layout, run: str) -> Layout:
+    """The same, for a run that is there already."""
+    old, new = f"runs/{layout.run}", f"runs/{run}"
+
+    def other(arguments: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(new if argument == old else argument for argument in arguments)
+
+    seats = [
+        replace(seat, arguments=other(seat.again or seat.arguments), again=other(seat.again)) for seat in layout.seats
+    ]
+    return replace(layout, run=run, seats=seats)
+
+
+def cluster_name(config: Config, file: Path | None) -> str:
+    """What the cluster is called: as its file says, or as its file is called."""
+    return config.cluster.name or ("local" if file is None else file.stem)
+
+
+def describe(layout: Layout) -> list[str]:
+    """A line for each machine, as `up --dry-run` shows it."""
+    lines: list[str] = []
+    for name, machine in layout.machines.items():
+        seats = ", ".join(seat.name for seat in layout.on(name)) or "nothing"
+        lines.append(f"{name} ({machine.place}): {seats}")
+    for way in layout.ways:
+        if way.through:
+            lines.append(f"{way.source} reaches {way.target} at {way.address} through {', '.join(way.through)}:")
+            lines += [f"  {command}" for command in way.commands()]
+    return lines
+
+
+def as_record(layout: Layout) -> dict[str, Any]:
+    """What `status`, `logs` and `down` need to know later: no secrets, nothing of the run."""
+    return {
+        "name": layout.name,
+        "run": layout.run,
+        "plane": layout.plane,
+        "machines": {
+            name: {key: getattr(machine, key) for key in Machine.__dataclass_fields__ if key != "environment"}
+            for name, machine in layout.machines.items()
+        },
+        "seats": [{"name": seat.name, "host": seat.host} for seat in layout.seats],
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A cluster that was started before."""
+
+    name: str
+    run: str
+    machines: dict[str, Machine]
+    hosts: dict[str, str]  # of each process; the first leads
+
+    @property
+    def lead(self) -> str:
+        return next(iter(self.hosts))
+
+
+def from_record(record: Mapping[str, Any]) -> Recorded:
+    """Raises ValueError for what is no record."""
+    try:
+        return Recorded(
+            name=str(record["name"]),
+            run=str(record["run"]),
+            machines={name: Machine(**fields) for name, fields in record["machines"].items()},
+            hosts={str(seat["name"]): str(seat["host"]) for seat in record["seats"]},
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not the record of a cluster: {error}") from error

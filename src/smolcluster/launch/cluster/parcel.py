@@ -1,0 +1,122 @@
+"""What a machine is sent: this package as it is here, the user's files, the configuration.
+
+Every machine so runs the same code as this one, whatever is installed there; only what the package needs (torch and the rest)
+must be there, or is installed. Archives are made the same, byte for byte, from the same files: what is there already is not
+sent again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.metadata
+import io
+import os
+import re
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from smolcluster.config import builtin_configs, dump
+from smolcluster.config.schema import Config
+from smolcluster.errors import UserError
+from smolcluster.launch.cluster.layout import CONFIG
+
+PACKAGE = Path(__file__).resolve().parents[2]
+MOST_BYTES = 256 << 20  # of the user's files
+_LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "env", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    data: bytes
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()[:16]
+
+
+def package_parcel() -> Parcel:
+    """This package, with its ready configurations."""
+    files = {f"smolcluster/{path.relative_to(PACKAGE).as_posix()}": path for path in _below(PACKAGE)}
+    files |= {f"smolcluster/configs/{path.name}": path for path in builtin_configs().values()}
+    return Parcel(_pack((name, path.read_bytes()) for name, path in sorted(files.items())))
+
+
+def user_parcel(config: Config, base: Path) -> Parcel:
+    """The configuration, the task's file with the Python files around it, and `run.files`; all relative to `base`."""
+    found: dict[str, Path] = {}
+    config = config.model_copy(deep=True)
+    if config.task is not None and ".py" in config.task:
+        file, colon, name = config.task.rpartition(":") if ".py:" in config.task else (config.task, "", "")
+        task = Path(file).resolve()
+        if not task.is_file():
+            raise UserError(f"{file}: there is no such file; a task is path/to/file.py:ClassName")
+        inside = base if task.is_relative_to(base) else task.parent
+        found |= {path.relative_to(inside).as_posix(): path for path in _below(task.parent) if path.suffix == ".py"}
+        config.task = f"{task.relative_to(inside).as_posix()}{colon}{name}"
+    for said in config.run.files:
+        found |= dict(_asked(said, base))
+    total = sum(path.stat().st_size for path in found.values())
+    if total > MOST_BYTES:
+        raise UserError(
+            f"the files of run.files are {total / 2**20:.0f} MiB together, more than {MOST_BYTES >> 20}: put large data onto "
+            "the machines yourself, and name it in data.root"
+        )
+    contents = [(name, path.read_bytes()) for name, path in sorted(found.items()) if name != CONFIG]
+    return Parcel(_pack([*contents, (CONFIG, dump(config).encode("utf-8"))]))
+
+
+def _asked(said: str, base: Path) -> Iterator[tuple[str, Path]]:
+    path = (base / said).resolve()
+    if not path.is_relative_to(base):
+        raise UserError(f"run.files: {said} is not below {base}, where the cluster file is")
+    if path.is_file():
+        yield path.relative_to(base).as_posix(), path
+    elif path.is_dir():
+        yield from ((file.relative_to(base).as_posix(), file) for file in _below(path))
+    else:
+        raise UserError(f"run.files: {said}: there is no such file or folder in {base}")
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Plain files, but for caches, environments, runs and what is hidden."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _LEFT_OUT and not (name.startswith(".") or name.endswith(".egg-info"))
+        )
+        for name in sorted(files):
+            path = Path(root) / name
+            if not name.startswith(".") and not name.endswith((".pyc", ".pyo")) and not path.is_symlink():
+                yield path
+
+
+def _pack(contents: Iterable[tuple[str, bytes]]) -> bytes:
+    """The same archive for the same contents: no times, no owners."""
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in contents:
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    return gzip.compress(raw.getvalue(), compresslevel=6, mtime=0)
+
+
+def requirements(*, extras: Iterable[str]) -> list[str]:
+    """What the package needs, with these extras, as pip takes it."""
+    wanted = []
+    for line in importlib.metadata.requires("smolcluster") or []:
+        text, _, marker = (part.strip() for part in line.partition(";"))
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", marker)
+        if extra is not None and extra[1] not in extras:
+            continue
+        rest = re.sub(r"\s*(and\s+)?\(?extra\s*==\s*['\"][\w-]+['\"]\)?\s*", "", marker).strip()
+        wanted.append(f"{text}; {rest}" if rest else text)
+    return wanted
+
+
+def requirements_key(wanted: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(sorted(wanted)).encode()).hexdigest()[:16]

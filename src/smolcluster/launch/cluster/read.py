@@ -1,0 +1,133 @@
+"""From what the user said to a cluster that can be brought up. Nothing is contacted here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from smolcluster.config import load_config, resolve
+from smolcluster.config.schema import Config
+from smolcluster.errors import UserError
+from smolcluster.launch.cluster.control import Order
+from smolcluster.launch.cluster.layout import LOCAL, Layout, Recorded, cluster_name, from_record, lay_out
+from smolcluster.launch.cluster.parcel import package_parcel, requirements, requirements_key, user_parcel
+from smolcluster.launch.cluster.record import recall, state_folder
+from smolcluster.launch.prepare import absolute_task, task_name
+from smolcluster.strategies.registry import check_name
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What `up` was asked for."""
+
+    file: Path | None
+    config: Config
+    base: Path  # what the file says is relative to
+
+    @property
+    def name(self) -> str:
+        return cluster_name(self.config, self.file)
+
+
+def read_cluster(
+    file: Path | None,
+    *,
+    train: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    sets: Mapping[str, Any] | None = None,
+    local_workers: int | None = None,
+) -> Wish:
+    """The cluster file over what it trains, then overrides. `train` replaces `run.train`. No file: this machine alone."""
+    sets = {key: value for key, value in (sets or {}).items() if value is not None}
+    if file is None:
+        base, own = Path.cwd(), []
+        sets["cluster.hosts"] = {socket.gethostname().partition(".")[0] or "here": _here(local_workers or 2)}
+    else:
+        if not file.is_file():
+            raise UserError(f"{file}: no such file; `smolcluster cluster init` writes one")
+        base, own = file.resolve().parent, [str(file)]
+    said = train or _list(load_config(own, overrides=overrides, sets=sets).run.train)
+    below, task = _sources(said, base if not train else Path.cwd())
+    if task is not None:
+        sets["task"] = task
+    config = resolve(load_config([*below, *own], overrides=overrides, sets=sets))
+    config.strategy.name = check_name(config.strategy.name)
+    return Wish(file, config, base)
+
+
+def _here(workers: int) -> dict[str, Any]:
+    return {"address": LOCAL, "workers": workers}
+
+
+def _list(said: str | list[str]) -> list[str]:
+    return [said] if isinstance(said, str) else said
+
+
+def _sources(said: Sequence[str], base: Path) -> tuple[list[str], str | None]:
+    """Built-in names and files, as this process finds them; and the task, if one is among them."""
+    files: list[str] = []
+    task: str | None = None
+    for source in said:
+        inside = base / source.rpartition(":")[0] if ".py:" in source else base / source
+        if source.endswith(".py") or ".py:" in source:
+            name = source.rpartition(":")[2] if ".py:" in source else ""
+            task = absolute_task(f"{inside}:{name}" if name else str(inside))
+        else:
+            files.append(str(inside) if inside.is_file() else source)
+    return files, task
+
+
+def order_for(wish: Wish, *, run: str | None = None, resume: bool = False, panes: bool = False) -> Order:
+    """Everything that is needed to bring it up. `run`: the run to go on with."""
+    layout = lay_out(wish.config, name=wish.name, run=run or new_run(wish.config))
+    wanted = requirements(extras=["cluster"] if layout.plane == "elastic" else [])
+    return Order(
+        layout=layout,
+        package=package_parcel(),
+        files=user_parcel(layout.config, wish.base),
+        requirements=wanted,
+        requirements_key=requirements_key(wanted),
+        token=token_for(layout) if layout.needs_token else None,
+        panes=panes,
+        resume=resume,
+    )
+
+
+def new_run(config: Config) -> str:
+    return f"{task_name(config)}-{config.strategy.name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def token_for(layout: Layout) -> str:
+    """This machine's token, or one of the cluster's own, kept beside its record."""
+    from smolcluster.comm.elastic.security import find_tokens, new_token
+
+    found = find_tokens(layout.config.cluster.token, os.environ)
+    if found is not None:
+        return found[1][0].token
+    path = state_folder() / f"{layout.name}.token"
+    if path.exists():
+        if os.name == "posix" and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise UserError(f"others may read {path}; chmod 600 it, or delete it for a new token")
+        return path.read_text(encoding="utf-8").strip()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token = new_token()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(token + "\n")
+    return token
+
+
+def known_cluster(said: str | None) -> Recorded:
+    """The cluster that was brought up last, or the one of this name or file."""
+    name = Path(said).stem if said is not None and said.endswith((".yaml", ".yml")) else said
+    record = recall(name)
+    try:
+        return from_record(record)
+    except ValueError as error:
+        raise UserError(f"{record.get('name', name)}: {error}; bring it up again") from error

@@ -1,0 +1,56 @@
+"""Which clusters this machine has started: so that `status`, `logs` and `down` need no file.
+
+A JSON file for each, in the user's state folder. It says where the machines are and which processes they have; no secrets. What
+runs is known by the machines alone: a record that is lost costs a file name on the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smolcluster.errors import UserError, unknown_name
+
+
+def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    if sys.platform == "win32":
+        base = Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        base = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return base / "smolcluster" / "clusters"
+
+
+def remember(record: Mapping[str, Any], folder: Path | None = None) -> None:
+    folder = folder or state_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"{record['name']}.json"
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(dict(record), indent=1), encoding="utf-8")
+    fresh.replace(path)
+
+
+def forget(name: str, folder: Path | None = None) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        ((folder or state_folder()) / f"{name}.json").unlink()
+
+
+def recall(name: str | None, folder: Path | None = None) -> dict[str, Any]:
+    """The record of this cluster, or of the one that was started last."""
+    folder = folder or state_folder()
+    found = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
+    if not found:
+        raise UserError("no cluster was started from this machine; start one with: smolcluster up cluster.yaml")
+    known = {path.stem: path for path in found}
+    if name is not None and name not in known:
+        raise unknown_name("cluster", name, known)
+    path = known[name] if name is not None else found[-1]
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; delete it, and give the cluster file instead") from error
+    return record
