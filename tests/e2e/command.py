@@ -180,9 +180,12 @@ class Smol:
         env: Mapping[str, str] | None = None,
         python: tuple[str, ...] = ("-m", "smolcluster"),
         group: bool = False,
+        inside: str | None = None,
     ) -> Running:
-        """`python` is what the interpreter is given; `group`: in a process group of its own, like a job in a terminal."""
+        """`python` is what the interpreter is given; `group`: in a process group of its own, like a job in a terminal;
+        `inside`: a network namespace."""
         command = [sys.executable, *python, *map(str, arguments)]
+        command = command if inside is None else ["ip", "netns", "exec", inside, *command]
         output = self._output / f"command-{next(self._count)}"
         running = Running(command, cwd=cwd, env=self.env | dict(env or {}), output=output, group=group)
         self._stack.callback(running.close)

@@ -1,14 +1,16 @@
 """Machines for tests: each a real sshd on a port of its own, on loopback or in a network namespace, with a folder of its own.
 
-What a machine has and lacks is set by its options: which Python it finds, whether it has tmux, where it keeps things. Everything
-is ended by its process id.
+What a machine has and lacks is set by its options: which Python it finds, whether it has tmux, where it keeps things.
+Everything is ended by its process id.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -128,6 +130,13 @@ class Box:
             for pane in listed.stdout.split()
         )
 
+    def windows(self, cluster: str) -> int:
+        environment = os.environ | {"TMUX_TMPDIR": str(self.folder)}
+        listed = subprocess.run(
+            ["tmux", "list-windows", "-t", f"smolcluster-{cluster}"], env=environment, capture_output=True, check=False
+        )
+        return len(listed.stdout.splitlines())
+
     def has_tmux(self) -> bool:
         environment = os.environ | {"TMUX_TMPDIR": str(self.folder)}
         return subprocess.run(["tmux", "ls"], env=environment, capture_output=True, check=False).returncode == 0
@@ -139,6 +148,7 @@ class Lab:
 
     smol: Smol
     home: Path
+    inside: str | None = None  # the network namespace that the user's machine is in
     boxes: dict[str, Box] = field(default_factory=dict)
 
     @property
@@ -167,25 +177,39 @@ class Lab:
         return {"HOME": str(self.home), "XDG_STATE_HOME": "", "XDG_CONFIG_HOME": "", "SSH_AUTH_SOCK": ""}
 
     def run(self, *arguments: str | Path, **options: Any) -> Ended:
-        return self.smol.run(*arguments, cwd=self.home.parent, env=self.environment, **options)
+        where = {"cwd": self.home.parent, "env": self.environment, "inside": self.inside}
+        return self.smol.run(*arguments, **where, **options)
 
     def start(self, *arguments: str | Path) -> Running:
-        return self.smol.start(*arguments, cwd=self.home.parent, env=self.environment)
+        return self.smol.start(*arguments, cwd=self.home.parent, env=self.environment, inside=self.inside)
 
     def close(self) -> None:
-        for path in self.home.parent.glob("*.yaml"):
-            self.run("down", path, "--now")
+        """Whatever a test has left, by its process id: keepers first, so that they start nothing again."""
         for box in self.boxes.values():
             box.stop()
+        found = [json.loads(path.read_text()) for path in self.home.parent.glob("*/**/processes/*/state.json")]
+        for key in ("keeper", "pid"):
+            for pid in (state.get(key) for state in found):
+                if pid and str(self.home.parent) in _cmdline_and_folder(pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+
+def _cmdline_and_folder(pid: int) -> str:
+    """Is it one of ours, or another that has the number now?"""
+    try:
+        return f"{Path(f'/proc/{pid}/cmdline').read_bytes()!r} {Path(f'/proc/{pid}/cwd').readlink()}"
+    except OSError:
+        return ""
 
 
 @contextlib.contextmanager
-def lab(smol: Smol, folder: Path) -> Iterator[Lab]:
+def lab(smol: Smol, folder: Path, *, inside: str | None = None) -> Iterator[Lab]:
     skip_without_sshd()
     home = folder / "home"
     (home / ".ssh").mkdir(parents=True)
     make_key(home / ".ssh" / "id_ed25519")
-    made = Lab(smol, home)
+    made = Lab(smol, home, inside)
     try:
         yield made
     finally:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.command import Smol, eventually
-from tests.e2e.sshd import Lab, free_port, lab
+from benchmarks.network import check_possible, hosts
+from tests.e2e.command import TINY, Smol, eventually
+from tests.e2e.sshd import Box, Lab, free_port, lab, make_key
+from tests.e2e.test_bad_input import small_disk
+
+from smolcluster.errors import UserError
 
 FOREVER = 1_000_000
 
@@ -95,7 +103,181 @@ def test_a_killed_worker_returns_and_the_controller_may_go_away(two: Lab) -> Non
 
 
 def test_the_mesh_plane_over_ssh(two: Lab) -> None:
-    file = cluster(two, steps=10, strategy="allreduce")
+    """The second machine is reached through the first."""
+    hosts = {"mini1": two.boxes["mini1"].host(), "pi5": two.boxes["pi5"].host(via="mini1")}
+    file = cluster(two, steps=10, strategy="allreduce", hosts=hosts)
     ended = two.run("up", file).ok()
     assert "finished: 10 steps" in ended.out
     assert "worker-0@mini1 | step 10/10" in ended.out
+
+
+@pytest.mark.timeout(240)
+def test_a_machine_that_is_cut_off(smol: Smol, tmp_path: Path) -> None:
+    """With a token, over a network of their own: the others go on, and take it back when the network is mended."""
+    try:
+        check_possible()
+    except UserError as error:
+        pytest.skip(str(error))
+    with hosts(3, rate=None) as network, lab(smol, tmp_path, inside=network.namespace(0)) as made:
+        for number, name in enumerate(("mini1", "pi5"), start=1):
+            made.add(name, address=network.address(number), inside=network.namespace(number), port=2222)
+        file = cluster(made, steps=FOREVER, strategy="syncps")
+        made.run("up", file, "--detach").ok()
+        eventually(lambda: step_of(made) >= 2, what="the run to train", within_s=60)
+        network.cut(2)
+        history = (
+            made.boxes["mini1"].folder / "smol" / "clusters" / "lab" / "runs" / states(made)["run"] / "history.jsonl"
+        )
+        eventually(lambda: '"left"' in history.read_text(), what="a loss to be noted")
+        before = history.read_text().count('"commit"')
+        eventually(lambda: history.read_text().count('"commit"') > before, what="the others to go on")
+        ended = made.run("status")
+        assert ended.status == 1
+        assert "worker-1  pi5    unreachable" in ended.out
+        network.mend(2)
+        eventually(lambda: history.read_text().count('"joined"') >= 3, what="it to be taken back", within_s=60)
+        made.run("down").ok()
+        assert left_running(made) == []
+
+
+@pytest.mark.timeout(400)
+def test_a_fresh_environment(smol: Smol, tmp_path: Path) -> None:
+    """Made from a folder of wheels, so that nothing is fetched that is here already."""
+    wheels = os.environ.get("PIP_FIND_LINKS", "")
+    uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    if uv is None or not wheels or not list(Path(wheels).glob("torch-*.whl")):
+        pytest.skip("needs uv, and a torch wheel in PIP_FIND_LINKS")
+    with lab(smol, tmp_path) as made:
+        box = made.add("mini1", environment={"PATH": f"{Path(uv).parent}:{os.environ['PATH']}"})
+        bare = getattr(sys, "_base_executable", sys.executable)
+        network = {name: value for name, value in os.environ.items() if re.match("UV_|SSL_CERT|.*_proxy", name, re.I)}
+        host = box.host(python=bare, environment={**network, "UV_FIND_LINKS": wheels})
+        ended = made.run("up", cluster(made, steps=2, hosts={"mini1": host}), within_s=300).ok()
+        assert "mini1:  + torch==" in ended.out
+        assert "mini1: environment made in" in ended.out
+        assert "finished: 2 steps" in ended.out
+        again = made.run("up", cluster(made, steps=2, hosts={"mini1": host})).ok()
+        assert "environment made" not in again.out
+
+
+def test_on_this_machine_alone(smol: Smol, tmp_path: Path) -> None:
+    """One pane for each process, in one window."""
+    with lab(smol, tmp_path) as made:
+        environment = {"TMUX_TMPDIR": str(tmp_path)}
+        said = (
+            "--strategy",
+            "edp",
+            "--workers",
+            "2",
+            "--steps",
+            "5",
+            "--override",
+            f"cluster.port={free_port()}",
+            *TINY,
+        )
+        ended = smol.run("up", "--local", "gpt", *said, cwd=tmp_path, env=made.environment | environment).ok()
+        assert "finished: 5 steps" in ended.out
+        here = Box("here", tmp_path)
+        assert "the run is over" in here.panes("local")
+        assert here.windows("local") == 1
+        smol.run("down", "local", cwd=tmp_path, env=made.environment | environment).ok()
+        assert not here.has_tmux()
+
+
+# What is wrong with a machine is named, with the remedy; the others are left as they were
+
+
+def refused(made: Lab, *says: str, **pi5: Any) -> None:
+    hosts = {"mini1": made.boxes["mini1"].host(), "pi5": made.boxes["pi5"].host(**pi5)}
+    ended = made.run("up", cluster(made, steps=5, hosts=hosts))
+    assert ended.status == 2, ended
+    assert "Traceback" not in ended.err
+    for text in ("pi5: ", *says):
+        assert text in ended.err
+    assert ended.err.startswith("smolcluster: ")
+    assert "mini1: " not in ended.err
+    assert not (made.boxes["mini1"].folder / "smol").exists()
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def test_machines_that_cannot_be_used(two: Lab, tmp_path: Path) -> None:
+    """All in one set of machines, since each attempt must change nothing."""
+    refused(two, "refuses connections", "is ssh switched on there", port=free_port())
+    refused(two, "no machine is called nowhere.invalid", "give its address", address="nowhere.invalid")
+    refused(two, "there is no Python", "no-such-python", "install Python 3.11", python="/no-such-python")
+    old = script(tmp_path / "old-python", "echo 3 9 2; cat > /dev/null")
+    refused(two, f"{old} is Python 3.9.2 there, and 3.11 or newer is needed", python=str(old))
+    refused(two, "there is no key /no/key", key="/no/key")
+    (tmp_path / "not-a-key").write_text("hello")
+    refused(two, "is no private key", key=str(tmp_path / "not-a-key"))
+    refused(two, "does not accept your key", "ssh-copy-id", key=str(other_key(tmp_path)))
+    late = tmp_path / "late"
+    late.mkdir()
+    (late / "sitecustomize.py").write_text("import time\n_now = time.time\ntime.time = lambda: _now() + 3700\n")
+    wrapper = script(tmp_path / "late-python", f'PYTHONPATH={late} exec {sys.executable} "$@"')
+    refused(two, "its clock is 1 h 1 min ahead of this machine's", "timedatectl set-ntp", python=str(wrapper))
+    if os.geteuid() != 0:
+        refused(two, "cannot be written", "hosts.pi5.folder", folder="/proc/nowhere")
+
+
+def other_key(folder: Path) -> Path:
+    return make_key(folder / "other_key")
+
+
+def test_host_keys_are_checked(two: Lab) -> None:
+    known = two.home / ".ssh" / "known_hosts"
+    lines = known.read_text().splitlines()
+    known.write_text(lines[0] + "\n")
+    refused(two, "is not in", "it shows the key SHA256:", "--accept-new")
+    name, kind, _ = lines[1].split()
+    known.write_text(f"{lines[0]}\n{name} {kind} {lines[0].split()[2]}\n")
+    refused(two, "the host key of 127.0.0.1 port", "has CHANGED", "ssh-keygen -R")
+    known.write_text(lines[0] + "\n")
+    file = cluster(two, steps=2)
+    two.run("up", file, "--accept-new", "--dry-run").ok()
+    assert known.read_text().splitlines() == lines[:1]
+    two.run("up", file, "--accept-new").ok()
+    assert [line.split()[:3] for line in known.read_text().splitlines()] == [line.split()[:3] for line in lines]
+
+
+def test_a_port_that_is_taken_and_a_file_that_is_wrong(two: Lab) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ended = two.run("up", cluster(two, steps=2, port=taken.getsockname()[1]))
+    assert ended.status == 2
+    assert "mini1: port" in ended.err
+    assert "cannot be used: Address already in use" in ended.err
+    assert "nothing was changed on any machine" in ended.err
+    assert not any((box.folder / "smol").exists() for box in two.boxes.values())
+    file = cluster(two, steps=2)
+    file.write_text("hosts:\n\tmini1: {}\n")
+    wrong = two.run("up", file)
+    assert wrong.status == 2
+    assert "tab" in wrong.err.lower()
+    file.write_text("hosts: {mini1: 10.0.0.1, mini1: 10.0.0.2}\n")
+    twice = two.run("up", file)
+    assert twice.status == 2
+    assert "mini1" in twice.err
+
+
+def test_a_full_disk_is_named(two: Lab, tmp_path: Path) -> None:
+    with small_disk(tmp_path, kilobytes=512) as disk:
+        refused(two, "only 0 MiB of disk are free", "hosts.pi5.folder", folder=str(disk / "smol"))
+
+
+def test_without_tmux_processes_run_all_the_same(smol: Smol, tmp_path: Path) -> None:
+    with lab(smol, tmp_path) as made:
+        (tmp_path / "bin").mkdir()
+        made.add("mini1", environment={"PATH": str(tmp_path / "bin")})
+        file = cluster(made, steps=FOREVER)
+        made.run("up", file, "--detach").ok()
+        eventually(lambda: step_of(made) >= 2, what="the run to train", within_s=60)
+        assert not made.boxes["mini1"].has_tmux()
+        made.run("down").ok()
+        assert left_running(made) == []

@@ -150,6 +150,8 @@ def parse(text: str, *, place: Place, name: str = "") -> tuple[Node, list[Proble
 def _syntax_problem(error: yaml.YAMLError, text: str, place: Place) -> Problem:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         line, reason = error.problem_mark.line + 1, error.problem
+        if "'\\t'" in str(reason):
+            reason = "there is a tab, and YAML is indented by spaces only"
     elif isinstance(error, yaml.reader.ReaderError):
         line, reason = text.count("\n", 0, error.position) + 1, f"the character U+{error.character:04X} is not allowed"
     else:

@@ -178,11 +178,13 @@ def tail(folder: str, place: str, **_: Any) -> str | None:
 # The environment
 
 
-def environment(folder: str, requirements: list[str], key: str, python: str | None, **_: Any) -> dict[str, Any]:
+def environment(
+    folder: str, requirements: list[str], key: str, python: str | None, variables: dict[str, str], **_: Any
+) -> dict[str, Any]:
     """A Python that has what is required: the one that was named or runs this, if it does; else an environment, made now."""
+    os.environ.update(variables)
     given = python or sys.executable
-    missing = _missing(given, requirements)
-    if missing is None or not missing:
+    if not _missing(given, requirements):
         return {"python": given, "made": False}
     root = _root(folder) / "env" / key
     inside = root / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -211,6 +213,8 @@ _ASK = """
 import importlib.metadata, json, re, sys
 missing = []
 for wanted in json.loads(sys.argv[1]):
+    if "sys_platform != 'win32'" in wanted and sys.platform == "win32":
+        continue
     try:
         importlib.metadata.version(re.match(r"[A-Za-z0-9._-]+", wanted)[0])
     except importlib.metadata.PackageNotFoundError:
@@ -219,8 +223,8 @@ print(json.dumps(missing))
 """
 
 
-def _missing(python: str, requirements: list[str]) -> list[str] | None:
-    """What that Python does not have. None: it has no such thing as packages, so nobody can tell."""
+def _missing(python: str, requirements: list[str]) -> list[str]:
+    """What that Python does not have."""
     try:
         asked = subprocess.run(
             [python, "-c", _ASK, json.dumps(requirements)], capture_output=True, text=True, timeout=60, check=False

@@ -228,6 +228,7 @@ async def _environment(host: Host, order: Order, told: Told) -> str:
         requirements=order.requirements,
         key=order.requirements_key,
         python=host.machine.python,
+        variables=dict(host.machine.environment),
     )
     if made["made"]:
         told(host.name, f"environment made in {made['seconds']:.0f} s")

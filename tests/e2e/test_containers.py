@@ -1,0 +1,202 @@
+"""What the containers of a job do, without containers: their commands, in their environments, as processes on loopback.
+
+There is no cluster here. `Pod` does what Kubernetes would: it fills in variables, hands the files of the ConfigMap over and
+gives a pod its index. Paths of a container become paths of the test, names of hosts 127.0.0.1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.e2e.command import TINY, Smol, eventually, read_rows, read_summary
+
+from smolcluster.comm.elastic.security import new_token
+from smolcluster.engine.history import check, read
+
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="containers have a shell"),
+    pytest.mark.timeout(300),
+]
+PATIENCE_S = 120.0
+STEPS = 20
+SIZE = (*TINY, "training.eval_steps=0", "training.checkpoint_steps=5", "cluster.standby=false")
+
+
+class Pods:
+    """Processes in the place of containers, each in a group of its own, which ends as a container does: all at once."""
+
+    def __init__(self, folder: Path, cache: Path, stack: ExitStack) -> None:
+        self.folder, self._cache, self._stack = folder, cache, stack
+        bin_folder = folder / "bin"
+        bin_folder.mkdir()
+        (bin_folder / "smolcluster").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m smolcluster "$@"\n')
+        (bin_folder / "smolcluster").chmod(0o755)
+        self._path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+        self._names: dict[str, str] = {}
+        for port in ("29500", "65432", "29400"):
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                self._names[port] = str(probe.getsockname()[1])
+
+    def here(self, word: str) -> str:
+        """A word of a container's command, in the terms of this machine."""
+        word = re.sub(r"(?<![\w.])/(?=data\b|etc/smolcluster\b)", f"{self.folder}/", word)
+        word = re.sub(r"^[a-z][a-z0-9.-]*(?=:\d+$)", "127.0.0.1", word)  # the address of a server
+        for port, free in self._names.items():
+            word = re.sub(rf"(?<=:){port}$|^{port}$", free, word)
+        return word
+
+    def start(self, words: list[str], env: dict[str, str], *, name: str) -> subprocess.Popen[bytes]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SMOLCLUSTER_", "SLURM_"))}
+        given = kept | {k: self.here(v) for k, v in env.items()} | {"PATH": self._path, "CUDA_VISIBLE_DEVICES": ""}
+        given["SMOLCLUSTER_CACHE"] = str(self._cache)
+        command = [self.here(word) for word in words]
+        master = [i for i, word in enumerate(command) if word == "--master-addr"]
+        for i in master:
+            command[i + 1] = "127.0.0.1"
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(command, env=given, stdout=log, stderr=log, start_new_session=True)
+        self._stack.callback(self.kill, process)
+        return process
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """All of its processes are gone at once: also those that its children have started in groups of their own."""
+        for pid in [*descendants(process.pid), process.pid] if process.poll() is None else []:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        process.wait()
+
+    def logs(self) -> str:
+        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')}" for file in self.folder.glob("*.log"))
+
+
+def descendants(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    found = [int(number) for number in listed.stdout.split()]
+    return [each for child in found for each in (*descendants(child), child)]
+
+
+@pytest.fixture
+def pods(tmp_path: Path, cache: Path) -> Iterator[Pods]:
+    with ExitStack() as stack:
+        (tmp_path / "data").mkdir()
+        yield Pods(tmp_path, cache, stack)
+
+
+class Kubernetes:
+    def __init__(self, pods: Pods, stream: str, *, token: str = "") -> None:
+        self._pods, self._token = pods, token
+        self.documents = list(yaml.safe_load_all(stream))
+        for document in self.documents:
+            if document["kind"] == "ConfigMap":
+                folder = pods.folder / "etc/smolcluster"
+                folder.mkdir(parents=True)
+                for name, text in document["data"].items():
+                    (folder / name).write_text(text, encoding="utf-8")
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        return {d["metadata"]["name"]: d["spec"] for d in self.documents if d["kind"] == "Job"}
+
+    def start(self, job: str, index: int = 0) -> subprocess.Popen[bytes]:
+        spec = self.jobs()[job]
+        (container,) = spec["template"]["spec"]["containers"]
+        env = {"JOB_COMPLETION_INDEX": str(index)} if spec.get("completionMode") == "Indexed" else {}
+        for variable in container["env"]:
+            source = variable.get("valueFrom", {})
+            value = self._token if "secretKeyRef" in source else "node-1" if source else variable["value"]
+            env[variable["name"]] = value
+
+        def filled(word: str) -> str:
+            return re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), word)
+
+        words = [filled(word) for word in (*container["command"], *container["args"])]
+        return self._pods.start(words, env, name=f"{job}-{index}")
+
+
+def ended(processes: list[subprocess.Popen[bytes]], pods: Pods) -> list[int]:
+    def statuses() -> list[int] | None:
+        found = [process.poll() for process in processes]
+        return None if None in found else [int(status or 0) for status in found]
+
+    try:
+        return eventually(lambda: [statuses()] if statuses() else None, within_s=PATIENCE_S, what="the end")[0] or []
+    except AssertionError:
+        raise AssertionError(pods.logs()) from None
+
+
+def written(smol: Smol, folder: Path, *words: str) -> str:
+    return smol.run(*words, "--steps", str(STEPS), "--override", *SIZE, cwd=folder).ok().out
+
+
+def last_step(run_dir: Path) -> Callable[[int], bool]:
+    return lambda step: max((row["step"] for row in read_rows(run_dir)), default=0) >= step
+
+
+def test_pods_of_ranks(smol: Smol, pods: Pods) -> None:
+    kubernetes = Kubernetes(pods, written(smol, pods.folder, "k8s", "gpt", "--strategy", "allreduce", "--nodes", "2"))
+    run_dir = pods.folder / "data/runs/gpt-allreduce"
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").touch()  # a pod that came to nothing was here before
+    ranks = [kubernetes.start("gpt-allreduce", index) for index in (0, 1)]
+    assert ended(ranks, pods) == [0, 0], pods.logs()
+    summary = read_summary(run_dir)
+    assert (summary["status"], summary["world_size"], summary["steps"]) == ("finished", 2, STEPS)
+    assert len(list(run_dir.parent.glob("gpt-allreduce-nothing-saved-*"))) == 1
+
+
+def test_a_server_that_is_lost_with_its_pod(smol: Smol, pods: Pods) -> None:
+    stream = written(smol, pods.folder, "k8s", "gpt", "--strategy", "syncps", "--nodes", "2")
+    assert 'value: "' in stream
+    kubernetes = Kubernetes(pods, stream, token=new_token())
+    run_dir = pods.folder / "data/runs/gpt-syncps"
+    workers = [kubernetes.start("gpt-syncps-worker", 0)]  # the other comes later: until then nothing can be over
+    server = kubernetes.start("gpt-syncps-server")
+    eventually(lambda: (run_dir / "run-id").exists(), within_s=PATIENCE_S, what="a server")
+    workers.append(kubernetes.start("gpt-syncps-worker", 1))
+    eventually(lambda: last_step(run_dir)(2), within_s=PATIENCE_S, what="two steps")
+    pods.kill(server)
+    server = kubernetes.start("gpt-syncps-server")
+    assert ended([server, *workers], pods) == [0, 0, 0], pods.logs()
+    summary = read_summary(run_dir)
+    assert (summary["status"], summary["steps"]) == ("finished", STEPS)
+    assert check(read(run_dir / "history.jsonl")) == []
+    assert not list(run_dir.parent.glob("*-nothing-saved-*"))
+
+
+def test_pods_with_several_workers(smol: Smol, pods: Pods) -> None:
+    words = ("k8s", "gpt", "--strategy", "fsdp", "--nodes", "1", "--workers-per-node", "2")
+    stream = written(smol, pods.folder, *words).replace("gpt-fsdp-0.gpt-fsdp", "127.0.0.1")
+    kubernetes = Kubernetes(pods, stream)
+    (pod,) = [kubernetes.start("gpt-fsdp")]
+    assert ended([pod], pods) == [0], pods.logs()
+    assert read_summary(pods.folder / "data/runs/gpt-fsdp")["world_size"] == 2
+
+
+def test_containers_of_a_compose_file(smol: Smol, pods: Pods) -> None:
+    text = written(smol, pods.folder, "compose", "gpt", "--strategy", "edp", "--workers", "2")
+    found = yaml.safe_load(text.replace("$$", "$"))
+    config = pods.folder / "etc/smolcluster/config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text(found["configs"]["config"]["content"], encoding="utf-8")
+    token = pods.folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(new_token())
+    started = []
+    for name, service in found["services"].items():
+        env = service["environment"] | {"SMOLCLUSTER_TOKEN_FILE": str(token)}
+        started.append(pods.start([*service["entrypoint"], *service["command"]], env, name=name))
+    assert ended(started, pods) == [0, 0, 0], pods.logs()
+    summary = read_summary(pods.folder / "data/runs/gpt-edp")
+    assert (summary["status"], summary["strategy"], summary["steps"]) == ("finished", "edp", STEPS)
