@@ -13,6 +13,7 @@ import typer
 from smolcluster.cli import (
     bench,
     config,
+    doctor,
     down,
     export,
     import_model,
@@ -48,6 +49,7 @@ app.command("up", epilog=up.EXAMPLES)(up.up)
 app.command("status", epilog=status.EXAMPLES)(status.status)
 app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
 app.command("down", epilog=down.EXAMPLES)(down.down)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("import", epilog=import_model.EXAMPLES)(import_model.import_model)

@@ -121,6 +121,54 @@ def _port_problem(bind: str, port: int) -> str | None:
     return None
 
 
+def version_of(package: str, python: str | None, **_: Any) -> str | None:
+    """Of a package, for the Python that would be used."""
+    ask = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        asked = subprocess.run(
+            [python or sys.executable, "-c", ask, package], capture_output=True, text=True, timeout=60, check=False
+        )
+        return asked.stdout.strip() or None
+    return None
+
+
+def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
+    """Let others knock at a port for a while, or until whoever asked for it is gone."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as door:
+        if os.name == "posix":
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind((bind, port))
+        except OSError as error:
+            say(taken=error.strerror or str(error))
+            return
+        door.listen()
+        say(listening=True)
+        until = time.monotonic() + within_s
+        door.settimeout(0.5)
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError):
+                door.accept()[0].close()
+            say(beat=True)
+
+
+def knock(address: str, port: int, within_s: float = 5.0, **_: Any) -> dict[str, Any]:
+    """Whether that port can be reached from here, and if not, how it fails."""
+    began = time.monotonic()
+    try:
+        with socket.create_connection((address, port), timeout=within_s):
+            return {"ok": True, "seconds": time.monotonic() - began}
+    except socket.gaierror as error:
+        return {"ok": False, "kind": "name", "words": error.strerror or str(error)}
+    except ConnectionRefusedError:
+        return {"ok": False, "kind": "refused", "words": "connection refused"}
+    except TimeoutError:
+        return {"ok": False, "kind": "silent", "words": f"no answer in {within_s:g} s"}
+    except OSError as error:
+        return {"ok": False, "kind": "route", "words": error.strerror or str(error)}
+
+
 # Sending
 
 
@@ -462,7 +510,22 @@ def stop(
 
 OPERATIONS = {
     operation.__name__: operation
-    for operation in (look, unpack, has, keep_secret, read, tail, environment, start, states, follow, stop)
+    for operation in (
+        look,
+        version_of,
+        listen,
+        knock,
+        unpack,
+        has,
+        keep_secret,
+        read,
+        tail,
+        environment,
+        start,
+        states,
+        follow,
+        stop,
+    )
 }
 
 

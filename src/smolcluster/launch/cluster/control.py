@@ -123,7 +123,7 @@ class Order:
 async def up(order: Order, hosts: Mapping[str, Host], *, told: Told) -> dict[str, list[str]]:
     """Start what does not run yet. Returns what was started, by machine."""
     layout = order.layout
-    facts = await on_all(hosts.values(), lambda host: _look(host, layout))
+    facts = await on_all(hosts.values(), lambda host: look(host, layout))
     check_facts(layout, facts)
     await on_all(hosts.values(), lambda host: _send(host, order, told))
     pythons = await on_all(hosts.values(), lambda host: _environment(host, order, told))
@@ -150,7 +150,8 @@ def _where(host: Host, layout: Layout | Recorded) -> dict[str, Any]:
     return {"folder": host.machine.folder, "name": layout.name}
 
 
-async def _look(host: Host, layout: Layout) -> dict[str, Any]:
+async def look(host: Host, layout: Layout) -> dict[str, Any]:
+    """What a machine is and has, and when it was asked."""
     listens = list(layout.listens) if layout.lead.host == host.name else None
     asked = time.time()
     found: dict[str, Any] = await host.ask("look", listens=listens, **_where(host, layout))
@@ -159,12 +160,12 @@ async def _look(host: Host, layout: Layout) -> dict[str, Any]:
 
 def check_facts(layout: Layout, facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Everything that would go wrong later, for all machines at once."""
-    problems = [problem for name, seen in facts.items() for problem in _problems(layout, name, seen)]
+    problems = [problem for name, seen in facts.items() for problem in problems_of(layout, name, seen)]
     if problems:
         raise ClusterError(problems, also="nothing was changed on any machine")
 
 
-def _problems(layout: Layout, name: str, seen: Mapping[str, Any]) -> Iterable[HostError]:
+def problems_of(layout: Layout, name: str, seen: Mapping[str, Any]) -> Iterable[HostError]:
     running = {seat for seat, state in seen["processes"].items() if state["alive"]}
     off = clock_off(seen)
     if abs(off) > CLOCK_S:

@@ -76,6 +76,7 @@ class Layout:
     ways: list[Way] = field(
         default_factory=list
     )  # from each machine to the lead's, where links say more than an address
+    addresses: dict[str, str] = field(default_factory=dict)  # where each machine finds the lead
     listens: tuple[str, int] = ("", 0)  # where the lead listens
     needs_token: bool = False
 
@@ -137,6 +138,7 @@ def lay_out(config: Config, *, name: str, run: str) -> Layout:
         seats=seats,
         config=config,
         ways=ways,
+        addresses=dict(draft.addresses),
         listens=(draft.bind, draft.port),
         needs_token=plane == "elastic" and not is_loopback(draft.bind),
     )

@@ -1,0 +1,141 @@
+"""The machines of a cluster file, each layer of each, and the ways from every machine to the one that leads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from smolcluster.launch.cluster import control
+from smolcluster.launch.cluster.host import Host, HostError
+from smolcluster.launch.cluster.layout import Layout
+from smolcluster.launch.cluster.parcel import requirements
+from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, remedy
+from smolcluster.observe.text import size
+
+# What a connection over ssh says of its failure.
+_LAYERS = {
+    "name": Layer.NAME,
+    "route": Layer.ROUTE,
+    "port": Layer.PORT,
+    "host key": Layer.SSH,
+    "login": Layer.SSH,
+    "python": Layer.PYTHON,
+    "disk": Layer.DISK,
+    "clock": Layer.CLOCK,
+}
+
+
+async def examine(layout: Layout, *, accept_new: bool = False) -> list[Finding]:
+    found: list[Finding] = []
+    async with control.connected(layout.machines, accept_new=accept_new) as (hosts, problems):
+        found += [_problem(error) for error in problems.values()]
+        facts: dict[str, dict[str, Any]] = {}
+        for host in hosts.values():
+            try:
+                facts[host.name] = await control.look(host, layout)
+            except HostError as error:
+                found.append(_problem(error))
+        found += [finding for name, seen in facts.items() for finding in _machine(layout, name, seen)]
+        torches = await _torches({name: hosts[name] for name in facts})
+        found += _versions(torches)
+        if layout.lead.host in facts:
+            found += await _ways(layout, {name: hosts[name] for name in facts})
+    return found
+
+
+def _problem(error: HostError) -> Finding:
+    layer = _LAYERS.get(error.layer, Layer.SSH)
+    return Finding(
+        layer=layer, verdict=Verdict.BAD, what=error.what, remedy=error.remedy or remedy(layer), host=error.host
+    )
+
+
+def _machine(layout: Layout, name: str, seen: Mapping[str, Any]) -> list[Finding]:
+    wrong = [_problem(problem) for problem in control.problems_of(layout, name, seen)]
+    layers = {finding.layer for finding in wrong}
+    good = {
+        Layer.SSH: f"{layout.machines[name].place}, {seen['system']} {seen['machine']}",
+        Layer.PYTHON: f"Python {'.'.join(map(str, seen['python']))}",
+        Layer.DISK: f"{size(seen['disk_free'])} free",
+        Layer.CLOCK: f"within {max(1, round(abs(control.clock_off(seen))))} s of this machine",
+    }
+    found = [
+        Finding(layer=layer, verdict=Verdict.GOOD, what=what, host=name)
+        for layer, what in good.items()
+        if layer not in layers
+    ]
+    gpus = seen["gpus"]
+    if gpus and gpus[0].startswith("driver: "):
+        what = f"nvidia-smi fails: {gpus[0].removeprefix('driver: ')}"
+        found.append(Finding(layer=Layer.GPU, verdict=Verdict.BAD, what=what, remedy=remedy(Layer.GPU), host=name))
+    elif gpus:
+        found.append(Finding(layer=Layer.GPU, verdict=Verdict.GOOD, what=", ".join(gpus), host=name))
+    return wrong + found
+
+
+async def _torches(hosts: Mapping[str, Host]) -> dict[str, str | None]:
+    """The version of torch that each would use, None where it is not there yet."""
+
+    async def one(host: Host) -> str | None:
+        with contextlib.suppress(HostError):
+            found: str | None = await host.ask("version_of", package="torch", python=host.machine.python)
+            return found
+        return None
+
+    versions = await asyncio.gather(*map(one, hosts.values()))
+    return dict(zip(hosts, versions, strict=True))
+
+
+def _versions(torches: Mapping[str, str | None]) -> list[Finding]:
+    found = []
+    known = {version.partition("+")[0] for version in torches.values() if version}
+    for name, version in torches.items():
+        if version is None:
+            wanted = next(text for text in requirements(extras=[]) if text.startswith("torch"))
+            what = f"not there yet; `up` makes an environment with {wanted}"
+            found.append(Finding(layer=Layer.TORCH, verdict=Verdict.GOOD, what=what, host=name))
+        elif len(known) > 1:
+            what = f"torch {version}, and others have {', '.join(sorted(known - {version.partition('+')[0]}))}"
+            found.append(
+                Finding(layer=Layer.TORCH, verdict=Verdict.WARNING, what=what, remedy=remedy(Layer.TORCH), host=name)
+            )
+        else:
+            found.append(Finding(layer=Layer.TORCH, verdict=Verdict.GOOD, what=f"torch {version}", host=name))
+    return found
+
+
+async def _ways(layout: Layout, hosts: Mapping[str, Host]) -> list[Finding]:
+    """The lead listens for a moment, the others knock."""
+    lead = layout.lead.host
+    bind, port = layout.listens
+    found: list[Finding] = []
+    others = [host for name, host in hosts.items() if name != lead]
+    if not others:
+        return found
+    async with hosts[lead].agent() as listener:
+        talk = listener.talk("listen", bind=bind, port=port, within_s=20.0)
+        opened = await anext(talk)
+        if "listening" not in opened:
+            return found  # the server itself is there already, or the port is taken, which is told above
+        knocks = await asyncio.gather(
+            *(host.ask("knock", address=layout.addresses[host.name], port=port) for host in others),
+            return_exceptions=True,
+        )
+    for host, knock in zip(others, knocks, strict=True):
+        address = f"{layout.addresses[host.name]}:{port}"
+        if isinstance(knock, BaseException):
+            found.append(Finding(layer=Layer.ROUTE, verdict=Verdict.BAD, what=str(knock), host=host.name))
+        elif knock["ok"]:
+            what = f"reaches {lead} at {address} in {1e3 * knock['seconds']:.1f} ms"
+            found.append(Finding(layer=Layer.ROUTE, verdict=Verdict.GOOD, what=what, host=host.name))
+        else:
+            layer = {"name": Layer.NAME, "refused": Layer.PORT, "silent": Layer.FIREWALL}.get(
+                knock["kind"], Layer.ROUTE
+            )
+            way = next((way for way in layout.ways if way.source == host.name), None)
+            mend = "; ".join(way.commands()) if way is not None and way.through else remedy(layer)
+            what = f"cannot reach {lead} at {address}: {knock['words']}"
+            found.append(Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=mend, host=host.name))
+    return found

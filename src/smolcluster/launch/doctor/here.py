@@ -1,0 +1,134 @@
+"""What is wrong with this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from smolcluster.errors import SmolclusterError
+from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, remedy
+from smolcluster.observe.text import size
+
+ROOM_BYTES = 2 << 30
+OLDEST = (3, 11)
+
+# In a process of its own: a broken torch or driver may end it.
+_ASK_TORCH = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__,
+    "built_for": torch.version.cuda,
+    "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+    "mps": torch.backends.mps.is_available(),
+}))
+"""
+
+
+def examine() -> Iterator[Finding]:
+    yield _python()
+    yield from _torch_and_gpu()
+    yield _disk()
+    yield _name()
+    yield _token()
+    yield _mdns()
+
+
+def _finding(layer: Layer, verdict: Verdict, what: str, remedy: str = "") -> Finding:
+    return Finding(layer=layer, verdict=verdict, what=what, remedy=remedy)
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < OLDEST:  # pragma: no cover - the package does not even install there
+        return _finding(Layer.PYTHON, Verdict.BAD, f"Python {version}", remedy(Layer.PYTHON))
+    return _finding(Layer.PYTHON, Verdict.GOOD, f"Python {version}")
+
+
+def _torch_and_gpu() -> Iterator[Finding]:
+    asked = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        words = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
+        yield _finding(
+            Layer.TORCH, Verdict.BAD, f"torch cannot be imported: {words}", "pip install -U 'torch>=2.6,<2.14'"
+        )
+        return
+    said = json.loads(asked.stdout.splitlines()[-1])
+    yield _finding(Layer.TORCH, Verdict.GOOD, f"torch {said['version']}")
+    tool = shutil.which("nvidia-smi")
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False) if tool else None
+    if said["cuda"]:
+        yield _finding(Layer.GPU, Verdict.GOOD, ", ".join(said["cuda"]))
+    elif listed is not None and listed.returncode == 0 and listed.stdout.strip():
+        what = f"{listed.stdout.strip().splitlines()[0]}, and torch cannot use it (built for CUDA {said['built_for']})"
+        yield _finding(Layer.GPU, Verdict.BAD, what, remedy(Layer.GPU))
+    elif listed is not None:
+        said_there = (listed.stdout + listed.stderr).strip().splitlines() or ["no answer"]
+        yield _finding(Layer.GPU, Verdict.BAD, f"nvidia-smi fails: {said_there[0]}", remedy(Layer.GPU))
+    else:
+        yield _finding(
+            Layer.GPU, Verdict.GOOD, "Apple's GPU (mps)" if said["mps"] else "no GPU; training runs on the CPU"
+        )
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free
+    verdict = Verdict.GOOD if free > ROOM_BYTES else Verdict.WARNING
+    return _finding(
+        Layer.DISK, verdict, f"{size(free)} free here", "" if verdict is Verdict.GOOD else remedy(Layer.DISK)
+    )
+
+
+def _name() -> Finding:
+    name = socket.gethostname()
+    try:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError:
+        what = f"this machine is called {name}, which it does not know itself; training works by address"
+        return _finding(Layer.NAME, Verdict.WARNING, what, remedy(Layer.NAME))
+    return _finding(Layer.NAME, Verdict.GOOD, f"{name} is {', '.join(found)}")
+
+
+def _token() -> Finding:
+    if importlib.util.find_spec("cryptography") is None:
+        what = "beyond this machine a token is needed, and the package for it is missing"
+        return _finding(Layer.TOKEN, Verdict.WARNING, what, "pip install 'smolcluster[cluster]'")
+    from smolcluster.comm.elastic.security import Keyring, find_tokens
+
+    try:
+        found = find_tokens(None, os.environ)
+        if found is None:
+            what = "no token here: only this machine can take part"
+            return _finding(
+                Layer.TOKEN, Verdict.WARNING, what, "smolcluster token new, or token add for one that exists"
+            )
+        keyring = Keyring((entry.token for entry in found[1]), source=found[0])
+    except SmolclusterError as error:
+        return _finding(Layer.TOKEN, Verdict.BAD, str(error), remedy(Layer.TOKEN, 1))
+    return _finding(Layer.TOKEN, Verdict.GOOD, f"{keyring.current.name} from {found[0]}")
+
+
+def _mdns() -> Finding:
+    if importlib.util.find_spec("zeroconf") is None:
+        return _finding(
+            Layer.MDNS, Verdict.WARNING, "machines are not found by themselves", "pip install 'smolcluster[launch]'"
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "SO_REUSEPORT"):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            probe.bind(("", 5353))
+            group = socket.inet_aton("224.0.0.251") + socket.inet_aton("0.0.0.0")
+            probe.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
+        except OSError as error:
+            what = f"multicast DNS cannot be used: {error.strerror or error}"
+            return _finding(Layer.MDNS, Verdict.WARNING, what, remedy(Layer.MDNS))
+    return _finding(Layer.MDNS, Verdict.GOOD, "multicast DNS can be used")

@@ -1,0 +1,179 @@
+"""The layers between two machines that want to train together, from the lowest up; what goes wrong in each; the remedy.
+
+One table for the command and for docs/troubleshooting.md, which `python -m smolcluster.launch.doctor.layers` prints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Layer(StrEnum):
+    NAME = "name"
+    ROUTE = "route"
+    FIREWALL = "firewall"
+    PORT = "port"
+    SSH = "ssh"
+    MDNS = "mDNS"
+    CLOCK = "clock"
+    PYTHON = "Python"
+    TORCH = "torch"
+    DISK = "disk"
+    GPU = "GPU driver"
+    TOKEN = "token"
+
+
+class Verdict(StrEnum):
+    GOOD = "ok"
+    WARNING = "warning"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    layer: Layer
+    verdict: Verdict
+    what: str
+    remedy: str = ""
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What may be seen in a layer, why, and what to do."""
+
+    sign: str
+    cause: str
+    remedy: str
+
+
+TROUBLES: dict[Layer, list[Trouble]] = {
+    Layer.NAME: [
+        Trouble(
+            "no machine is called ...",
+            "the name is not in DNS, /etc/hosts or ~/.ssh/config",
+            "use the address; between Macs and Linux machines with Avahi, NAME.local often works",
+        )
+    ],
+    Layer.ROUTE: [
+        Trouble(
+            "no route to host, network is unreachable",
+            "the machines are on different subnets, or a cable or Wi-Fi is down",
+            "one subnet for each link; where a machine lies behind another, `smolcluster up --dry-run` prints the route to add",
+        ),
+    ],
+    Layer.FIREWALL: [
+        Trouble(
+            "no answer in some seconds, although the machine answers ssh",
+            "a firewall drops what comes for that port",
+            "Linux: sudo ufw allow PORT/tcp; macOS: System Settings, Network, Firewall, allow Python; Windows: "
+            "New-NetFirewallRule -DisplayName smolcluster -Direction Inbound -Protocol TCP -LocalPort PORT -Action Allow",
+        )
+    ],
+    Layer.PORT: [
+        Trouble(
+            "connection refused",
+            "nothing listens there: the server is not started, listens on loopback only, or on another port",
+            "start it with --bind 0.0.0.0 (and a token); look for `listening on` in what it prints",
+        ),
+        Trouble(
+            "address already in use",
+            "another program has the port, perhaps a run that was not ended",
+            "smolcluster down; or choose another port, as cluster.port",
+        ),
+    ],
+    Layer.SSH: [
+        Trouble(
+            "the host key has CHANGED",
+            "the machine was set up anew, or another one has its address",
+            "if you know why: ssh-keygen -R HOST, then connect once by hand",
+        ),
+        Trouble(
+            "... is not in known_hosts", "ssh has never been there", "ssh HOST once, or smolcluster up --accept-new"
+        ),
+        Trouble("does not accept your key", "your public key is not on that machine", "ssh-copy-id USER@HOST"),
+    ],
+    Layer.MDNS: [
+        Trouble(
+            "machines that `join` are not found",
+            "multicast does not pass: another subnet, a guest network, a VPN, a container",
+            "use the address instead: smolcluster worker ... --server HOST:PORT",
+        )
+    ],
+    Layer.CLOCK: [
+        Trouble(
+            "its clock is ... ahead",
+            "no time service runs there, or a Raspberry Pi was off for long",
+            "sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com; Windows: w32tm /resync)",
+        )
+    ],
+    Layer.PYTHON: [
+        Trouble(
+            "there is no Python, or it is older than 3.11",
+            "ssh finds another Python than a terminal does",
+            "install one, and name it as hosts.NAME.python in the cluster file",
+        )
+    ],
+    Layer.TORCH: [
+        Trouble(
+            "machines have different versions of torch",
+            "they were set up at different times",
+            "install the same everywhere; `smolcluster up` does so if hosts.NAME.python is left out",
+        )
+    ],
+    Layer.DISK: [
+        Trouble(
+            "only ... of disk are free",
+            "checkpoints, caches, an environment (torch takes 1 to 5 GB)",
+            "make room, or set hosts.NAME.folder to another disk; keep fewer: training.max_checkpoints_to_keep",
+        )
+    ],
+    Layer.GPU: [
+        Trouble(
+            "there is an NVIDIA GPU, and torch cannot use it",
+            "the driver does not run, or is older than the CUDA that torch was built for",
+            "nvidia-smi must work first; then install a torch for that driver, or update it",
+        )
+    ],
+    Layer.TOKEN: [
+        Trouble(
+            "the cluster token is missing or not the one used here",
+            "the machines have different tokens",
+            "compare the ids: smolcluster token show; hand yours on: smolcluster token show --secret | ssh HOST smolcluster "
+            "token add",
+        ),
+        Trouble("others may read the token file", "its permissions are too wide", "chmod 600 the file that is named"),
+    ],
+}
+
+
+def remedy(layer: Layer, number: int = 0) -> str:
+    return TROUBLES[layer][number].remedy
+
+
+def markdown() -> str:
+    """docs/troubleshooting.md."""
+    lines = [
+        "# Troubleshooting",
+        "",
+        "<!-- Written by `python -m smolcluster.launch.doctor.layers`; change the table there, not this page. -->",
+        "",
+        "Ask first. It names the layer that fails, from the lowest up, and what to do:",
+        "",
+        "```",
+        "smolcluster doctor                        # this machine",
+        "smolcluster doctor 192.168.1.10:65432     # a server, seen from here",
+        "smolcluster doctor cluster.yaml           # all machines of a cluster, and the ways between them",
+        "```",
+        "",
+    ]
+    for layer, troubles in TROUBLES.items():
+        lines += [f"## {layer}", "", "| you see | because | do |", "|---|---|---|"]
+        lines += [f"| {t.sign} | {t.cause} | {t.remedy.replace('|', chr(92) + '|')} |" for t in troubles]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
