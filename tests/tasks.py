@@ -151,6 +151,25 @@ class Twice(Double):
         return nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(12, 2)).double()
 
 
+class _TracedTie(nn.Module):
+    """No sequence, so it is traced; two layers beside each other share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.c, self.d = nn.Linear(12, 12), nn.Linear(12, 2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return self.d(torch.tanh(self.c(x)))
+
+
+class TracedTie(Double):
+    def model(self) -> nn.Module:
+        return _TracedTie().double()
+
+
 class _Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

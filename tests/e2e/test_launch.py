@@ -224,6 +224,59 @@ def test_a_rank_that_waits_for_the_others_can_be_interrupted(smol: Smol, folder:
     assert running.end(within_s=2).status == 130
 
 
+def test_a_rank_that_waits_for_rank_0_says_so_and_can_be_interrupted(smol: Smol, folder: Path) -> None:
+    running = by_hand(smol, folder, "nobody", 1, free_port())
+    running.until(lambda: "waiting for rank 0 at 127.0.0.1:" in running.output, what="a word of what it waits for")
+    running.process.send_signal(signal.SIGINT)
+    ended = running.end(within_s=10)
+    assert ended.status == 130
+    assert "Traceback" not in ended.err
+    assert "c10d" not in ended.err
+
+
+def test_two_ranks_of_one_number_are_told(smol: Smol, folder: Path) -> None:
+    port = free_port()
+    twins = [by_hand(smol, folder, f"twins-{number}", 1, port) for number in range(2)]
+    for twin in twins:
+        twin.until(lambda twin=twin: "waiting for rank 0" in twin.output, what="it to wait")
+    first = by_hand(smol, folder, "twins", 0, port)
+    ended = eventually(lambda: [t for t in twins if t.process.poll() is not None], what="one of them to leave")[0].end()
+    assert ended.status == 2
+    assert "rank 1 is there twice" in ended.err
+    first.process.send_signal(signal.SIGINT)
+    assert first.end(within_s=20).status == 130
+
+
+def test_ranks_that_are_configured_otherwise_all_end_alike(smol: Smol, folder: Path) -> None:
+    """And leave nothing: the same command works once that is mended."""
+    port = free_port()
+    for sizes in ((4, 5), (4, 4)):
+        ranks = [
+            smol.start(
+                *(
+                    "train",
+                    "--run-dir",
+                    "runs/unlike",
+                    "--world-size",
+                    "2",
+                    "--rank",
+                    str(rank),
+                    "--master-port",
+                    str(port),
+                ),
+                *("--steps", "2", "--override", *TINY, f"training.grad_accumulation={size}"),
+                cwd=folder,
+            )
+            for rank, size in enumerate(sizes)
+        ]
+        ended = [running.end(within_s=60) for running in ranks]
+        if sizes == (4, 5):
+            assert [end.status for end in ended] == [2, 2]
+            assert all("training.grad_accumulation is 5 on rank 1 and 4 on rank 0" in end.err for end in ended)
+        else:
+            assert [end.status for end in ended] == [0, 0]
+
+
 def test_a_rank_whose_peer_is_killed_says_so(smol: Smol, folder: Path) -> None:
     port = free_port()
     ranks = [by_hand(smol, folder, "widow", rank, port) for rank in (0, 1)]

@@ -141,6 +141,13 @@ def test_what_cannot_be_cut_is_told(tmp_path: Path, task: str, size: int, option
     assert any(said in failed.message for failed in told), [rank.failed for rank in world.ranks]
 
 
+def test_a_weight_that_two_layers_of_a_stage_share(tmp_path: Path) -> None:
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 8}, task="TracedTie", strategy="single")
+    parts = {"training.batch_size": 8, "strategy.num_microbatches": 2}
+    many = run_world(2, tmp_path / "many", COMMON | parts, task="TracedTie", strategy="pipeline")
+    assert_same_run(one, many, tolerance=1e-10)
+
+
 def test_a_sequence_that_tp_does_not_divide_is_told(tmp_path: Path) -> None:
     config = COMMON | GPT | {"training.batch_size": 4, "model.max_seq_len": 33, "training.steps": 1}
     failed = run_world(2, tmp_path / "cut", config, strategy="tensor").ranks[0].failed

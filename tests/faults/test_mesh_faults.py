@@ -150,7 +150,7 @@ def test_a_rank_that_never_comes_is_named(network: Network, tmp_path: Path) -> N
         failed = world.ranks[rank].failed
         assert failed is not None
         assert failed.kind == "user"
-        assert f"ranks 1 of 3 did not come to {network.address(0)}" in failed.message
+        assert f"rank 1 of 3 did not come to {network.address(0)}" in failed.message
         assert "within 3 s" in failed.message
 
 

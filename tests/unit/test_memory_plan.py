@@ -167,6 +167,19 @@ def test_a_task_of_ones_own_is_rehearsed_and_what_it_cannot_do_is_said() -> None
     assert [seat.role for seat in rows["syncps"].seats] == ["worker", "server"]
 
 
+def test_what_looks_at_a_batch_before_it_starts_is_rehearsed_too() -> None:
+    """Layers that are measured, a model that is traced, sequences that are cut."""
+    pipeline = next(c for c in choices(2) if c.label == "pipeline gpipe")
+    for made in (subject(2, {"strategy.layer_distribution": "auto"}), own("Residual")):
+        found = forecast(made, pipeline, ways=[Way()])
+        assert not found.cannot
+        assert found.seats[0].ways[Way()].at.total > 0
+    cut = Choice(label="cp", strategy="mesh", options={"cp": 2})
+    assert forecast(subject(2, {}), cut, ways=[Way()]).seats[0].ways
+    odd = forecast(subject(2, {"model.max_seq_len": 31}), cut, ways=[Way()])
+    assert odd.cannot.startswith("strategy.cp = 2 does not divide sequences of 31 tokens")
+
+
 def test_a_model_that_looks_at_values_gets_the_formula(tmp_path: Path) -> None:
     path = tmp_path / "looks.py"
     path.write_text(

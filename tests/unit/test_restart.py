@@ -297,7 +297,7 @@ def test_a_worker_that_dies_again_and_again_is_left_out(story: Restarted) -> Non
     summary = story.run({"worker-0": [*waits, last], "worker-1": dies})
     assert summary["restarts"] == 3
     assert "rank 1" in story.notices()[2]
-    assert story.notices()[2].endswith("3 times in a row without a new step; going on without it")
+    assert story.notices()[2].endswith("3 times in a row without a new step; going on without it; starting again")
 
 
 def test_the_rank_that_stays_keeps_its_gpu_and_is_the_first(story: Restarted) -> None:

@@ -180,6 +180,7 @@ def train(
         return 0
 
     from smolcluster.observe.console import ConsoleSink
+    from smolcluster.observe.observer import OnlyNotices
     from smolcluster.observe.report import EndReport
 
     if place is not None:
@@ -198,7 +199,7 @@ def train(
                 run_dir=prepared.run_dir,
                 resume=prepared.resume,
                 backend=backend,
-                sinks=[ConsoleSink(), EndReport()] if place.rank == 0 else [],
+                sinks=[ConsoleSink(), EndReport()] if place.rank == 0 else [OnlyNotices(ConsoleSink())],
                 tell=tell,
             )
         )

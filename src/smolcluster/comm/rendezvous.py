@@ -11,6 +11,7 @@ import datetime
 import json
 import logging
 import os
+import secrets
 import socket
 import struct
 import sys
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 120.0
 EXCHANGE_TIMEOUT_S = 600.0
 _LOOK_S = 0.02
+TELL_S = 3.0  # whoever waits longer is told for whom
 _OPTIONS = {"backend": "--backend", "world size": "--world-size"}
 _SAME = {name: f"say the same {option} on every machine" for name, option in _OPTIONS.items()}
 _MISSING = "missing"  # in the store: somebody did not come
@@ -87,8 +89,10 @@ def connect(
     backend: str = "gloo",
     announce: Callable[[int], None] | None = None,
     versions: Mapping[str, str] | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Group:
-    """Join the world; returns when every rank is there. `versions` are of what must be the same on all of them."""
+    """Join the world; returns when every rank is there. `versions` are of what must be the same on all of them. Raises PeerLost
+    when `stop_requested` while it waits."""
     if place.world_size == 1:
         return MemoryGroup.world(1)[0]
     if is_loopback(place.master_addr):
@@ -97,12 +101,15 @@ def connect(
         _use_the_way_to(place.master_addr)
         log.warning("torch.distributed is neither authenticated nor encrypted: use %s on a network you trust", backend)
 
-    _look_up(place.master_addr)
+    _look_up(place.master_addr, stop_requested)
+    if place.rank > 0:
+        _wait_for_rank_0(place, stop_requested)
     opened = _open_store(place)
     if place.rank == 0 and announce is not None:
         announce(opened.port)
     store = _of_this_attempt(opened)
-    _check_signed(_wait_for_all(store, place, {**(versions or {}), **_said(place, backend)}), store, place)
+    said = {**(versions or {}), **_said(place, backend)}
+    _check_signed(_wait_for_all(store, place, said, stop_requested), store, place)
     try:
         dist.init_process_group(
             backend,
@@ -119,10 +126,39 @@ def connect(
     return TorchGroup(world, device=device, met_at=(place.master_addr, opened.port))
 
 
-def _look_up(host: str) -> None:
+def _wait_for_rank_0(place: Place, stop_requested: Callable[[], bool]) -> None:
+    """Until somebody listens there. The store's own waiting could be neither interrupted nor told of in a sentence."""
+    where = f"{place.master_addr}:{place.master_port}"
+    began, told = time.monotonic(), False
+    while True:
+        _leave_if(stop_requested)
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((place.master_addr, place.master_port), timeout=5.0),
+        ):
+            return
+        waited = time.monotonic() - began
+        if waited > JOIN_TIMEOUT_S:
+            raise UserError(
+                f"rank {place.rank} found nobody at {where} in {JOIN_TIMEOUT_S:g} s; "
+                "is rank 0 started, with this address and port, and does a firewall let it through?"
+            )
+        if waited > TELL_S and not told:
+            log.warning("waiting for rank 0 at %s", where)
+            told = True
+        time.sleep(_LOOK_S)
+
+
+def _leave_if(stop_requested: Callable[[], bool]) -> None:
+    if stop_requested():
+        raise PeerLost("interrupted while waiting for the others")
+
+
+def _look_up(host: str, stop_requested: Callable[[], bool] = lambda: False) -> None:
     """A name that nobody knows gets a sentence of its own. One may become known while machines start."""
     until, told = time.monotonic() + JOIN_TIMEOUT_S, False
     while True:
+        _leave_if(stop_requested)
         try:
             socket.getaddrinfo(host, None)
             return
@@ -169,28 +205,48 @@ def _of_this_attempt(store: TCPStore) -> Store:
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _wait_for_all(store: Store, place: Place, versions: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
+def _wait_for_all(
+    store: Store, place: Place, versions: Mapping[str, str], stop_requested: Callable[[], bool]
+) -> list[tuple[str, dict[str, str]]]:
     """Everybody signs in, so that whoever does not come can be named. Returns each rank's host and versions."""
     keys = [f"joined/{rank}" for rank in range(place.world_size)]
-    store.set(keys[place.rank], json.dumps([socket.gethostname(), dict(versions)]))
-    until = time.monotonic() + JOIN_TIMEOUT_S
+    me = secrets.token_hex(8)  # two may come with one number
+    store.set(keys[place.rank], json.dumps([socket.gethostname(), dict(versions), me]))
+    began, told = time.monotonic(), False
     try:
         while not store.check(keys):  # a wait of the store's own would fill the terminal when it ends
-            if time.monotonic() > until or store.check([_MISSING]):
+            _leave_if(stop_requested)
+            waited = time.monotonic() - began
+            if waited > JOIN_TIMEOUT_S or store.check([_MISSING]):
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 break
+            if waited > TELL_S and not told and place.rank == 0:
+                absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                log.warning("waiting for %s of %d", _ranks(absent), place.world_size)
+                told = True
             time.sleep(_LOOK_S)
         else:
-            return [tuple(json.loads(said)) for said in store.multi_get(keys)]
+            signed = [json.loads(said) for said in store.multi_get(keys)]
+            host, _, who = signed[place.rank]
+            if who != me:
+                raise UserError(
+                    f"rank {place.rank} is there twice: another process, on {host}, came with that number; "
+                    "give every process a --rank of its own"
+                )
+            return [(host, said) for host, said, _ in signed]
         store.set(_MISSING, "")  # one that came later need not wait as long again
         _leave_together(store, place, [rank for rank in range(place.world_size) if rank not in missing])
     except RuntimeError as error:
         raise PeerLost("rank 0 went away before all ranks had met") from error
     where = f"{place.master_addr}:{place.master_port}" if place.master_port else place.master_addr
     raise UserError(
-        f"ranks {', '.join(map(str, missing))} of {place.world_size} did not come to {where} "
+        f"{_ranks(missing)} of {place.world_size} did not come to {where} "
         f"within {JOIN_TIMEOUT_S:g} s; start them with the same --master-addr and --master-port"
     )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _said(place: Place, backend: str) -> dict[str, str]:

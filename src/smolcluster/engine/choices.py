@@ -52,7 +52,7 @@ def _fsdp(stage: int, **options: Any) -> Choice:
 def _mesh(num_ranks: int, *, pp: int = 1, tp: int = 1) -> Choice:
     dp = num_ranks // (pp * tp)
     parts = [f"{name} {n}" for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n > 1]
-    options = {"pp": pp, "tp": tp, "dp": None, "fsdp_stage": 0, "shard_size": None}
+    options = {"pp": pp, "tp": tp, "cp": None, "dp": None, "fsdp_stage": 0, "shard_size": None}
     return Choice(label=f"mesh {' x '.join(parts)}", strategy="mesh", options=options)
 
 

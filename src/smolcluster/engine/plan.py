@@ -128,6 +128,10 @@ class Subject:
     def scene(self, choice: Choice) -> Scene:
         """Raises UserError where the strategy cannot run like this."""
         section = self.config.strategy.model_copy(update={"name": choice.strategy, **choice.options})
+        if (
+            section.layer_distribution == "auto"
+        ):  # what is measured when a run begins; about even where machines are alike
+            section = section.model_copy(update={"layer_distribution": None})
         strategy = find_strategy(choice.strategy, plane=choice.plane)
         options, _ = read_options(strategy, section)
         nodes = self.nodes[:1] if choice == ALONE else self.nodes

@@ -22,6 +22,7 @@ from smolcluster.compute.timing import Span
 from smolcluster.errors import UserError
 
 TOP = 25  # operators in the table
+_WAITING = ("_c10d_functional::wait", "c10d::", "gloo:", "nccl:")
 
 
 def steps_of(said: str) -> range:
@@ -73,6 +74,8 @@ class Profiler:
         total = sum(span.seconds() for span, _ in self._spans)
         waited = sum(comm.seconds() for _, comm in self._spans if comm is not None)
         spent = {e.key: getattr(e, "self_device_time_total" if "cuda" in by else by) for e in averages}
+        # What torch's engine waits for inside forward and backward.
+        waited = min(total, waited + sum(time for key, time in spent.items() if key.startswith(_WAITING)) / 1e6)
         top = sorted(spent, key=lambda key: -spent[key])[:3]
         whole = max(sum(spent.values()), 1)
         named = ", ".join(f"{key} {spent[key] / whole:.0%}" for key in top)

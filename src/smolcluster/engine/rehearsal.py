@@ -96,6 +96,7 @@ def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Way]) -> Rehe
             samples_per_step=_samples_per_step(scene),
             stop_requested=lambda: False,
             warn=lambda _: None,
+            example=lambda count: tree_map_only(Tensor, lambda t: t[:count] if t.ndim else t, part),
         )
         try:
             return _run(scene, context, ledger, part, ways)

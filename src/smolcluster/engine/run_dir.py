@@ -96,8 +96,10 @@ class RunDir:
             raise
 
     def check_free(self, *, resume: bool) -> None:
-        """A run may begin only in a folder that holds none."""
-        if self.holds_a_run() and not resume:
+        """A run may begin only in a folder that holds none, or one of ours that never took a step."""
+        ours = self.config.is_file() and self.logs.is_dir()
+        abandoned = ours and not (self._has_rows() or self.can_continue())
+        if self.holds_a_run() and not resume and not abandoned:
             raise UserError(
                 f"{self.path} already holds a run; continue it with --resume {self.path}, or choose another --run-dir"
             )

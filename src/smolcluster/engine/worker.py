@@ -33,7 +33,7 @@ from smolcluster.engine.stored import StoredTensors
 from smolcluster.engine.summary import join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.together import LeadStore, PartStore, all_see
-from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.strategies.base import Context, Node, Strategy
@@ -110,11 +110,13 @@ class Worker(Role):
             backend=self.backend,
             announce=self.channel.announce,
             versions=must_agree(),
+            stop_requested=self.channel.stop_requested,
         )
         if not spec.watched and spec.world_size > 1:
             self._watch_each_other()
         everyone = gather_json(self.group, public_dict(self.config))
-        check_same_config(everyone[0], everyone[spec.rank], rank=spec.rank)
+        for rank, theirs in enumerate(everyone):  # all ranks see all, and end alike
+            check_same_config(everyone[0], theirs, rank=rank)
         # What the lead rank says holds: the others may be on machines without the run directory.
         named, self.resuming = gather_json(self.group, [spec.run_dir, spec.resume is not None])[0]
         if not spec.run_dir:
@@ -243,6 +245,10 @@ class Worker(Role):
             try:
                 path, found = self._find_checkpoint(Path(self.spec.resume or ""), self.loop.strategy, lazily=True)
                 head = {"step": found.step, "state": found.state, "path": str(path), "sha256": manifest_sha256(path)}
+            except DamagedCheckpoint as error:
+                head = {
+                    "problem": f"{error}; this checkpoint is damaged: name the run directory, to go on from one before it"
+                }
             except SmolclusterError as error:
                 head = {"problem": str(error)}
         head = gather_json(self.group, head)[0]

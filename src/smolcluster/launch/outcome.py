@@ -29,7 +29,7 @@ class Outcome:
     command: str = "train"
     summary: dict[str, Any] | None = None
     failed: Failed | None = None
-    last_row: dict[str, Any] | None = None
+    last_rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each rank, or of the server
     served: bool = False
     started: float = field(default_factory=time.time)
 
@@ -39,14 +39,29 @@ class Outcome:
                 self.summary = event.summary
             case Failed():
                 self.failed = event
-            case StepLogged(role="server") | StepLogged(rank=0) if event.role == "server" or not self.served:
-                self.served = event.role == "server"  # then its rows are the run's
-                self.last_row = plain({name: getattr(event, name) for name in _KEPT})
+            case StepLogged() if event.role == "server" or not self.served:
+                if event.role == "server" and not self.served:  # its rows are the run's
+                    self.served, self.last_rows = True, {}
+                self.last_rows[event.rank] = {name: getattr(event, name) for name in _KEPT}
             case _:
                 pass
 
     def close(self) -> None:
         """Nothing is open."""
+
+    @property
+    def last_row(self) -> dict[str, Any] | None:
+        """The last rows of all ranks as one: the loss is that of the global batch."""
+        rows = [self.last_rows[rank] for rank in sorted(self.last_rows)]
+        if not rows:
+            return None
+        joined = dict(rows[0])
+        for name in ("samples", "tokens", "bytes_sent", "bytes_received"):
+            joined[name] = sum(row[name] for row in rows)
+        joined["step"] = max(row["step"] for row in rows)
+        if joined["samples"]:
+            joined["loss"] = sum(row["loss"] * row["samples"] for row in rows) / joined["samples"]
+        return dict(plain(joined))
 
     def interrupted(self, run_dir: RunDir) -> Interrupted:
         """The message for a run that was stopped, honest about what is left of it."""

@@ -51,7 +51,7 @@ from smolcluster.launch.processes import (
 from smolcluster.launch.rounds import TICK_S, Decree, Over, Rounds, largest
 from smolcluster.observe.events import Event, Failed, Notice, Phase, RunFinished, StepLogged
 from smolcluster.observe.jsonl import truncate_metrics
-from smolcluster.observe.observer import Observer, Sink
+from smolcluster.observe.observer import Observer, OnlyNotices, Sink
 
 MOST_DEATHS = 3  # of one worker in a row, without a new step between them
 SETTLE_S = 0.5  # a worker lost another: so long the other has to be found dead
@@ -127,7 +127,7 @@ class _Run:
 
     def run(self, member: Member | None, *, leads: bool) -> dict[str, Any]:
         self.leads = leads
-        self.observer = Observer([self.outcome, *(self.sinks if leads else map(_OnlyNotices, self.sinks))])
+        self.observer = Observer([self.outcome, *(self.sinks if leads else map(OnlyNotices, self.sinks))])
         try:
             with signals(lambda: self.children, self.inbox):
                 if leads:
@@ -370,21 +370,22 @@ class _Run:
             self.rounds.say(mistake=culprit.failed.message)
             raise UserError(culprit.failed.message)
         self.last_lines = f"{last_lines(culprit)}\nthe whole log: {culprit.log}"
-        self.rounds.say(why=why, victim=victim, asks=self.rounds.current.number + 1)
         if not victim:
-            self._count_against(self.slots[self.crew.index(culprit)], why)
+            why = self._count_against(self.slots[self.crew.index(culprit)], why)
+        self.rounds.say(why=why, victim=victim, asks=self.rounds.current.number + 1)
 
-    def _count_against(self, slot: _Slot, why: str) -> None:
+    def _count_against(self, slot: _Slot, why: str) -> str:
+        """Leaves the slot out if it dies too often. Returns what is to be told."""
         slot.deaths = slot.deaths + 1 if slot.deaths and self.step <= slot.step else 1
         slot.step = self.step
         if slot.deaths < MOST_DEATHS:
-            return
+            return why
         often = f"{why}, {slot.deaths} times in a row without a new step"
         if len(self.slots) == 1 or not largest(self.rounds.sizes, self.rounds.workers - 1):
             raise WorkerFailed(f"{often}{self.last_lines}")
         self.slots.remove(slot)
         self.rounds.say(workers=len(self.slots))
-        self._warn(f"{often}; going on without it")
+        return f"{often}; going on without it"
 
     # The end of a round, and of the run
 
@@ -449,20 +450,6 @@ class _Run:
 
     def _warn(self, message: str) -> None:
         self.observer.emit(Notice(level="WARNING", message=message))
-
-
-class _OnlyNotices:
-    """What a machine that does not lead shows: the run itself is shown where it is led."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def handle(self, event: Event) -> None:
-        if isinstance(event, Notice):
-            self._sink.handle(event)
-
-    def close(self) -> None:
-        self._sink.close()
 
 
 def _left_in_order(child: Child) -> bool:

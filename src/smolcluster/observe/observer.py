@@ -93,6 +93,20 @@ def _close(sink: Sink) -> None:
         logger.error("%s could not be closed: %s: %s", type(sink).__name__, type(error).__name__, error)
 
 
+class OnlyNotices:
+    """What a machine that does not lead shows: the run itself is shown where it is led."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            self._sink.handle(event)
+
+    def close(self) -> None:
+        self._sink.close()
+
+
 class NoticeHandler(logging.Handler):
     """What the package logs as a warning or worse also becomes a Notice, so that a person sees it at once.
 

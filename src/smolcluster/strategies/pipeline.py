@@ -365,7 +365,7 @@ class Pipe:
             for stage, state in zip(stages, states, strict=True):
                 used = self._used_in(stage)
                 tensors = {n: torch.empty(t.shape, dtype=used[n], device=device) for n, t in state.items()}
-                found.append(as_tuple(functional_call(stage, tensors, found[-1])))
+                found.append(as_tuple(functional_call(stage, tensors, found[-1], tie_weights=False)))
         first = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in found[0])
         between = [tuple(_travelling(t, shards) for t in tensors) for tensors in found[1:-1]]
         return [first, *between, tuple(_travelling(t, 1) for t in found[-1])]
