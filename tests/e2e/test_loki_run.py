@@ -75,7 +75,7 @@ def test_a_worker_by_hand_without_a_log_of_its_own(loki: StrictLoki, smol: Smol,
     """It learns from the server where Loki is, and its lines wait in a temporary file that is gone afterwards."""
     (tmp_path / "tmp").mkdir()
     server = smol.start(
-        *("server", "gpt", "--strategy", "edp", "--workers", "1", "--port", "0", "--steps", "30", "--run-dir", "run"),
+        *("server", "gpt", "--strategy", "edp", "--workers", "1", "--port", "0", "--steps", "10", "--run-dir", "run"),
         *("--override", *TINY, "logging.level=DEBUG", f"logging.loki_url={loki.url.replace('//', '//me:topsecret@')}"),
         cwd=tmp_path,
     )
@@ -87,7 +87,7 @@ def test_a_worker_by_hand_without_a_log_of_its_own(loki: StrictLoki, smol: Smol,
         cwd=tmp_path,
         env={"TMPDIR": str(tmp_path / "tmp")},
     )
-    worker.end().ok()
+    worker.end(within_s=90).ok()
     server.end().ok()
     arrived = [json.loads(text) for text in loki.lines(host="worker-rank0-pi5")]
     assert "worker, rank 0, starts as process" in arrived[0]["message"], "also what was logged before Loki was known"

@@ -12,11 +12,13 @@ import typer
 
 from smolcluster.cli import (
     bench,
+    cluster,
     config,
     doctor,
     down,
     export,
     import_model,
+    join,
     logs,
     plan,
     server,
@@ -49,11 +51,13 @@ app.command("up", epilog=up.EXAMPLES)(up.up)
 app.command("status", epilog=status.EXAMPLES)(status.status)
 app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
 app.command("down", epilog=down.EXAMPLES)(down.down)
+app.command("join", epilog=join.EXAMPLES)(join.join)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("import", epilog=import_model.EXAMPLES)(import_model.import_model)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(config.app, name="config")
 app.add_typer(token.app, name="token")
 

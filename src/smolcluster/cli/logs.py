@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,20 +15,37 @@ smolcluster logs -f
 smolcluster logs pi5 --lines 100
 
 smolcluster logs server --cluster cluster.yaml
+
+smolcluster logs up
+
+smolcluster logs push runs/demo --url http://127.0.0.1:3100
 """
 
 
 def logs(
     node: Annotated[
-        str | None, typer.Argument(metavar="[NODE]", help="A host or a process, such as pi5 or worker-1. Default: all.")
+        str | None,
+        typer.Argument(
+            metavar="[NODE|up|down|push]",
+            help="A host or a process, such as pi5 or worker-1. Default: all. up, down: Grafana and Loki on this machine, by "
+            "Docker. push: what a run directory has not sent to Loki yet.",
+        ),
     ] = None,
+    run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN_DIR]", help="With push: the run.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until all have ended; Ctrl-C ends it.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the last lines of each.")] = 20,
     cluster: Annotated[
         str | None, typer.Option(help="Name or file of the cluster. Default: the one that was started last.")
     ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="With push: the Loki server. Default: the run's logging.loki_url.")
+    ] = None,
 ) -> int:
-    """Show what processes print, wherever they run."""
+    """Show what processes print, wherever they run. Or start and stop a place that keeps it: `logs up`, `logs down`."""
+    if node in ("up", "down"):
+        return _stack(node)
+    if node == "push":
+        return _push(run_dir, url)
     from smolcluster.cli.screen import print_line, print_note
     from smolcluster.errors import unknown_name
     from smolcluster.launch.cluster import control
@@ -48,4 +66,34 @@ def logs(
         asyncio.run(wish)
     except KeyboardInterrupt:
         return 130
+    return 0
+
+
+def _stack(wish: str) -> int:
+    """Grafana and Loki, where there is Docker."""
+    from smolcluster.launch import logstack
+
+    if wish == "up":
+        logstack.start(tell=typer.echo)
+    else:
+        logstack.stop()
+    return 0
+
+
+def _push(run_dir: Path | None, url: str | None) -> int:
+    """What was logged while Loki was away."""
+    from smolcluster.config import load_config
+    from smolcluster.errors import UserError
+    from smolcluster.observe.loki import push_rest
+
+    if run_dir is None or not run_dir.is_dir():
+        raise UserError("smolcluster logs push needs a run directory, such as runs/demo")
+    if url is None and (run_dir / "config.yaml").is_file():
+        url = load_config([str(run_dir / "config.yaml")]).logging.loki_url
+    if url is None:
+        raise UserError(f"{run_dir} names no Loki server; give --url http://HOST:3100")
+    rest = push_rest(run_dir, url, within_s=300)
+    typer.echo(f"{rest.lines} lines sent" + (f", {rest.refused} refused" if rest.refused else ""))
+    if rest.left:
+        raise UserError(f"not all was sent: {rest.reason}; try again later")
     return 0

@@ -197,7 +197,12 @@ class LoggingConfig(Section):
     log_interval: Count = Field(10, description="steps between logged rows")
     wandb: bool = Field(False, description="log to Weights & Biases (offline when no key is set)")
     tensorboard: bool = Field(False, description="write TensorBoard event files into the run directory")
-    loki_url: str | None = Field(None, description="push logs to this Loki server")
+    loki_url: str | None = Field(
+        None,
+        repr=False,
+        description="push logs to this Loki server, such as http://127.0.0.1:3100; a login is better given in "
+        "SMOLCLUSTER_LOKI_AUTH",
+    )
     prometheus_port: Annotated[int, Field(ge=0, le=65535), Number] | None = Field(
         None, description="serve metrics of every process for Prometheus, from this port on; null or 0: off"
     )

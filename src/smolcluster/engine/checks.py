@@ -50,7 +50,10 @@ def check_enough_samples(num_samples: int, counts: list[int]) -> None:
         )
 
 
-OWN_TO_A_HOST = {"training.device", "data.root", "data.cache_dir"}
+OWN_TO_A_HOST = {
+    *("training.device", "data.root", "data.cache_dir"),
+    *("logging.loki_url", "logging.prometheus_port", "logging.prometheus_host"),
+}
 
 
 def check_same_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -54,6 +55,7 @@ class Role(ABC):
         logging.getLogger("smolcluster").addHandler(self._handler)
         self.started = time.time()
         self.cut_off: Callable[[], None] = lambda: None  # ends this process from another thread
+        self._count_members: Callable[[], int] | None = None  # where somebody knows who takes part
         if spec.run_dir:
             self._log_to(RunDir(Path(spec.run_dir)))
 
@@ -74,11 +76,21 @@ class Role(ABC):
         path = log_path(run_dir.path, spec.role, spec.rank, spec.host)
         path.parent.mkdir(parents=True, exist_ok=True)
         setup_logging(path, level=self.config.logging.level, role=spec.role, rank=spec.rank, host=spec.host)
+        url = self.config.logging.loki_url
+        if url is not None:
+            from smolcluster.observe.loki import start_pushing
+
+            with contextlib.suppress(UserError):  # `_choose` tells of it
+                self.observer.add(start_pushing(path, url=url, role=spec.role, rank=spec.rank, host=spec.host))
 
     # What is trained
 
     def _choose(self, *, lead: bool) -> None:
         """The device and the strategy."""
+        if self.config.logging.loki_url is not None:
+            from smolcluster.observe.loki import endpoint_of
+
+            endpoint_of(self.config.logging.loki_url)  # a mistake shows before anyone waits
         share_cores(self.spec.local_world_size)
         self.device = choose_device(self.config.training.device, local_rank=self.spec.local_rank)
         self.strategy_class = find_strategy(self.config.strategy.name, plane=self.spec.plane)
@@ -220,6 +232,25 @@ class Role(ABC):
             from smolcluster.observe.wandb import WandbSink
 
             self.observer.add(WandbSink(started.project_name, run_name(started), run_dir=folder, config=started.config))
+        if self.config.logging.prometheus_port:
+            self._serve_metrics(started, self.config.logging.prometheus_port)
+
+    def _serve_metrics(self, started: RunStarted, first_port: int) -> None:
+        from smolcluster.observe.prometheus import PrometheusSink, port_of, run_name_of
+
+        spec, host = self.spec, self.config.logging.prometheus_host
+        port = port_of(first_port, role=spec.role, local_rank=spec.local_rank)
+        run = run_name_of(started, server=spec.server)
+        try:
+            sink = PrometheusSink(started, host=host, port=port, run=run, members=self._count_members)
+        except OSError as error:
+            self._warn(
+                f"metrics are not served on {host}:{port}: {error.strerror or error}; "
+                "choose others with logging.prometheus_port and logging.prometheus_host"
+            )
+            return
+        self.observer.add(sink)
+        log.info("metrics are served on http://%s:%d/metrics", host, port)
 
     def _sample(self, strategy: Strategy) -> None:
         try:

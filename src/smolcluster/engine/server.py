@@ -304,6 +304,7 @@ class Server(Role):
         )
         self.metrics = MetricsFile(self.run_dir.metrics)
         self.observer.add(self.metrics)
+        self._count_members = lambda: len(self.roster.members)
         self._add_trackers(started, self.run_dir.path)
         self.observer.emit(started)
         bound = self.transport.listen(*self.address, self.mailbox)

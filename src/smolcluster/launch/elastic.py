@@ -146,6 +146,7 @@ class _Run:
             return self._conclude()
         finally:
             end_all(self.children, grace_s=0.0)
+            self.outcome.send_leftovers(self.run_dir, self.config, self.observer.emit)
             self.observer.close()
 
     # Filling posts

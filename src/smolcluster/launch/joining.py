@@ -6,10 +6,13 @@ Nothing here imports torch until the worker runs.
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from smolcluster.comm.addresses import is_loopback
 from smolcluster.config import load_config, resolve
 from smolcluster.config.names import known_keys
 from smolcluster.config.schema import Config
@@ -18,10 +21,13 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed, suggest
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.launch.prepare import absolute_task
-from smolcluster.observe.events import Event, Notice, Phase
+from smolcluster.observe.events import Event, Notice, Phase, RunStarted
 from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import Sink
 from smolcluster.strategies.registry import check_name
+
+if TYPE_CHECKING:
+    from smolcluster.observe.loki import Pusher
 
 # Configuration keys that a worker may set for its own machine. Everything else is the server's to say.
 OWN_KEYS = OWN_TO_A_HOST | {
@@ -138,14 +144,10 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
     from smolcluster.engine.process import run_worker
 
     channel = SignalChannel()
-    file = log_path("", spec.role, spec.rank, spec.host).name
-    level = spec.overrides.get("logging.level", "INFO")
-    setup_logging(
-        None if log_dir is None else log_dir / file, level=level, role=spec.role, rank=spec.rank, host=spec.host
-    )
+    pushing = _Pushing(spec, log_dir, sinks)
     logging.getLogger("smolcluster.comm.elastic.tcp").addFilter(_Visible())
     outcome = Outcome()
-    status = run_worker(spec, channel, [outcome, *sinks, _Farewell(spec, sinks)])
+    status = run_worker(spec, channel, [outcome, pushing, *sinks, _Farewell(spec, sinks)])
     failed = outcome.failed
     if status == 0:
         return 0
@@ -154,6 +156,77 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
     if failed.kind == "user":
         raise UserError(failed.message)
     raise WorkerFailed(f"worker {spec.rank} failed: {failed.message}\n{failed.traceback}".rstrip())
+
+
+class _Pushing(Sink):
+    """The log of this worker, and its way to Loki if it has one: this machine's, or else the server's when that is known.
+
+    Without a folder for logs the lines wait in a temporary file, which goes when they have arrived or nobody wants them.
+    """
+
+    def __init__(self, spec: WorkerSpec, log_dir: Path | None, sinks: list[Sink]) -> None:
+        self._spec, self._sinks = spec, sinks
+        self._pusher: Pusher | None = None
+        self._temporary: Path | None = None
+        own = spec.overrides.get("logging.loki_url")
+        if own:
+            from smolcluster.observe.loki import endpoint_of
+
+            endpoint_of(own)  # a mistake leaves nothing behind
+        if log_dir is None:
+            try:
+                log_dir = self._temporary = Path(tempfile.mkdtemp(prefix="smolcluster-log-"))
+            except OSError as error:
+                if own:
+                    raise UserError(f"there is no place for a temporary log ({error}); give --log-dir") from error
+        self._path = None if log_dir is None else log_dir / log_path("", spec.role, spec.rank, spec.host).name
+        self._log_to(self._path)
+        if own:
+            self._push_to(own)
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted) and self._pusher is None:
+            url = event.config.get("logging", {}).get("loki_url")
+            if url and self._path is not None and self._means_the_same_here(url):
+                self._push_to(url)
+            else:
+                self._forget()
+
+    def close(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
+            if self._pusher.left and self._temporary is not None:
+                text = (
+                    f"Loki has not got all lines of this worker; send the rest: smolcluster logs push {self._temporary}"
+                )
+                for sink in self._sinks:
+                    sink.handle(Notice(level="WARNING", message=text))
+                return
+        self._forget()
+
+    def _log_to(self, path: Path | None) -> None:
+        spec = self._spec
+        level = spec.overrides.get("logging.level", "INFO")
+        setup_logging(path, level=level, role=spec.role, rank=spec.rank, host=spec.host)
+
+    def _push_to(self, url: str) -> None:
+        from smolcluster.observe.loki import start_pushing
+
+        spec = self._spec
+        assert self._path is not None
+        self._pusher = start_pushing(self._path, url=url, role=spec.role, rank=spec.rank, host=spec.host)
+
+    def _means_the_same_here(self, url: str) -> bool:
+        """A server that pushes to its own machine says nothing to workers on others."""
+        from smolcluster.observe.loki import endpoint_of
+
+        return not is_loopback(endpoint_of(url).host) or is_loopback(self._spec.server.rpartition(":")[0].strip("[]"))
+
+    def _forget(self) -> None:
+        if self._temporary is not None:
+            self._log_to(None)
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
 
 
 class _Farewell(Sink):

@@ -115,6 +115,7 @@ def _run(
         return _conclude(children, outcome, run_dir, config, interrupts=len(interrupts))
     finally:
         end_all(children, grace_s=0.0)
+        outcome.send_leftovers(run_dir, config, observer.emit)
         observer.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.summary import failed_summary, write_summary
 from smolcluster.errors import SmolclusterError
-from smolcluster.observe.events import Event, Failed, RunFinished, StepLogged, plain
+from smolcluster.observe.events import Event, Failed, Notice, RunFinished, StepLogged, plain
 
 _KEPT = ("step", "samples", "tokens", "loss", "val_loss", "bytes_sent", "bytes_received")
 
@@ -68,6 +69,15 @@ class Outcome:
         if run_dir.can_continue():
             return Interrupted(f"interrupted; continue with: smolcluster {self.command} --resume {run_dir.path}")
         return Interrupted("interrupted; nothing was saved")
+
+    @staticmethod
+    def send_leftovers(run_dir: RunDir, config: Config, tell: Callable[[Notice], None]) -> None:
+        """What the processes, which have all ended, could not send to Loki. It takes a few seconds at most."""
+        if config.logging.loki_url is not None:
+            from smolcluster.observe.loki import push_leftovers
+
+            if said := push_leftovers(run_dir.path, config.logging.loki_url):
+                tell(Notice(level="WARNING", message=said))
 
     def write_summary(self, run_dir: RunDir, config: Config, *, world_size: int, **fields: Any) -> None:
         """summary.json of a run that did not come to its end. A full disk must not hide why."""

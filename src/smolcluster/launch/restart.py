@@ -143,6 +143,7 @@ class _Run:
             return {"status": "finished", "run_dir": str(self.run_dir.path)}
         finally:
             end_all(self.children, grace_s=0.0)
+            self.outcome.send_leftovers(self.run_dir, self.config, self.observer.emit)
             self.observer.close()
 
     def _plan(self) -> dict[int, dict[str, Any]]:

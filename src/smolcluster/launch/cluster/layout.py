@@ -324,12 +324,24 @@ def as_record(layout: Layout) -> dict[str, Any]:
         "name": layout.name,
         "run": layout.run,
         "plane": layout.plane,
+        "server": _reachable(layout),
         "machines": {
             name: {key: getattr(machine, key) for key in Machine.__dataclass_fields__ if key != "environment"}
             for name, machine in layout.machines.items()
         },
         "seats": [{"name": seat.name, "host": seat.host} for seat in layout.seats],
     }
+
+
+def _reachable(layout: Layout) -> str | None:
+    """Where another machine finds the server, if any could."""
+    bind, port = layout.listens
+    if layout.plane != "elastic":
+        return None
+    if bind != "0.0.0.0":
+        return f"{_quoted(bind)}:{port}"
+    others = sorted({address for host, address in layout.addresses.items() if host != layout.lead.host})
+    return f"{_quoted(others[0])}:{port}" if others else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,142 @@
+"""`smolcluster cluster`: a cluster file: write one, check one, take a machine that offers itself."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from smolcluster.launch.discovery import Offer
+
+app = typer.Typer(
+    help="A cluster file: write one, check one; take machines that offer themselves.",
+    no_args_is_help=True,
+    epilog="Example: smolcluster cluster init && smolcluster cluster check cluster.yaml",
+)
+
+
+@app.command("init", epilog="Example: smolcluster cluster init --out cluster.yaml")
+def init(
+    out: Annotated[Path, typer.Option(help="Where it is written; never over a file that is there.")] = Path(
+        "cluster.yaml"
+    ),
+    ssh_config: Annotated[Path | None, typer.Option(help="Whose hosts are tried. Default: ~/.ssh/config.")] = None,
+) -> int:
+    """Write a cluster file from what is found: this machine, hosts of ~/.ssh/config that answer, machines that `join`."""
+    from smolcluster.errors import UserError
+    from smolcluster.launch.cluster.finding import find_machines, write_file
+
+    if out.exists():
+        raise UserError(f"{out} is there already; choose another with --out")
+    found = find_machines(ssh_config, told=lambda text: typer.echo(text))
+    out.write_text(write_file(found), encoding="utf-8")
+    answered = [machine.name for machine in found if not machine.problem]
+    typer.echo(f"written: {out}, with {', '.join(answered)}; look at it, then: smolcluster cluster check {out}")
+    return 0
+
+
+@app.command("check", epilog="Example: smolcluster cluster check cluster.yaml")
+def check(
+    file: Annotated[Path, typer.Argument(metavar="CLUSTER.yaml")],
+    accept_new: Annotated[
+        bool, typer.Option("--accept-new", help="Trust machines that ssh has not seen before.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> int:
+    """Validate a cluster file and probe its machines: each layer, and the ways to the one that leads. Changes nothing."""
+    from smolcluster.cli.doctor import examine_cluster, report
+
+    return report(examine_cluster(file, accept_new=accept_new), as_json=as_json)
+
+
+@app.command("accept", epilog="Example: smolcluster cluster accept pi5")
+def accept(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="The machine. Default: the one that offers itself.")
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where it finds the server. Default: of the cluster started last."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the machine waits, if it is not found by itself.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="Name or file of the cluster. Default: started last.")] = None,
+) -> int:
+    """Take a machine that runs `smolcluster join`: type the code that it shows, and it gets the token and works."""
+    from smolcluster.errors import UserError
+    from smolcluster.launch.pairing import PairingFailed
+    from smolcluster.launch.pairing import accept as pair
+
+    place = _place(name, address)
+    given = _given(server, cluster)
+    try:
+        with socket.create_connection(place, timeout=10.0) as line:
+            facts = pair(line, given, ask=_ask)
+    except PairingFailed as error:
+        raise UserError(f"not taken: {error}") from error
+    except OSError as error:
+        raise UserError(f"{place[0]}:{place[1]} cannot be reached: {error.strerror or error}") from error
+    typer.echo(f"{facts.get('name')} is taken, as worker {given['rank']}")
+    return 0
+
+
+def _place(name: str | None, address: str | None) -> tuple[str, int]:
+    """Where the machine waits for somebody to take it."""
+    from smolcluster.comm.elastic.sockets import split_address
+    from smolcluster.errors import UserError, unknown_name
+    from smolcluster.launch.discovery import find_offers
+
+    if address is not None:
+        return split_address(address)
+    offers = find_offers(wanted=name)
+    if not offers:
+        raise UserError("no machine offers itself on this network; run `smolcluster join` there, or give --address")
+    if name is not None and name not in [offer.name for offer in offers]:
+        raise unknown_name("machine", name, [offer.name for offer in offers])
+    if name is None and len(offers) > 1:
+        raise UserError(f"several machines offer themselves; say which: {', '.join(offer.name for offer in offers)}")
+    chosen: Offer = next(offer for offer in offers if name in (None, offer.name))
+    return chosen.addresses[0], chosen.port
+
+
+def _given(server: str | None, cluster: str | None) -> dict[str, Any]:
+    """What a machine gets: the cluster's name, its server, a token where one is needed, and a rank nobody has."""
+    import os
+
+    from smolcluster.comm.addresses import is_loopback
+    from smolcluster.comm.elastic.security import find_tokens
+    from smolcluster.errors import UserError
+    from smolcluster.launch.cluster.record import recall, remember, state_folder
+
+    record: dict[str, Any] = {}
+    if server is None or cluster is not None:
+        record = recall(Path(cluster).stem if cluster is not None else None)
+        server = server or record.get("server")
+    if not server:
+        raise UserError("that cluster has no server that others could reach; give --server HOST:PORT")
+    found = find_tokens(None, os.environ)
+    token = found[1][0].token if found is not None else None
+    own = state_folder() / f"{record.get('name')}.token"
+    if token is None and own.exists():
+        token = own.read_text(encoding="utf-8").strip()
+    if token is None and not is_loopback(server.rpartition(":")[0]):
+        raise UserError("there is no token on this machine, and that server needs one; see `smolcluster token`")
+    rank = int(record.get("next_rank", len(record.get("seats", [])) or 1))
+    if record:
+        remember(record | {"next_rank": rank + 1})
+    return {"cluster": record.get("name", "the cluster"), "server": server, "token": token, "rank": rank}
+
+
+def _ask(facts: dict[str, Any]) -> str:
+    from smolcluster.observe.text import printable
+
+    said = " ".join(printable(str(facts.get(key, "")))[:60] for key in ("name", "system"))
+    typer.echo(f"{said} offers itself, and shows a code now")
+    if sys.stdin.isatty():
+        return str(typer.prompt("code"))
+    return sys.stdin.readline()

@@ -1,0 +1,93 @@
+"""`smolcluster join`: offer this machine to a cluster found on the network."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Annotated, Any
+
+import typer
+
+EXAMPLES = """Examples:
+
+smolcluster join
+
+smolcluster join pi5 --device cpu
+
+Then, where the cluster was started: smolcluster cluster accept
+"""
+
+
+def join(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="What to call this machine. Default: its name.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, mps. Default: the best one here.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Offer this machine at one address only, e.g. that of a link. Default: all.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="Keep the cluster's token here for the next time.")
+    ] = True,
+) -> int:
+    """Offer this machine on the local network, show a pairing code, and work for the cluster that takes it."""
+    import platform
+    import re
+
+    from smolcluster.errors import UserError
+    from smolcluster.launch.discovery import announced, own_addresses
+
+    called = name or socket.gethostname().partition(".")[0]
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", called):
+        raise UserError(f"'{called}' is no name for a machine; use letters, digits, '-', '_' and '.'")
+    addresses = [address] if address is not None else own_addresses()
+    facts = {"name": called, "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
+    with socket.create_server((address or "", 0)) as door:
+        port = door.getsockname()[1]
+        with announced(called, port, addresses=addresses, system=facts["system"]):
+            typer.echo(f"{called} offers itself at {', '.join(addresses)} port {port}")
+            typer.echo("take it where the cluster was started: smolcluster cluster accept")
+            given = _be_taken(door, facts)
+    typer.echo(f"taken by {given['cluster']}; its server is at {given['server']}")
+    return _work(called, given, device=device, keep=keep)
+
+
+def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
+    """Whoever dials sees a code on this screen or does not; after a few that were not typed right it is enough."""
+    from smolcluster.errors import UserError
+    from smolcluster.launch.pairing import MOST_CODES, PairingFailed, offer
+
+    shown: list[str] = []
+
+    def show(code: str) -> None:
+        shown.append(code)
+        typer.echo(f"{peer[0]} wants to take this machine; type this code there:  {code}")
+
+    while len(shown) < MOST_CODES:
+        line, peer = door.accept()
+        with line:
+            try:
+                return offer(line, facts, show=show)
+            except PairingFailed as error:
+                print(f"not taken: {error}", file=sys.stderr)
+    raise UserError(f"not taken after {MOST_CODES} codes; start again with: smolcluster join")
+
+
+def _work(name: str, given: dict[str, Any], *, device: str | None, keep: bool) -> int:
+    """Be a worker of that cluster."""
+    import os
+
+    from smolcluster.cli.ending import leave_after
+    from smolcluster.comm.elastic.security import Entry, token_file
+    from smolcluster.launch.joining import run_joined, worker_spec
+    from smolcluster.observe.console import ConsoleSink
+
+    token = given.get("token")
+    if token:
+        if keep:
+            file = token_file(os.environ)
+            if token not in [entry.token for entry in file.entries()]:
+                file.add([Entry(str(token), note=f"of {given['cluster']}")])
+        os.environ["SMOLCLUSTER_TOKEN"] = str(token)
+    spec = worker_spec(int(given["rank"]), name, server=str(given["server"]), sets={"training.device": device})
+    leave_after(lambda: run_joined(spec, log_dir=None, sinks=[ConsoleSink(alone=True)]))

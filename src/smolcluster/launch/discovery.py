@@ -1,0 +1,118 @@
+"""Machines that offer themselves on the local network, by multicast DNS (zeroconf): found without an address.
+
+What is announced is seen by everybody there: a name, a port and the system, no secrets. Trust comes from the code (pairing.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smolcluster.errors import MissingExtra, UserError
+
+KIND = "_smolcluster._tcp.local."
+BROWSE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A machine that wants to join."""
+
+    name: str
+    addresses: tuple[str, ...]
+    port: int
+    system: str = ""
+
+
+def _zeroconf(interfaces: Sequence[str] | None) -> Any:
+    try:
+        from zeroconf import InterfaceChoice, Zeroconf
+    except ImportError:
+        raise MissingExtra("zeroconf", extra="launch", purpose="finding machines on the network") from None
+    try:
+        return Zeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
+    except OSError as error:
+        raise UserError(
+            f"multicast DNS cannot be used here ({error.strerror or error}); give the address instead: see `smolcluster doctor`"
+        ) from error
+
+
+@contextlib.contextmanager
+def announced(name: str, port: int, *, addresses: Sequence[str], system: str) -> Iterator[None]:
+    """As long as this lasts, others find this machine."""
+    from zeroconf import NonUniqueNameException, ServiceInfo
+
+    network = _zeroconf([a for a in addresses if ":" not in a] or None)
+    info = ServiceInfo(
+        KIND,
+        f"{name}.{KIND}",
+        port=port,
+        addresses=[ipaddress.ip_address(address).packed for address in addresses],
+        properties={"system": system},
+        server=f"{name}-{port}.local.",
+    )
+    try:
+        network.register_service(info)
+        yield
+    except NonUniqueNameException:
+        raise UserError(
+            f"another machine offers itself as {name} already; give this one another name: smolcluster join NAME"
+        ) from None
+    finally:
+        network.unregister_all_services()
+        network.close()
+
+
+def find_offers(
+    *, within_s: float = BROWSE_S, wanted: str | None = None, interfaces: Sequence[str] | None = None
+) -> list[Offer]:
+    """Who offers itself now. Ends as soon as the one that is wanted is there."""
+    from zeroconf import ServiceBrowser, ServiceStateChange
+
+    network = _zeroconf(interfaces)
+    found: dict[str, Offer] = {}
+    changed = threading.Condition()
+
+    def heard(zeroconf: Any, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        if state_change is ServiceStateChange.Removed:
+            found.pop(name, None)
+            return
+        info = zeroconf.get_service_info(service_type, name, timeout=1500)
+        if info is None or info.port is None:
+            return
+        system = (info.properties.get(b"system") or b"").decode("utf-8", "replace")[:40]
+        label = name.removesuffix(f".{KIND}")
+        with changed:
+            found[name] = Offer(name=label, addresses=tuple(info.parsed_addresses()), port=info.port, system=system)
+            changed.notify_all()
+
+    browser = ServiceBrowser(network, KIND, handlers=[heard])
+    try:
+        deadline = time.monotonic() + within_s
+        with changed:
+            while (left := deadline - time.monotonic()) > 0:
+                if wanted is not None and any(offer.name == wanted for offer in found.values()):
+                    break
+                changed.wait(left)
+        return sorted(found.values(), key=lambda offer: offer.name)
+    finally:
+        browser.cancel()
+        network.close()
+
+
+def own_addresses() -> list[str]:
+    """IPv4 addresses of this machine that others may reach; loopback only if there is nothing else."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: it only finds the way out
+        found.insert(0, probe.getsockname()[0])
+    others = [address for address in dict.fromkeys(found) if not ipaddress.ip_address(address).is_loopback]
+    return others or ["127.0.0.1"]

@@ -1,0 +1,244 @@
+"""Grafana, Loki and Prometheus on this machine, in containers: `smolcluster logs up` and `smolcluster logs down`.
+
+The files come with the package (`logging/` in a source checkout) and are written to a folder of the user's, from where Docker
+runs them:
+
+    docker-compose.yml ...    as packaged, written anew at every start; changes go into docker-compose.override.yml
+    targets/                  other machines to scrape; yours
+    .env                      ports, and the password that was made for Grafana; yours after the first start
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from smolcluster.comm.addresses import is_loopback
+from smolcluster.errors import SmolclusterError, UserError
+
+PROJECT = "smolcluster-logs"
+READY_S = 180.0  # after the images are there
+_LOOK_S = 0.5
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # addresses that mean all of a machine's -> one of them
+_YOURS = ("targets",)  # folders in which files of the user stay
+
+DEFAULTS = {
+    "GRAFANA_PORT": "3000",
+    "LOKI_PORT": "3100",
+    "PROMETHEUS_PORT": "9090",
+    "LOKI_BIND": "127.0.0.1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What runs, and where."""
+
+    folder: Path
+    grafana: str
+    loki: str
+    prometheus: str
+
+    def lines(self) -> list[str]:
+        """What a person wants to know of it."""
+        return [
+            f"Grafana     {self.grafana}   user admin, the password is in {self.folder / '.env'}",
+            f"Loki        {self.loki}",
+            f"Prometheus  {self.prometheus}",
+            "",
+            f"smolcluster train --override logging.loki_url={self.loki}",
+            "smolcluster train --override logging.prometheus_port=9464   (see prometheus.yml there for who is scraped)",
+            "",
+            "smolcluster logs down   stops it; what was stored stays",
+        ]
+
+
+def data_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the files are run from, unless somebody says otherwise."""
+    if sys.platform == "win32":
+        base = Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Application Support"
+    else:
+        base = Path(environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    return base / "smolcluster" / "logging"
+
+
+@functools.cache
+def packaged() -> Path:
+    """The files that come with the package."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "logstack", package.parents[1] / "logging"):  # installed; a source checkout
+        if (folder / "docker-compose.yml").is_file():
+            return folder
+    raise SmolclusterError("this installation has no files for the logs; install smolcluster again")
+
+
+def start(
+    folder: Path | None = None,
+    *,
+    settings: Mapping[str, str] | None = None,
+    ready_s: float = READY_S,
+    tell: Callable[[str], None] = print,
+) -> Stack:
+    """Write the files, start the containers, wait until they answer, and tell how to use them.
+
+    `settings` are those of `DEFAULTS` that shall be different; they are kept for later starts.
+    """
+    folder = folder or data_folder()
+    compose = find_compose()
+    _check_docker()
+    environ = write_files(folder, settings or {})
+    if not is_loopback(environ["LOKI_BIND"]):
+        tell(f"Loki listens on {environ['LOKI_BIND']} and has no passwords: whoever reaches it can read and write logs")
+    tell(f"starting Grafana, Loki and Prometheus from {folder}; the first time Docker fetches them, some 500 MB")
+    _run([*compose, "--project-name", PROJECT, "up", "--detach"], folder, environ)
+    stack = _stack(folder, environ)
+    _wait_until_ready(stack, compose, within_s=ready_s)
+    for line in stack.lines():
+        tell(line)
+    return stack
+
+
+def stop(folder: Path | None = None, *, remove_data: bool = False) -> None:
+    """Stop the containers. What they stored stays, unless `remove_data`."""
+    folder = folder or data_folder()
+    if not (folder / "docker-compose.yml").is_file():
+        raise UserError(f"nothing was started from {folder}; smolcluster logs up starts it")
+    compose = find_compose()
+    _run([*compose, "--project-name", PROJECT, "down", *(["--volumes"] if remove_data else [])], folder, _read(folder))
+
+
+def find_compose() -> list[str]:
+    """`docker compose`, or the older `docker-compose`."""
+    docker = shutil.which("docker")
+    if docker is not None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            asked = subprocess.run([docker, "compose", "version"], capture_output=True, timeout=30, check=False)
+            if asked.returncode == 0:
+                return [docker, "compose"]
+    older = shutil.which("docker-compose")
+    if older is not None:
+        return [older]
+    if docker is not None:
+        raise UserError(
+            "docker is here, but not docker compose; install its plugin: https://docs.docker.com/compose/install/"
+        )
+    raise UserError(
+        "there is no docker on this machine; install it (https://docs.docker.com/get-docker/), or name a Loki that runs "
+        "elsewhere: --override logging.loki_url=http://HOST:3100. Without either, the logs are in the run directory as ever"
+    )
+
+
+def _check_docker() -> None:
+    """A client without its daemon would fail later, and in other words."""
+    docker = shutil.which("docker")
+    if docker is None:
+        return
+    try:
+        asked = subprocess.run([docker, "info"], capture_output=True, timeout=60, check=False, text=True)
+        said = asked.stderr.strip().splitlines()
+        if asked.returncode == 0:
+            return
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = [str(error)]
+    raise UserError(f"docker does not work here: {said[-1] if said else 'it says nothing'}; start it, then try again")
+
+
+def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
+    """The packaged files and `.env`. Returns what is in it. The password is made once and kept."""
+    source = packaged()
+    try:
+        for path in sorted(source.rglob("*")):
+            target = folder / path.relative_to(source)
+            if path.is_dir():
+                target.mkdir(parents=True, exist_ok=True)
+            elif not (target.exists() and path.relative_to(source).parts[0] in _YOURS):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
+        environ = {"GRAFANA_PASSWORD": secrets.token_urlsafe(15)} | DEFAULTS | _read(folder) | dict(settings)
+        for name, value in environ.items():
+            if name.endswith("_PORT") and not (value.isdigit() and 0 < int(value) < 65536):
+                raise UserError(f"{folder / '.env'}: {name}={value} is no port; ports are numbers from 1 to 65535")
+        _write_privately(folder / ".env", "".join(f"{name}={value}\n" for name, value in environ.items()))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+    return environ
+
+
+def _write_privately(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _read(folder: Path) -> dict[str, str]:
+    """What `.env` says; empty without one."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = (folder / ".env").read_text(encoding="utf-8").splitlines()
+        pairs = [line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#")]
+        return {name.strip(): value.strip() for name, _, value in pairs}
+    return {}
+
+
+def _run(command: list[str], folder: Path, environ: Mapping[str, str]) -> None:
+    """Docker tells of its work itself, on standard error."""
+    status = subprocess.run(command, cwd=folder, env={**os.environ, **environ}, stdout=2, check=False)
+    if status.returncode != 0:
+        name = " ".join([Path(command[0]).name, *command[1:]])
+        raise UserError(f"`{name}` in {folder} ended with status {status.returncode}; what it said stands above")
+
+
+def _stack(folder: Path, environ: Mapping[str, str]) -> Stack:
+    bind = environ["LOKI_BIND"]
+    loki = _ANY.get(bind, f"[{bind}]" if ":" in bind else bind)
+    return Stack(
+        folder,
+        grafana=f"http://127.0.0.1:{environ['GRAFANA_PORT']}",
+        loki=f"http://{loki}:{environ['LOKI_PORT']}",
+        prometheus=f"http://127.0.0.1:{environ['PROMETHEUS_PORT']}",
+    )
+
+
+def _wait_until_ready(stack: Stack, compose: list[str], *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    waiting = {
+        "Loki": f"{stack.loki}/ready",
+        "Prometheus": f"{stack.prometheus}/-/ready",
+        "Grafana": f"{stack.grafana}/api/health",
+    }
+    while True:
+        waiting = {name: url for name, url in waiting.items() if not _answers(url)}
+        if not waiting:
+            return
+        if time.monotonic() > deadline:
+            command = " ".join([Path(compose[0]).name, *compose[1:], "--project-name", PROJECT, "logs"])
+            raise SmolclusterError(
+                f"{' and '.join(waiting)} did not answer within {within_s:g} s; see why, in {stack.folder}: {command}"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _answers(url: str) -> bool:
+    address, _, path = url.removeprefix("http://").partition("/")
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=3)
+    try:
+        connection.request("GET", f"/{path}")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

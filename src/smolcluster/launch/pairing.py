@@ -1,0 +1,199 @@
+"""How a machine that offers itself and the cluster that takes it come to trust each other: by a code on its screen.
+
+    new machine (listens)                                    cluster (dials)
+                                             <----   commit: hash of my key and nonce
+      my key, my nonce                       ---->
+                                             <----   my key, my nonce: must be what was committed to
+      shows the code, 5 + 5 digits                   asks the user for the code
+        first five: drawn by chance                    last five must be what it works out itself, or it ends here
+        last five: from both keys and nonces  <----   proof: it was told the first five
+      checks the proof                       <----   sealed: token, server, rank
+
+Somebody between the two has other keys on each side, so the last five digits differ and the user is told. Somebody who has not
+seen the screen does not know the first five, and has one guess for each code; after three codes the machine offers itself no
+more. Keys are made anew for every attempt (X25519), what is sealed is sealed with ChaCha20-Poly1305.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from smolcluster.errors import MissingExtra, SmolclusterError
+
+PROTOCOL = "smolcluster-pair-1"
+MOST_BYTES = 64 << 10
+ANSWER_S = 15.0
+TYPING_S = 300.0  # somebody walks from one screen to the other
+MOST_CODES = 3
+
+
+class PairingFailed(SmolclusterError):
+    """There is no trust between the two. The message says why."""
+
+
+class _Side:
+    """Keys of one attempt, and what follows from both."""
+
+    def __init__(self) -> None:
+        try:
+            from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+        except ImportError:
+            raise MissingExtra("cryptography", extra="cluster", purpose="pairing") from None
+        self._private = X25519PrivateKey.generate()
+        self.key = self._private.public_key().public_bytes_raw()
+        self.nonce = secrets.token_bytes(32)
+
+    @property
+    def commitment(self) -> str:
+        return commitment(self.key, self.nonce)
+
+    def agree(self, key: bytes, nonce: bytes, *, dialled: bool) -> Agreement:
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
+        try:
+            shared = self._private.exchange(X25519PublicKey.from_public_bytes(key))
+        except ValueError as error:
+            raise PairingFailed(f"the other side's key is none: {error}") from error
+        mine, theirs = self.key + self.nonce, key + nonce
+        both = mine + theirs if dialled else theirs + mine
+        return Agreement(shared, both)
+
+
+def commitment(key: bytes, nonce: bytes) -> str:
+    return hashlib.sha256(b"commit" + key + nonce).hexdigest()
+
+
+class Agreement:
+    """What both sides work out alike."""
+
+    def __init__(self, shared: bytes, both: bytes) -> None:
+        self._base = hmac.digest(hashlib.sha256(both).digest(), shared, "sha256")
+
+    def _derive(self, purpose: str) -> bytes:
+        return hmac.digest(self._base, purpose.encode(), "sha256")
+
+    @property
+    def digits(self) -> str:
+        """Five, which differ when somebody is between the two."""
+        return f"{int.from_bytes(self._derive('digits')[:8]) % 100_000:05}"
+
+    def proof(self, secret: str) -> str:
+        return hmac.digest(self._derive("proof"), secret.encode(), "sha256").hex()
+
+    def seal(self, fields: dict[str, Any]) -> str:
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+        nonce = secrets.token_bytes(12)
+        return (nonce + ChaCha20Poly1305(self._derive("seal")).encrypt(nonce, json.dumps(fields).encode(), None)).hex()
+
+    def open(self, sealed: str) -> dict[str, Any]:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+        try:
+            raw = bytes.fromhex(sealed)
+            fields: dict[str, Any] = json.loads(
+                ChaCha20Poly1305(self._derive("seal")).decrypt(raw[:12], raw[12:], None)
+            )
+        except (InvalidTag, ValueError) as error:
+            raise PairingFailed("what came is not sealed for this machine") from error
+        return fields
+
+
+class _Line:
+    """JSON objects, one a line, with bounds."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._rest = b""
+
+    def send(self, **fields: Any) -> None:
+        try:
+            self._line.sendall(json.dumps(fields).encode() + b"\n")
+        except OSError as error:
+            raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
+
+    def hear(self, within_s: float = ANSWER_S) -> dict[str, Any]:
+        self._line.settimeout(within_s)
+        try:
+            while b"\n" not in self._rest:
+                chunk = self._line.recv(4096)
+                if not chunk:
+                    raise PairingFailed("the other side has ended the connection")
+                self._rest += chunk
+                if len(self._rest) > MOST_BYTES:
+                    raise PairingFailed("the other side says too much")
+        except TimeoutError as error:
+            raise PairingFailed(f"no answer in {within_s:g} s") from error
+        except OSError as error:
+            raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
+        first, _, self._rest = self._rest.partition(b"\n")
+        try:
+            said = json.loads(first)
+        except (ValueError, RecursionError) as error:
+            raise PairingFailed("the other side does not speak this protocol") from error
+        if not isinstance(said, dict):
+            raise PairingFailed("the other side does not speak this protocol")
+        return said
+
+
+def _bytes(said: dict[str, Any], name: str, size: int) -> bytes:
+    try:
+        value = bytes.fromhex(str(said[name]))
+    except (KeyError, ValueError) as error:
+        raise PairingFailed("the other side does not speak this protocol") from error
+    if len(value) != size:
+        raise PairingFailed("the other side does not speak this protocol")
+    return value
+
+
+def offer(line: socket.socket, facts: dict[str, Any], *, show: Callable[[str], None]) -> dict[str, Any]:
+    """The new machine's side of one attempt. `show` gets the code. Returns what the cluster gave. Raises PairingFailed."""
+    talk, side = _Line(line), _Side()
+    hello = talk.hear()
+    if hello.get("protocol") != PROTOCOL:
+        raise PairingFailed(f"the other side speaks {hello.get('protocol')!r}, not {PROTOCOL}")
+    talk.send(key=side.key.hex(), nonce=side.nonce.hex(), facts=facts)
+    said = talk.hear()
+    key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)
+    if not hmac.compare_digest(commitment(key, nonce), str(hello.get("commitment"))):
+        raise PairingFailed("the other side changed its key on the way")
+    agreed = side.agree(key, nonce, dialled=False)
+    secret = f"{secrets.randbelow(100_000):05}"
+    show(f"{secret}-{agreed.digits}")
+    answer = talk.hear(TYPING_S)
+    if not hmac.compare_digest(agreed.proof(secret), str(answer.get("proof"))):
+        raise PairingFailed("the code was not typed as it was shown")
+    given = agreed.open(str(answer.get("sealed")))
+    talk.send(done=True)
+    return given
+
+
+def accept(line: socket.socket, given: dict[str, Any], *, ask: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+    """The cluster's side. `ask` gets the machine's facts and returns the code that was typed; `given` is what the machine is
+    handed. Returns the facts. Raises PairingFailed."""
+    talk, side = _Line(line), _Side()
+    talk.send(protocol=PROTOCOL, commitment=side.commitment)
+    said = talk.hear()
+    key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)
+    facts = said.get("facts")
+    if not isinstance(facts, dict):
+        raise PairingFailed("the other side does not speak this protocol")
+    talk.send(key=side.key.hex(), nonce=side.nonce.hex())
+    agreed = side.agree(key, nonce, dialled=True)
+    typed = "".join(filter(str.isdigit, ask(facts)))
+    if len(typed) != 10:
+        raise PairingFailed("a code has ten digits, such as 48291-57120; nothing was handed out")
+    if not hmac.compare_digest(typed[5:], agreed.digits):
+        raise PairingFailed(
+            "that is not the code of this connection: mistyped, or somebody is between; nothing was handed out"
+        )
+    talk.send(proof=agreed.proof(typed[:5]), sealed=agreed.seal(given))
+    talk.hear()
+    return facts

@@ -1,0 +1,255 @@
+"""Metrics for Prometheus: `http://HOST:PORT/metrics` of every process of a run, in Prometheus' text format.
+
+    logging.prometheus_port = 9464      on every machine:  9464  the server
+                                                           9465  its worker with local rank 0
+                                                           9466  its worker with local rank 1, and so on
+
+A sink that keeps the last value of everything, and a small HTTP server in a thread that writes them down when it is asked.
+GET /metrics and GET /health are all it answers, and only to whoever calls it by a name it knows: a web page that tricks a
+browser into asking gets nothing. It listens on loopback unless `logging.prometheus_host` says otherwise; the numbers can be
+read there by everybody, and nothing can be changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Event, RunStarted, StepLogged
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_CALLERS = 8  # at once; Prometheus is one
+_PATIENCE_S = 5.0  # with a caller that says nothing
+_LOOK_S = 0.1  # how soon a server sees that it is to stop
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    kind: str
+    help: str
+    field: str = ""  # of StepLogged, where it is one of those
+
+
+METRICS = {
+    "smolcluster_up": Metric("gauge", "1 while the process runs."),
+    "smolcluster_run_info": Metric("gauge", "1, with labels that tell what is trained."),
+    "smolcluster_planned_steps": Metric("gauge", "Steps of the whole run."),
+    "smolcluster_step": Metric("gauge", "The last step that was logged.", "step"),
+    "smolcluster_last_step_timestamp_seconds": Metric("gauge", "When that was, in seconds since 1970.", "time"),
+    "smolcluster_loss": Metric("gauge", "Training loss.", "loss"),
+    "smolcluster_val_loss": Metric("gauge", "Loss of the last evaluation.", "val_loss"),
+    "smolcluster_val_accuracy": Metric("gauge", "Accuracy of the last evaluation.", "val_accuracy"),
+    "smolcluster_learning_rate": Metric("gauge", "Learning rate.", "lr"),
+    "smolcluster_grad_norm": Metric("gauge", "Norm of the gradient before clipping.", "grad_norm"),
+    "smolcluster_samples_total": Metric("counter", "Samples since the start of training.", "samples"),
+    "smolcluster_tokens_total": Metric("counter", "Tokens since the start of training.", "tokens"),
+    "smolcluster_tokens_per_second": Metric("gauge", "Tokens per second, since the row before.", "tokens_per_s"),
+    "smolcluster_samples_per_second": Metric("gauge", "Samples per second, since the row before.", "samples_per_s"),
+    "smolcluster_step_seconds": Metric("gauge", "Duration of a step, mean since the row before.", "step_time_s"),
+    "smolcluster_compute_seconds": Metric("gauge", "Of that, computing.", "compute_s"),
+    "smolcluster_comm_seconds": Metric("gauge", "Of that, waiting for others.", "comm_s"),
+    "smolcluster_bytes_sent_total": Metric("counter", "Bytes sent since the start of the process.", "bytes_sent"),
+    "smolcluster_bytes_received_total": Metric("counter", "Bytes received since then.", "bytes_received"),
+    "smolcluster_staleness": Metric("gauge", "Age of gradients in steps, mean since the row before.", "staleness"),
+    "smolcluster_stale_rejected_total": Metric("counter", "Gradients refused as too old.", "stale_rejected"),
+    "smolcluster_members": Metric("gauge", "Workers that take part now, as the server knows."),
+    "smolcluster_checkpoint_step": Metric("gauge", "Step of the last checkpoint that was saved."),
+    "smolcluster_checkpoint_seconds": Metric("gauge", "How long writing it took, beside training."),
+    "smolcluster_checkpoint_stall_seconds": Metric("gauge", "How long training stood still for it."),
+    "smolcluster_checkpoint_failures_total": Metric("counter", "Checkpoints that could not be saved."),
+}
+
+
+def port_of(port: int, *, role: str, local_rank: int) -> int:
+    """Which port a process serves its metrics on, where `logging.prometheus_port` is `port`."""
+    return port if role == "server" else port + 1 + local_rank
+
+
+class PrometheusSink:
+    """The metrics of one process. Raises OSError where its port cannot be had.
+
+    `run` tells this run from others; `members` is asked at every scrape, where there is somebody who knows.
+    """
+
+    def __init__(
+        self, started: RunStarted, *, host: str, port: int, run: str, members: Callable[[], int] | None = None
+    ) -> None:
+        if not 0 <= port < 65536:
+            raise OSError(f"there is no port {port}")
+        self._labels = {"role": started.role, "rank": str(started.rank), "host": started.host, "run": run}
+        about = {"strategy": started.strategy, "task": started.task, "device": started.device}
+        self._info = self._labels | about
+        self._members = members
+        self._values: dict[str, float] = {
+            "smolcluster_up": 1,
+            "smolcluster_planned_steps": started.steps,
+            "smolcluster_checkpoint_failures_total": 0,
+        }
+        self._lock = threading.Lock()
+        self._server = _Server(host, port, sink=self, names={started.host, socket.gethostname()})
+        self.port = int(self._server.server_address[1])
+        serve = {"poll_interval": _LOOK_S}
+        threading.Thread(target=self._server.serve_forever, kwargs=serve, name="prometheus", daemon=True).start()
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case StepLogged():
+                self._row(event)
+            case CheckpointSaved():
+                self._set(
+                    {
+                        "smolcluster_checkpoint_step": event.step,
+                        "smolcluster_checkpoint_seconds": event.write_s,
+                        "smolcluster_checkpoint_stall_seconds": event.stall_s,
+                    }
+                )
+            case CheckpointFailed():
+                failures = "smolcluster_checkpoint_failures_total"
+                self._set({failures: self._values[failures] + 1})
+            case _:
+                pass
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def text(self) -> str:
+        """What a scrape gets."""
+        with self._lock:
+            values = dict(self._values)
+        if self._members is not None:
+            values["smolcluster_members"] = self._members()
+        values["smolcluster_run_info"] = 1
+        lines: list[str] = []
+        for name, metric in METRICS.items():
+            if name in values:
+                labels = self._info if name == "smolcluster_run_info" else self._labels
+                lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
+                lines += [f"{name}{{{_written(labels)}}} {number(values[name])}"]
+        return "\n".join(lines) + "\n"
+
+    def _row(self, row: StepLogged) -> None:
+        """A server evaluates beside training, so that a row may come after later ones: of such only the evaluation is new."""
+        late = row.step < self._values.get("smolcluster_step", 0)
+        named = {name: metric.field for name, metric in METRICS.items() if metric.field}
+        values = {name: getattr(row, field) for name, field in named.items() if not late or field.startswith("val_")}
+        self._set({name: value for name, value in values.items() if value is not None})
+
+    def _set(self, values: Mapping[str, float]) -> None:
+        with self._lock:
+            self._values.update(values)
+
+
+def _written(labels: Mapping[str, str]) -> str:
+    escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return ",".join(f'{name}="{value.translate(escape)}"' for name, value in labels.items())
+
+
+def number(value: float) -> str:
+    """As Prometheus writes it."""
+    if isinstance(value, int):
+        return str(value)
+    if math.isnan(value):
+        return "NaN"
+    return repr(value) if math.isfinite(value) else "+Inf" if value > 0 else "-Inf"
+
+
+def run_name_of(started: RunStarted, *, server: str) -> str:
+    """The run directory's name; a worker that has none is known by the server that it joined."""
+    return Path(started.run_dir).name or server
+
+
+class _Server(ThreadingHTTPServer):
+    """A few callers at a time, each with its thread."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 32
+
+    def __init__(self, host: str, port: int, *, sink: PrometheusSink, names: set[str]) -> None:
+        self.sink, self.names = sink, _names_of(host, names)
+        self.wild = host in ("0.0.0.0", "::", "")
+        self._callers = threading.Semaphore(_MOST_CALLERS)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Without asking the network for this machine's full name, as HTTPServer would."""
+        if sys.platform != "win32":  # where it would let two processes have one port
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._callers.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._callers.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that goes away is no news."""
+
+    def knows(self, header: str | None) -> bool:
+        """Whether a Host header names this machine, as far as whoever may call knows it."""
+        name = (header or "").rstrip(".").lower()
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+        if name in self.names:
+            return True
+        with contextlib.suppress(ValueError):
+            address = ipaddress.ip_address(name)
+            return address.is_loopback or self.wild  # only names can be made to mean something else
+        return False
+
+
+def _names_of(host: str, names: set[str]) -> set[str]:
+    """Loopback is called by its own names, also out of a container; elsewhere the machine's name counts too."""
+    always = {"localhost", "host.docker.internal", host.lower()}
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return always
+    names = {name.lower() for name in names}
+    return always | names | {f"{name}.local" for name in names}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _PATIENCE_S
+    server_version, sys_version = "smolcluster", ""
+
+    def do_GET(self) -> None:
+        if not self.server.knows(self.headers.get("Host")):
+            self._say(HTTPStatus.MISDIRECTED_REQUEST, "this machine is not known by that name here\n")
+        elif self.path == "/metrics":
+            self._say(HTTPStatus.OK, self.server.sink.text(), CONTENT_TYPE)
+        elif self.path == "/health":
+            self._say(HTTPStatus.OK, "ok\n")
+        else:
+            self._say(HTTPStatus.NOT_FOUND, "there are /metrics and /health\n")
+
+    def _say(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Scrapes are no news."""

@@ -1,0 +1,739 @@
+"""The way of a log to Loki, against a server built from Loki's documented API that forgives nothing (strict_loki.py).
+
+Whatever happens on the way, at the end every line of the file has arrived exactly once and in order.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.strict_loki import Scripted, StrictLoki, every_line_once
+from tests.unit.test_prometheus import STARTED
+
+from smolcluster.config import dump, load_config, public_dict, resolve
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.errors import UserError
+from smolcluster.launch.joining import _Pushing
+from smolcluster.observe.events import Event, Notice, RunStarted
+from smolcluster.observe.follow import PRINTED, Entry, Follower, Place, entries_in
+from smolcluster.observe.logs import reset_logging, setup_logging
+from smolcluster.observe.loki import (
+    Answer,
+    Pace,
+    Pusher,
+    answer_of,
+    endpoint_of,
+    push_leftovers,
+    push_rest,
+    start_pushing,
+)
+
+QUICK = Pace(look_s=0.01, retry_s=0.01, most_retry_s=0.05, slow_s=0.05, request_s=5.0, patience_s=0.2, close_s=3.0)
+HOST = "worker-rank0-mini2"
+
+log = logging.getLogger("smolcluster.test")
+
+
+@pytest.fixture
+def loki() -> Iterator[StrictLoki]:
+    with StrictLoki() as server:
+        yield server
+    assert server.violations == []
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """The log of this process."""
+    path = tmp_path / "logs" / f"{HOST}.log"
+    setup_logging(path, level="INFO", role="worker", rank=0, host="mini2")
+    yield path
+    reset_logging()
+
+
+def push(path: Path, url: str, pace: Pace = QUICK) -> Pusher:
+    return start_pushing(path, url=url, role="worker", rank=0, host="mini2", pace=pace)
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+# What is sent
+
+
+def test_lines_arrive_with_their_labels_and_times(loki: StrictLoki, path: Path) -> None:
+    pusher = push(path, loki.url)
+    log.info("step %d", 1)
+    log.warning("a warning, with ümläuts and a\nline break")
+    with path.open("ab") as file:
+        file.write(b"Fatal Python error: \xff\r\n\n   \nRAW\n")
+    pusher.close()
+    every_line_once(loki, text_of_replacing(path), HOST)
+    common = {"job": "smolcluster-worker", "component": "worker", "host": HOST, "rank": "0"}
+    assert [dict(labels) for labels in loki.streams] == [
+        common | {"level": level} for level in ("INFO", "WARNING", PRINTED)
+    ]
+    (info_ns, info), (warned_ns, warning) = (loki.streams[labels][0] for labels in list(loki.streams)[:2])
+    assert json.loads(info)["message"] == "step 1"
+    for time_ns, line in ((info_ns, info), (warned_ns, warning)):
+        told = datetime.fromisoformat(json.loads(line)["time"])
+        assert told.tzinfo == UTC
+        assert 0 <= time_ns - int(told.timestamp() * 1000) * 10**6 < 10**6
+    (first_ns, first), (second_ns, second) = loki.streams[list(loki.streams)[2]]
+    assert (first, second) == ("Fatal Python error: \N{REPLACEMENT CHARACTER}", "RAW")
+    assert (first_ns, second_ns) == (warned_ns + 1, warned_ns + 2), "the time of the line before"
+    assert loki.statuses
+    assert set(loki.statuses) == {204}
+
+
+def text_of_replacing(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def test_a_server_has_labels_of_its_own(loki: StrictLoki, tmp_path: Path) -> None:
+    path = tmp_path / "server-mini1.log"
+    setup_logging(path, level="INFO", role="server", rank=2, host="mini1")
+    log.info("here")
+    start_pushing(path, url=loki.url, role="server", rank=2, host="mini1", pace=QUICK).close()
+    reset_logging()
+    (labels,) = loki.streams
+    assert dict(labels) == {
+        "job": "smolcluster-server",
+        "component": "server",
+        "host": "server-mini1",
+        "rank": "2",
+        "level": "INFO",
+    }
+
+
+def test_many_lines_go_in_few_batches(loki: StrictLoki, path: Path) -> None:
+    for number in range(5000):
+        log.info("line %d %s", number, "x" * 200)
+    push(path, loki.url).close()
+    every_line_once(loki, text_of(path), HOST)
+    assert path.stat().st_size / 2**19 <= len(loki.times) <= path.stat().st_size / 2**19 + 3
+    assert loki.duplicates == 0
+
+
+def test_the_last_half_of_a_line_waits_for_the_other(loki: StrictLoki, path: Path) -> None:
+    pusher = push(path, loki.url)
+    log.info("whole")
+    with path.open("ab", buffering=0) as file:
+        file.write(b"half ")
+        loki.wait_for(1)
+        file.write(b"a line\n")
+    pusher.close()
+    assert loki.lines(level=PRINTED) == ["half a line"]
+
+
+# Times follow from the file alone
+
+_MOMENT = "2026-03-01T12:00:{:06.3f}Z"
+
+
+def record(seconds: float, message: str = "", level: str = "INFO") -> bytes:
+    fields = {"time": _MOMENT.format(seconds), "level": level, "logger": "x", "message": message}
+    return json.dumps(fields).encode() + b"\n"
+
+
+_LINES = st.lists(
+    st.one_of(
+        st.builds(
+            record, st.sampled_from([0.0, 0.001, 5.0, 59.999]), st.text(max_size=5), st.sampled_from(["INFO", "ERROR"])
+        ),
+        st.binary(max_size=12).map(lambda raw: raw.replace(b"\n", b"") + b"\n"),
+        st.sampled_from(
+            [b"\n", b"{}\n", b'{"time": 5, "level": "INFO"}\n', b'{"time": "2026-03-01T12:00:00", "level": "I"}\n']
+        ),
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(lines=_LINES, cut=st.integers(min_value=0, max_value=12))
+def test_a_file_read_from_anywhere_gives_the_same_entries(lines: list[bytes], cut: int) -> None:
+    data = b"".join(lines)
+    start = Place(0, 1_700_000_000_000_000_000)
+    entries = list(entries_in(data, start))
+    times = [entry.time_ns for entry in entries]
+    assert times == sorted(set(times)), "unique, and rising"
+    assert len(entries) == len([line for line in lines if line.decode("utf-8", "replace").strip()])
+    for entry in entries[:cut][-1:]:
+        rest = entries_in(data[entry.end :], Place(entry.end, entry.time_ns))
+        assert list(rest) == entries[cut:]
+
+
+def test_a_clock_that_is_set_back_a_little_changes_no_order_and_far_back_is_followed() -> None:
+    first = int(datetime(2026, 3, 1, 12, 0, 50, tzinfo=UTC).timestamp()) * 10**9
+    back = record(0.0).replace(b"12:00", b"11:00")
+    times = [entry.time_ns for entry in entries_in(record(50.0) + record(10.0) + b"raw\n" + back, Place(0, 0))]
+    assert times == [first, first + 1, first + 2, first - 3650 * 10**9]
+
+
+def test_what_comes_before_the_first_record_has_its_time(tmp_path: Path) -> None:
+    path = tmp_path / f"{HOST}.log"
+    path.write_bytes(b"[W] printed by torch\nand more\n" + record(5.0))
+    follower = Follower(path)
+    assert follower.claim()
+    entries = follower.read()
+    assert [entry.level for entry in entries] == [PRINTED, PRINTED, "INFO"]
+    assert 0 < entries[2].time_ns - entries[0].time_ns <= 10**6
+    follower.close()
+
+
+def test_a_line_that_is_longer_than_a_block_does_not_stop_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / f"{HOST}.log"
+    path.write_bytes(b"y" * 1_200_000 + b"\n" + b"\n" * 600_000 + record(5.0))
+    follower = Follower(path)
+    assert follower.claim()
+    texts = []
+    while entries := follower.read():
+        texts += [entry.text for entry in entries]
+        follower.acknowledge(entries[-1])
+    assert "".join(texts[:-1]) == "y" * 1_200_000
+    assert json.loads(texts[-1])["level"] == "INFO"
+    assert follower.left() == 0
+    follower.close()
+
+
+# Outages
+
+OUTAGES: dict[str, list[Scripted]] = {
+    "errors": [500, 503, 502],
+    "too many requests": [429, (429, 0.05), 429],
+    "answers that are lost, of batches that were stored": ["lose the answer"] * 4,
+    "connections that are cut": ["hang up", "hang up", "lose the answer", "hang up"],
+    "everything at once": [500, "lose the answer", 429, "hang up", "lose the answer", 503],
+}
+
+
+@pytest.mark.parametrize("name", OUTAGES)
+def test_every_line_arrives_once_over(name: str, loki: StrictLoki, path: Path) -> None:
+    script = OUTAGES[name]
+    pusher = push(path, loki.url)
+    for number in range(60):
+        log.info("before %d", number)
+        if number % 6 == 0:
+            loki.plan += script[: 1 + number // 12]
+            loki.wait_for_requests(len(loki.times) + 1)
+    until(lambda: not loki.plan)
+    pusher.close()
+    every_line_once(loki, text_of(path), HOST)
+    assert set(loki.statuses) - {204}, "the faults were played"
+    if any(step == "lose the answer" for step in script):
+        assert loki.duplicates > 0, "lines were sent again, as they were"
+
+
+def test_a_loki_that_is_not_there_yet_gets_everything_when_it_comes(path: Path, tmp_path: Path) -> None:
+    with StrictLoki() as loki:
+        loki.stop()
+        pusher = push(path, loki.url)
+        log.info("nobody listens")
+        until(lambda: "cannot be reached" in text_of(path))
+        for number in range(2000):
+            log.info("kept %d", number)
+        loki.start()
+        loki.wait_for(2000)
+        until(lambda: "answers again" in text_of(path))
+        loki.stop()
+        for number in range(100):
+            log.info("kept again %d", number)
+        until(lambda: text_of(path).count("cannot be reached") == 2)
+        loki.start()
+        until(lambda: text_of(path).count("answers again") == 2)
+        pusher.close()
+        every_line_once(loki, text_of(path), HOST)
+        assert loki.violations == []
+    assert text_of(path).count("cannot be reached") == 2, "an outage is told once"
+
+
+def until(question: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not question():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_retry_after_is_honoured(loki: StrictLoki, path: Path) -> None:
+    loki.plan += [(429, 1.0)]
+    pusher = push(path, loki.url)
+    log.info("please")
+    loki.wait_for(1)
+    assert loki.times[1] - loki.times[0] >= 1.0
+    pusher.close()
+
+
+def test_what_answers_mean() -> None:
+    assert answer_of(204, None, "") == Answer("stored")
+    assert answer_of(429, "7", "").after_s == 7.0
+    assert answer_of(503, "Wed, 21 Oct 2015 07:28:00 GMT", "").after_s == 0.0
+    assert answer_of(503, "soon", "") == Answer("later", "answers 503")
+    assert answer_of(429, "999999", "").after_s == 300.0
+    assert answer_of(400, None, "entry too old").kind == "refused"
+    assert answer_of(413, None, "").kind == "refused"
+    assert answer_of(400, None, "<html>plain HTTP was sent to an HTTPS port</html>").kind == "wrong"
+    for status in (301, 302, 260, 401, 403, 404, 405):
+        assert answer_of(status, None, "").kind == "wrong"
+    assert "SMOLCLUSTER_LOKI_AUTH" in answer_of(401, None, "").reason
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_address_is_told_once_and_costs_no_line(status: int, loki: StrictLoki, path: Path) -> None:
+    loki.always = status
+    pusher = push(path, loki.url)
+    log.info("first")
+    loki.wait_for_requests(4)
+    log.info("second")
+    loki.always = None
+    until(lambda: "answers again" in text_of(path))
+    pusher.close()
+    every_line_once(loki, text_of(path), HOST)
+    assert text_of(path).count(f"answers {status}") == 1
+
+
+# Lines that Loki never takes
+
+
+def test_only_the_bad_lines_of_a_batch_are_left_out(path: Path) -> None:
+    with StrictLoki(longest=5000) as loki:
+        for number in range(200):
+            log.info("line %d %s", number, "z" * 6000 if number in (0, 77, 199) else "")
+        push(path, loki.url).close()
+        arrived = [json.loads(line) for line in loki.lines()]
+        numbers = [int(fields["message"].split()[1]) for fields in arrived if fields["logger"] == log.name]
+        assert numbers == [number for number in range(200) if number not in (0, 77, 199)]
+        (note,) = [fields for fields in arrived if fields["level"] == "ERROR"]
+        assert "takes 3 lines" in note["message"]
+        assert "Max entry size" in note["message"]
+        assert loki.violations == []
+        assert len(loki.times) < 60, "halves, not one by one"
+        assert push_rest(path, loki.url).lines == 0, "and they are not tried again"
+        path.with_name(path.name + ".sent").unlink()
+        assert push_rest(path, loki.url).refused == 3
+
+
+def test_a_loki_that_takes_nothing_is_no_endless_loop(path: Path) -> None:
+    """Neither are the notes about it, which it refuses as well."""
+    with StrictLoki(oldest_ns=2 * 10**18) as loki:
+        for number in range(20):
+            log.info("old %d", number)
+        pusher = push(path, loki.url)
+        until(lambda: pusher.left == 0)
+        pusher.close()
+        assert loki.lines() == []
+        assert text_of(path).count("in no way") == 1
+        assert len(loki.times) < 100
+
+
+# Never in the way
+
+
+def test_a_loki_that_does_not_answer_holds_up_nobody(loki: StrictLoki, path: Path) -> None:
+    loki.always = "say nothing"
+    pusher = push(path, loki.url, Pace(look_s=0.01, close_s=0.5))
+    log.info("first")
+    loki.wait_for_requests(1)
+    started = time.perf_counter()
+    for number in range(1000):
+        log.info("line %d", number)
+    wrote_s = time.perf_counter() - started
+    pusher.close()
+    assert wrote_s < 1.0
+    assert time.perf_counter() - started - wrote_s < 2.0
+    assert pusher.left > 0
+    assert loki.lines() == []
+
+
+def test_one_process_at_a_time_sends_a_file(loki: StrictLoki, path: Path) -> None:
+    first = push(path, loki.url)
+    log.info("one")
+    loki.wait_for(1)
+    second = push(path, loki.url)
+    assert push_rest(path, loki.url).busy == (path,)
+    first.close()
+    log.info("two")
+    loki.wait_for(2)
+    second.close()
+    every_line_once(loki, text_of(path), HOST)
+    assert loki.duplicates == 0
+
+
+# Ends and new beginnings
+
+CHILD = """
+import logging, sys, time
+from pathlib import Path
+from smolcluster.observe.logs import setup_logging
+from smolcluster.observe.loki import Pace, start_pushing
+
+path, url, life, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+setup_logging(path, level="INFO", role="worker", rank=0, host="mini2")
+pace = Pace(look_s=0.005, retry_s=0.005, most_retry_s=0.02, slow_s=0.02)
+pusher = start_pushing(path, url=url, role="worker", rank=0, host="mini2", pace=pace)
+log = logging.getLogger("child")
+for number in range(count):
+    log.log(logging.INFO if number % 3 else logging.WARNING, "life %d, line %d", life, number)
+    if number % 10 == 0:
+        print(f"printed in life {life} after {number}", file=sys.stderr, flush=True)
+    time.sleep(0.0005)
+pusher.close()
+"""
+
+
+def child(path: Path, url: str, *, life: int, count: int) -> subprocess.Popen[bytes]:
+    with path.open("ab") as stderr:
+        arguments = [sys.executable, "-c", CHILD, str(path), url, str(life), str(count)]
+        return subprocess.Popen(arguments, stderr=stderr, env={**os.environ, "PYTHONPATH": "src"})
+
+
+def test_a_process_that_is_killed_again_and_again_loses_and_doubles_nothing(loki: StrictLoki, tmp_path: Path) -> None:
+    path = tmp_path / f"{HOST}.log"
+    faults = itertools.cycle([500, "lose the answer", None, "hang up", None, (429, 0.01), "lose the answer"])
+    for life in range(6):
+        process = child(path, loki.url, life=life, count=100_000)
+        try:
+            loki.wait_for_requests(len(loki.times) + 1)
+            loki.plan += [fault for fault in itertools.islice(faults, 7) if fault is not None]
+            loki.wait_for_requests(len(loki.times) + 7 + 3 * life)  # each dies at another point
+        finally:
+            process.kill()
+        assert process.wait() == -signal.SIGKILL
+    loki.plan.clear()
+    assert child(path, loki.url, life=6, count=200).wait(30) == 0
+    text = text_of(path)
+    assert all(f"life {life}, line 0" in text for life in range(7))
+    assert "printed in life 3" in text
+    every_line_once(loki, text, HOST)
+    assert loki.duplicates > 0, "the window between storing and noting it was hit"
+
+
+def test_what_was_noted_may_be_lost(loki: StrictLoki, path: Path) -> None:
+    """Then everything is sent again, exactly as it was."""
+    for number in range(50):
+        log.info("line %d", number)
+    push(path, loki.url).close()
+    path.with_name(path.name + ".sent").unlink()
+    log.info("more")
+    push(path, loki.url).close()
+    every_line_once(loki, text_of(path), HOST)
+    assert loki.duplicates == 50
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"offset": -5, "time_ns": 0, "head": "", "told": {}}', b"[]", b"\xff"])
+def test_a_damaged_note_is_no_note(damage: bytes, loki: StrictLoki, path: Path) -> None:
+    log.info("line")
+    push(path, loki.url).close()
+    path.with_name(path.name + ".sent").write_bytes(damage)
+    push(path, loki.url).close()
+    every_line_once(loki, text_of(path), HOST)
+
+
+def test_another_file_with_the_same_name_begins_anew(loki: StrictLoki, path: Path) -> None:
+    log.info("of the first run")
+    push(path, loki.url).close()
+    first = text_of(path)
+    reset_logging()
+    path.unlink()
+    setup_logging(path, level="INFO", role="worker", rank=0, host="mini2")
+    for number in range(5):
+        log.info("of the second run, %d", number)
+    push(path, loki.url).close()
+    every_line_once(loki, first + text_of(path), HOST)
+
+
+def test_the_rest_of_a_run_that_is_over(loki: StrictLoki, tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    server, worker = logs / "server-mini1.log", logs / f"{HOST}.log"
+    server.write_bytes(record(1.0) + b'{"time": "2026-03-01T12:00:02Z", "level": "ERROR", "rank": 4}\n')
+    worker.write_bytes(record(1.0) + b"Segmentation fa")
+    (logs / "notes.log").write_bytes(b"not of a process\n")
+    loki.plan += [500, "lose the answer"]
+    rest = push_rest(tmp_path / "run", loki.url, pace=QUICK)
+    assert (rest.lines, rest.left, rest.busy) == (4, (), ())
+    assert {dict(labels)["rank"] for labels in loki.streams} == {"4", "0"}
+    every_line_once(loki, text_of(worker), HOST)
+    every_line_once(loki, text_of(server), "server-mini1")
+    assert push_rest(tmp_path / "run", loki.url, pace=QUICK).lines == 0
+    with worker.open("ab") as file:  # the run goes on: the process writes behind what its last life left
+        file.write(b"\n" + record(3.0, "back"))
+    assert push_rest(tmp_path / "run", loki.url, pace=QUICK).lines == 1
+    assert len(loki.lines()) == 5
+
+
+def test_the_rest_is_not_waited_for_for_ever(path: Path) -> None:
+    with StrictLoki() as loki:
+        loki.stop()
+        log.info("line")
+        rest = push_rest(path, loki.url, within_s=0.2, pace=QUICK)
+        assert (rest.lines, rest.left) == (0, (path,))
+        assert "cannot be reached" in rest.reason
+        loki.start()
+        loki.always = 404
+        assert "answers 404" in push_rest(path, loki.url, pace=QUICK).reason
+        loki.stop()
+        said = push_leftovers(path.parent, loki.url, within_s=0.1)
+        assert "cannot be reached" in said
+        assert f"smolcluster logs push {path.parent}" in said
+        assert push_leftovers(path.parent / "nowhere", loki.url) == ""
+        loki.start()
+        loki.always = None
+        assert push_leftovers(path.parent, loki.url) == ""
+        every_line_once(loki, text_of(path), HOST)
+    with pytest.raises(UserError, match="no logs in"):
+        push_rest(path.parent / "nowhere", loki.url)
+
+
+# Addresses, logins and secrets
+
+
+def test_where_the_parts_of_a_url_go(path: Path) -> None:
+    auth = "Basic bWU6cEA6L3c="  # me:p@:/w
+    with StrictLoki(auth=auth) as loki:
+        log.info("line")
+        push(path, loki.url.replace("//", "//me:p%40%3A%2Fw@") + "/?tenant=home").close()
+        every_line_once(loki, text_of(path), HOST)
+        assert loki.tenants == {"home"}
+    environ = {"SMOLCLUSTER_LOKI_AUTH": "me:p@:/w", "SMOLCLUSTER_LOKI_TENANT": "lab"}
+    headers = endpoint_of("https://logs.example/proxy/", environ=environ).headers
+    assert (headers["Authorization"], headers["X-Scope-OrgID"]) == (auth, "lab")
+    end = endpoint_of("https://logs.example/proxy/", environ={})
+    assert (end.secure, end.host, end.port, end.path) == (True, "logs.example", 443, "/proxy/loki/api/v1/push")
+    assert endpoint_of("http://h:3100/loki/api/v1/push", environ={}).path == "/loki/api/v1/push"
+    assert endpoint_of("http://[::1]:3100", environ={}).host == "::1"
+
+
+BAD = [
+    "h:3100",
+    "me:topsecret@h:3100",
+    "ftp://me:topsecret@h",
+    "http://",
+    "http://me:top/secret@h",
+    "http://me:topsecret@h:x",
+]
+BAD += [
+    "http://h?x=1",
+    "http://me:topsecret@h/#x",
+    "http://me:topsecret@[h",
+    "http://h?tenant=a%0db",
+    "http://me:topsecret?@h",
+]
+
+
+@pytest.mark.parametrize("url", BAD)
+def test_a_url_that_is_none_is_explained_without_its_password(url: str) -> None:
+    with pytest.raises(UserError, match=r"logging\.loki_url .* write it as http://") as caught:
+        endpoint_of(url)
+    assert (
+        "secret"
+        not in f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__ if caught.value.__cause__ else ''}"
+    )
+
+
+def test_a_password_is_in_no_log_and_no_file(path: Path, loki: StrictLoki) -> None:
+    loki.always = 401
+    url = loki.url.replace("//", "//me:topsecret@")
+    pusher = push(path, url)
+    log.info("line")
+    until(lambda: "answers 401" in text_of(path))
+    pusher.close()
+    for file in path.parent.iterdir():
+        assert "topsecret" not in file.read_text()
+    assert "topsecret" not in repr(endpoint_of(url))
+    config = resolve(load_config([], sets={"logging.loki_url": url}))
+    assert public_dict(config)["logging"]["loki_url"] == loki.url
+    assert "topsecret" not in dump(config)
+    assert "SMOLCLUSTER_LOKI_AUTH" in dump(config)
+
+
+# A worker by hand
+
+
+class Told(list[str]):
+    """A screen."""
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            self.append(event.message)
+
+    def close(self) -> None:
+        """It stays on."""
+
+
+def joined(*, server: str = "127.0.0.1:65432", **overrides: Any) -> WorkerSpec:
+    return WorkerSpec(
+        config={},
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        host="mini2",
+        run_dir="",
+        plane="elastic",
+        server=server,
+        overrides={f"logging.{key}": value for key, value in overrides.items()},
+    )
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    reset_logging()
+
+
+def test_a_worker_by_hand_asks_its_server_where_loki_is(loki: StrictLoki, temporary: Path) -> None:
+    screen = Told()
+    pushing = _Pushing(joined(), None, [screen])
+    log.info("before anything is known")
+    pushing.handle(started(loki.url))
+    log.info("after")
+    pushing.close()
+    assert [json.loads(line)["message"] for line in loki.lines(host=HOST)] == ["before anything is known", "after"]
+    assert list(temporary.iterdir()) == []
+    assert screen == []
+
+
+def started(url: str | None) -> RunStarted:
+    return replace(STARTED, config={"logging": {"loki_url": url}})
+
+
+@pytest.mark.parametrize("server", ["192.168.1.10:65432", "[fe80::1]:65432", "mini1:65432"])
+def test_the_loopback_of_a_server_elsewhere_is_not_meant(server: str, loki: StrictLoki, temporary: Path) -> None:
+    pushing = _Pushing(joined(server=server), None, [])
+    log.info("line")
+    pushing.handle(started(loki.url))
+    pushing.close()
+    assert loki.times == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_worker_by_hand_without_loki_leaves_no_file_but_the_log_it_was_asked_for(temporary: Path) -> None:
+    for log_dir in (None, temporary / "mine"):
+        pushing = _Pushing(joined(), log_dir, [])
+        log.info("line")
+        pushing.handle(started(None))
+        pushing.close()
+    assert [path.relative_to(temporary).as_posix() for path in temporary.rglob("*.log")] == [f"mine/{HOST}.log"]
+
+
+def test_a_worker_by_hand_without_room_for_a_log_has_none(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, loki: StrictLoki
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "nowhere"))
+    pushing = _Pushing(joined(), None, [])
+    log.info("line")
+    pushing.handle(started(loki.url))
+    pushing.close()
+    assert loki.times == []
+    with pytest.raises(UserError, match="give --log-dir"):
+        _Pushing(joined(loki_url=loki.url), None, [])
+    with pytest.raises(UserError, match="write it as http://"):
+        _Pushing(joined(loki_url="nonsense"), temporary, [])
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_worker_by_hand_that_cannot_send_says_where_its_lines_are(temporary: Path) -> None:
+    screen = Told()
+    with StrictLoki() as loki:
+        loki.stop()
+        pushing = _Pushing(joined(loki_url=loki.url), None, [screen])
+        log.info("line")
+        pushing.close()
+        (folder,) = temporary.iterdir()
+        assert screen == [f"Loki has not got all lines of this worker; send the rest: smolcluster logs push {folder}"]
+        loki.start()
+        push_rest(folder, loki.url, pace=QUICK)
+        every_line_once(loki, text_of(folder / f"{HOST}.log"), HOST)
+
+
+# The server itself is to be trusted, and there may be another
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "body"),
+    [
+        ("/loki/api/v1/pushes", {}, None),
+        ("/loki/api/v1/push", {"Content-Type": "text/plain"}, None),
+        ("/loki/api/v1/push", {"Content-Encoding": "gzip"}, None),
+        ("/loki/api/v1/push", {}, {"streams": []}),
+        ("/loki/api/v1/push", {}, {"streams": [{"stream": {"a": "b"}, "values": []}]}),
+        ("/loki/api/v1/push", {}, {"streams": [{"stream": {"a": 1}, "values": [["1700000000000000001", "x"]]}]}),
+        ("/loki/api/v1/push", {}, {"streams": [{"stream": {"a": "b"}, "values": [[1700000000000000001, "x"]]}]}),
+        ("/loki/api/v1/push", {}, {"streams": [{"stream": {"a": "b"}, "values": [["1700000000", "x"]]}]}),
+        ("/loki/api/v1/push", {}, {"streams": [{"stream": {"a": "b"}, "values": [["1600000000000000001", "old"]]}]}),
+    ],
+)
+def test_the_strict_server_is_strict(path: str, headers: dict[str, str], body: dict[str, Any] | None) -> None:
+    good = {"streams": [{"stream": {"a": "b"}, "values": [["1700000000000000001", "x"]]}]}
+    with StrictLoki() as loki:
+
+        def post(path: str, headers: dict[str, str], body: object) -> int:
+            connection = http.client.HTTPConnection("127.0.0.1", loki.port, timeout=10)
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"} | headers)
+            status = connection.getresponse().status
+            connection.close()
+            return status
+
+        assert post("/loki/api/v1/push", {}, good) == 204
+        assert post("/loki/api/v1/push", {}, good) == 204
+        assert loki.duplicates == 1
+        assert not loki.violations
+        assert post(path, headers, good if body is None else body) == 400
+        assert len(loki.violations) == 1
+
+
+@pytest.mark.skipif("SMOLCLUSTER_TEST_LOKI" not in os.environ, reason="SMOLCLUSTER_TEST_LOKI names no Loki")
+def test_a_real_loki_has_every_line_once(path: Path, tmp_path: Path) -> None:
+    """`SMOLCLUSTER_TEST_LOKI=http://127.0.0.1:3100 pytest tests/unit/test_loki.py`: any server with Loki's API."""
+    url, host = os.environ["SMOLCLUSTER_TEST_LOKI"], f"test{time.time_ns()}"
+    path = tmp_path / f"worker-rank0-{host}.log"
+    setup_logging(path, level="INFO", role="worker", rank=0, host=host)
+    for number in range(500):
+        log.info("line %d", number)
+    for _ in range(2):  # the second time all of it again
+        path.with_name(path.name + ".sent").unlink(missing_ok=True)
+        start_pushing(path, url=url, role="worker", rank=0, host=host).close()
+    assert "in no way" not in text_of(path)
+    end = endpoint_of(url)
+    base = f"{'https' if end.secure else 'http'}://{end.host}:{end.port}{end.path.removesuffix('/push')}"
+    asked = urllib.parse.urlencode({"query": f'{{host="{path.stem}"}}', "limit": 5000, "direction": "forward"})
+    headers = {name: value for name, value in end.headers.items() if name in ("Authorization", "X-Scope-OrgID")}
+
+    def arrived() -> list[str]:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{base}/query_range?{asked}", headers=headers), timeout=10
+        ) as reply:
+            streams = json.load(reply)["data"]["result"]
+        return [
+            text for _, text in sorted((int(time_ns), text) for stream in streams for time_ns, text in stream["values"])
+        ]
+
+    until(lambda: len(arrived()) >= 500)
+    assert arrived() == text_of(path).splitlines()
+
+
+def test_an_entry_is_what_it_seems() -> None:
+    (entry,) = entries_in(record(1.0, "hello", "ERROR"), Place(100, 0))
+    assert isinstance(entry, Entry)
+    assert (entry.level, entry.logger, entry.end) == ("ERROR", "x", 100 + len(record(1.0, "hello", "ERROR")))

@@ -1,0 +1,158 @@
+"""Pairing by a code on a screen: who has not seen it, or stands between, gets nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from smolcluster.launch import pairing
+from smolcluster.launch.pairing import PairingFailed, accept, offer
+
+pytest.importorskip("cryptography")
+FACTS = {"name": "pi5", "system": "Linux aarch64"}
+GIVEN = {"token": "smol1_secret", "server": "10.0.0.1:65432", "rank": 2, "cluster": "home"}
+
+
+class Screen:
+    """What the new machine shows, for whoever looks."""
+
+    def __init__(self) -> None:
+        self.code = ""
+        self._shown = threading.Event()
+
+    def show(self, code: str) -> None:
+        self.code = code
+        self._shown.set()
+
+    def read(self, _: Any = None) -> str:
+        assert self._shown.wait(10)
+        return self.code
+
+
+def pair(ask: Any, *, screen: Screen | None = None) -> tuple[Any, Any]:
+    """What came of it, at the machine and at the cluster."""
+    screen = screen or Screen()
+    here, there = socket.socketpair()
+
+    def attempt(work: Any, line: socket.socket) -> Any:
+        with line:
+            try:
+                return work()
+            except PairingFailed as error:
+                return error
+
+    with ThreadPoolExecutor(2) as pool:
+        machine = pool.submit(attempt, lambda: offer(here, FACTS, show=screen.show), here)
+        cluster = pool.submit(attempt, lambda: accept(there, GIVEN, ask=lambda facts: ask(screen)), there)
+        return machine.result(30), cluster.result(30)
+
+
+def test_a_code_that_is_typed_as_shown() -> None:
+    machine, cluster = pair(lambda screen: screen.read())
+    assert machine == GIVEN
+    assert cluster == FACTS
+
+
+def test_spaces_and_dashes_do_not_matter() -> None:
+    machine, _ = pair(lambda screen: " " + screen.read().replace("-", " ") + "\n")
+    assert machine == GIVEN
+
+
+@pytest.mark.parametrize("place", [0, 9], ids=["the machine notices", "the cluster notices"])
+def test_one_wrong_digit_hands_out_nothing(place: int) -> None:
+    def wrong(screen: Screen) -> str:
+        digits = screen.read().replace("-", "")
+        other = str((int(digits[place]) + 1) % 10)
+        return digits[:place] + other + digits[place + 1 :]
+
+    machine, cluster = pair(wrong)
+    assert isinstance(machine, PairingFailed)
+    assert isinstance(cluster, PairingFailed)
+
+
+def test_a_code_of_another_length_is_told() -> None:
+    machine, cluster = pair(lambda screen: screen.read()[:-1])
+    assert "ten digits" in str(cluster)
+    assert isinstance(machine, PairingFailed)
+
+
+def test_somebody_between_is_noticed_before_anything_is_handed_out() -> None:
+    """He has keys of his own on both sides; the digits that follow from them differ."""
+    screen = Screen()
+    to_machine, machine_end = socket.socketpair()
+    to_cluster, cluster_end = socket.socketpair()
+    stolen: list[Any] = []
+
+    def between() -> None:
+        try:
+            fake = Screen()
+            with to_machine, to_cluster:
+                stolen.append(offer(to_cluster, FACTS, show=fake.show))
+        except PairingFailed:
+            pass
+
+    def dial() -> None:
+        try:
+            accept(to_machine, {"token": "evil"}, ask=lambda facts: screen.read())
+        except (PairingFailed, OSError):
+            pass
+
+    with ThreadPoolExecutor(4) as pool:
+        middle = pool.submit(between)
+        other = pool.submit(dial)
+        machine = pool.submit(lambda: offer(machine_end, FACTS, show=screen.show))
+        with pytest.raises(PairingFailed, match="mistyped, or somebody is between"):
+            accept(cluster_end, GIVEN, ask=lambda facts: screen.read())
+        cluster_end.close()
+        middle.result(20)
+        other.result(20)
+        machine_end.close()
+        machine.exception(20)
+    assert stolen == []
+
+
+def test_a_key_that_was_not_committed_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing._Side, "commitment", property(lambda self: "0" * 64))
+    machine, _ = pair(lambda screen: "0" * 10)
+    assert "changed its key" in str(machine)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"hello\n",
+        b"[]\n",
+        b'{"protocol": "other"}\n',
+        b"x" * 70_000,
+        b'{"protocol": "smolcluster-pair-1"}\n{"key": 5}\n',
+    ],
+    ids=["nothing", "no JSON", "no object", "another protocol", "too much", "no key"],
+)
+def test_strangers_get_nothing(said: bytes) -> None:
+    here, there = socket.socketpair()
+    shown: list[str] = []
+    with here, there, ThreadPoolExecutor(1) as pool:
+        machine = pool.submit(offer, here, FACTS, show=shown.append)
+        there.sendall(said)
+        there.shutdown(socket.SHUT_WR)
+        assert isinstance(machine.exception(20), PairingFailed)
+    assert shown == []
+
+
+def test_what_travels_is_sealed() -> None:
+    agreed = pairing.Agreement(b"s" * 32, b"both")
+    sealed = agreed.seal(GIVEN)
+    assert json.dumps(GIVEN)[5:20].encode().hex() not in sealed
+    assert agreed.open(sealed) == GIVEN
+    flipped = sealed[:-1] + ("0" if sealed[-1] != "0" else "1")
+    for wrong in (flipped, "", "zz", sealed[:20]):
+        with pytest.raises(PairingFailed):
+            agreed.open(wrong)
+    with pytest.raises(PairingFailed):
+        pairing.Agreement(b"t" * 32, b"both").open(sealed)

@@ -1,0 +1,280 @@
+"""What a scrape gets, read by a parser that follows the text format to the letter; and who gets nothing."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import re
+import select
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, RunStarted, StepLogged
+from smolcluster.observe.observer import Observer
+from smolcluster.observe.prometheus import CONTENT_TYPE, METRICS, PrometheusSink, number, port_of, run_name_of
+
+STARTED = RunStarted(
+    rank=1,
+    role="worker",
+    host="pi5",
+    run_dir="runs/my-run",
+    task="gpt",
+    strategy="edp",
+    algorithm="EDP",
+    world_size=2,
+    device="cpu",
+    parameters=10,
+    first_step=0,
+    steps=300,
+    batch_size=4,
+    global_batch=8,
+    learning_rate=0.1,
+    project_name="smolcluster",
+    config={},
+)
+ROW = StepLogged(
+    step=7,
+    rank=1,
+    role="worker",
+    host="pi5",
+    time=1_700_000_000.5,
+    loss=2.25,
+    lr=0.1,
+    grad_norm=float("inf"),
+    samples=56,
+    tokens=1792,
+    tokens_per_s=100.5,
+    samples_per_s=3.0,
+    step_time_s=0.25,
+    compute_s=0.2,
+    comm_s=0.05,
+    bytes_sent=10,
+    bytes_received=20,
+    staleness=0.5,
+    staleness_max=2,
+    stale_rejected=3,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    kind: str
+    help: str
+    labels: dict[str, str]
+    value: float
+
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{(.*)\} (\S+)")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\[\\"n])*)"(,|$)')
+
+
+def parse(text: str) -> dict[str, Family]:
+    """Metrics by name: each with HELP and TYPE before its one sample, nothing else, and a line feed at the end."""
+    assert text.endswith("\n")
+    lines = text[:-1].split("\n")
+    assert len(lines) % 3 == 0
+    families: dict[str, Family] = {}
+    for about, typed, sample in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        name, _, help_text = about.removeprefix("# HELP ").partition(" ")
+        assert about.startswith("# HELP ")
+        assert help_text
+        kind = typed.removeprefix(f"# TYPE {name} ")
+        assert kind in ("gauge", "counter")
+        assert (kind == "counter") == name.endswith("_total"), "counters end in _total, gauges do not"
+        match = _SAMPLE.fullmatch(sample)
+        assert match is not None, sample
+        assert match[1] == name
+        labels, rest = {}, match[2]
+        while rest:
+            label = _LABEL.match(rest)
+            assert label is not None, rest
+            assert label[1] not in labels
+            labels[label[1]] = re.sub(r"\\(.)", lambda found: {"n": "\n"}.get(found[1], found[1]), label[2])
+            rest = rest[label.end() :]
+        value = {"NaN": math.nan, "+Inf": math.inf, "-Inf": -math.inf}.get(match[3])
+        assert name not in families
+        families[name] = Family(kind, help_text, labels, float(match[3]) if value is None else value)
+    return families
+
+
+def get(
+    sink: PrometheusSink, path: str = "/metrics", *, host: str | None = "127.0.0.1", method: str = "GET"
+) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", sink.port, timeout=10)
+    connection.putrequest(method, path, skip_host=True)
+    if host is not None:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    reply = connection.getresponse()
+    text = reply.read().decode()
+    if reply.status == 200 and path == "/metrics":
+        assert reply.getheader("Content-Type") == CONTENT_TYPE
+    connection.close()
+    return reply.status, text
+
+
+@pytest.fixture
+def sink() -> Iterator[PrometheusSink]:
+    sink = PrometheusSink(STARTED, host="127.0.0.1", port=0, run="my-run")
+    yield sink
+    sink.close()
+
+
+def test_a_process_that_has_just_begun_is_up(sink: PrometheusSink) -> None:
+    families = parse(get(sink)[1])
+    who = {"role": "worker", "rank": "1", "host": "pi5", "run": "my-run"}
+    assert families["smolcluster_up"] == Family("gauge", "1 while the process runs.", who, 1.0)
+    assert families["smolcluster_planned_steps"].value == 300
+    assert families["smolcluster_run_info"].labels == who | {"strategy": "edp", "task": "gpt", "device": "cpu"}
+    assert "smolcluster_loss" not in families, "what is not known is not served"
+
+
+def test_the_last_value_of_everything_is_served(sink: PrometheusSink) -> None:
+    with Observer([sink]) as observer:
+        observer.emit(replace(ROW, step=6, val_loss=2.5, loss=9.0))
+        observer.emit(ROW)
+        observer.emit(CheckpointSaved(step=5, path="x", stall_s=0.01, write_s=0.5, size_bytes=1, best=False))
+        observer.emit(CheckpointFailed(step=6, reason="full"))
+        families = parse(get(sink)[1])
+    expected = {
+        "step": 7,
+        "last_step_timestamp_seconds": 1_700_000_000.5,
+        "loss": 2.25,
+        "val_loss": 2.5,
+        "learning_rate": 0.1,
+        "grad_norm": math.inf,
+        "samples_total": 56,
+        "tokens_total": 1792,
+        "tokens_per_second": 100.5,
+        "samples_per_second": 3.0,
+        "step_seconds": 0.25,
+        "compute_seconds": 0.2,
+        "comm_seconds": 0.05,
+        "bytes_sent_total": 10,
+        "bytes_received_total": 20,
+        "staleness": 0.5,
+        "stale_rejected_total": 3,
+        "checkpoint_step": 5,
+        "checkpoint_seconds": 0.5,
+        "checkpoint_stall_seconds": 0.01,
+        "checkpoint_failures_total": 1,
+        "up": 1,
+        "run_info": 1,
+        "planned_steps": 300,
+    }
+    assert {name.removeprefix("smolcluster_"): family.value for name, family in families.items()} == expected
+    unsaid = {"smolcluster_members", "smolcluster_val_accuracy"}  # of a server; of a task that tells it
+    assert set(families) == set(METRICS) - unsaid
+
+
+def test_a_row_that_comes_late_brings_its_evaluation_and_turns_no_counter_back(sink: PrometheusSink) -> None:
+    sink.handle(ROW)
+    sink.handle(replace(ROW, step=5, samples=40, loss=99.0, val_loss=1.5))
+    families = parse(sink.text())
+    assert families["smolcluster_step"].value == 7
+    assert families["smolcluster_samples_total"].value == 56
+    assert families["smolcluster_loss"].value == 2.25
+    assert families["smolcluster_val_loss"].value == 1.5
+
+
+def test_a_server_is_asked_who_takes_part() -> None:
+    members = [1, 2]
+    sink = PrometheusSink(STARTED, host="127.0.0.1", port=0, run="r", members=lambda: len(members))
+    assert parse(get(sink)[1])["smolcluster_members"].value == 2
+    members.pop()
+    assert parse(get(sink)[1])["smolcluster_members"].value == 1
+    sink.close()
+
+
+def test_numbers_and_names_that_need_care() -> None:
+    assert [number(x) for x in (3, 0.1, math.nan, math.inf, -math.inf, 1e-20)] == [
+        "3",
+        "0.1",
+        "NaN",
+        "+Inf",
+        "-Inf",
+        "1e-20",
+    ]
+    odd = replace(STARTED, host='a"b\\c\nd')
+    sink = PrometheusSink(odd, host="127.0.0.1", port=0, run="r")
+    assert parse(get(sink)[1])["smolcluster_up"].labels["host"] == 'a"b\\c\nd'
+    sink.handle(replace(ROW, loss=math.nan))
+    assert math.isnan(parse(get(sink)[1])["smolcluster_loss"].value)
+    sink.close()
+    assert run_name_of(STARTED, server="h:1") == "my-run"
+    assert run_name_of(replace(STARTED, run_dir=""), server="h:1") == "h:1"
+
+
+def test_ports_of_a_machine() -> None:
+    assert port_of(9464, role="server", local_rank=0) == 9464
+    assert [port_of(9464, role="worker", local_rank=rank) for rank in range(3)] == [9465, 9466, 9467]
+
+
+def test_a_port_that_cannot_be_had_is_an_error(sink: PrometheusSink) -> None:
+    for port in (sink.port, 65536):
+        with pytest.raises(OSError, match=r"in use|no port"):
+            PrometheusSink(STARTED, host="127.0.0.1", port=port, run="r")
+
+
+# Who is answered
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost:9464", "LOCALHOST.", "[::1]:9464", "127.8.8.8", "host.docker.internal:9465"]
+)
+def test_names_of_loopback_are_known(sink: PrometheusSink, host: str) -> None:
+    assert get(sink, host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:9464", "192.168.1.10", "pi5", "", None, "localhost.evil.example", "[fe80::1]"],
+)
+def test_an_unknown_name_gets_nothing(sink: PrometheusSink, host: str | None) -> None:
+    for path in ("/metrics", "/health"):
+        status, text = get(sink, path, host=host)
+        assert status == 421
+        assert "smolcluster_" not in text
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("192.168.1.10:9464", 200), ("PI5:9464", 200), ("pi5.local", 200), ("evil.example", 421)]
+)
+def test_beyond_loopback_addresses_and_the_machines_name_are_known(host: str, status: int) -> None:
+    sink = PrometheusSink(STARTED, host="0.0.0.0", port=0, run="r")
+    try:
+        assert get(sink, host=host)[0] == status
+    finally:
+        sink.close()
+
+
+def test_nothing_else_is_answered(sink: PrometheusSink) -> None:
+    assert get(sink, "/health") == (200, "ok\n")
+    assert get(sink, "/")[0] == 404
+    assert get(sink, "/metrics/../etc/passwd")[0] == 404
+    for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+        assert get(sink, method=method)[0] == 501
+
+
+def test_callers_that_say_nothing_are_few_and_others_are_still_answered(sink: PrometheusSink) -> None:
+    idle = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(5)]
+    assert get(sink, "/health")[0] == 200
+    idle += [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(20)]
+    sent_away: set[socket.socket] = set()
+    deadline = time.monotonic() + 4.0  # those that were let in have a second more
+    while len(sent_away) < 16 and (left := deadline - time.monotonic()) > 0:
+        sent_away |= set(select.select(list(set(idle) - sent_away), [], [], left)[0])
+    assert len(sent_away) >= 16
+    for open_socket in idle:
+        open_socket.close()
+
+
+def test_a_closed_one_gives_its_port_back() -> None:
+    sink = PrometheusSink(STARTED, host="127.0.0.1", port=0, run="r")
+    get(sink)
+    sink.close()
+    PrometheusSink(STARTED, host="127.0.0.1", port=sink.port, run="r").close()
