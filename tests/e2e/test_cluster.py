@@ -229,6 +229,40 @@ def other_key(folder: Path) -> Path:
     return make_key(folder / "other_key")
 
 
+def test_the_doctor_looks_at_every_machine_and_the_ways_between(two: Lab) -> None:
+    hosts = {"mini1": two.boxes["mini1"].host(), "pi5": two.boxes["pi5"].host(server_address="127.0.0.1")}
+    file = cluster(two, steps=2, hosts=hosts)
+    good = two.run("cluster", "check", file, "--json").ok()
+    found = {(finding["host"], finding["layer"]): finding for finding in json.loads(good.out)}
+    assert {finding["verdict"] for finding in found.values()} == {"ok"}
+    for layer in ("ssh", "Python", "torch", "disk", "clock"):
+        assert ("mini1", layer) in found
+    assert "reaches mini1 at 127.0.0.1:" in found["pi5", "route"]["what"]
+    assert not (two.boxes["mini1"].folder / "smol").exists()
+    hosts["pi5"]["server_address"] = "127.0.0.9"  # nobody listens there
+    bad = two.run("doctor", cluster(two, steps=2, hosts=hosts))
+    assert bad.status == 1
+    assert re.search(r"pi5 +port +bad +cannot reach mini1 at 127.0.0.9:\d+: connection refused", bad.out)
+    two.boxes["pi5"].stop()
+    gone = two.run("doctor", file)
+    assert gone.status == 1
+    assert re.search(r"pi5 +port +bad .*refuses connections", gone.out)
+
+
+def test_init_writes_a_file_of_what_answers(two: Lab) -> None:
+    box = two.boxes["pi5"]
+    lines = f"Host pi5\n  HostName {box.address}\n  Port {box.port}\nHost gone\n  HostName 127.0.0.1\n  Port {free_port()}\n"
+    (two.home / ".ssh" / "config").write_text(lines)
+    ended = two.run("cluster", "init", "--out", "made.yaml").ok()
+    text = (two.home.parent / "made.yaml").read_text()
+    assert re.search(r"^  pi5: \{\}  # Linux", text, re.M)
+    assert re.search(r"^  # gone: \{\}  # .*refuses connections", text, re.M)
+    assert "smolcluster cluster check made.yaml" in ended.out
+    again = two.run("cluster", "init", "--out", "made.yaml")
+    assert (again.status, "is there already" in again.err) == (2, True)
+    two.run("config", "check", "made.yaml").ok()
+
+
 def test_host_keys_are_checked(two: Lab) -> None:
     known = two.home / ".ssh" / "known_hosts"
     lines = known.read_text().splitlines()

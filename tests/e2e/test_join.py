@@ -1,0 +1,88 @@
+"""A machine offers itself, the cluster takes it by the code on its screen, and it works: over a network of their own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.network import check_possible, hosts
+from tests.e2e.command import TINY, Smol, eventually
+from tests.e2e.sshd import free_port
+
+from smolcluster.errors import UserError
+
+
+def test_a_machine_joins_by_its_code(smol: Smol, tmp_path: Path) -> None:
+    pytest.importorskip("zeroconf")
+    pytest.importorskip("cryptography")
+    try:
+        check_possible()
+    except UserError as error:
+        pytest.skip(str(error))
+    homes = [tmp_path / name for name in ("mini1", "pi5")]
+    for home in homes:
+        home.mkdir()
+    with hosts(2, rate=None) as network:
+        places = [network.namespace(0), network.namespace(1)]
+        where = [
+            {"cwd": home, "env": {"HOME": str(home), "XDG_CONFIG_HOME": ""}, "inside": place}
+            for home, place in zip(homes, places, strict=True)
+        ]
+        server, port = f"{network.address(0)}", free_port()
+        smol.run("token", "new", **where[0]).ok()
+        command = (
+            "server",
+            "gpt",
+            "--strategy",
+            "edp",
+            "--workers",
+            "1",
+            "--bind",
+            server,
+            "--port",
+            str(port),
+            "--steps",
+            "5",
+        )
+        serving = smol.start(*command, "--override", *TINY, **where[0])
+        joining = smol.start("join", "pi5", "--address", network.address(1), "--device", "cpu", **where[1])
+        joining.until(lambda: "pi5 offers itself" in joining.output, what="the offer")
+        accepting = subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                places[0],
+                sys.executable,
+                "-m",
+                "smolcluster",
+                "cluster",
+                "accept",
+                "pi5",
+                "--server",
+                f"{server}:{port}",
+            ],
+            cwd=homes[0],
+            env=smol.env | where[0]["env"],  # type: ignore[operator]
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            code = eventually(lambda: re.search(r"\d{5}-\d{5}", joining.output), what="the code").group()
+            said, _ = accepting.communicate(code + "\n", timeout=30)
+        finally:
+            accepting.kill()
+            accepting.communicate()
+        assert "pi5 is taken, as worker 1" in said
+        assert serving.end(within_s=60).status == 0
+        ended = joining.end(within_s=30)
+        assert ended.status == 0, ended
+        assert f"taken by the cluster; its server is at {server}:{port}" in ended.out
+        kept = homes[1] / ".config" / "smolcluster" / "token"
+        assert kept.read_text().split()[0] == (homes[0] / ".config" / "smolcluster" / "token").read_text().split()[0]
+        assert kept.stat().st_mode & 0o077 == 0
