@@ -8,28 +8,39 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.e2e.command import TINY, Smol, eventually, read_rows, read_summary
+from tests.e2e.command import TINY, Process, Smol, children, eventually, read_rows, read_summary
 
 from smolcluster.comm.elastic.security import new_token
 from smolcluster.engine.history import check, read
 
 pytestmark = [
-    pytest.mark.skipif(os.name != "posix", reason="containers have a shell"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc"),
     pytest.mark.timeout(300),
 ]
 PATIENCE_S = 120.0
 STEPS = 20
+# The small GPT; slow until somebody says go.
+TASKS = """
+import os, time
+from smolcluster.tasks.gpt import GPTTask
+
+
+class Gated(GPTTask):
+    def loss(self, model, batch):
+        if not os.path.exists(os.environ["GO"]):
+            time.sleep(0.2)
+        return super().loss(model, batch)
+"""
 SIZE = (*TINY, "training.eval_steps=0", "training.checkpoint_steps=5", "cluster.standby=false")
 
 
@@ -59,11 +70,10 @@ class Pods:
     def start(self, words: list[str], env: dict[str, str], *, name: str) -> subprocess.Popen[bytes]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SMOLCLUSTER_", "SLURM_"))}
         given = kept | {k: self.here(v) for k, v in env.items()} | {"PATH": self._path, "CUDA_VISIBLE_DEVICES": ""}
-        given["SMOLCLUSTER_CACHE"] = str(self._cache)
+        given |= {"SMOLCLUSTER_CACHE": str(self._cache), "GO": str(self.folder / "go")}
         command = [self.here(word) for word in words]
-        master = [i for i, word in enumerate(command) if word == "--master-addr"]
-        for i in master:
-            command[i + 1] = "127.0.0.1"
+        if "--master-addr" in command:
+            command[command.index("--master-addr") + 1] = "127.0.0.1"
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, env=given, stdout=log, stderr=log, start_new_session=True)
         self._stack.callback(self.kill, process)
@@ -71,21 +81,19 @@ class Pods:
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """All of its processes are gone at once: also those that its children have started in groups of their own."""
-        for pid in [*descendants(process.pid), process.pid] if process.poll() is None else []:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        if process.poll() is None:
+            below = descendants(process.pid)
+            process.kill()
+            for each in below:
+                each.kill()
         process.wait()
 
     def logs(self) -> str:
         return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')}" for file in self.folder.glob("*.log"))
 
 
-def descendants(pid: int) -> list[int]:
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
-    found = [int(number) for number in listed.stdout.split()]
-    return [each for child in found for each in (*descendants(child), child)]
+def descendants(pid: int) -> list[Process]:
+    return [each for child in children(pid) for each in (*descendants(child.pid), child)]
 
 
 @pytest.fixture
@@ -140,8 +148,8 @@ def written(smol: Smol, folder: Path, *words: str) -> str:
     return smol.run(*words, "--steps", str(STEPS), "--override", *SIZE, cwd=folder).ok().out
 
 
-def last_step(run_dir: Path) -> Callable[[int], bool]:
-    return lambda step: max((row["step"] for row in read_rows(run_dir)), default=0) >= step
+def last_step(run_dir: Path) -> int:
+    return max((row["step"] for row in read_rows(run_dir)), default=0)
 
 
 def test_pods_of_ranks(smol: Smol, pods: Pods) -> None:
@@ -157,29 +165,34 @@ def test_pods_of_ranks(smol: Smol, pods: Pods) -> None:
 
 
 def test_a_server_that_is_lost_with_its_pod(smol: Smol, pods: Pods) -> None:
-    stream = written(smol, pods.folder, "k8s", "gpt", "--strategy", "syncps", "--nodes", "2")
-    assert 'value: "' in stream
+    """Its workers wait for the next one, which goes on from the journal."""
+    (pods.folder / "tasks.py").write_text(TASKS, encoding="utf-8")
+    task = f"{pods.folder}/tasks.py:Gated"  # a path of the image, as far as the command can know
+    stream = written(smol, pods.folder, "k8s", task, "--strategy", "syncps", "--nodes", "2")
     kubernetes = Kubernetes(pods, stream, token=new_token())
-    run_dir = pods.folder / "data/runs/gpt-syncps"
-    workers = [kubernetes.start("gpt-syncps-worker", 0)]  # the other comes later: until then nothing can be over
-    server = kubernetes.start("gpt-syncps-server")
-    eventually(lambda: (run_dir / "run-id").exists(), within_s=PATIENCE_S, what="a server")
-    workers.append(kubernetes.start("gpt-syncps-worker", 1))
-    eventually(lambda: last_step(run_dir)(2), within_s=PATIENCE_S, what="two steps")
+    run_dir = pods.folder / "data/runs/gated-syncps"
+    server, *workers = [kubernetes.start("gated-syncps-server")] + [
+        kubernetes.start("gated-syncps-worker", index) for index in (0, 1)
+    ]
+    eventually(lambda: last_step(run_dir) >= 2, within_s=PATIENCE_S, what="two steps")
     pods.kill(server)
-    server = kubernetes.start("gpt-syncps-server")
+    reached = last_step(run_dir)
+    assert reached < STEPS
+    assert [worker.poll() for worker in workers] == [None, None]
+    (pods.folder / "go").touch()
+    server = kubernetes.start("gated-syncps-server")
     assert ended([server, *workers], pods) == [0, 0, 0], pods.logs()
     summary = read_summary(run_dir)
     assert (summary["status"], summary["steps"]) == ("finished", STEPS)
     assert check(read(run_dir / "history.jsonl")) == []
+    assert re.search(rf"{STEPS} steps from \d+", pods.logs())
     assert not list(run_dir.parent.glob("*-nothing-saved-*"))
 
 
 def test_pods_with_several_workers(smol: Smol, pods: Pods) -> None:
     words = ("k8s", "gpt", "--strategy", "fsdp", "--nodes", "1", "--workers-per-node", "2")
     stream = written(smol, pods.folder, *words).replace("gpt-fsdp-0.gpt-fsdp", "127.0.0.1")
-    kubernetes = Kubernetes(pods, stream)
-    (pod,) = [kubernetes.start("gpt-fsdp")]
+    pod = Kubernetes(pods, stream).start("gpt-fsdp")
     assert ended([pod], pods) == [0], pods.logs()
     assert read_summary(pods.folder / "data/runs/gpt-fsdp")["world_size"] == 2
 

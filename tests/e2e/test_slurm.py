@@ -34,6 +34,7 @@ pytestmark = [
 PATIENCE_S = 120.0
 STEPS = 20
 NODES = "127.0.0.[1-2]"
+UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SIGNALING", "STAGE_OUT")
 CONFIG = """
 ClusterName=smolcluster-test
 SlurmctldHost={host}(127.0.0.1)
@@ -53,6 +54,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=60
@@ -92,7 +94,7 @@ class Cluster:
 
         def ask() -> dict[str, str] | None:
             job = self.job(number)
-            ended = job["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", *states)
+            ended = job["JobState"] not in (*UNDER_WAY, *states)
             assert not ended, f"{job['JobState']}, exit {job['ExitCode']}\n{self.output(job)}"
             return job if job["JobState"] in states else None
 
@@ -258,7 +260,8 @@ def test_edp_saves_before_its_time_limit_and_is_queued_again(smol: Smol, slurm: 
 
     gate(slurm, open=True)
     slurm.until(number, "PENDING")
-    slurm.call("scontrol", "update", f"jobid={number}", "StartTime=now")  # or Slurm waits for two minutes
+    # Slurm would wait for two minutes. In the second in which it ended, nodes take the job for the one that was ended.
+    slurm.call("scontrol", "update", f"jobid={number}", "StartTime=now+3")
     job = slurm.until(number, "COMPLETED")
     assert job["ExitCode"] == "0:0"
     summary = read_summary(run_dir)

@@ -13,15 +13,18 @@ import typer
 from smolcluster.cli import (
     bench,
     cluster,
+    compose,
     config,
     doctor,
     down,
     export,
     import_model,
     join,
+    k8s,
     logs,
     plan,
     server,
+    slurm,
     status,
     strategies,
     token,
@@ -51,6 +54,9 @@ app.command("up", epilog=up.EXAMPLES)(up.up)
 app.command("status", epilog=status.EXAMPLES)(status.status)
 app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
 app.command("down", epilog=down.EXAMPLES)(down.down)
+app.command("slurm", epilog=slurm.EXAMPLES)(slurm.slurm)
+app.command("k8s", epilog=k8s.EXAMPLES)(k8s.k8s)
+app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
 app.command("join", epilog=join.EXAMPLES)(join.join)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)

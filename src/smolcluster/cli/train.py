@@ -115,7 +115,9 @@ def train(
         if backend == "nccl":
             raise UserError("--backend nccl and --no-nccl contradict each other")
         backend = backend or "gloo"
-    place = assigned_place(world_size=world_size, rank=rank, master_addr=master_addr, master_port=master_port)
+    place = assigned_place(
+        world_size=world_size, rank=rank, master_addr=master_addr, master_port=master_port, srun=elastic is None
+    )
     ranks = place.world_size if place is not None else world_size
     if ranks is not None and workers not in (None, ranks):
         raise UserError(f"--workers {workers} and --world-size {ranks} contradict each other; give one of them")

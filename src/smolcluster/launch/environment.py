@@ -2,18 +2,21 @@
 
     torchrun             RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment; at a restart also
                          TORCHELASTIC_RESTART_COUNT: the run in --run-dir goes on from its last checkpoint
+    srun                 a step of several tasks: SLURM_PROCID is the rank, SLURM_STEP_NUM_TASKS the world, and rank 0 is on the
+                         first host of SLURM_STEP_NODELIST; SLURM_RESTART_COUNT, of a job that was queued again, as above
     by hand              --world-size --rank --master-addr --master-port
 
-Flags win over the environment. Nothing here imports torch until the rank runs.
+Flags win over the environment, torchrun's variables over Slurm's. Nothing here imports torch until the rank runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,9 @@ from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import Sink
 
+# Jobs that share a node must not meet at one port. These are below those that systems give out by themselves.
+FIRST_PORT, NUM_PORTS = 20000, 10000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
@@ -37,7 +43,7 @@ class Assigned:
     local_world_size: int
     master_addr: str
     master_port: int
-    restarts: int = 0  # torchrun has started this rank so often before
+    restarts: int = 0  # torchrun, or Slurm, has started this rank so often before
 
 
 def assigned_place(
@@ -46,10 +52,17 @@ def assigned_place(
     rank: int | None,
     master_addr: str | None,
     master_port: int | None,
+    srun: bool = True,
     environ: Mapping[str, str] = os.environ,
 ) -> Assigned | None:
-    """Where this process stands in a world somebody else made; None when we make the world ourselves."""
+    """Where this process stands in a world somebody else made; None when we make the world ourselves.
+
+    `srun` False: a task of srun is no rank but starts some itself, as `train --elastic` does.
+    """
     if rank is None and not environ.get("RANK"):
+        by_srun = slurm_place(environ) if srun else None
+        if by_srun is not None:
+            return _with_flags(by_srun, world_size=world_size, master_addr=master_addr, master_port=master_port)
         if master_addr is not None or master_port is not None:
             raise UserError("--master-addr and --master-port need --rank: which rank of the job is this?")
         return None
@@ -60,9 +73,7 @@ def assigned_place(
         world_size = _number("WORLD_SIZE", environ)
     if not 0 <= rank < world_size:
         raise UserError(f"--rank {rank} is not in a world of {world_size}: ranks go from 0 to {world_size - 1}")
-    port = master_port or _number("MASTER_PORT", environ, default=29500)
-    if not 0 < port < 65536:
-        raise UserError(f"port {port} (MASTER_PORT) is not between 1 and 65535")
+    port = master_port or _port(environ, default=29500)
     by_torchrun = "LOCAL_RANK" in environ
     return Assigned(
         rank=rank,
@@ -73,6 +84,67 @@ def assigned_place(
         master_port=port,
         restarts=_number("TORCHELASTIC_RESTART_COUNT", environ, default=0) if by_torchrun else 0,
     )
+
+
+def slurm_place(environ: Mapping[str, str]) -> Assigned | None:
+    """The place that srun gave this task beside others.
+
+    None everywhere else in an allocation: in the batch script, in a shell, and in a step of one task, which starts its own
+    workers.
+    """
+    if not environ.get("SLURM_STEP_ID"):
+        return None
+    world_size = _number("SLURM_STEP_NUM_TASKS", environ, default=_number("SLURM_NTASKS", environ, default=1))
+    if world_size < 2:
+        return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    job, step = _number("SLURM_JOB_ID", environ, default=0), _number("SLURM_STEP_ID", environ)
+    return Assigned(
+        rank=_number("SLURM_PROCID", environ),
+        world_size=world_size,
+        local_rank=_number("SLURM_LOCALID", environ),
+        local_world_size=tasks_on_node(tasks, _number("SLURM_NODEID", environ, default=0)),
+        master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
+        master_port=_port(environ, default=FIRST_PORT + (job + step) % NUM_PORTS),
+        restarts=_number("SLURM_RESTART_COUNT", environ, default=0),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a list as Slurm writes it: `gpu08` of `gpu[08-11,20],login1`."""
+    first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+    if not host:
+        raise UserError(
+            "this is a step of Slurm, and SLURM_STEP_NODELIST is empty: give --master-addr, the host of rank 0"
+        )
+    return host
+
+
+def tasks_on_node(tasks: str, node: int) -> int:
+    """The number at that place of a list as Slurm writes it: `2(x3),1` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else 1
+
+
+def _with_flags(
+    place: Assigned, *, world_size: int | None, master_addr: str | None, master_port: int | None
+) -> Assigned:
+    if world_size not in (None, place.world_size):
+        raise UserError(
+            f"--world-size {world_size}, but srun has started {place.world_size} tasks, one for each rank; leave it out"
+        )
+    return replace(place, master_addr=master_addr or place.master_addr, master_port=master_port or place.master_port)
+
+
+def _port(environ: Mapping[str, str], *, default: int) -> int:
+    port = _number("MASTER_PORT", environ, default=default)
+    if not 0 < port < 65536:
+        raise UserError(f"port {port} (MASTER_PORT) is not between 1 and 65535")
+    return port
 
 
 def _number(name: str, environ: Mapping[str, str], *, default: int | None = None) -> int:

@@ -1,0 +1,105 @@
+"""`smolcluster compose`: a compose file for Docker, and its start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smolcluster.cli import batch, options
+
+EXAMPLES = """Examples:
+
+smolcluster compose gpt --strategy edp --workers 3 --out compose.yaml
+
+smolcluster compose gpt --strategy fsdp --workers 2 --gpus 2 --submit
+
+docker compose up
+"""
+_DOCKER = "Docker"
+
+
+def compose(
+    sources: options.Sources = None,
+    strategy: options.Strategy = None,
+    plane: batch.Plane = None,
+    override: options.Override = None,
+    steps: batch.Steps = None,
+    seed: batch.Seed = None,
+    backend: options.Backend = None,
+    name: batch.Name = None,
+    out: batch.Out = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Write it to compose.yaml, or --out, and start it.")] = False,
+    workers: Annotated[int, typer.Option(help="Workers, each in a container.", rich_help_panel=batch.JOB)] = 2,
+    gpus: Annotated[int, typer.Option(help="GPUs of this machine to use.", rich_help_panel=batch.JOB)] = 0,
+    cpus: batch.Cpus = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of each container, such as 4GB.", rich_help_panel=batch.JOB),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="Default: smolcluster:cpu, or smolcluster:cuda with --gpus.", rich_help_panel=_DOCKER),
+    ] = None,
+    data: Annotated[
+        Path, typer.Option(help="Folder for runs and data; it must be there.", rich_help_panel=_DOCKER)
+    ] = Path("data"),
+    token_file: Annotated[
+        Path, typer.Option(help="Elastic plane: the token of the run.", rich_help_panel=_DOCKER)
+    ] = Path("token"),
+    user: Annotated[
+        str | None, typer.Option(metavar="UID:GID", help="Owner of these. Default: you.", rich_help_panel=_DOCKER)
+    ] = None,
+) -> int:
+    """Write a compose file: a server and workers, or ranks, each in a container on this machine."""
+    from smolcluster.errors import UserError
+    from smolcluster.launch.batch import compose as batch_compose
+    from smolcluster.launch.batch.containers import USER, default_image
+    from smolcluster.launch.batch.job import plan_job
+
+    job = plan_job(
+        sources or [],
+        overrides=override or [],
+        strategy=strategy,
+        plane=plane,
+        steps=steps,
+        seed=seed,
+        backend=backend,
+        name=name,
+        workers_per_node=workers,
+        gpus_per_node=gpus,
+        cpus_per_worker=cpus,
+        memory=memory,
+    )
+    root = not hasattr(os, "getuid") or os.getuid() == 0
+    owner = user or (f"{USER}:{USER}" if root else f"{os.getuid()}:{os.getgid()}")
+    settings = batch_compose.Settings(image=image or default_image(job), user=owner, data=data, token_file=token_file)
+    text = batch_compose.render(job, settings)
+    if submit and out is None:
+        out = Path("compose.yaml")
+    batch.deliver(text, out)
+    beside = out.parent if out else Path()
+    missing = _missing(job.plane, data=beside / data, token_file=beside / token_file, hand_to=owner if root else None)
+    for line in missing:
+        batch.note(f"before it starts: {line}")
+    if submit:
+        if missing:
+            raise UserError("--submit: it would not start; see above")
+        from smolcluster.launch.batch.submit import call
+
+        command = ["docker", "compose", "-f", str(out), "up", "--detach"]
+        typer.echo(call(command, where="install Docker"))
+    return 0
+
+
+def _missing(plane: str, *, data: Path, token_file: Path, hand_to: str | None) -> list[str]:
+    """Commands that make what the containers need and is not there. What root makes must be handed to their user."""
+    commands = []
+    if not data.is_dir():
+        commands.append(f"mkdir -p {data}" + (f" && chown {hand_to} {data}" if hand_to else ""))
+    if plane == "elastic" and not token_file.is_file():
+        make = f"(umask 077; smolcluster token new --show-only > {token_file})"
+        commands.append(make + (f" && chown {hand_to} {token_file}" if hand_to else ""))
+    return commands

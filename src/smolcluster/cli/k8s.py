@@ -1,0 +1,161 @@
+"""`smolcluster k8s`: manifests for Kubernetes, and their submission."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smolcluster.cli import batch, options
+
+EXAMPLES = """Examples:
+
+smolcluster k8s gpt --strategy fsdp --nodes 4 --gpus 1 --image registry.example.org/smolcluster:cuda --claim runs --submit
+
+smolcluster k8s gpt --strategy edp --nodes 8 --cpus 4 --memory 8GB --claim runs --out job.yaml
+
+smolcluster k8s gpt --strategy fsdp --nodes 4 --gpus 8 --elastic 16:32 --claim runs | kubectl apply -f -
+"""
+_KUBERNETES = "Kubernetes"
+
+
+def k8s(
+    sources: options.Sources = None,
+    strategy: options.Strategy = None,
+    plane: batch.Plane = None,
+    override: options.Override = None,
+    steps: batch.Steps = None,
+    seed: batch.Seed = None,
+    backend: options.Backend = None,
+    name: batch.Name = None,
+    out: batch.Out = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Give it to `kubectl apply`.")] = False,
+    nodes: Annotated[int, typer.Option(help="Pods.", rich_help_panel=batch.JOB)] = 1,
+    workers_per_node: batch.WorkersPerNode = None,
+    gpus: batch.Gpus = 0,
+    cpus: batch.Cpus = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of each pod, such as 16GB. Default: 4 GiB a worker.", rich_help_panel=batch.JOB
+        ),
+    ] = None,
+    time: batch.Time = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            help="Mesh plane: go on with MIN workers when pods are lost; MAX are those of the job.",
+            rich_help_panel=batch.JOB,
+        ),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="Default: smolcluster:cpu, or smolcluster:cuda with --gpus.", rich_help_panel=_KUBERNETES),
+    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="Default: kubectl's.", rich_help_panel=_KUBERNETES)] = None,
+    claim: Annotated[
+        str | None,
+        typer.Option(
+            help="PersistentVolumeClaim that all pods can write, for runs and data. Default: none, all goes with the pods.",
+            rich_help_panel=_KUBERNETES,
+        ),
+    ] = None,
+    secret: Annotated[
+        str | None,
+        typer.Option(
+            help="Elastic plane: the Secret that has the token, as `token`. Default: <name>-token.",
+            rich_help_panel=_KUBERNETES,
+        ),
+    ] = None,
+    token_from_file: Annotated[
+        Path | None,
+        typer.Option(help="Write the Secret too, with the first token of this file.", rich_help_panel=_KUBERNETES),
+    ] = None,
+    token_from_env: Annotated[
+        bool,
+        typer.Option(
+            "--token-from-env", help="Write the Secret too, with SMOLCLUSTER_TOKEN.", rich_help_panel=_KUBERNETES
+        ),
+    ] = False,
+    node_selector: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Only on nodes with this label.", rich_help_panel=_KUBERNETES),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="Deaths that the run may go on after.", rich_help_panel=_KUBERNETES)
+    ] = 10,
+) -> int:
+    """Write manifests for Kubernetes: a Job whose pods are ranks, or a server and workers. No cluster is spoken to."""
+    from smolcluster.errors import UserError
+    from smolcluster.launch.batch import kubernetes
+    from smolcluster.launch.batch.containers import default_image
+    from smolcluster.launch.batch.job import is_task, plan_job
+
+    for source in sources or []:
+        if is_task(source):
+            kubernetes.check_task(source, image=image or "smolcluster:cpu")
+    job = plan_job(
+        sources or [],
+        overrides=override or [],
+        strategy=strategy,
+        plane=plane,
+        steps=steps,
+        seed=seed,
+        backend=backend,
+        name=name,
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        gpus_per_node=gpus,
+        cpus_per_worker=cpus,
+        memory=memory,
+        time_limit=time,
+        elastic=elastic,
+    )
+    token = _token(token_from_file, from_env=token_from_env)
+    settings = kubernetes.Settings(
+        image=image or default_image(job),
+        namespace=namespace,
+        claim=claim,
+        secret=secret,
+        token=token,
+        node_selector=tuple(map(kubernetes.parse_selector, node_selector or ())),
+        max_restarts=max_restarts,
+    )
+    text = kubernetes.render(job, settings)
+    if token is not None and out is None and not submit:
+        raise UserError("the token would be on the screen: write it to a file with --out FILE, or use --submit")
+    if out is not None or not submit:
+        batch.deliver(text, out, private=token is not None)
+    if job.plane == "elastic" and token is None:
+        batch.note(f"the pods need the token; make its secret once: {kubernetes.secret_command(job, settings)}")
+    if claim is None:
+        batch.note("without --claim the run is lost with its pod")
+    if submit:
+        from smolcluster.launch.batch.submit import call
+
+        typer.echo(call(["kubectl", "apply", "-f", "-"], text=text, where="submit it where kubectl is set up"))
+    return 0
+
+
+def _token(file: Path | None, *, from_env: bool) -> str | None:
+    """The one that the user asks for; nothing is taken from where it happens to lie."""
+    from smolcluster.comm.elastic.security import TokenFile, find_tokens
+    from smolcluster.errors import UserError
+
+    if file is not None and from_env:
+        raise UserError("--token-from-file and --token-from-env: give one of them")
+    if from_env:
+        said = {"SMOLCLUSTER_TOKEN": os.environ.get("SMOLCLUSTER_TOKEN", "")}
+        if not said["SMOLCLUSTER_TOKEN"].strip():
+            raise UserError("--token-from-env: SMOLCLUSTER_TOKEN is not set")
+        found = find_tokens(None, said)
+        return found[1][0].token if found else None
+    if file is not None:
+        entries = TokenFile(file).entries()
+        if not entries:
+            raise UserError(f"--token-from-file {file}: there is no token in it; make one with `smolcluster token new`")
+        return entries[0].token
+    return None

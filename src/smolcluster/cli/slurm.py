@@ -1,0 +1,133 @@
+"""`smolcluster slurm`: a job file for Slurm, and its submission."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smolcluster.cli import batch, options
+
+EXAMPLES = """Examples:
+
+smolcluster slurm gpt --strategy fsdp --nodes 4 --gpus 8 --time 12:00:00 --partition gpu --out job.sbatch
+
+smolcluster slurm gpt --strategy edp --nodes 2 --workers-per-node 4 --cpus 2 --submit
+
+smolcluster slurm my_task.py:MyTask --nodes 2 --setup 'module load cuda' --submit
+"""
+_SLURM = "Slurm"
+
+
+def slurm(
+    sources: options.Sources = None,
+    strategy: options.Strategy = None,
+    plane: batch.Plane = None,
+    override: options.Override = None,
+    steps: batch.Steps = None,
+    seed: batch.Seed = None,
+    backend: options.Backend = None,
+    name: batch.Name = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is written; all nodes must see it. Default: runs/<name>.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="The run directory holds a run: go on with it.")] = False,
+    out: batch.Out = None,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Write it to <name>.sbatch, or --out, and call sbatch.")
+    ] = False,
+    nodes: batch.Nodes = 1,
+    workers_per_node: batch.WorkersPerNode = None,
+    gpus: batch.Gpus = 0,
+    cpus: batch.Cpus = None,
+    memory: batch.Memory = None,
+    time: batch.Time = None,
+    partition: Annotated[str | None, typer.Option(help="As sbatch's.", rich_help_panel=_SLURM)] = None,
+    account: Annotated[str | None, typer.Option(help="As sbatch's.", rich_help_panel=_SLURM)] = None,
+    qos: Annotated[str | None, typer.Option(help="As sbatch's.", rich_help_panel=_SLURM)] = None,
+    constraint: Annotated[str | None, typer.Option(help="As sbatch's.", rich_help_panel=_SLURM)] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Another option, as --sbatch=--exclusive.", rich_help_panel=_SLURM),
+    ] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LINE", help="A line of shell to run first, as 'module load cuda'.", rich_help_panel=_SLURM
+        ),
+    ] = None,
+    python: Annotated[
+        str,
+        typer.Option(
+            help="Python on the nodes that has smolcluster. Default: this one.",
+            show_default=False,
+            rich_help_panel=_SLURM,
+        ),
+    ] = sys.executable,
+    requeue: Annotated[
+        bool, typer.Option(help="Queue the job again when its time is over.", rich_help_panel=_SLURM)
+    ] = True,
+    grace: Annotated[
+        int | None,
+        typer.Option(help="Seconds before the time limit when the run saves. Default: 120.", rich_help_panel=_SLURM),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Elastic plane: a token of yours, where all nodes see it. Default: one made for the job.",
+            rich_help_panel=_SLURM,
+        ),
+    ] = None,
+    shared: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="All nodes see this, though it is in /tmp.", rich_help_panel=_SLURM),
+    ] = None,
+) -> int:
+    """Write a job file for Slurm: one task per rank, or a server and its workers. Saves and goes on at the time limit."""
+    from smolcluster.launch.batch import slurm as batch_slurm
+    from smolcluster.launch.batch.job import plan_job
+
+    job = plan_job(
+        sources or [],
+        overrides=override or [],
+        strategy=strategy,
+        plane=plane,
+        steps=steps,
+        seed=seed,
+        backend=backend,
+        name=name,
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        gpus_per_node=gpus,
+        cpus_per_worker=cpus,
+        memory=memory,
+        time_limit=time,
+    )
+    settings = batch_slurm.Settings(
+        run_dir=(run_dir or Path("runs", job.name)).absolute(),
+        folder=Path.cwd(),
+        python=python,
+        partition=partition,
+        account=account,
+        qos=qos,
+        constraint=constraint,
+        options=tuple(sbatch or ()),
+        setup=tuple(setup or ()),
+        requeue=requeue,
+        grace_s=grace,
+        token_file=None if token_file is None else token_file.absolute(),
+        shared=tuple(folder.absolute() for folder in shared or ()),
+    )
+    batch_slurm.check(job, settings, resume=resume)
+    text = batch_slurm.render(job, settings)
+    if submit and out is None:
+        out = Path(f"{job.name}.sbatch")
+    batch.deliver(text, out)
+    if submit:
+        from smolcluster.launch.batch.submit import call
+
+        typer.echo(call(["sbatch", str(out)], where="submit it from a machine of the cluster"))
+        batch.note(f"its output: {job.name}-<job>.out; the run: {settings.run_dir}")
+    return 0

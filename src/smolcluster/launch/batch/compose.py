@@ -1,0 +1,160 @@
+"""A compose file: one container for each worker, on one machine.
+
+    mesh plane       rank-0, rank-1, ...: all start together
+    elastic plane    server, worker-0, worker-1, ...: each may be stopped and started again
+
+They have a network of their own. The run is in a folder of this machine, so the containers run as a user who may write there.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
+
+from smolcluster.config import dump
+from smolcluster.errors import UserError
+from smolcluster.launch.batch import containers
+from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT, START
+from smolcluster.launch.batch.job import RANK_PORT, Job, check_dns_name
+from smolcluster.launch.batch.text import mebibytes, to_yaml
+
+RESTARTS = 3
+DATA_FOLDER, TOKEN_FILE = PurePath("data"), PurePath("token")  # beside the compose file
+CODE = "/app"  # where a task of the user's own lies in a container
+TOKEN = "/run/secrets/token"
+
+Service = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What only Docker wants to know. Paths are of this machine, relative to the compose file or absolute."""
+
+    image: str
+    user: str  # as 1000:1000
+    data: PurePath
+    token_file: PurePath
+
+
+def check(job: Job, settings: Settings) -> None:
+    check_dns_name(job.name)
+    containers.check_image(settings.image)
+    containers.check_paths(job)
+    if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", settings.user):
+        raise UserError(
+            f"--user '{settings.user}': numbers of a user and a group that are not root's, such as 1000:1000"
+        )
+    if job.plane == "mesh" and 0 < job.gpus_per_node < job.workers and job.backend != "gloo":
+        raise UserError(
+            f"{job.workers} workers on {job.gpus_per_node} GPUs: each rank needs one of its own for NCCL; use --workers "
+            f"{job.gpus_per_node}, or --backend gloo"
+        )
+
+
+def render(job: Job, settings: Settings) -> str:
+    """The whole file. What all containers have in common is said once."""
+    check(job, settings)
+    parts = [
+        f"# {job.told}; written by `smolcluster compose`.\n",
+        to_yaml({"name": job.name}),
+        to_yaml({"x-smolcluster": _escaped(_common(job, settings))}).replace(":", ": &smolcluster", 1),
+        "services:\n",
+    ]
+    for name, service in _services(job):
+        own = textwrap.indent(to_yaml(_escaped(service)), "    ")
+        parts.append(f"  {name}:\n    <<: *smolcluster\n{own}")
+    config = job.config.model_copy(deep=True)
+    config.task = _task(job)
+    parts.append(to_yaml(_escaped({"networks": {"cluster": {}}, "configs": {"config": {"content": dump(config)}}})))
+    if job.plane == "elastic":
+        parts.append(to_yaml(_escaped({"secrets": {"token": {"file": _path(settings.token_file)}}})))
+    return "".join(parts)
+
+
+def _escaped(value: Any) -> Any:
+    """Compose fills in variables everywhere; a dollar that is meant is written twice."""
+    if isinstance(value, dict):
+        return {key: _escaped(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_escaped(one) for one in value]
+    return value.replace("$", "$$") if isinstance(value, str) else value
+
+
+def _path(path: PurePath) -> str:
+    """A relative path must not be taken for the name of a volume."""
+    return str(path) if path.is_absolute() else f"./{path.as_posix()}"
+
+
+def _task(job: Job) -> str | None:
+    """As it is called in the container."""
+    if job.task is None:
+        return None
+    path, colon, name = job.task.rpartition(":") if ".py:" in job.task else (job.task, "", "")
+    return f"{CODE}/{PurePosixPath(path).name}{colon}{name}"
+
+
+def _common(job: Job, settings: Settings) -> Service:
+    environment = containers.environment(job)
+    volumes = [_bind(_path(settings.data), DATA)]
+    if job.task is not None:
+        file = job.task.rpartition(":")[0] if ".py:" in job.task else job.task
+        volumes.append(_bind(str(Path(file).parent), CODE) | {"read_only": True})
+    service: Service = {
+        "image": settings.image,
+        "init": True,
+        "user": settings.user,
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "networks": ["cluster"],
+        "restart": f"on-failure:{RESTARTS}",
+        "stop_grace_period": f"{containers.GRACE_S}s",
+        "configs": [{"source": "config", "target": CONFIG}],
+        "volumes": volumes,
+        "environment": environment,
+    }
+    if job.plane == "elastic":
+        environment["SMOLCLUSTER_TOKEN_FILE"] = TOKEN
+        service["secrets"] = ["token"]
+    if job.cpus_per_worker is not None:
+        service["cpus"] = job.cpus_per_worker
+    if job.memory_bytes is not None:
+        service["mem_limit"] = f"{mebibytes(job.memory_bytes)}m"
+    if job.gpus_per_node:
+        service["shm_size"] = "1gb"
+    return service
+
+
+def _bind(source: str, target: str) -> Service:
+    """A folder that is missing is an error: Docker would make it, and it would be root's."""
+    return {"type": "bind", "source": source, "target": target, "bind": {"create_host_path": False}}
+
+
+def _services(job: Job) -> Iterator[tuple[str, Service]]:
+    lead = {"entrypoint": ["/bin/sh", "-euc", START, "start"]}
+    if job.plane == "elastic":
+        check = {"test": ["CMD-SHELL", containers.listens(SERVER_PORT)], "interval": "2s", "start_period": "60s"}
+        yield "server", {**lead, "command": containers.server_command(job), "healthcheck": check}
+        for rank in range(job.workers):
+            host = f"worker-{rank}"
+            command = containers.worker_command(rank=str(rank), host=host, server="server", task=_task(job))
+            after = {"depends_on": {"server": {"condition": "service_healthy"}}}
+            yield host, {"entrypoint": command[:1], "command": command[1:], **after, **_gpu(job, rank)}
+        return
+    for rank in range(job.workers):
+        command = [*containers.train_command(job), "--world-size", str(job.workers), "--rank", str(rank)]
+        command += ["--master-addr", "rank-0", "--master-port", str(RANK_PORT)]
+        how = {**lead, "command": command} if rank == 0 else {"entrypoint": command[:1], "command": command[1:]}
+        yield f"rank-{rank}", {**how, **_gpu(job, rank)}
+
+
+def _gpu(job: Job, rank: int) -> Service:
+    if not job.gpus_per_node:
+        return {}
+    device = {"driver": "nvidia", "device_ids": [str(rank % job.gpus_per_node)], "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}

@@ -1,0 +1,93 @@
+"""What containers of a run have in common: where things lie in them, how one starts, what must not be asked of them.
+
+    /etc/smolcluster/config.yaml    the resolved configuration, from the job file
+    /data                           the volume: runs, and a cache of what is downloaded
+    /tmp                            the only other place that can be written
+
+The paths and the user are those of the Dockerfile in the root of the repository.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+from smolcluster.errors import UserError
+from smolcluster.launch.batch.job import Job
+
+CONFIG = "/etc/smolcluster/config.yaml"
+DATA = "/data"
+USER = 10001
+GRACE_S = 120  # to save, when a container is told to end
+SERVER_PORT = 65432
+
+# The container that leads is started again after a death: it goes on from what was saved. If nothing was, it begins anew.
+GO_ON = """\
+if [ "${JOB_COMPLETION_INDEX:-0}" = 0 ]; then
+    saved=
+    for step in "$RUN_DIR"/checkpoints/step-* "$RUN_DIR"/journal/snapshots/step-*; do
+        if [ -e "$step" ]; then saved=yes; fi
+    done
+    if [ "$saved" ]; then
+        set -- "$@" --resume "$RUN_DIR"
+    elif [ -e "$RUN_DIR/config.yaml" ]; then
+        mv "$RUN_DIR" "$RUN_DIR-nothing-saved-$(date +%s)"
+    fi
+fi
+"""
+START = f'{GO_ON}exec "$@"\n'
+
+
+def run_dir(job: Job) -> str:
+    return f"{DATA}/runs/{job.name}"
+
+
+def environment(job: Job) -> dict[str, str]:
+    """Of every container. HOME: libraries write there, and the root file system is read-only."""
+    return {
+        "HOME": "/tmp",
+        "SMOLCLUSTER_CACHE": f"{DATA}/cache",
+        "RUN_DIR": run_dir(job),
+        "OMP_NUM_THREADS": str(job.cpus_per_worker or 1),
+    }
+
+
+def server_command(job: Job) -> list[str]:
+    where = ["--bind", "0.0.0.0", "--port", str(SERVER_PORT)]
+    return ["smolcluster", "server", CONFIG, "--run-dir", run_dir(job), *where]
+
+
+def worker_command(*, rank: str, host: str, server: str, task: str | None) -> list[str]:
+    """`task` as it is called in the container."""
+    copy = ["--task", task] if task is not None else []
+    return ["smolcluster", "worker", rank, host, "--server", f"{server}:{SERVER_PORT}", *copy]
+
+
+def train_command(job: Job) -> list[str]:
+    backend = ["--backend", job.backend] if job.backend is not None else []
+    return ["smolcluster", "train", CONFIG, "--run-dir", run_dir(job), *backend]
+
+
+def listens(port: int) -> str:
+    """A line of shell that asks the kernel, and not the server: a stranger at its door would be noted in its log."""
+    return f"grep -q ':{port:04X} [0-9A-F:]* 0A ' /proc/net/tcp /proc/net/tcp6"
+
+
+def check_image(image: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", image):
+        raise UserError(f"--image '{image}' is not the name of an image, such as registry.example.org/smolcluster:cpu")
+
+
+def default_image(job: Job) -> str:
+    return f"smolcluster:{'cuda' if job.gpus_per_node else 'cpu'}"
+
+
+def check_paths(job: Job) -> None:
+    """A container does not see the files of this machine."""
+    data = job.config.data
+    for key, path in (("data.root", data.root), ("data.tokenizer_root", data.tokenizer_root)):
+        if path is not None and not PurePosixPath(path).is_absolute():
+            raise UserError(
+                f"{key} = '{path}' is a path of this machine, which a container does not see: put the files on its volume "
+                f"and say {key}={DATA}/{PurePosixPath(path).name}"
+            )

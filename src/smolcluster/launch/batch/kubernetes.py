@@ -1,0 +1,315 @@
+"""Manifests for Kubernetes, 1.29 or newer, in one stream.
+
+mesh plane          Service (headless), NetworkPolicy, Job (Indexed): pod i is rank i, and finds rank 0 at NAME-0.NAME
+  several workers   in a pod, or --elastic: the same Job, where each pod runs `train --elastic` and pod 0 leads
+elastic plane       Service and Job of the server, Job (Indexed) of the workers, one in each pod; its size may be changed
+always              ConfigMap: the resolved configuration; Secret: the token, only when it was asked for
+
+a pod is evicted          it saves; another takes its place and goes on, and it does not count as a failure
+a rank dies               the others end; all are started again and go on from the last checkpoint, --max-restarts times
+the server's input is     the Job fails at once, starting it again would not help
+  wrong (status 2)
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from smolcluster.config import dump
+from smolcluster.errors import UserError
+from smolcluster.launch.batch import containers
+from smolcluster.launch.batch.containers import CONFIG, DATA, GO_ON, SERVER_PORT, START, USER
+from smolcluster.launch.batch.job import MEET_PORT, RANK_PORT, Job, check_dns_name
+from smolcluster.launch.batch.text import mebibytes, to_stream
+from smolcluster.launch.outcome import Interrupted
+from smolcluster.launch.plan import MAX_RESTARTS, Elastic, check_restartable
+
+Manifest = dict[str, Any]
+
+DEFAULT_MEMORY = 4 * 2**30  # for each worker
+LONGEST_NAME = 50  # with `-worker-1234` behind it, it is still the name of a host
+CONTAINER = "smolcluster"
+KEY = "token"  # in the secret
+INDEX = "$(JOB_COMPLETION_INDEX)"  # Kubernetes fills it in
+
+# The name of pod 0 is known a little after the pod itself, and who leads must know that it is meant.
+_AWAIT_NAME = """\
+until getent hosts "$LEADER" >/dev/null; do sleep 1; done
+"""
+# A server that is told to end sends its workers home, and they would not come back to the one that takes its place. So it is
+# not told: a shell without a trap is the first process here, and that hears no signal but the last.
+_UNTOLD = f'{GO_ON}"$@" || exit $?\n'
+_UNTOLD_S = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What only Kubernetes wants to know."""
+
+    image: str
+    namespace: str | None = None
+    claim: str | None = None  # of a volume that all pods can write; None: each has its own, which goes with it
+    secret: str | None = None  # that has the token; None: NAME-token
+    token: str | None = None  # a manifest of the secret is written, with this in it
+    node_selector: tuple[tuple[str, str], ...] = ()
+    max_restarts: int = MAX_RESTARTS
+
+    def secret_name(self, job: Job) -> str:
+        return self.secret or f"{job.name}-token"
+
+
+def check(job: Job, settings: Settings) -> None:
+    check_dns_name(job.name, longest=LONGEST_NAME)
+    for option, name in (
+        ("--namespace", settings.namespace),
+        ("--claim", settings.claim),
+        ("--secret", settings.secret),
+    ):
+        if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
+            raise UserError(f"{option} '{name}' is not a name in Kubernetes: small letters, digits, '-' and '.'")
+    containers.check_image(settings.image)
+    containers.check_paths(job)
+    if settings.max_restarts < 0:
+        raise UserError(f"--max-restarts {settings.max_restarts}: 0 or more")
+    if job.plane == "elastic" and job.workers_per_node > 1:
+        raise UserError(
+            f"--workers-per-node {job.workers_per_node}: on the elastic plane a pod is one worker; use --nodes {job.workers} "
+            f"with --gpus {min(1, job.gpus_per_node)}"
+        )
+    if job.plane == "mesh" and (settings.token or settings.secret):
+        raise UserError("the ranks of the mesh plane have no token: leave out --secret and --token-from-...")
+    if job.task is not None:
+        check_task(job.task, image=settings.image)
+    if together(job) is not None:
+        check_restartable(job.config, job.plane)
+
+
+def check_task(task: str, *, image: str) -> None:
+    """As the user has written it: a relative path is of this machine."""
+    if not task.startswith("/"):
+        raise UserError(
+            f"the task {task} is a file of this machine, and code does not travel: build an image that has it (FROM {image}, "
+            f"COPY) and name it as it is called there, such as /app/{task.rpartition('/')[2]}"
+        )
+
+
+def parse_selector(text: str) -> tuple[str, str]:
+    """`key=value`."""
+    label = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
+    if not re.fullmatch(rf"({label}/)?{label}={label}", text):
+        raise UserError(f"--node-selector '{text}' is not a label of nodes, such as disktype=ssd")
+    key, _, value = text.partition("=")
+    return key, value
+
+
+def render(job: Job, settings: Settings) -> str:
+    """The whole stream, in the order in which things are needed."""
+    return to_stream(manifests(job, settings))
+
+
+def manifests(job: Job, settings: Settings) -> Iterator[Manifest]:
+    check(job, settings)
+    if settings.token is not None:
+        data = {KEY: base64.b64encode(settings.token.encode()).decode()}
+        yield _manifest("v1", "Secret", settings.secret_name(job), job, settings, type="Opaque", data=data)
+    config = {CONFIG.rpartition("/")[2]: dump(job.config)}
+    yield _manifest("v1", "ConfigMap", f"{job.name}-config", job, settings, data=config)
+    if job.plane == "elastic":
+        yield _service(job, settings, f"{job.name}-server", component="server", port=SERVER_PORT)
+        yield _server(job, settings)
+        yield _workers(job, settings)
+    else:
+        port = MEET_PORT if together(job) else RANK_PORT
+        yield _service(job, settings, job.name, component="rank", port=port)
+        yield _only_each_other(job, settings)
+        yield _ranks(job, settings)
+
+
+def together(job: Job) -> Elastic | None:
+    """How the launchers of the pods work together, where a pod is more than one rank or may be missed."""
+    if job.plane == "mesh" and job.elastic is None and job.workers_per_node > 1:
+        return Elastic(fewest=job.workers, most=job.workers, here=job.workers_per_node)
+    return job.elastic
+
+
+def secret_command(job: Job, settings: Settings) -> str:
+    """How the secret is made without the token on any screen."""
+    where = f" --namespace {settings.namespace}" if settings.namespace else ""
+    create = f"kubectl create secret generic {settings.secret_name(job)}{where} --from-file={KEY}=/dev/stdin"
+    return f"smolcluster token new --show-only | {create}"
+
+
+# Objects
+
+
+def _manifest(version: str, kind: str, name: str, job: Job, settings: Settings, **rest: Any) -> Manifest:
+    metadata: Manifest = {"name": name}
+    if settings.namespace is not None:
+        metadata["namespace"] = settings.namespace
+    metadata["labels"] = _labels(job)
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
+
+
+def _labels(job: Job, *, component: str | None = None) -> dict[str, str]:
+    labels = {"app.kubernetes.io/name": "smolcluster", "app.kubernetes.io/instance": job.name}
+    return labels | ({"app.kubernetes.io/component": component} if component else {})
+
+
+def _service(job: Job, settings: Settings, name: str, *, component: str, port: int) -> Manifest:
+    """Headless: it only gives pods names. Also before they are ready: they are waited for by others."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": _labels(job, component=component),
+        "ports": [{"name": "smolcluster", "port": port}],
+    }
+    return _manifest("v1", "Service", name, job, settings, spec=spec)
+
+
+def _only_each_other(job: Job, settings: Settings) -> Manifest:
+    """torch.distributed asks nobody who they are."""
+    mine = {"podSelector": {"matchLabels": _labels(job)}}
+    spec = {**mine, "policyTypes": ["Ingress"], "ingress": [{"from": [mine]}]}
+    return _manifest("networking.k8s.io/v1", "NetworkPolicy", job.name, job, settings, spec=spec)
+
+
+def _ranks(job: Job, settings: Settings) -> Manifest:
+    leader = f"{job.name}-0.{job.name}"
+    command = containers.train_command(job)
+    start, env = START, {}
+    if (elastic := together(job)) is not None:
+        start, env = _AWAIT_NAME + START, {"LEADER": leader}
+        command += ["--workers", str(elastic.here), "--elastic", str(elastic)]
+        command += ["--rdzv-endpoint", f"{leader}:{MEET_PORT}", "--max-restarts", str(settings.max_restarts)]
+    else:
+        command += ["--world-size", str(job.workers), "--rank", INDEX]
+        command += ["--master-addr", leader, "--master-port", str(RANK_PORT)]
+    pod = _pod(job, settings, component="rank", command=command, start=start, env=env)
+    pod["spec"]["subdomain"] = job.name
+    return _job(job, settings, job.name, pod, pods=job.nodes, indexed=True)
+
+
+def _server(job: Job, settings: Settings) -> Manifest:
+    command = containers.server_command(job)
+    pod = _pod(job, settings, component="server", command=command, start=_UNTOLD, gpus=0)
+    pod["spec"]["terminationGracePeriodSeconds"] = _UNTOLD_S
+    return _job(job, settings, f"{job.name}-server", pod, pods=1, fail_on=[UserError.exit_code])
+
+
+def _workers(job: Job, settings: Settings) -> Manifest:
+    server = f"{job.name}-server"
+    command = containers.worker_command(rank=INDEX, host="$(NODE_NAME)", server=server, task=job.task)
+    pod = _pod(job, settings, component="worker", command=command)
+    node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    pod["spec"]["containers"][0]["env"].append(node)
+    return _job(job, settings, f"{job.name}-worker", pod, pods=job.nodes, indexed=True)
+
+
+def _job(
+    job: Job,
+    settings: Settings,
+    name: str,
+    pod: Manifest,
+    *,
+    pods: int,
+    indexed: bool = False,
+    fail_on: list[int] | None = None,
+) -> Manifest:
+    def ended(action: str, codes: list[int]) -> Manifest:
+        return {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes}}
+
+    rules = [ended("FailJob", fail_on)] if fail_on else []
+    rules.append({"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
+    rules.append(ended("Ignore", [Interrupted.exit_code]))
+    spec: Manifest = {"completions": pods, "parallelism": pods}
+    if indexed:
+        spec["completionMode"] = "Indexed"
+    spec["backoffLimit"] = settings.max_restarts * pods  # when one rank dies all end, and each of them counts
+    if job.time_limit_s is not None:
+        spec["activeDeadlineSeconds"] = job.time_limit_s
+    spec["podFailurePolicy"] = {"rules": rules}
+    spec["template"] = pod
+    return _manifest("batch/v1", "Job", name, job, settings, spec=spec)
+
+
+def _pod(
+    job: Job,
+    settings: Settings,
+    *,
+    component: str,
+    command: list[str],
+    start: str | None = None,
+    env: dict[str, str] | None = None,
+    gpus: int | None = None,
+) -> Manifest:
+    """`start` is a shell script that ends in the command."""
+    gpus = job.gpus_per_node if gpus is None else gpus
+    variables: list[Manifest] = [
+        {"name": name, "value": value} for name, value in (containers.environment(job) | (env or {})).items()
+    ]
+    if job.plane == "elastic":
+        key = {"name": settings.secret_name(job), "key": KEY}
+        variables.append({"name": "SMOLCLUSTER_TOKEN", "valueFrom": {"secretKeyRef": key}})
+    volume = {"persistentVolumeClaim": {"claimName": settings.claim}} if settings.claim else {"emptyDir": {}}
+    volumes: list[Manifest] = [
+        {"name": "config", "configMap": {"name": f"{job.name}-config"}},
+        {"name": "data", **volume},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    mounts = [
+        {"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True},
+        {"name": "data", "mountPath": DATA},
+        {"name": "tmp", "mountPath": "/tmp"},
+    ]
+    if gpus:  # NCCL wants more shared memory than the 64 MB that there are by default
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    container = {
+        "name": CONTAINER,
+        "image": settings.image,
+        "command": ["/bin/sh", "-euc", start, "start"] if start else command[:1],
+        "args": command if start else command[1:],
+        "env": variables,
+        "resources": _resources(job, gpus=gpus),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+    spec: Manifest = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": containers.GRACE_S,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if settings.node_selector:
+        spec["nodeSelector"] = dict(settings.node_selector)
+    if gpus:
+        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    return {"metadata": {"labels": _labels(job, component=component)}, "spec": spec}
+
+
+def _resources(job: Job, *, gpus: int) -> Manifest:
+    """Requested and limited alike: such pods are the last to be evicted."""
+    workers = job.workers_per_node
+    memory = job.memory_bytes if job.memory_bytes is not None else DEFAULT_MEMORY * workers
+    wanted = {"cpu": str((job.cpus_per_worker or 1) * workers), "memory": f"{mebibytes(memory)}Mi"}
+    if gpus:
+        wanted["nvidia.com/gpu"] = str(gpus)
+    return {"requests": wanted, "limits": wanted}

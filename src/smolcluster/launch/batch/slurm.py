@@ -1,0 +1,262 @@
+"""A job file for Slurm.
+
+mesh plane       srun starts one task for every rank; each finds its place in Slurm's variables (launch/environment.py)
+elastic plane    the batch script, which runs on the first node, is the server; srun starts the workers, on that node too
+
+the time limit is near     Slurm sends USR1 to the script: the run saves and ends, and the job is queued again
+the job is cancelled       Slurm sends TERM to every process: the run saves and ends
+queued or submitted again  the run in its folder goes on from what it saved; all nodes must see that folder
+the run ends               so does the job, with its exit status
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.errors import UserError
+from smolcluster.launch.batch.job import Job
+from smolcluster.launch.batch.text import mebibytes, slurm_time
+from smolcluster.launch.environment import FIRST_PORT, NUM_PORTS
+
+GRACE_S = 120  # before the time limit
+OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each node has for itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What only Slurm wants to know. Paths hold on every node."""
+
+    run_dir: Path
+    folder: Path  # where commands run, and the output is written
+    python: str
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    options: tuple[str, ...] = ()  # more of sbatch's
+    setup: tuple[str, ...] = ()  # lines of shell before anything starts
+    requeue: bool = True
+    grace_s: int | None = None
+    token_file: Path | None = None
+    shared: tuple[Path, ...] = ()  # folders that all nodes see, though their names do not say so
+
+
+def check(job: Job, settings: Settings, *, resume: bool = False) -> None:
+    """What must hold of the files of this machine, which are those of the nodes."""
+    if not resume and RunDir(settings.run_dir).holds_a_run():
+        raise UserError(
+            f"{settings.run_dir} already holds a run; say --resume to go on with it, or choose another --name or --run-dir"
+        )
+    if job.nodes > 1:
+        data = job.config.data.root
+        paths = [("CONFIG", source) for source in job.sources if source.startswith("/")]
+        paths += [("--run-dir", str(settings.run_dir)), ("data.root", str(Path(data).absolute()) if data else "")]
+        paths += [("--token-file", str(settings.token_file or ""))]
+        for what, path in paths:
+            _check_shared(what, path, settings.shared)
+    if settings.token_file is not None:
+        if job.plane == "mesh":
+            raise UserError("--token-file: the ranks of the mesh plane have no token; leave it out")
+        from smolcluster.comm.elastic.security import TokenFile
+
+        if not TokenFile(settings.token_file).entries():
+            raise UserError(
+                f"--token-file {settings.token_file}: there is no token in it; make one with "
+                f"(umask 077; smolcluster token new --show-only > {settings.token_file})"
+            )
+
+
+def _check_shared(what: str, path: str, shared: tuple[Path, ...]) -> None:
+    def below(folder: str | Path) -> bool:
+        return PurePath(path).is_relative_to(folder)
+
+    local = next((folder for folder in OF_A_NODE if path and below(folder)), None)
+    if local is not None and not any(map(below, shared)):
+        raise UserError(
+            f"{what} {path}: every node has its own {local}, and all must see this; move it to a shared folder, or say "
+            f"--shared {PurePath(path).parent} if that is one"
+        )
+
+
+def render(job: Job, settings: Settings) -> str:
+    """The whole file."""
+    _check_lines(job, settings)
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, settings)), "", *_opening(job, settings)]
+    if job.plane == "elastic":
+        lines += ["", *_server_and_workers(job, settings)]
+    else:
+        lines += ["", *_ranks(job, settings)]
+    return "\n".join([*lines, "", *_ending(job, settings), ""])
+
+
+def _check_lines(job: Job, settings: Settings) -> None:
+    said = {"--partition": settings.partition, "--account": settings.account}
+    said |= {"--qos": settings.qos, "--constraint": settings.constraint}
+    for option, value in said.items():
+        if value is not None and (not value or value.startswith("-") or any(c.isspace() for c in value)):
+            raise UserError(f"{option} '{value}' is not a name")
+    for option in settings.options:
+        if not option.startswith("-") or "\n" in option:
+            raise UserError(f"--sbatch '{option}': one option of sbatch, such as --sbatch=--gres=gpu:a100:2")
+    for path in (settings.folder, settings.run_dir):
+        if any(c in str(path) for c in "\n%\\'\"") or str(path) != str(path).strip():
+            raise UserError(f"'{path}': sbatch would not take this for the path of a folder; choose another")
+    grace = settings.grace_s
+    if grace is not None and not 0 < grace < (job.time_limit_s or 65536):
+        raise UserError(f"--grace {grace}: seconds before the time limit; more than 0, and less than --time")
+
+
+def _options(job: Job, settings: Settings) -> Iterator[str]:
+    yield f"--job-name={job.name}"
+    yield f"--nodes={job.nodes}"
+    yield f"--ntasks-per-node={job.workers_per_node}"
+    if job.cpus_per_worker is not None:
+        yield f"--cpus-per-task={job.cpus_per_worker}"
+    if job.gpus_per_node:
+        yield f"--gpus-per-node={job.gpus_per_node}"
+    if job.memory_bytes is not None:
+        yield f"--mem={mebibytes(job.memory_bytes)}M"
+    if job.time_limit_s is not None:
+        yield f"--time={slurm_time(job.time_limit_s)}"
+    for name in ("partition", "account", "qos", "constraint"):
+        if (value := getattr(settings, name)) is not None:
+            yield f"--{name}={value}"
+    yield f"--chdir={shlex.quote(str(settings.folder))}"
+    yield f"--output={shlex.quote(f'{settings.folder}/{job.name}-%j.out')}"
+    yield "--open-mode=append"
+    yield "--requeue" if settings.requeue else "--no-requeue"
+    grace = settings.grace_s or max(1, min(GRACE_S, (job.time_limit_s or 2 * GRACE_S) // 2))
+    yield f"--signal=B:USR1@{grace}"
+    yield from settings.options
+
+
+def _opening(job: Job, settings: Settings) -> Iterator[str]:
+    yield f"# {job.told}; written by `smolcluster slurm`."
+    yield "# Submit it again to go on with a run that was stopped."
+    yield ""
+    yield from settings.setup  # before the next line: what sites provide does not always bear it
+    yield "set -euo pipefail"
+    yield ""
+    yield f"run_dir={shlex.quote(str(settings.run_dir))}"
+    yield f"python={shlex.quote(settings.python)}"
+    yield 'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"'
+    yield f'arguments=({_arguments(job)} --run-dir "$run_dir")'
+    yield ""
+    yield "# A run that was stopped goes on from what it saved. One that was ended before it saved begins anew."
+    yield "saved="
+    yield 'for step in "$run_dir"/checkpoints/step-* "$run_dir"/journal/snapshots/step-*; do'
+    yield '    if [ -e "$step" ]; then saved=yes; fi'
+    yield "done"
+    yield 'if [ "$saved" ]; then'
+    yield '    arguments+=(--resume "$run_dir")'
+    yield 'elif [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -e "$run_dir/config.yaml" ]; then'
+    yield '    mv "$run_dir" "$run_dir-nothing-saved-$SLURM_RESTART_COUNT"'
+    yield "fi"
+
+
+def _arguments(job: Job) -> str:
+    """Of `train` or `server`: what the user said, and how many workers there are."""
+    words = ["server" if job.plane == "elastic" else "train", *job.sources]
+    said = {"--strategy": job.strategy, "--steps": job.steps, "--seed": job.seed, "--backend": job.backend}
+    for flag, value in said.items():
+        if value is not None:
+            words += [flag, str(value)]
+    words += ["--workers", str(job.workers)]
+    if job.overrides:
+        words += ["--override", *job.overrides]
+    return shlex.join(words)
+
+
+_STOPPED = """
+# Slurm sends USR1 to this script before the time limit: the run saves, and the job is queued again. When the job is cancelled
+# Slurm sends TERM to all its processes: they save, and this script waits for them.
+again=
+trap 'again=yes; {stop}' USR1
+trap : TERM
+""".strip()
+_STOPPED_FOR_GOOD = """
+# Slurm sends USR1 to this script before the time limit, and TERM to all processes when the job is cancelled: the run saves,
+# and this script waits for it.
+trap '{stop}' USR1
+trap : TERM
+""".strip()
+
+
+def _srun(job: Job) -> str:
+    """Ranks that are done, or have saved, leave at different times: none of that is a reason to end the others."""
+    words = ["srun", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
+    words += [f"--ntasks={job.workers}", f"--ntasks-per-node={job.workers_per_node}"]
+    if job.cpus_per_worker is not None:
+        words.append(f"--cpus-per-task={job.cpus_per_worker}")
+    return " ".join(words)
+
+
+def _ranks(job: Job, settings: Settings) -> Iterator[str]:
+    yield f'{_srun(job)} "$python" -m smolcluster "${{arguments[@]}}" &'
+    yield "run=$!"
+    yield ""
+    yield (_STOPPED if settings.requeue else _STOPPED_FOR_GOOD).format(stop='scancel --signal=TERM "$SLURM_JOB_ID"')
+    yield 'while kill -0 "$run" 2>/dev/null; do sleep 1 || :; done'  # it is also told to end when the job is cancelled
+
+
+def _server_and_workers(job: Job, settings: Settings) -> Iterator[str]:
+    yield "# The machines know each other by a token: the one in SMOLCLUSTER_TOKEN where that is exported, else"
+    if settings.token_file is not None:
+        yield "# the one in this file."
+        yield 'if [ -z "${SMOLCLUSTER_TOKEN:-}" ]; then'
+        yield f"    export SMOLCLUSTER_TOKEN_FILE={shlex.quote(str(settings.token_file))}"
+    else:
+        yield "# one that is made for this job alone, and that only its owner can read."
+        yield 'if [ -z "${SMOLCLUSTER_TOKEN:-}" ]; then'
+        yield '    export SMOLCLUSTER_TOKEN_FILE="$run_dir-token-$SLURM_JOB_ID"'
+        yield '    mkdir -p "$(dirname "$run_dir")"'
+        yield '    (umask 077 && "$python" -m smolcluster token new --show-only >"$SMOLCLUSTER_TOKEN_FILE")'
+        yield "    trap 'rm -f \"$SMOLCLUSTER_TOKEN_FILE\"' EXIT"
+    yield "fi"
+    yield ""
+    said = job.config.cluster
+    port = said.port if "port" in said.model_fields_set else f"$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
+    yield f"port={port}"
+    yield '"$python" -m smolcluster "${arguments[@]}" --bind 0.0.0.0 --port "$port" &'
+    yield "run=$!"
+    worker = ['"$SLURM_PROCID"', '"$SLURMD_NODENAME"', '--server "$1"']
+    if job.gpus_per_node:
+        worker.append(f'--device "cuda:$((SLURM_LOCALID % {job.gpus_per_node}))"')
+    if job.task is not None:
+        worker.append('--task "$2"')
+    yield "# shellcheck disable=SC2016 # the tasks of srun fill these in"
+    yield f"{_srun(job)} bash -c 'exec \"$0\" -m smolcluster worker {' '.join(worker)}' \\"
+    task = f" {shlex.quote(job.task)}" if job.task is not None else ""
+    yield f'    "$python" "$SLURMD_NODENAME:$port"{task} &'
+    yield "workers=$!"
+    yield ""
+    yield (_STOPPED if settings.requeue else _STOPPED_FOR_GOOD).format(stop='kill -TERM "$run"')
+    yield ""
+    yield "# The run is over when the server says so, or when all workers have been gone for a minute."
+    yield "alone=0"
+    yield 'while kill -0 "$run" 2>/dev/null; do'
+    yield "    sleep 1 || :"
+    yield '    if kill -0 "$workers" 2>/dev/null; then continue; fi'
+    yield "    alone=$((alone + 1))"
+    yield '    if [ "$alone" = 60 ]; then'
+    yield '        echo "all workers are gone: the server saves and ends" >&2'
+    yield '        kill -TERM "$run"'
+    yield "    fi"
+    yield "done"
+
+
+def _ending(job: Job, settings: Settings) -> Iterator[str]:
+    yield "status=0"
+    yield 'wait "$run" || status=$?'
+    if job.plane == "elastic":
+        yield "# Workers leave with their server. Those that never met it look for it still, and end with this script."
+        yield 'if [ "$status" = 0 ] || [ "$status" = 130 ]; then'
+        yield '    for _ in {1..30}; do if kill -0 "$workers" 2>/dev/null; then sleep 1 || :; fi; done'
+        yield "fi"
+    if settings.requeue:
+        yield 'if [ "$again" ] && [ "$status" = 130 ]; then scontrol requeue "$SLURM_JOB_ID"; fi'
+    yield 'exit "$status"'
