@@ -386,3 +386,13 @@ def test_with_files_the_server_and_the_host_are_known() -> None:
 def test_mistakes_in_joining(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
         worker_spec(**({"rank": 0, "host": "pi5"} | arguments))
+
+
+def test_one_worker_goes_on_with_what_several_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "run")
+    with run.opened("cluster: {num_workers: 2}\nstrategy: allreduce\n", resume=False):
+        (run.checkpoints / "step-00000001").mkdir(parents=True)
+        (run.checkpoints / "step-00000001" / "manifest.json").write_text("{}")
+    assert prepare(resume="run", sets={"strategy.name": "single"}).workers == 1
+    assert prepare(resume="run").workers == 2

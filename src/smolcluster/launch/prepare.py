@@ -64,8 +64,8 @@ def prepare(
     sets = dict(sets or {})
     if tasks:
         sets["task"] = absolute_task(tasks[0])
-    if files == [DEFAULT_CONFIG] and not sources and canonical_strategy(sets.get("strategy.name") or "") == "single":
-        sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # two workers were not the user's wish
+    if not sources and canonical_strategy(sets.get("strategy.name") or "") == "single":
+        sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # more workers were not the user's wish
     config = resolve(load_config(files, overrides=overrides, sets=sets))
     workers = config.cluster.num_workers or 1
     config.strategy.name = check_name(config.strategy.name)

@@ -530,6 +530,9 @@ OPERATIONS = {
 
 
 def main() -> None:
+    if os.name == "posix":  # a shell without a login does not look there
+        usual = ["/opt/homebrew/bin", "/usr/local/bin", str(Path.home() / ".local/bin")]
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), *usual])
     for line in sys.stdin.buffer:
         request = json.loads(line)
         operation = OPERATIONS[request.pop("op")]

@@ -27,7 +27,11 @@ _BOOT = (
     "import sys; print(*sys.version_info[:3]); sys.stdout.flush(); "
     "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 )
-_PYTHONS = ("python3", "python", "py")
+# What a Python may be called there; a shell without a login does not know where Homebrew keeps its own.
+_PYTHONS = (
+    *("python3", "python3.13", "python3.12", "python3.11", "/opt/homebrew/bin/python3", "/usr/local/bin/python3"),
+    *("python", "py"),
+)
 
 
 class HostError(SmolclusterError):
@@ -84,7 +88,7 @@ class Host:
 
     async def _start_agent(self) -> Agent:
         tried = [self.python] if self.python is not None else list(_PYTHONS)
-        words = ""
+        words = old = ""
         for python in tried:
             stream = await self._run(python)
             first = await stream.line()
@@ -95,14 +99,13 @@ class Host:
                 continue
             if version < OLDEST_PYTHON:
                 await stream.close()
-                found = ".".join(map(str, version))
-                words = f"{python} is Python {found}"
+                old = old or f"{python} is Python {'.'.join(map(str, version))}"
                 continue
             self.python = python
             agent = Agent(self, stream)
             await agent.boot()
             return agent
-        raise self._no_python(words)
+        raise self._no_python(old or words)
 
     def _no_python(self, words: str) -> HostError:
         need = ".".join(map(str, OLDEST_PYTHON))
