@@ -69,6 +69,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     float | None: st.none() | ANY_FLOAT,
     dict[str, float] | None: st.none() | st.dictionaries(TEXT, ANY_FLOAT, max_size=3),
     dict[str, Any]: st.dictionaries(TEXT, JSON, max_size=3),
+    dict[str, Any] | None: st.none() | st.dictionaries(TEXT, JSON, max_size=3),
 }
 
 

@@ -15,6 +15,7 @@ from smolcluster.cli import (
     cluster,
     compose,
     config,
+    dashboard,
     doctor,
     down,
     export,
@@ -28,6 +29,7 @@ from smolcluster.cli import (
     status,
     strategies,
     token,
+    top,
     train,
     up,
     worker,
@@ -58,6 +60,8 @@ app.command("slurm", epilog=slurm.EXAMPLES)(slurm.slurm)
 app.command("k8s", epilog=k8s.EXAMPLES)(k8s.k8s)
 app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
 app.command("join", epilog=join.EXAMPLES)(join.join)
+app.command("dashboard", epilog=dashboard.EXAMPLES)(dashboard.dashboard)
+app.command("top", epilog=top.EXAMPLES)(top.top)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
 app.command("export", epilog=export.EXAMPLES)(export.export)

@@ -55,6 +55,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; train nothing, write nothing.")
     ] = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show the run as a live page, on a port of this machine.")
+    ] = False,
     elastic: Annotated[
         str | None,
         typer.Option(
@@ -180,6 +183,12 @@ def train(
         if again is not None:
             typer.echo(describe(prepared.config, range(again.fewest, again.most + 1)))
         return 0
+
+    if dashboard and (place is None or place.rank == 0):
+        from smolcluster.dashboard.server import start_in_background
+
+        folder = prepared.run_dir.path.resolve().parent
+        typer.echo(f"dashboard  {start_in_background(folder, prepared.run_dir.path)}")
 
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.observer import OnlyNotices

@@ -27,6 +27,7 @@ from smolcluster.engine.reader import Reader
 from smolcluster.engine.saver import Saver
 from smolcluster.engine.snapshot import Snapshot
 from smolcluster.observe.events import StepLogged
+from smolcluster.observe.machine import MachineFacts
 from smolcluster.observe.observer import Observer
 from smolcluster.strategies.base import Context, State, StepReport, Strategy
 from smolcluster.tasks.base import Task
@@ -65,6 +66,7 @@ class Loop:
         self.strategy, self.task, self.context = strategy, task, context
         self.progress = Progress()
         self.meter = Meter(context.device)
+        self._facts = MachineFacts(str(context.device))
         self.last_evaluation: dict[str, float] = {}
         self.interrupted = False
         self._reader, self._train_data, self._val_data = reader, train_data, val_data
@@ -165,6 +167,7 @@ class Loop:
                 staleness_max=self.meter.staleness_max,
                 stale_rejected=self.strategy.stale_rejected,
                 gradient_norms={name: float(norm) for name, norm in norms.items()} or None,
+                machine=self._facts.due(),
                 **row,
                 **(self.last_evaluation if with_evaluation else {}),  # type: ignore[arg-type]
             )

@@ -45,6 +45,7 @@ from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, from_json
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
+from smolcluster.observe.machine import MachineFacts
 from smolcluster.strategies.base import Commit, Context, Node, Office, State, StepReport, Strategy
 from smolcluster.strategies.elastic import pack_state, unpack_state
 
@@ -146,6 +147,7 @@ class Server(Role):
             else Referee(self.strategy.model, self.task, self.val_data, device=self.device)
         )
         self.meter = Meter(self.device)
+        self._facts = MachineFacts(str(self.device))
         self.step = self.samples = self.tokens = 0
         self.best_val_loss = math.inf
         self.last_evaluation: dict[str, float] = {}
@@ -453,6 +455,7 @@ class Server(Role):
             bytes_received=traffic.bytes_received,
             staleness_max=self.meter.staleness_max,
             stale_rejected=self.strategy.stale_rejected,
+            machine=self._facts.due(),
             **row,
             **fields,
         )

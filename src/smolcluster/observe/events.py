@@ -77,6 +77,7 @@ class StepLogged(Event):
     val_accuracy: float | None = None
     val_ppl: float | None = None
     gradient_norms: dict[str, float] | None = None
+    machine: dict[str, Any] | None = None  # of the host, now and then: see observe/machine.py
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,71 @@
+"""`smolcluster dashboard`: the live page of a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = """Examples:
+
+smolcluster dashboard
+
+smolcluster dashboard runs/my-run --port 8300
+
+smolcluster dashboard --bind 0.0.0.0 --allow-host mini.local
+"""
+
+
+def dashboard(
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN_DIR", help="A run, or a folder of runs. Default: the newest run in ./runs."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of the page. Default: 8265, or the next free one; 0: any."),
+    ] = None,
+    bind: Annotated[
+        str, typer.Option(help="Address to listen on. Beyond this machine a token is needed, and made.")
+    ] = "127.0.0.1",
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SMOLCLUSTER_DASHBOARD_TOKEN",
+            show_envvar=True,
+            help="What viewers must have; 16 characters or more. Not the token of the cluster.",
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A further name that this machine is opened by.")
+    ] = None,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser, on a terminal.")
+    ] = True,
+) -> int:
+    """Show a run as a live page: machines, curves, time line, logs. Reads the run directory, also after the run."""
+    from smolcluster.comm.addresses import is_loopback
+    from smolcluster.dashboard.server import Place, choose, give_way, serve
+    from smolcluster.engine.run_dir import RUNS
+
+    folder, run = choose(run_dir, RUNS)
+
+    def ready(url: str) -> None:
+        typer.echo(f"dashboard  {url}")
+        if not is_loopback(bind):
+            typer.echo("this page is not encrypted: use it in a network you trust, or through ssh -L", err=True)
+        typer.echo("Ctrl-C ends it; the run goes on")
+        if browser and sys.stdout.isatty():
+            import webbrowser
+
+            webbrowser.open(url)
+
+    place = Place(folder=folder, run=run, bind=bind, port=port, token=token, allow_hosts=tuple(allow_host or ()))
+    give_way()
+    try:
+        serve(place, ready=ready)
+    except KeyboardInterrupt:
+        pass  # how it is meant to end
+    return 0

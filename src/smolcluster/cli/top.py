@@ -1,0 +1,61 @@
+"""`smolcluster top`: a run in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from smolcluster.dashboard.reading import RunReader
+
+EXAMPLES = """Examples:
+
+smolcluster top
+
+smolcluster top runs/my-run
+
+smolcluster top --once | less
+"""
+
+
+def top(
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN_DIR", help="A run, or a folder of runs. Default: the newest run in ./runs."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print what is known now, and end.")] = False,
+) -> int:
+    """Watch a run in the terminal: machines, loss, events. Reads the run directory, also after the run."""
+    import sys
+
+    from rich.console import Console
+
+    from smolcluster.dashboard.reading import RunReader
+    from smolcluster.dashboard.runs import Runs
+    from smolcluster.dashboard.server import choose
+    from smolcluster.dashboard.terminal import print_once, watch
+    from smolcluster.engine.run_dir import RUNS
+    from smolcluster.errors import UserError
+
+    folder, run = choose(run_dir, RUNS)
+
+    def find() -> RunReader | None:
+        name = run or Runs(folder).newest()
+        path = folder / name if name else None
+        return RunReader(path) if path is not None and path.is_dir() else None
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if once or not sys.stdout.isatty():
+        reader = find()
+        if reader is None:
+            what = f"{folder / run} does not exist" if run else f"there is no run in {folder}"
+            raise UserError(f"{what}; name a run directory, or start one with: smolcluster train")
+        print_once(reader, console)
+        return 0
+    try:
+        watch(find, console)
+    except KeyboardInterrupt:
+        pass  # how it is meant to end
+    return 0

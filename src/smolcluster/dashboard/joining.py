@@ -1,0 +1,94 @@
+"""The curve of the whole run out of the rows of its ranks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from smolcluster.dashboard.thin import Curve, finite
+from smolcluster.observe.board import BatchWeights, weighted_mean
+from smolcluster.observe.events import restore
+
+OPEN_STEPS = 64  # a step waits for the rows of all ranks, but not longer than so many steps
+OPEN_S = 10.0  # and not for a rank that has said nothing for so long
+
+JOINED_FIELDS = ("loss", "tokens_per_s", "samples_per_s", "grad_norm", "lr", "staleness")
+VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")
+
+
+class Joined:
+    """The curve of the whole run, by the rules of `observe.board.loss_curve`, row by row and in bounded memory.
+
+    The server's rows, or else the mean over the ranks of a step, weighted by samples. A step is drawn when every rank that is
+    alive has gone beyond it.
+    """
+
+    def __init__(self) -> None:
+        self.curve = Curve(JOINED_FIELDS)
+        self.val = Curve(VAL_FIELDS)
+        self.served = False
+        self._weights = BatchWeights()
+        self._open: dict[int, dict[int, tuple[dict[str, Any], float]]] = {}
+        self._reached: dict[int, tuple[int, float]] = {}  # by rank: its latest step, and when
+        self._latest: dict[int, dict[str, Any]] = {}
+        self._closed = -1
+        self.last: dict[str, Any] = {}  # the latest step that is drawn, and the latest evaluation
+        self.last_val: dict[str, Any] = {}
+
+    def add(self, row: dict[str, Any], *, num_workers: int | None) -> None:
+        step, rank, when = row["step"], row["rank"], row["time"]
+        if finite(row.get("val_loss")) is not None:
+            self.val.add(row, step=step, time=when)
+            self.last_val = row if step >= self.last_val.get("step", step) else self.last_val
+        if row.get("role") == "server":
+            if not self.served:  # rows of workers that came before do not count
+                self.served, self.curve = True, Curve(JOINED_FIELDS, limit=self.curve.limit)
+                self._open.clear()
+            self._draw(row)
+            return
+        if self.served or "loss" not in row or step <= self._closed:
+            return
+        weight = self._weights.add(rank, step, int(finite(row.get("samples")) or 0))
+        self._open.setdefault(step, {})[rank] = (row, weight)
+        self._reached[rank] = (step, when)
+        self._latest[rank] = row
+        self._close_what_is_complete(when, num_workers)
+
+    def flush(self) -> None:
+        """The run has ended: nobody is waited for."""
+        for step in sorted(self._open):
+            self._close(step)
+
+    def _close_what_is_complete(self, now: float, num_workers: int | None) -> None:
+        alive = [step for step, when in self._reached.values() if now - when < OPEN_S]
+        all_here = len(self._reached) >= (num_workers or 1)
+        complete = min(alive, default=-1) if all_here else -1
+        for step in sorted(self._open):
+            if step <= complete or len(self._open) > OPEN_STEPS:
+                self._close(step)
+
+    def _close(self, step: int) -> None:
+        rows = self._open.pop(step)
+        self._closed = max(self._closed, step)
+        last = max((row for row, _ in rows.values()), key=lambda row: row["time"])
+        newest = last["time"]
+        running = {r: row for r, row in self._latest.items() if newest - row["time"] < OPEN_S}
+        running |= {rank: row for rank, (row, _) in rows.items()}
+        whole = last | {
+            "step": step,
+            "loss": weighted_mean((_number(row.get("loss")), weight) for row, weight in rows.values()),
+            "tokens_per_s": sum(finite(row.get("tokens_per_s")) or 0.0 for row in running.values()),
+            "samples_per_s": sum(finite(row.get("samples_per_s")) or 0.0 for row in running.values()),
+            "staleness": statistics.fmean(finite(row.get("staleness")) or 0.0 for row, _ in rows.values()),
+        }
+        self._draw(whole)
+
+    def _draw(self, row: dict[str, Any]) -> None:
+        self.curve.add(row, step=row["step"], time=row["time"])
+        self.last = row if row["time"] >= self.last.get("time", row["time"]) else self.last
+
+
+def _number(value: Any) -> float:
+    value = restore(value)
+    return float(value) if isinstance(value, int | float) else math.nan

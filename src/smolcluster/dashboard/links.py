@@ -1,0 +1,116 @@
+"""Who is connected to whom, and how many bytes went over each link: pure functions.
+
+A row of metrics.jsonl tells what a process has sent and received in all. Which link that was follows from the strategy:
+
+    star     a server and its workers (edp, syncps): a worker has one link, so its counts are the link's
+    ring     all-reduce and its kin: a rank sends to the next and receives from the one before
+    wheel    the same on the elastic plane: the ring, and a coordinator in the middle that moves few bytes
+    line     a pipeline: activations go down the line, gradients up; each link follows from the ends of the line
+    alone    one process
+
+Where the algorithm moves some bytes in another way (a broadcast at the start), a link's figure is `inferred`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Shape = Literal["alone", "star", "ring", "wheel", "line"]
+
+_SERVED = ("edp", "syncps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """What one process has sent and received: in all, and per second just now."""
+
+    sent: float = 0.0
+    received: float = 0.0
+    sent_per_s: float = 0.0
+    received_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction between two ranks."""
+
+    source: int
+    target: int
+    bytes: float
+    per_s: float
+    inferred: bool = False
+
+
+def shape_of(strategy: str, *, served: bool, num_workers: int) -> Shape:
+    if served:
+        return "star" if strategy in _SERVED or num_workers < 2 else "wheel"
+    if num_workers < 2:
+        return "alone"
+    return "line" if strategy == "pipeline" else "ring"
+
+
+def links_of(
+    shape: Shape, counts: Mapping[int, Count], *, workers: Sequence[int], server: int | None = None
+) -> list[Link]:
+    """`workers`: those that take part now, in order."""
+    match shape:
+        case "star" if server is not None:
+            return [link for rank in workers for link in _spoke(rank, server, counts.get(rank, Count()))]
+        case "wheel" if server is not None:
+            hub = counts.get(server, Count())
+            part = Count(
+                sent=hub.received / max(1, len(workers)),
+                received=hub.sent / max(1, len(workers)),
+                sent_per_s=hub.received_per_s / max(1, len(workers)),
+                received_per_s=hub.sent_per_s / max(1, len(workers)),
+            )
+            spokes = [link for rank in workers for link in _spoke(rank, server, part, inferred=True)]
+            return _ring(workers, counts, less=part) + spokes
+        case "ring":
+            return _ring(workers, counts, less=Count())
+        case "line":
+            return _line(workers, counts)
+    return []
+
+
+def _spoke(rank: int, server: int, count: Count, *, inferred: bool = False) -> list[Link]:
+    up = Link(source=rank, target=server, bytes=count.sent, per_s=count.sent_per_s, inferred=inferred)
+    down = Link(source=server, target=rank, bytes=count.received, per_s=count.received_per_s, inferred=inferred)
+    return [up, down]
+
+
+def _ring(workers: Sequence[int], counts: Mapping[int, Count], *, less: Count) -> list[Link]:
+    """`less`: what each of them exchanged with somebody else."""
+    if len(workers) < 2:
+        return []
+    links = []
+    for rank, following in zip(workers, [*workers[1:], workers[0]], strict=True):
+        count = counts.get(rank, Count())
+        links.append(
+            Link(
+                source=rank,
+                target=following,
+                bytes=max(0.0, count.sent - less.sent),
+                per_s=max(0.0, count.sent_per_s - less.sent_per_s),
+                inferred=len(workers) > 2 or less.sent > 0,
+            )
+        )
+    return links
+
+
+def _line(workers: Sequence[int], counts: Mapping[int, Count]) -> list[Link]:
+    """The first rank has one neighbour: its counts are those of the first link. What is left of the second rank's counts
+    is the second link, and so on."""
+    links = []
+    up, down, up_s, down_s = 0.0, 0.0, 0.0, 0.0  # of the link before: back to the first rank, and away from it
+    for rank, following in itertools.pairwise(workers):
+        count = counts.get(rank, Count())
+        down, up = max(0.0, count.sent - up), max(0.0, count.received - down)
+        down_s, up_s = max(0.0, count.sent_per_s - up_s), max(0.0, count.received_per_s - down_s)
+        inferred = len(workers) > 2
+        links.append(Link(source=rank, target=following, bytes=down, per_s=down_s, inferred=inferred))
+        links.append(Link(source=following, target=rank, bytes=up, per_s=up_s, inferred=inferred))
+    return links

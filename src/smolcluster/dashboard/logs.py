@@ -1,0 +1,149 @@
+"""The logs of a run, page by page from the newest line back: filtered, merged by time, never read whole.
+
+A page has at most `limit` lines and costs at most `most_bytes` of reading, so that a search for what is not there in logs of
+gigabytes ends soon, with a place to go on from. That place is a position in every log: lines that are written meanwhile do
+not shift it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smolcluster.dashboard.follow import opened, read_at
+from smolcluster.dashboard.reading import log_names
+from smolcluster.observe.text import printable
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+MOST_LINES = 500
+MOST_BYTES = 16 << 20
+_BLOCK_BYTES = 64 << 10
+_LONGEST_LINE_BYTES = 64 << 10
+_PRINTED = "PRINTED"  # the level of what a process wrote past its log, a crash for example
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A line of one log, and where it begins."""
+
+    process: str
+    position: int
+    text: bytes
+
+
+@dataclass(slots=True)
+class Budget:
+    bytes_left: int
+
+
+def read_page(
+    run_dir: Path,
+    *,
+    search: str = "",
+    level: str = "",
+    process: str = "",
+    before: Mapping[str, int] | None = None,
+    limit: int = 200,
+    most_bytes: int = MOST_BYTES,
+) -> dict[str, Any]:
+    """`lines`, oldest first; `before` to ask for the page before this one, None at the beginning; `processes`: the logs.
+
+    `level` is the least that is shown. What was printed past the log counts as an error: mostly it is one.
+    """
+    names = log_names(run_dir)
+    least = LEVELS.index(level) if level in LEVELS else 0
+    limit = max(1, min(limit, MOST_LINES))
+    budget = Budget(most_bytes)
+    wanted = search.casefold()
+    ends = {name: _size(run_dir / "logs" / name) for name in names if process in ("", name)}
+    if before is not None:  # a log that is newer than that page has nothing before it
+        ends = {name: min(end, before.get(name, 0)) for name, end in ends.items()}
+    logs = [_backwards(run_dir / "logs" / name, end, budget) for name, end in ends.items()]
+
+    found: list[dict[str, Any]] = []
+    reached = dict(ends)
+    for _, _, raw, fields in heapq.merge(*logs, key=lambda item: item[0], reverse=True):
+        reached[raw.process] = raw.position
+        if fields["rank_of_level"] >= least and (not wanted or wanted in _searched(fields)):
+            found.append({name: value for name, value in fields.items() if name != "rank_of_level"})
+            if len(found) == limit:
+                break
+    more = any(reached.values()) and (len(found) == limit or budget.bytes_left <= 0)
+    return {"lines": found[::-1], "before": reached if more else None, "processes": names}
+
+
+def _backwards(path: Path, position: int, budget: Budget) -> Iterator[tuple[str, int, Raw, dict[str, Any]]]:
+    """The lines of one log before `position`, newest first, each with the time to sort it by."""
+    newest = "~"  # after every time: a log that ends with printed lines comes first
+    for raw in _lines_before(path, position, budget):
+        fields = parse(raw)
+        # Printed lines have no time of their own; clocks that were set back must not end the order.
+        newest = min(newest, fields["time"] or newest)
+        yield newest, raw.position, raw, fields
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def _lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
+    try:
+        with opened(path) as descriptor:
+            rest = b""  # the end of a line whose beginning is in the block before
+            while end > 0 and budget.bytes_left > 0:
+                start = max(0, end - _BLOCK_BYTES)
+                block = read_at(descriptor, start, end - start) + rest
+                budget.bytes_left -= end - start
+                lines = block.split(b"\n")
+                rest = lines.pop(0) if start > 0 else b""
+                if len(rest) > _LONGEST_LINE_BYTES:
+                    rest = rest[:_LONGEST_LINE_BYTES]
+                at = start + len(block)
+                for text in reversed(lines):
+                    at -= len(text)
+                    if text.strip():
+                        yield Raw(path.name, at, text)
+                    at -= 1
+                end = start
+    except OSError:
+        return
+
+
+def parse(raw: Raw) -> dict[str, Any]:
+    """A line as plain values. What is not JSON was printed past the log."""
+    try:
+        found = json.loads(raw.text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or "message" not in found:
+        text = printable(raw.text[:_LONGEST_LINE_BYTES].decode(errors="replace"))
+        fields = {"time": "", "level": _PRINTED, "logger": "", "message": text}
+        return fields | {"process": raw.process, "rank_of_level": LEVELS.index("ERROR")}
+    level = str(found.get("level", ""))
+    fields = {name: str(found.get(name, ""))[:4000] for name in ("time", "level", "logger", "message")}
+    if "exception" in found:
+        fields["exception"] = str(found["exception"])[:16_000]
+    return fields | {"process": raw.process, "rank_of_level": LEVELS.index(level) if level in LEVELS else 1}
+
+
+def _searched(fields: Mapping[str, Any]) -> str:
+    return " ".join(str(fields.get(name, "")) for name in ("message", "exception", "logger", "process")).casefold()
+
+
+def read_cursor(text: str) -> dict[str, int] | None:
+    """What `before` was, from a query. Anything else is no cursor: the newest page."""
+    try:
+        found = json.loads(text[:20_000]) if text else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    return {name: value for name, value in found.items() if isinstance(value, int) and value >= 0}

@@ -1,0 +1,155 @@
+"""One process of a run, as its rows and the history tell of it, and the state it is in.
+
+starting   expected, and nothing heard of it yet          training   its rows come
+waiting    a server without workers, or a worker whose    silent     no row for long, and nobody said why
+           server has just come back                      lost       its connection broke, or it was killed
+left       it said good-bye while the run goes on         evicted    the server put it out
+finished   the run came to its end                        stopped    the run ended before, for another reason
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from smolcluster.dashboard.links import Count
+from smolcluster.dashboard.thin import Curve, finite
+
+State = Literal[
+    "starting", "waiting", "training", "silent", "lost", "left", "evicted", "finished", "stopped"
+]  # fmt: skip
+
+FIELDS = (
+    *("loss", "grad_norm", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s", "wait_s"),
+    *("staleness", "sent_per_s", "received_per_s"),
+)
+SILENT_S = 8.0  # without a row, and at least so many of its longest pauses so far
+SILENT_PAUSES = 4.0
+RATE_S = 5.0  # over which bytes per second are taken
+MOST_SPANS = 50
+MOST_TEXT = 120
+
+# The reason that a worker gives who leaves in good order (comm.elastic.transport.LEFT, which would bring torch with it).
+GOOD_BYE = "it has left"
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    rank: int
+    role: str = "worker"
+    host: str = ""
+    curve: Curve = field(default_factory=lambda: Curve(FIELDS))
+    first: dict[str, Any] | None = None
+    last: dict[str, Any] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # of the machine, as its rows tell them
+    sent: float = 0.0
+    received: float = 0.0
+    longest_pause_s: float = 0.0  # between two of its latest rows
+    member: Literal["", "joined", "left", "lost", "evicted", "waiting"] = ""  # as the history has it
+    reason: str = ""
+    losses: int = 0  # how often it was lost or put out
+    spans: list[list[float | None]] = field(default_factory=list)  # when it took part: from, to
+    _counted: tuple[float, float] = (0.0, 0.0)  # the counts of its latest row, since its process began
+    _recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=64))
+
+    @property
+    def name(self) -> str:
+        return "server" if self.role == "server" else f"worker {self.rank}"
+
+    def take(self, row: dict[str, Any], *, step: float, time: float) -> dict[str, Any]:
+        """A row of this rank. Returns it with what follows from it: bytes per second, time spent waiting."""
+        late = self.last is not None and time < self.last["time"]
+        if not late:
+            self._count(row, time)
+            if self.last is not None:
+                self.longest_pause_s = max(0.9 * self.longest_pause_s, time - self.last["time"])
+            self.first = self.first or row
+            self.last = row
+            if isinstance(row.get("machine"), dict):
+                self.facts = known_facts(row["machine"])
+        sent_per_s, received_per_s = self._rates()
+        derived = row | {"wait_s": waiting_s(row), "sent_per_s": sent_per_s, "received_per_s": received_per_s}
+        self.curve.add(derived, step=step, time=time)
+        return derived
+
+    def count(self) -> Count:
+        """Bytes in all, over every process that this seat has had; and per second, over the last rows."""
+        sent_per_s, received_per_s = self._rates()
+        return Count(sent=self.sent, received=self.received, sent_per_s=sent_per_s, received_per_s=received_per_s)
+
+    def _rates(self) -> tuple[float, float]:
+        if len(self._recent) < 2:
+            return 0.0, 0.0
+        (t0, sent0, received0), (t1, sent1, received1) = self._recent[0], self._recent[-1]
+        return ((sent1 - sent0) / (t1 - t0), (received1 - received0) / (t1 - t0)) if t1 > t0 else (0.0, 0.0)
+
+    def joined(self, time: float) -> None:
+        self.member, self.reason = "joined", ""
+        self.end_span(time)
+        self.spans = [*self.spans[-MOST_SPANS + 1 :], [time, None]]
+
+    def gone(self, how: Literal["left", "lost", "evicted", "waiting"], time: float, reason: str) -> None:
+        self.member, self.reason = how, reason[:MOST_TEXT]
+        self.losses += how in ("lost", "evicted")
+        self._recent.clear()
+        self.end_span(time)
+
+    def end_span(self, time: float) -> None:
+        if self.spans and self.spans[-1][1] is None:
+            self.spans[-1][1] = time
+
+    def _count(self, row: Mapping[str, Any], time: float) -> None:
+        """Counts begin at zero when a process is started again in this seat."""
+        now = (finite(row.get("bytes_sent")) or 0.0, finite(row.get("bytes_received")) or 0.0)
+        begun_again = now[0] < self._counted[0] or now[1] < self._counted[1]
+        before = (0.0, 0.0) if begun_again else self._counted
+        self.sent += now[0] - before[0]
+        self.received += now[1] - before[1]
+        self._counted = now
+        if begun_again:
+            self._recent.clear()
+        self._recent.append((time, self.sent, self.received))
+        while len(self._recent) > 2 and time - self._recent[1][0] >= RATE_S:
+            self._recent.popleft()
+
+
+def waiting_s(row: Mapping[str, Any]) -> float | None:
+    """What is left of a step beside computing and communicating: for data, for others, for the next lease."""
+    step_s, compute_s, comm_s = map(finite, map(row.get, ("step_time_s", "compute_s", "comm_s")))
+    if step_s is None or compute_s is None or comm_s is None:
+        return None
+    return max(0.0, step_s - compute_s - comm_s)
+
+
+def state_of(machine: Machine, *, status: str, age_s: float, alone: bool = False, named: bool = False) -> State:
+    """`status` of the run, `age_s` since the last row of this rank, `alone`: a server without workers, `named`: what the run
+    failed of names this rank."""
+    if status == "finished":
+        return "lost" if machine.member == "lost" else "evicted" if machine.member == "evicted" else "finished"
+    if status in ("failed", "interrupted"):
+        if named or (status == "failed" and machine.member == "lost"):
+            return "lost"
+        return "evicted" if machine.member == "evicted" else "stopped"
+    if machine.member in ("left", "lost", "evicted", "waiting"):
+        return machine.member
+    if machine.last is None:
+        return "starting"
+    if age_s > max(SILENT_S, SILENT_PAUSES * machine.longest_pause_s):
+        return "waiting" if alone and status == "training" else "silent"
+    return "training"
+
+
+def known_facts(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of a machine from a row: short texts and numbers that can be drawn, of the names that `observe.machine` gives."""
+    texts = {name: str(said[name])[:MOST_TEXT] for name in ("device", "device_name") if isinstance(said.get(name), str)}
+    numbers = {
+        name: number
+        for name in (
+            *("cores", "load", "memory_used_bytes", "memory_total_bytes", "temperature_c"),
+            *("device_memory_used_bytes", "device_memory_total_bytes", "device_temperature_c"),
+        )
+        if (number := finite(said.get(name))) is not None
+    }
+    return texts | numbers

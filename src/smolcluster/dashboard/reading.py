@@ -1,0 +1,484 @@
+"""A run, read from its directory alone: while it trains, after it has ended, and from the beginning again when it is resumed.
+
+    config.yaml      what was asked for               history.jsonl    who joined, left, was put out (elastic plane)
+    metrics.jsonl    the rows of every rank           checkpoints/     what was saved
+    summary.json     how it ended                     logs/            warnings and errors
+
+`poll` takes what is new and is cheap when nothing is. What is kept is of bounded size, however long the run is; `telling.py`
+makes plain values of it. Nothing here writes, and no file is trusted: a line that is not what it should be is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import re
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from smolcluster.dashboard.follow import LineFollower, News, read_whole
+from smolcluster.dashboard.joining import OPEN_S, Joined
+from smolcluster.dashboard.machines import GOOD_BYE, MOST_TEXT, Machine
+from smolcluster.dashboard.thin import Curve, finite, limit_for, tidy
+
+MOST_MACHINES = 1024
+MOST_EVENTS = 400
+MOST_LOGS = 256
+LOG_TAIL_BYTES = 256 << 10  # of a log, looked through for warnings when a run is opened
+QUIET_S = 30.0  # nothing written for so long, and no summary: nobody is training
+OWN_STEPS = ("edp",)  # where a worker counts steps of its own, which are not the run's
+_SECRET = re.compile(r"token|secret|password|api_key", re.IGNORECASE)
+
+WORKER_FIELDS = ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness", "sent_per_s", "received_per_s")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """Something on the time line."""
+
+    time: float
+    kind: str  # begin, join, leave, lost, evict, checkpoint, warning, error, end
+    text: str
+    rank: int | None = None
+    step: int | None = None
+
+
+class RunReader:
+    """One run. `now` is the clock of this machine, for what has been silent."""
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+        self.path, self.now = path, now
+        self.host = socket.gethostname()
+        self.here: dict[str, Any] = {}  # facts of this machine, where its rows tell none
+        self.beginnings = 0  # how often the run was read from its first line
+        self._begin()
+
+    def _begin(self) -> None:
+        self.machines: dict[int, Machine] = {}
+        self.joined = Joined()
+        self.workers_curve = Curve(WORKER_FIELDS)
+        self.events: deque[Happening] = deque(maxlen=MOST_EVENTS)
+        self.num_events = 0
+        self.config: dict[str, str] = {}
+        self.summary: dict[str, Any] = {}
+        self.checkpoints: list[dict[str, Any]] = []
+        self.last_row_time: float | None = None
+        self.behind = False  # there is more to read than one poll took
+        self.beginnings += 1
+        self.first_time: float | None = None
+        self._server_steps: deque[tuple[float, int]] = deque(maxlen=2)
+        self._latest: dict[int, dict[str, Any]] = {}  # derived rows of workers
+        self._new_rows = self._num_running = 0
+        self._diverged: set[int] = set()
+        self._servers = 0
+        self._named_in_logs: dict[int, tuple[str, str]] = {}  # rank: role, host
+        self._metrics = LineFollower(self.path / "metrics.jsonl")
+        self._history = LineFollower(self.path / "history.jsonl")
+        self._logs: dict[str, LineFollower] = {}
+        self._stamps: dict[str, tuple[int, int, int] | None] = {}  # inode, size, modified in ns
+        self._saved: set[str] = set()
+
+    # Reading
+
+    def poll(self) -> bool:
+        """Take what is new. True if there was anything."""
+        history, metrics = self._history.poll(), self._metrics.poll()
+        if history.restarted or metrics.restarted:  # the run went back to an earlier step: so do we
+            self._begin()
+            history, metrics = self._history.poll(), self._metrics.poll()
+        found = self._read_config() | self._read_logs()
+        for line in history.lines:
+            self._take_history(line)
+        for line in metrics.lines:
+            self._take_row(line)
+        found |= self._read_checkpoints() | self._read_summary()
+        self.behind = history.more or metrics.more
+        if not self.behind and self.status() not in ("starting", "training", "silent"):
+            self.joined.flush()
+        return bool(found or history.lines or metrics.lines)
+
+    def poll_to_the_end(self) -> None:
+        self.poll()
+        while self.behind:
+            self.poll()
+
+    # Files that are written as a whole
+
+    def _changed(self, name: str) -> bool:
+        """Whether this file or folder is not as it was when it was last asked for."""
+        stamp: tuple[int, int, int] | None
+        try:
+            found = os.lstat(self.path / name)
+            stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
+        except OSError:
+            stamp = None
+        changed = name not in self._stamps or self._stamps[name] != stamp
+        self._stamps[name] = stamp
+        return changed
+
+    def _read_config(self) -> bool:
+        if not self._changed("config.yaml"):
+            return False
+        raw = read_whole(self.path / "config.yaml", most_bytes=1 << 20)
+        self.config = flat_config(raw or b"")
+        return True
+
+    def _read_summary(self) -> bool:
+        if not self._changed("summary.json"):
+            return False
+        raw = read_whole(self.path / "summary.json", most_bytes=1 << 20)
+        self.summary = _object(raw or b"") or {}
+        if self.summary and self.ended:
+            status, error = str(self.summary.get("status", "")), str(self.summary.get("error", ""))
+            text = f"{status}: {error}" if error else status
+            when = finite(self.summary.get("finished")) or self.now()
+            self._tell(Happening(time=when, kind="error" if status == "failed" else "end", text=shortened(text)))
+            for machine in self.machines.values():
+                machine.end_span(when)
+        return True
+
+    def _read_checkpoints(self) -> bool:
+        if not self._changed("checkpoints"):
+            return False
+        folder = self.path / "checkpoints"
+        names: list[str] = []
+        if not folder.is_symlink():
+            with contextlib.suppress(OSError):
+                names = sorted(entry.name for entry in os.scandir(folder) if _is_checkpoint(entry))[-100:]
+        best = (read_whole(folder / "best", most_bytes=256) or b"").decode(errors="replace").strip()
+        found = []
+        for name in names:
+            manifest = _object(read_whole(folder / name / "manifest.json", most_bytes=4 << 20) or b"")
+            if manifest is None:
+                continue
+            checkpoint = _checkpoint(name, manifest)
+            found.append(checkpoint | {"best": name == best})
+            if name not in self._saved:
+                self._saved.add(name)
+                label = f"checkpoint of step {checkpoint['step']}" + (
+                    ", the best so far" if manifest.get("best") else ""
+                )
+                self._tell(Happening(time=checkpoint["time"], kind="checkpoint", text=label, step=checkpoint["step"]))
+        self.checkpoints = found
+        return True
+
+    # Rows
+
+    def _take_row(self, line: bytes) -> None:
+        row = _object(line)
+        if row is None:
+            return
+        step, rank = finite(row.get("step")), row.get("rank", 0)
+        if step is None or not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            return
+        machine = self._machine(rank)
+        if machine is None:
+            return
+        row["step"], row["rank"] = int(step), rank
+        row["time"] = when = finite(row.get("time")) or self.now()
+        machine.role = "server" if row.get("role") == "server" else "worker"
+        machine.host = str(row.get("host", ""))[:MOST_TEXT]
+        if not machine.spans:
+            machine.spans = [[when, None]]
+        self.last_row_time = max(when, self.last_row_time or when)
+        self.first_time = min(when, self.first_time or when)
+        self._notice_divergence(row)
+        if machine.role == "server":
+            self._server_steps.append((when, int(step)))
+            machine.take(row, step=step, time=when)
+        else:
+            at = self._step_of_run(step, when)
+            self._latest[rank] = machine.take(row, step=at, time=when)
+            self._take_workers(at, when)
+        self.joined.add(row, num_workers=self.num_workers)
+
+    def _step_of_run(self, own: float, when: float) -> float:
+        """Where a worker counts steps of its own: the server's step at that time, by its pace."""
+        if self.strategy not in OWN_STEPS or not self._server_steps:
+            return own
+        (t0, s0), (t1, s1) = self._server_steps[0], self._server_steps[-1]
+        if t1 <= t0 or s1 <= s0:
+            return float(s1)
+        return s1 + max(0.0, min(1.0, (when - t1) / (t1 - t0))) * (s1 - s0)
+
+    def _take_workers(self, step: float, when: float) -> None:
+        """A point of the mean over the workers that are there, when about all of them have a new row."""
+        self._new_rows += 1
+        if self._new_rows < self._num_running:
+            return
+        rows = [row for row in self._latest.values() if when - row["time"] < OPEN_S]
+        self._new_rows, self._num_running = 0, len(rows)
+        mean = {
+            name: statistics.fmean(found)
+            for name in ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")
+            if (found := [value for row in rows if (value := finite(row.get(name))) is not None])
+        }
+        total = {name: sum(finite(row.get(name)) or 0.0 for row in rows) for name in ("sent_per_s", "received_per_s")}
+        self.workers_curve.add(mean | total, step=step, time=when)
+
+    def _notice_divergence(self, row: Mapping[str, Any]) -> None:
+        rank, loss = row["rank"], row.get("loss")
+        if finite(loss) is not None:
+            self._diverged.discard(rank)
+        elif loss is not None and rank not in self._diverged:
+            self._diverged.add(rank)
+            name = self.machines[rank].name
+            text = shortened(f"the loss of {name} is {loss} at step {row['step']}")
+            self._tell(Happening(time=row["time"], kind="warning", text=text, rank=rank, step=row["step"]))
+
+    def _machine(self, rank: int) -> Machine | None:
+        machine = self.machines.get(rank)
+        if machine is None and len(self.machines) < MOST_MACHINES:
+            machine = self.machines[rank] = Machine(rank)
+            limit = limit_for(len(self.machines))
+            for each in self.machines.values():
+                each.curve.set_limit(limit)
+        return machine
+
+    # The history of an elastic run
+
+    def _take_history(self, line: bytes) -> None:
+        if b'"kind": "commit"' in line:  # most lines; who took part is in the others
+            return
+        fields = _object(line)
+        if fields is None:
+            return
+        when = finite(fields.get("time")) or self.now()
+        self.first_time = min(when, self.first_time or when)
+        if fields.get("kind") == "begin":
+            self._servers += 1
+            again = self._servers > 1
+            step = finite(fields.get("next_step"))
+            text = f"the server is back, at step {int(step or 1) - 1}" if again else "the server began"
+            self._tell(Happening(time=when, kind="begin", text=shortened(text)))
+            for machine in self.machines.values():
+                if machine.member == "joined":
+                    machine.gone("waiting", when, "the server is back")
+        elif fields.get("kind") == "member":
+            rank = fields.get("rank")
+            known = self._machine(rank) if isinstance(rank, int) and not isinstance(rank, bool) else None
+            if known is not None:
+                self._take_member(known, str(fields.get("event", "")), when, str(fields.get("reason", "")))
+
+    def _take_member(self, machine: Machine, event: str, when: float, reason: str) -> None:
+        match event:
+            case "joined":
+                again = bool(machine.spans)
+                machine.joined(when)
+                kind, text = "join", f"{machine.name} joined" + (" again" if again else "")
+            case "left" if reason == GOOD_BYE:
+                machine.gone("left", when, reason)
+                kind, text = "leave", f"{machine.name} has left"
+            case "left":
+                machine.gone("lost", when, reason)
+                kind, text = "lost", f"{machine.name} is gone: {reason}"
+            case "evicted":
+                machine.gone("evicted", when, reason)
+                kind, text = "evict", f"{machine.name} was put out: {reason}"
+            case _:
+                kind, text = "warning", f"{machine.name} {event}: {reason}"
+        self._tell(Happening(time=when, kind=kind, text=shortened(text), rank=machine.rank))
+
+    # Logs: only what a person should know
+
+    def _read_logs(self) -> bool:
+        if self._changed("logs"):
+            for name in log_names(self.path):
+                if name not in self._logs:
+                    path = self.path / "logs" / name
+                    self._logs[name] = LineFollower(path, most_bytes=LOG_TAIL_BYTES, skip_to_last=LOG_TAIL_BYTES)
+                    if (seat := seat_of_log(name)) is not None:
+                        self._named_in_logs[seat[1]] = (seat[0], seat[2])
+        found = False
+        for name, follower in self._logs.items():
+            news: News = follower.poll()
+            found |= bool(news.lines)
+            for line in news.lines:
+                self._take_log_line(name, line)
+        return found
+
+    def _take_log_line(self, name: str, line: bytes) -> None:
+        trouble = b'"level": "INFO"' not in line and b'"level": "DEBUG"' not in line
+        starts = b"starts as process" in line
+        if not (trouble or starts):
+            return
+        fields = _object(line)
+        if fields is None or "message" not in fields:
+            return
+        when, rank = _timestamp(fields.get("time")) or self.now(), fields.get("rank")
+        rank = rank if isinstance(rank, int) and fields.get("role") != "server" else None
+        if trouble:
+            kind = "warning" if fields.get("level") == "WARNING" else "error"
+            who = "" if rank is None else f"worker {rank}: "
+            self._tell(Happening(time=when, kind=kind, text=shortened(who + str(fields["message"])), rank=rank))
+        elif not self._history.modified and isinstance(fields.get("rank"), int):
+            self._tell(Happening(time=when, kind="join", text=f"worker {fields['rank']} started", rank=rank))
+
+    def _tell(self, event: Happening) -> None:
+        self.events.append(event)
+        self.num_events += 1
+
+    # What is known by now
+
+    @property
+    def strategy(self) -> str:
+        return str(self.summary.get("strategy") or self.config.get("strategy.name", ""))
+
+    @property
+    def num_workers(self) -> int | None:
+        said = self.config.get("cluster.num_workers", "")
+        return int(said) if said.isdigit() else None
+
+    @property
+    def total_steps(self) -> int | None:
+        said = self.config.get("training.steps", "")
+        return int(said) if said.isdigit() else None
+
+    @property
+    def ended(self) -> bool:
+        """There is a summary, and it is of this attempt: a resumed run has one of its last."""
+        if not self.summary:
+            return False
+        told, asked = self._stamps.get("summary.json"), self._stamps.get("config.yaml")
+        if told and asked and asked[2] > told[2]:  # resuming writes the configuration anew
+            return False
+        finished = finite(self.summary.get("finished"))
+        return finished is None or self.last_row_time is None or self.last_row_time <= finished + 2.0
+
+    def status(self) -> str:
+        """starting, training, silent; finished, failed or interrupted when it has ended."""
+        if self.ended:
+            return str(self.summary.get("status") or "finished")
+        quiet = self.quiet_s()
+        if self.last_row_time is None:
+            return "silent" if quiet > 4 * QUIET_S else "starting"
+        longest = max((machine.longest_pause_s for machine in self.machines.values()), default=0.0)
+        return "silent" if quiet > max(QUIET_S, 6 * longest) else "training"
+
+    def quiet_s(self) -> float:
+        """Since anything was written."""
+        stamps = [f.modified for f in (self._metrics, self._history, *self._logs.values()) if f.modified is not None]
+        config = self._stamps.get("config.yaml")
+        stamps += [config[2] / 1e9] if config else []
+        return self.now() - max(stamps) if stamps else 0.0
+
+    def age_s(self, machine: Machine) -> float:
+        """Since the last row of this rank. Clocks of other machines are compared only with each other."""
+        if machine.last is None or self.last_row_time is None or self._metrics.modified is None:
+            return 0.0
+        behind_s: float = self.last_row_time - machine.last["time"]
+        return self.now() - self._metrics.modified + behind_s
+
+    def seats(self) -> list[Machine]:
+        """Every machine that is known of, also those that are only expected; workers in order, then the server."""
+        named = dict(self._named_in_logs)
+        for rank in range(min(self.num_workers or 0, MOST_MACHINES)):
+            named.setdefault(rank, ("worker", ""))
+        for rank, (role, host) in named.items():
+            if rank == -1:  # the server's log does not name its rank
+                rank = self.num_workers if self.num_workers is not None else MOST_MACHINES
+                if any(m.role == "server" for m in self.machines.values()):
+                    continue
+            machine = self._machine(rank)
+            if machine is not None and machine.last is None:
+                machine.role, machine.host = role, machine.host or host
+        return sorted(self.machines.values(), key=lambda machine: (machine.role == "server", machine.rank))
+
+    def log_bytes(self) -> int:
+        """Of all logs: when it changes, there are new lines."""
+        return sum(filter(None, (follower.size for follower in self._logs.values())))
+
+
+# Pure helpers
+
+
+def flat_config(raw: bytes) -> dict[str, str]:
+    """`training.batch_size` -> `32`. Secrets are left out; a file that is no configuration gives nothing."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(raw, Loader=loader)):
+            return {}  # ours have none, and a few lines of them can stand for gigabytes
+        tree = yaml.load(raw, Loader=loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    flat: dict[str, str] = {}
+    _flatten(tree, "", flat)
+    return flat
+
+
+def _flatten(value: Any, name: str, flat: dict[str, str]) -> None:
+    if len(flat) >= 2000:
+        return
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            _flatten(inner, f"{name}.{key}" if name else str(key), flat)
+    elif name:
+        hidden = _SECRET.search(name.rpartition(".")[2]) and value is not None
+        text = "(hidden)" if hidden else value if isinstance(value, str) else json.dumps(value, default=str)
+        flat[name] = text[:1000]
+
+
+def log_names(run_dir: Path) -> list[str]:
+    """Names of the logs of a run: plain files, not links."""
+    folder = run_dir / "logs"
+    if folder.is_symlink():
+        return []
+    try:
+        found = [e.name for e in os.scandir(folder) if e.name.endswith(".log") and e.is_file(follow_symlinks=False)]
+    except OSError:
+        return []
+    return sorted(found)[:MOST_LOGS]
+
+
+def seat_of_log(name: str) -> tuple[str, int, str] | None:
+    """`worker-rank1-pi5.log` -> worker, 1, pi5. A server's log does not tell its rank: -1."""
+    if found := re.fullmatch(r"worker-rank(\d{1,4})-(.+)\.log", name):
+        return "worker", int(found[1]), found[2][:MOST_TEXT]
+    if found := re.fullmatch(r"server-(.+)\.log", name):
+        return "server", -1, found[1][:MOST_TEXT]
+    return None
+
+
+def _checkpoint(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    files = manifest.get("files")
+    sizes = [f.get("size") for f in files.values() if isinstance(f, dict)] if isinstance(files, dict) else []
+    metrics = manifest.get("metrics")
+    return {
+        "name": name,
+        "step": int(name.rpartition("-")[2]),
+        "time": _timestamp(manifest.get("created")) or 0.0,
+        "bytes": sum(size for size in sizes if isinstance(size, int)),
+        "val_loss": tidy(finite(metrics.get("val_loss"))) if isinstance(metrics, dict) else None,
+    }
+
+
+def _is_checkpoint(entry: os.DirEntry[str]) -> bool:
+    return re.fullmatch(r"step-\d{1,12}", entry.name) is not None and entry.is_dir(follow_symlinks=False)
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _timestamp(text: Any) -> float | None:
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return datetime.datetime.fromisoformat(str(text)).timestamp()
+    return None
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= 300 else text[:299] + "…"

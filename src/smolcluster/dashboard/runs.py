@@ -1,0 +1,156 @@
+"""The runs below one folder: their names, made safe; a line about each; several beside each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smolcluster.dashboard.follow import opened, read_at, read_whole
+from smolcluster.dashboard.reading import flat_config
+from smolcluster.dashboard.thin import finite, tidy
+
+MOST_RUNS = 200
+MOST_COMPARED = 8
+_MARKS = ("config.yaml", "metrics.jsonl", "summary.json")
+_TAIL_BYTES = 16 << 10
+
+
+class NoSuchRun(Exception):
+    """There is no run of this name here."""
+
+
+class Runs:
+    """Lines about runs are kept until one of their files changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._lines: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def find(self, name: str) -> Path:
+        """The directory of a run. Names cannot lead out of the folder: no separators, no dots alone, no links."""
+        if not is_name(name):
+            raise NoSuchRun
+        path = self.folder / name
+        try:
+            if (
+                not stat.S_ISDIR(os.lstat(path).st_mode)
+                or path.resolve().parent != self.folder
+                or not holds_a_run(path)
+            ):
+                raise NoSuchRun
+        except (OSError, ValueError) as error:
+            raise NoSuchRun from error
+        return path
+
+    def list(self) -> list[dict[str, Any]]:
+        """A line about each run, the newest first."""
+        found = []
+        try:
+            entries = [e for e in os.scandir(self.folder) if is_name(e.name) and e.is_dir(follow_symlinks=False)]
+        except OSError:
+            return []
+        for entry in entries:
+            stamps = tuple(_stamp(Path(entry.path) / name) for name in _MARKS)
+            if any(stamps):
+                found.append((max(filter(None, stamps)), entry.name, stamps))
+        newest = sorted(found, reverse=True)[:MOST_RUNS]
+        self._lines = {name: line for name, line in self._lines.items() if name in {n for _, n, _ in newest}}
+        return [self._line(name, stamps) for _, name, stamps in newest]
+
+    def newest(self) -> str | None:
+        return next((line["name"] for line in self.list()), None)
+
+    def _line(self, name: str, stamps: tuple[float | None, ...]) -> dict[str, Any]:
+        known = self._lines.get(name)
+        if known is None or known[0] != stamps:
+            known = self._lines[name] = (stamps, describe(self.folder / name, stamps))
+        return known[1]
+
+
+def is_name(name: str) -> bool:
+    """One component of a path, and not hidden."""
+    return bool(name) and len(name) < 256 and not name.startswith(".") and not re.search(r"[/\\:\0]", name)
+
+
+def holds_a_run(path: Path) -> bool:
+    return any(_stamp(path / name) is not None for name in _MARKS)
+
+
+def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
+    """From the summary; of a run without one, from its configuration and its last row."""
+    raw = read_whole(path / "summary.json", most_bytes=1 << 20)
+    summary = _object(raw or b"")
+    resumed = bool(stamps[0] and stamps[2] and max(stamps[0], stamps[1] or 0.0) > stamps[2] + 2.0)
+    if summary and not resumed:
+        names = ("steps", "train_loss", "val_loss", "tokens_per_s", "samples_per_s", "wall_s", "workers")
+        known: dict[str, Any] = {name: tidy(finite(summary.get(name))) for name in names}
+        known |= {"status": str(summary.get("status", ""))[:40], "strategy": str(summary.get("strategy", ""))[:40]}
+    else:
+        config = flat_config(read_whole(path / "config.yaml", most_bytes=1 << 20) or b"")
+        row = last_row(path / "metrics.jsonl")
+        workers = config.get("cluster.num_workers", "")
+        known = {
+            "status": "running",  # or it was killed: its reader can tell, by its silence
+            "strategy": config.get("strategy.name", ""),
+            "steps": finite(row.get("step")),
+            "train_loss": tidy(finite(row.get("loss"))),
+            "workers": int(workers) if workers.isdigit() else None,
+        }
+    return known | {"name": path.name, "changed": max(filter(None, stamps), default=0.0)}
+
+
+def last_row(path: Path) -> dict[str, Any]:
+    """The last whole row of a metrics file, without reading the others."""
+    try:
+        with opened(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            block = read_at(descriptor, max(0, size - _TAIL_BYTES), _TAIL_BYTES)
+    except OSError:
+        return {}
+    for line in reversed(block.split(b"\n")):
+        if row := _object(line):
+            return row
+    return {}
+
+
+def compare(snapshots: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Several runs: the joined curve and the numbers of each, and the keys of the configuration in which they differ."""
+    told = {
+        name: {
+            "status": whole["status"],
+            "strategy": whole["strategy"],
+            "num_workers": sum(row["role"] != "server" for row in whole["machines"]),
+            "numbers": whole["numbers"],
+            "curves": {key: whole["curves"][key] for key in ("joined", "val")},
+        }
+        for name, whole in snapshots.items()
+    }
+    return {"runs": told, "differences": differences({name: whole["config"] for name, whole in snapshots.items()})}
+
+
+def differences(configs: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
+    """`[{"key": "strategy.name", "values": {"a": "edp", "b": "allreduce"}}, ...]`: what is not the same in all of them."""
+    keys = sorted({key for config in configs.values() for key in config})
+    rows = ({"key": key, "values": {name: config.get(key, "") for name, config in configs.items()}} for key in keys)
+    return [row for row in rows if len(set(row["values"].values())) > 1]  # type: ignore[attr-defined]
+
+
+def _stamp(path: Path) -> float | None:
+    try:
+        found = os.lstat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_mtime if stat.S_ISREG(found.st_mode) else None
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,103 @@
+// The run as this page knows it: a snapshot, kept up to date by changes.
+
+/** Curves arrive as columns from some point on; what was there from that point on is replaced. */
+export function applyCurve(old, news) {
+  const columns = {};
+  for (const [name, values] of Object.entries(news.columns)) {
+    const kept = news.from > 0 && old ? (old.columns[name] ?? []).slice(0, news.from) : [];
+    columns[name] = kept.concat(values);
+  }
+  return { stride: news.stride, rows: news.rows, columns };
+}
+
+export function applySnapshot(news) {
+  const curves = {};
+  for (const [name, curve] of Object.entries(news.curves)) curves[name] = applyCurve(null, curve);
+  return { ...news, curves };
+}
+
+const MOST_EVENTS = 400;
+
+export function applyChanges(state, news) {
+  const next = { ...state, ...news, curves: state.curves, events: state.events };
+  if (news.curves) {
+    next.curves = { ...state.curves };
+    for (const [name, curve] of Object.entries(news.curves)) next.curves[name] = applyCurve(state.curves[name], curve);
+  }
+  if (news.events) {
+    next.events = state.events.concat(news.events).sort((a, b) => a.time - b.time).slice(-MOST_EVENTS);
+  }
+  return next;
+}
+
+/** Server-sent events of one run; goes on by itself when the connection breaks. Returns a function that ends it. */
+export function follow(name, { changed, connection }) {
+  let source = null;
+  let state = null;
+  let retry = 0;
+  let heard = Date.now();
+  let saidGoodBye = false;
+  let closed = false;
+
+  const lost = () => connection(saidGoodBye ? "ended" : "broken");
+  const again = () => {
+    clearTimeout(retry);
+    if (!closed) retry = setTimeout(open, 3000);
+  };
+  const open = () => {
+    source = new EventSource(`/api/run/${encodeURIComponent(name)}/events`);
+    source.addEventListener("snapshot", (event) => {
+      state = applySnapshot(JSON.parse(event.data));
+      hear();
+      changed(state);
+    });
+    source.addEventListener("changes", (event) => {
+      hear();
+      if (state === null) return;
+      state = applyChanges(state, JSON.parse(event.data));
+      changed(state);
+    });
+    source.addEventListener("beat", hear);
+    source.addEventListener("bye", () => {
+      saidGoodBye = true;
+      source.close();
+      lost();
+      again(); // perhaps it is started again
+    });
+    source.addEventListener("error", () => {
+      lost();
+      // The browser tries again by itself, unless the server refused.
+      if (source.readyState === EventSource.CLOSED) again();
+    });
+  };
+  const hear = () => {
+    heard = Date.now();
+    saidGoodBye = false;
+    connection("live");
+  };
+  const watch = setInterval(() => {
+    if (Date.now() - heard > 12000) lost();
+  }, 2000);
+  const close = () => {
+    closed = true;
+    clearTimeout(retry);
+    clearInterval(watch);
+    source?.close();
+  };
+  open();
+  return close; // for whoever looks at another run
+}
+
+export class NeedsToken extends Error {}
+
+export async function ask(path) {
+  const answer = await fetch(path, { cache: "no-store" });
+  if (answer.status === 401) throw new NeedsToken();
+  if (!answer.ok) throw new Error(`${answer.status}`);
+  return answer.json();
+}
+
+export async function login(token) {
+  const answer = await fetch("/api/login", { headers: { authorization: `Bearer ${token}` }, cache: "no-store" });
+  return answer.ok;
+}

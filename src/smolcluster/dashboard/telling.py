@@ -1,0 +1,266 @@
+"""What a reader knows, as plain values for JSON: the whole picture, and then what changed.
+
+    snapshot    everything, of bounded size: what a viewer gets first
+    changes     the small things that differ, new events, and of each curve the points from the first that is not as it was
+
+The two make the same picture: a viewer that has a snapshot and all changes after it has what a later snapshot says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from smolcluster.dashboard.joining import VAL_FIELDS
+from smolcluster.dashboard.links import links_of, shape_of
+from smolcluster.dashboard.machines import MOST_TEXT, Machine, state_of, waiting_s
+from smolcluster.dashboard.reading import Happening, RunReader, shortened
+from smolcluster.dashboard.thin import Curve, finite, tidy
+from smolcluster.observe.board import Seat
+from smolcluster.observe.events import StepLogged
+
+PACE_S = 5.0  # over which tokens per second are taken
+_TAKING_PART = ("starting", "training", "silent", "finished", "stopped")
+_ROW = ("loss", "step_time_s", "compute_s", "comm_s", "staleness", "tokens_per_s", "samples_per_s")
+
+Row = dict[str, Any]
+
+
+class Teller:
+    """Tells of one run. `changes` remembers what it told, so it is for one listener, who may pass it on to many."""
+
+    def __init__(self, run: RunReader) -> None:
+        self.run = run
+        self._told: Row = {}
+        self._told_events = 0
+        self._beginning = 0  # of the reader's, that the above belong to
+
+    def snapshot(self) -> Row:
+        """The whole picture."""
+        run = self.run
+        return {
+            "name": run.path.name,
+            "time": round(run.now(), 2),
+            **self._small(),
+            "curves": {name: _plain_curve(curve, 0) for name, curve in self._curves()},
+            "events": [_plain_event(event) for event in sorted(run.events, key=lambda event: event.time)],
+            "num_events": run.num_events,
+        }
+
+    def changes(self) -> Row | None:
+        """What differs from what was told before; None if nothing does. At first, and when the run begins again: a snapshot,
+        marked as `whole`."""
+        run, small = self.run, self._small()
+        if self._beginning != run.beginnings:
+            told = self.snapshot() | {"whole": True}
+        else:
+            told = {name: value for name, value in small.items() if self._told.get(name) != value}
+            if not self._is_news(told):
+                del told["numbers"]
+            if curves := {n: _plain_curve(c, c.changed) for n, c in self._curves() if c.changed < len(c.points)}:
+                told["curves"] = curves
+            if fresh := run.num_events - self._told_events:
+                told["events"] = [_plain_event(event) for event in list(run.events)[-fresh:]]
+                told["num_events"] = run.num_events
+            if not told:
+                return None
+            told |= {"numbers": small["numbers"], "time": round(run.now(), 2)}
+        self._beginning, self._told, self._told_events = run.beginnings, small, run.num_events
+        for _, curve in self._curves():
+            curve.forget_changes()
+        return told
+
+    def _is_news(self, told: Row) -> bool:
+        """A clock that goes on is no news: the page has one of its own."""
+        if "numbers" not in told:
+            return True
+        before: Row = self._told.get("numbers", {})
+        return any(before.get(k) != v for k, v in told["numbers"].items() if k not in ("elapsed_s", "eta_s"))
+
+    def _small(self) -> Row:
+        """Everything but curves and events: each told whole when it changes."""
+        run = self.run
+        machines = self.machines()
+        shape, links = self.links(machines)
+        return {
+            "status": run.status(),
+            "error": shortened(str(run.summary.get("error", ""))) if run.ended else "",
+            "strategy": run.strategy,
+            "numbers": self.numbers(machines),
+            "machines": machines,
+            "shape": shape,
+            "links": links,
+            "checkpoints": run.checkpoints,
+            "config": run.config,
+            "summary": plain_summary(run.summary) if run.ended else {},
+            "log_bytes": run.log_bytes(),
+            "reading": run.behind,
+        }
+
+    def _curves(self) -> Iterator[tuple[str, Curve]]:
+        run = self.run
+        yield "joined", run.joined.curve
+        yield "val", run.joined.val
+        yield "workers", run.workers_curve
+        for rank, machine in sorted(run.machines.items()):
+            if machine.role != "server":
+                yield f"rank{rank}", machine.curve
+
+    # Machines and links
+
+    def machines(self) -> list[Row]:
+        run = self.run
+        status, error, seats = run.status(), str(run.summary.get("error", "")), run.seats()
+        alone = not any(m.role != "server" and m.member == "joined" for m in seats)
+        rows = []
+        for machine in seats:
+            server = machine.role == "server"
+            state = state_of(
+                machine,
+                status=status,
+                age_s=run.age_s(machine),
+                alone=server and alone,
+                named=is_named(machine, error),
+            )
+            if status == "silent" and state in ("training", "starting"):
+                state = "silent"
+            rows.append(self._machine(machine, state))
+        return rows
+
+    def _machine(self, machine: Machine, state: str) -> Row:
+        last, count, moving = machine.last or {}, machine.count(), state == "training"
+        here = self.run.here if machine.host and machine.host == self.run.host else {}
+        facts = machine.facts or here
+        device = self.run.config.get("training.device", "null")
+        rejected = last.get("stale_rejected")
+        return {
+            "rank": machine.rank,
+            "role": machine.role,
+            "name": machine.name,
+            "host": machine.host,
+            "state": state,
+            "reason": machine.reason if state in ("lost", "evicted", "waiting") else "",
+            "device": facts.get("device") or ("" if device == "null" else device),
+            "facts": facts,
+            "step": last.get("step"),
+            **{name: tidy(finite(last.get(name))) for name in _ROW},
+            "wait_s": tidy(waiting_s(last)),
+            "stale_rejected": rejected if isinstance(rejected, int) else 0,
+            "sent": round(count.sent),
+            "received": round(count.received),
+            "sent_per_s": round(count.sent_per_s) if moving else 0,
+            "received_per_s": round(count.received_per_s) if moving else 0,
+            "losses": machine.losses,
+            "spans": [[_rounded(start), _rounded(end)] for start, end in machine.spans],
+        }
+
+    def links(self, machines: list[Row]) -> tuple[str, list[Row]]:
+        """The shape of the picture, and its links. Where nobody trains, nothing moves."""
+        run = self.run
+        server = next((row["rank"] for row in machines if row["role"] == "server"), None)
+        workers = [row["rank"] for row in machines if row["role"] != "server"]
+        shape = shape_of(run.strategy, served=server is not None, num_workers=len(workers))
+        if shape != "star":  # a ring closes without those who are gone
+            workers = [r["rank"] for r in machines if r["role"] != "server" and r["state"] in _TAKING_PART]
+        moving = {row["rank"] for row in machines if row["state"] == "training"}
+        counts = {rank: machine.count() for rank, machine in run.machines.items()}
+        rows = []
+        for link in links_of(shape, counts, workers=workers, server=server):
+            moves = bool(moving) and {link.source, link.target} - {server} <= moving
+            per_s = round(link.per_s) if moves else 0
+            rows.append(dataclasses.asdict(link) | {"bytes": round(link.bytes), "per_s": per_s})
+        return shape, rows
+
+    # What stands at the top
+
+    def numbers(self, machines: list[Row]) -> Row:
+        run, joined = self.run, self.run.joined
+        status = run.status()
+        counted = [row for row in machines if (row["role"] == "server") == joined.served]
+        if status == "training":
+            end: float | None = run.now()
+        else:
+            end = finite(run.summary.get("finished")) if run.ended else run.last_row_time
+        split = _means_of_last(run.workers_curve)
+        return {
+            "step": max((row["step"] for row in counted if row["step"] is not None), default=None),
+            "steps": run.total_steps,
+            **{name: tidy(finite(joined.last.get(name))) for name in ("loss", "lr", "grad_norm")},
+            **{name: tidy(finite(joined.last_val.get(name))) for name in VAL_FIELDS},
+            "best_val_loss": min((p.lowest for p in joined.val.points if p.lowest is not None), default=None),
+            **{name: tidy(value) for name, value in self._pace().items()},
+            **{name: tidy(split.get(name)) for name in ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")},
+            "stale_rejected": sum(row["stale_rejected"] for row in counted),
+            "bytes_per_s": sum(row["sent_per_s"] for row in machines),  # what one sends, another receives
+            "bytes": sum(row["sent"] for row in machines),
+            "started": _rounded(run.first_time),
+            "elapsed_s": None if run.first_time is None or end is None else round(max(0.0, end - run.first_time), 1),
+            "eta_s": tidy(self._eta_s()) if status == "training" else None,
+        }
+
+    def _pace(self) -> dict[str, float | None]:
+        """Tokens and samples per second of the last few rows; of the whole run when it has ended."""
+        names, curve = ("tokens_per_s", "samples_per_s"), self.run.joined.curve
+        if self.run.ended:
+            return {name: finite(self.run.summary.get(name)) for name in names}
+        recent = [point for point in curve.points[-20:] if point.time > curve.points[-1].time - PACE_S]
+        means = [dict(zip(curve.fields, point.means(), strict=True)) for point in recent]
+        found = {name: [value for mean in means if (value := mean[name]) is not None] for name in names}
+        return {name: statistics.fmean(values) if values else None for name, values in found.items()}
+
+    def _eta_s(self) -> float | None:
+        """Of the slowest rank that counts, as the console tells it."""
+        run, etas = self.run, []
+        for machine in run.machines.values():
+            if (machine.role == "server") == run.joined.served and machine.first and machine.last:
+                seat = Seat(machine.rank, steps=run.total_steps)
+                seat.first, seat.last = _logged(machine.first), _logged(machine.last)
+                etas.append(seat.eta_s())
+        return max((eta for eta in etas if eta is not None), default=None)
+
+
+def is_named(machine: Machine, error: str) -> bool:
+    """Whether what a run failed of is this machine: `worker rank 1 failed: killed by SIGKILL`."""
+    if machine.role == "server":
+        return "the server" in error
+    return re.search(rf"\b(?:worker|rank) {machine.rank}\b", error) is not None
+
+
+def plain_summary(summary: Mapping[str, Any]) -> Row:
+    """Numbers as they are; all else as short text."""
+    return {str(name)[:MOST_TEXT]: _plain(value) for name, value in list(summary.items())[:100]}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or (isinstance(value, int | float) and finite(value) is not None):
+        return value
+    return shortened(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _plain_curve(curve: Curve, start: int) -> Row:
+    return {"from": start, "stride": curve.stride, "rows": curve.num_rows, "columns": curve.columns(start)}
+
+
+def _plain_event(event: Happening) -> Row:
+    fields = dataclasses.asdict(event) | {"time": _rounded(event.time)}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _means_of_last(curve: Curve) -> dict[str, float | None]:
+    return dict(zip(curve.fields, curve.points[-1].means(), strict=True)) if curve.points else {}
+
+
+def _logged(row: Mapping[str, Any]) -> StepLogged:
+    """A row as the event it was, with nothing in the place of what is not there."""
+    empty = {f.name: 0.0 for f in dataclasses.fields(StepLogged) if f.default is dataclasses.MISSING}
+    known = {name: finite(row.get(name)) or 0.0 for name in ("time", "step_time_s")}
+    fields: dict[str, Any] = empty | known | {"step": row["step"], "rank": row["rank"]}
+    return StepLogged(**fields)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)

@@ -1,0 +1,155 @@
+"""Curves that stay small: however long a run is, a curve has at most `limit` points.
+
+A point stands for `stride` rows: the mean of every field, and of the loss the least and the greatest value, so that a spike
+of one step out of a million is still to be seen. When the curve is full, neighbours are joined two by two and the stride
+doubles. All of this is exact: a point of 64 rows has their mean, however it came about.
+
+    stride 1     o o o o o o o o          limit 8
+    stride 2     o   o   o   o   o ...    room for as many again
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LEAST_POINTS = 60
+MOST_POINTS = 480
+_LARGEST = sys.float_info.max
+
+
+def limit_for(num_curves: int, *, points: int = 12_000) -> int:
+    """Points of each of so many curves, so that all together stay at `points` or so. Even: points join in pairs."""
+    return max(LEAST_POINTS, min(MOST_POINTS, points // max(1, num_curves))) // 2 * 2
+
+
+class Point:
+    """So many rows as one."""
+
+    __slots__ = ("counts", "highest", "lowest", "rows", "step", "sums", "time")
+
+    def __init__(self, step: float, time: float, values: Sequence[float | None]) -> None:
+        self.step, self.time, self.rows = step, time, 1  # of its last row
+        self.sums = [0.0 if value is None else value for value in values]
+        self.counts = [0 if value is None else 1 for value in values]
+        self.lowest = self.highest = values[0]
+
+    def add(self, step: float, time: float, values: Sequence[float | None]) -> None:
+        """One more row, the latest."""
+        self.step, self.time = step, time
+        self.rows += 1
+        sums, counts = self.sums, self.counts
+        for index, value in enumerate(values):
+            if value is not None:
+                sums[index] += value
+                counts[index] += 1
+        first = values[0]
+        if first is not None:
+            self.lowest = first if self.lowest is None or first < self.lowest else self.lowest
+            self.highest = first if self.highest is None or first > self.highest else self.highest
+
+    def take(self, other: Point) -> None:
+        if other.time >= self.time:
+            self.step, self.time = other.step, other.time
+        self.rows += other.rows
+        self.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        self.lowest = _either(min, self.lowest, other.lowest)
+        self.highest = _either(max, self.highest, other.highest)
+
+    def means(self) -> list[float | None]:
+        return [total / count if count else None for total, count in zip(self.sums, self.counts, strict=True)]
+
+
+class Curve:
+    """The points of one rank, or of the whole run. The first of `fields` is the one whose extremes are kept.
+
+    `changed` is the index of the first point that is not as it was at the last `forget_changes`.
+    """
+
+    def __init__(self, fields: Sequence[str], *, limit: int = MOST_POINTS) -> None:
+        self.fields, self.limit, self.stride = tuple(fields), limit, 1
+        self.points: list[Point] = []
+        self.num_rows = 0
+        self.changed = 0
+
+    def add(self, row: Mapping[str, Any], *, step: float, time: float) -> None:
+        """A row. One that comes late, with an earlier time, takes its place among the others."""
+        values = [finite(value) for value in map(row.get, self.fields)]
+        self.num_rows += 1
+        last = self.points[-1] if self.points else None
+        if last is not None and last.rows < self.stride and time >= last.time:
+            last.add(step, time, values)
+            self._touch(len(self.points) - 1)
+        else:
+            self._place(Point(step, time, values))
+            if len(self.points) > self.limit:
+                self._join_pairs()
+
+    def set_limit(self, limit: int) -> None:
+        self.limit = limit
+        while len(self.points) > limit:
+            self._join_pairs()
+
+    def forget_changes(self) -> None:
+        self.changed = len(self.points)
+
+    def columns(self, start: int = 0) -> dict[str, list[float | None]]:
+        """The points from `start` on, a list for each field: `step`, `time`, the fields, and the extremes of the first."""
+        points = self.points[start:]
+        means = [point.means() for point in points]
+        columns: dict[str, list[float | None]] = {
+            "step": [round(point.step, 2) for point in points],
+            "time": [round(point.time, 2) for point in points],
+        }
+        for index, name in enumerate(self.fields):
+            columns[name] = [tidy(mean[index]) for mean in means]
+        columns["lowest"] = [tidy(point.lowest) for point in points]
+        columns["highest"] = [tidy(point.highest) for point in points]
+        return columns
+
+    def _place(self, point: Point) -> None:
+        points = self.points
+        if not points or point.time >= points[-1].time:
+            points.append(point)
+            self._touch(len(points) - 1)
+            return
+        index = bisect.bisect_left([other.time for other in points], point.time)
+        if self.stride == 1:
+            points.insert(index, point)
+        else:
+            points[index].take(point)
+        self._touch(index)
+
+    def _join_pairs(self) -> None:
+        self.stride *= 2
+        joined = []
+        for index in range(0, len(self.points), 2):
+            point = self.points[index]
+            if index + 1 < len(self.points):
+                point.take(self.points[index + 1])
+            joined.append(point)
+        self.points = joined
+        self._touch(0)
+
+    def _touch(self, index: int) -> None:
+        self.changed = min(self.changed, index)
+
+
+def finite(value: Any) -> float | None:
+    """A number that can be drawn. A loss that diverged (NaN, infinity, or their names) leaves a gap."""
+    kind = value.__class__
+    if kind is float:
+        return value if -_LARGEST <= value <= _LARGEST else None
+    return float(value) if kind is int and -_LARGEST <= value <= _LARGEST else None
+
+
+def tidy(value: float | None) -> float | None:
+    """Six digits: more than a screen shows, and half as many bytes."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _either(choose: Any, a: float | None, b: float | None) -> float | None:
+    return b if a is None else a if b is None else choose(a, b)

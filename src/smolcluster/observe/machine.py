@@ -1,0 +1,174 @@
+"""What is known of the machine this process runs on: device, memory, temperature, load.
+
+    {"device": "cuda:0", "device_name": "NVIDIA H200", "cores": 16, "load": 0.31,
+     "memory_used_bytes": ..., "memory_total_bytes": ..., "temperature_c": 51.0,
+     "device_memory_used_bytes": ..., "device_memory_total_bytes": ..., "device_temperature_c": 44.0}
+
+Read from /proc and /sys, from psutil where it is installed, and for GPUs from torch if this process has imported it already,
+else from nvidia-smi. What is not known is left out: nothing here is guessed, and nothing here raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_SMI_FIELDS = "name,memory.used,memory.total,temperature.gpu"
+_SMI_WITHIN_S = 3.0
+_HOTTEST_C = 150.0  # sensors that are not there tell anything
+
+
+class MachineFacts:
+    """What a process that trains tells of its machine with some of its rows: looking takes half a millisecond."""
+
+    def __init__(self, device: str, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._device, self._every_s, self._clock = device, every_s, clock
+        self._next_s = clock()
+
+    def due(self) -> dict[str, Any] | None:
+        """The facts, or None when they were told a moment ago."""
+        now = self._clock()
+        if now < self._next_s:
+            return None
+        self._next_s = now + self._every_s
+        return describe_machine(self._device)
+
+
+def describe_machine(device: str | None = None, *, ask_nvidia: bool = False) -> dict[str, Any]:
+    """`device` is what this process computes on, where it does. `ask_nvidia`: run nvidia-smi where torch is not loaded,
+    which takes a moment: not for a process that trains."""
+    known: dict[str, Any] = {
+        "device": device,
+        "device_name": processor_name(),
+        "cores": os.cpu_count(),
+        "load": _load(),
+        "temperature_c": _temperature(),
+        **_memory(),
+    }
+    index = _cuda_index(device)
+    if index is not None:
+        known |= _gpu_by_torch(index) or (_gpu_by_smi(index) if ask_nvidia else {})
+    elif device is None and ask_nvidia:
+        known |= _gpu_by_smi(0)
+    return {name: value for name, value in known.items() if value is not None}
+
+
+@functools.cache
+def processor_name() -> str | None:
+    """`Raspberry Pi 5 Model B`, `Apple M2`, `AMD Ryzen 9 7950X`; None where the system does not say."""
+    with contextlib.suppress(OSError):  # small boards say what they are
+        return Path("/proc/device-tree/model").read_text(encoding="utf-8", errors="replace").strip("\0 \n") or None
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    if sys.platform == "darwin":
+        return _output(["sysctl", "-n", "machdep.cpu.brand_string"]) or None
+    return platform.processor() or platform.machine() or None
+
+
+def _load() -> float | None:
+    """Processes that want to compute, for each core, over the last minute."""
+    with contextlib.suppress(AttributeError, OSError):
+        return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
+    return None
+
+
+def _memory() -> dict[str, int]:
+    psutil = _psutil()
+    if psutil is not None:
+        with contextlib.suppress(OSError):
+            found = psutil.virtual_memory()
+            return {"memory_used_bytes": found.total - found.available, "memory_total_bytes": found.total}
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        return {"memory_used_bytes": total - free, "memory_total_bytes": total}
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        return {"memory_total_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    return {}
+
+
+def _temperature() -> float | None:
+    """Of the hottest sensor that the system has."""
+    found = []
+    for pattern in ("thermal/thermal_zone*/temp", "hwmon/hwmon*/temp*_input"):
+        for path in Path("/sys/class").glob(pattern):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(int(path.read_text(encoding="ascii")) / 1000)
+    psutil = _psutil()
+    if not found and hasattr(psutil, "sensors_temperatures"):
+        with contextlib.suppress(OSError, AttributeError):
+            found = [sensor.current for sensors in psutil.sensors_temperatures().values() for sensor in sensors]
+    return max((value for value in found if 0 < value < _HOTTEST_C), default=None)
+
+
+def _psutil() -> Any:
+    try:
+        return importlib.import_module("psutil")
+    except ImportError:
+        return None
+
+
+def _cuda_index(device: str | None) -> int | None:
+    kind, _, index = (device or "").partition(":")
+    if kind != "cuda":
+        return None
+    return int(index) if index.isdigit() else 0
+
+
+def _gpu_by_torch(index: int) -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    with contextlib.suppress(RuntimeError, AssertionError, AttributeError):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        known = {"device_name": name, "device_memory_used_bytes": total - free, "device_memory_total_bytes": total}
+        with contextlib.suppress(
+            ImportError, RuntimeError, AttributeError
+        ):  # asks a library of NVIDIA's that may be missing
+            known["device_temperature_c"] = float(torch.cuda.temperature(index))
+        return known
+    return {}
+
+
+def _gpu_by_smi(index: int) -> dict[str, Any]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    text = _output([program, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits", f"--id={index}"])
+    return parse_smi(text)
+
+
+def parse_smi(text: str) -> dict[str, Any]:
+    """One line of `NVIDIA H200, 1024, 143771, 35`; memory in MiB."""
+    parts = [part.strip() for part in text.partition("\n")[0].split(",")]
+    if len(parts) != 4:
+        return {}
+    known: dict[str, Any] = {"device_name": parts[0]}
+    with contextlib.suppress(ValueError):
+        known |= {
+            "device_memory_used_bytes": int(parts[1]) << 20,
+            "device_memory_total_bytes": int(parts[2]) << 20,
+            "device_temperature_c": float(parts[3]),
+        }
+    return known
+
+
+def _output(command: list[str]) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_WITHIN_S, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""

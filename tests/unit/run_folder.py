@@ -1,0 +1,79 @@
+"""Run directories made by hand, line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+T0 = 1_700_000_000.0
+
+
+def row(step: int, rank: int = 0, **fields: Any) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        "role": "worker", "host": "mini", "time": T0 + step, "loss": 5.0 / step, "lr": 1e-3, "grad_norm": 1.0,
+        "samples": 4 * step, "tokens": 64 * step, "tokens_per_s": 100.0, "samples_per_s": 5.0, "step_time_s": 1.0,
+        "compute_s": 0.6, "comm_s": 0.3, "bytes_sent": 1000 * step, "bytes_received": 100 * step, "staleness": 0.0,
+    }  # fmt: skip
+    return {"step": step, "rank": rank, **(known | fields)}
+
+
+def append(path: Path, *rows: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(fields) + "\n" for fields in rows)
+
+
+def configure(run: Path, *, strategy: str = "allreduce", workers: int = 2, steps: int = 100, more: str = "") -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    text = f"strategy:\n  name: {strategy}\ncluster:\n  num_workers: {workers}\ntraining:\n  steps: {steps}\n{more}"
+    (run / "config.yaml").write_text(text, encoding="utf-8")
+    return run
+
+
+def aged(path: Path, when: float) -> None:
+    os.utime(path, (when, when))
+
+
+def member(event: str, rank: int, when: float, reason: str = "") -> dict[str, Any]:
+    return {
+        "epoch": 1, "time": T0 + when, "kind": "member", "event": event, "rank": rank, "instance": "i", "reason": reason
+    }  # fmt: skip
+
+
+def begin(when: float, next_step: int = 1) -> dict[str, Any]:
+    return {"epoch": 1, "time": T0 + when, "kind": "begin", "server": "s", "next_step": next_step}
+
+
+def log(message: str, level: str = "INFO", when: float = 0, **fields: Any) -> dict[str, Any]:
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(T0 + when)) + ".000Z"
+    return {
+        "time": stamp,
+        "level": level,
+        "logger": "smolcluster",
+        "message": message,
+        "role": "worker",
+        "rank": 1,
+    } | fields
+
+
+def folder_of_runs(tmp_path: Path) -> Path:
+    """`old`, finished; `new`, running; and what must not be found: a link, a hidden folder, an empty one."""
+    runs = tmp_path / "runs"
+    for name, when in (("old", 1), ("new", 2)):
+        run = configure(runs / name, workers=1)
+        append(run / "metrics.jsonl", *(row(step) for step in range(1, 6)))
+        append(run / "logs" / "worker-rank0-a.log", log("hello <b>world</b>", "ERROR"))
+        for path in run.iterdir():
+            aged(path, T0 + when)
+    (runs / "old" / "summary.json").write_text('{"status": "finished", "strategy": "edp", "train_loss": 1.5}')
+    aged(runs / "old" / "summary.json", T0 + 1)
+    configure(tmp_path / "outside")
+    if sys.platform != "win32":
+        (runs / "link").symlink_to(tmp_path / "outside")
+    configure(runs / ".hidden")
+    (runs / "empty").mkdir()
+    return runs

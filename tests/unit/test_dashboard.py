@@ -1,0 +1,790 @@
+"""The dashboard without a browser: reading a run directory, keeping it small, telling it, in a terminal too."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tests.unit.run_folder import T0, aged, append, begin, configure, folder_of_runs, log, member, row
+
+from smolcluster.cli.top import top
+from smolcluster.comm.elastic.transport import LEFT
+from smolcluster.dashboard.follow import LineFollower
+from smolcluster.dashboard.joining import Joined
+from smolcluster.dashboard.links import Count, links_of, shape_of
+from smolcluster.dashboard.logs import read_page
+from smolcluster.dashboard.machines import GOOD_BYE, Machine, State, known_facts, state_of
+from smolcluster.dashboard.reading import RunReader, flat_config
+from smolcluster.dashboard.runs import NoSuchRun, Runs, compare
+from smolcluster.dashboard.server import choose
+from smolcluster.dashboard.telling import Teller
+from smolcluster.dashboard.terminal import frame
+from smolcluster.dashboard.thin import Curve, limit_for
+from smolcluster.errors import UserError
+from smolcluster.observe.board import loss_curve
+from smolcluster.observe.jsonl import truncate_metrics
+from smolcluster.observe.machine import MachineFacts, describe_machine, parse_smi
+
+
+def reader_of(run: Path, *, now: float = T0 + 10) -> RunReader:
+    reader = RunReader(run, now=lambda: now)
+    reader.poll_to_the_end()
+    return reader
+
+
+def told_of(run: Path, **options: Any) -> dict[str, Any]:
+    return Teller(reader_of(run, **options)).snapshot()
+
+
+# Following a file that grows ----------------------------------------------------------------------------------------
+
+
+def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    follower = LineFollower(path)
+    assert follower.poll().lines == []  # not there yet
+    path.write_bytes(b"one\ntw")
+    assert follower.poll().lines == [b"one"]
+    assert follower.poll().lines == []
+    with path.open("ab") as file:
+        file.write(b"o\n\nthree\n")
+    assert follower.poll().lines == [b"two", b"three"]
+
+
+def test_a_file_that_was_replaced_cut_or_rewritten_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(b"line %d\n" % i for i in range(20)))
+    follower = LineFollower(path)
+    follower.poll()
+    other = tmp_path / "other"
+    other.write_bytes(b"new 1\nnew 2\n")
+    other.replace(path)
+    news = follower.poll()
+    assert (news.restarted, news.lines) == (True, [b"new 1", b"new 2"])
+
+    path.write_bytes(b"new 1\n")  # cut off in place
+    news = follower.poll()
+    assert (news.restarted, news.lines) == (True, [b"new 1"])
+
+    path.write_bytes(b"other\nand longer than before\n")  # cut off, and grown beyond where we stood, between two polls
+    news = follower.poll()
+    assert (news.restarted, news.lines) == (True, [b"other", b"and longer than before"])
+
+    path.unlink()
+    assert follower.poll().restarted
+    assert not follower.poll().restarted
+
+
+def test_a_long_file_comes_in_pieces_and_a_line_without_an_end_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a\nb\n" + b"x" * 5000 + b"\nc\nd")
+    follower, found = LineFollower(path, most_bytes=64), []
+    for _ in range(200):
+        news = follower.poll()
+        found += news.lines
+        if not news.more:
+            break
+    assert found == [b"a", b"b", b"c"]
+
+
+def test_only_the_end_of_a_long_log_is_looked_through(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(b"line %03d\n" % i for i in range(100)))
+    assert LineFollower(path, skip_to_last=25).poll().lines == [b"line 098", b"line 099"]
+
+
+def test_a_file_that_did_not_change_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"one\n")
+    follower = LineFollower(path)
+    follower.poll()
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
+    assert follower.poll().lines == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no links and pipes to be had")
+def test_links_and_pipes_are_not_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret\n")
+    (tmp_path / "link").symlink_to(secret)
+    os.mkfifo(tmp_path / "pipe")
+    assert LineFollower(tmp_path / "link").poll().lines == []
+    assert LineFollower(tmp_path / "pipe").poll().lines == []  # and does not wait for a writer
+
+
+# Curves that stay small ---------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.sampled_from([2, 4, 10]))
+def test_thinning_keeps_means_and_extremes(values: list[float], limit: int) -> None:
+    curve = Curve(("loss",), limit=limit)
+    for i, value in enumerate(values):
+        curve.add({"loss": value}, step=i, time=i)
+    assert len(curve.points) <= limit
+    assert sum(point.rows for point in curve.points) == len(values)
+    assert {point.rows for point in curve.points[:-1]} <= {curve.stride}
+    start = 0
+    for point in curve.points:
+        part = values[start : start + point.rows]
+        start += point.rows
+        assert point.means()[0] == pytest.approx(math.fsum(part) / len(part), abs=1e-6 * len(part))
+        assert (point.lowest, point.highest) == (min(part), max(part))
+        assert point.step == start - 1
+
+
+def test_a_million_rows_are_a_few_hundred_points_and_the_spike_is_still_there() -> None:
+    curve = Curve(("loss",))
+    for i in range(1_000_000):
+        curve.add({"loss": 99.0 if i == 123_456 else 1.0}, step=i, time=i)
+    assert len(curve.points) <= 480
+    assert curve.num_rows == 1_000_000
+    assert max(point.highest or 0 for point in curve.points) == 99.0
+    assert len(json.dumps(curve.columns())) < 40_000
+
+
+def test_a_late_row_takes_its_place_and_a_value_that_is_no_number_leaves_a_gap() -> None:
+    curve = Curve(("loss",))
+    for step in (1, 2, 4):
+        curve.add({"loss": float(step)}, step=step, time=step)
+    curve.forget_changes()
+    curve.add({"loss": 3.0}, step=3, time=3)
+    assert curve.columns()["step"] == [1, 2, 3, 4]
+    assert curve.changed == 2  # what lies before is as it was
+    for i, value in enumerate(["nan", math.nan, math.inf, None, True, [1], 10**400, "3"]):
+        curve.add({"loss": value}, step=5 + i, time=5 + i)
+    assert curve.columns()["loss"] == [1, 2, 3, 4] + [None] * 8
+
+
+def test_a_late_row_counts_in_a_curve_that_was_thinned() -> None:
+    curve = Curve(("loss",), limit=4)
+    for step in range(1, 21):
+        curve.add({"loss": 1.0}, step=step, time=step)
+    curve.add({"loss": 9.0}, step=3, time=3.5)
+    assert sum(point.rows for point in curve.points) == 21
+    assert curve.points[0].highest == 9.0
+    assert curve.points[-1].highest == 1.0
+
+
+def test_many_machines_share_the_room() -> None:
+    assert limit_for(1) == 480
+    assert limit_for(1024) * 1024 < 100_000
+
+
+# One curve out of many ranks ----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 40), st.randoms(use_true_random=False), st.booleans())
+def test_the_joined_curve_is_that_of_the_console(
+    ranks: int, steps: int, chance: random.Random, with_server: bool
+) -> None:
+    """`observe.board.loss_curve` sees all rows at once, in any order; we see them one by one and keep few."""
+    rows = [row(s, r, samples=s * (r + 1), loss=chance.random()) for s in range(1, steps + 1) for r in range(ranks)]
+    rows.sort(key=lambda r: r["step"] + chance.random() * 3)  # ranks are up to three steps apart, each in its own order
+    for rank in range(ranks):
+        own = sorted((r for r in rows if r["rank"] == rank), key=lambda r: r["step"])
+        places = [i for i, r in enumerate(rows) if r["rank"] == rank]
+        for place, one in zip(places, own, strict=True):
+            rows[place] = one
+    for i, one in enumerate(rows):
+        one["time"] = T0 + i * 0.01
+    if with_server:
+        rows += [row(s, ranks, role="server", loss=chance.random(), time=T0 + s) for s in range(1, steps + 1)]
+    joined = Joined()
+    for one in rows:
+        joined.add(one, num_workers=ranks)
+    joined.flush()
+    expected_steps, expected = loss_curve(rows)
+    columns = joined.curve.columns()
+    assert columns["step"] == expected_steps
+    assert columns["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_rank_that_died_is_not_waited_for() -> None:
+    joined = Joined()
+    for step in range(1, 6):
+        joined.add(row(step, 0), num_workers=2)
+        joined.add(row(step, 1), num_workers=2)
+    for step in range(6, 40):
+        joined.add(row(step, 0), num_workers=2)
+    assert joined.curve.columns()["step"][-1] == 39
+
+
+# Links --------------------------------------------------------------------------------------------------------------
+
+
+def test_shapes() -> None:
+    assert shape_of("edp", served=True, num_workers=3) == "star"
+    assert shape_of("allreduce", served=True, num_workers=3) == "wheel"
+    assert shape_of("allreduce", served=False, num_workers=3) == "ring"
+    assert shape_of("pipeline", served=False, num_workers=3) == "line"
+    assert shape_of("single", served=False, num_workers=1) == "alone"
+
+
+def test_a_workers_link_to_its_server_is_what_it_counted() -> None:
+    links = links_of("star", {0: Count(sent=10, received=3, sent_per_s=1)}, workers=[0], server=1)
+    assert [(link.source, link.target, link.bytes, link.inferred) for link in links] == [
+        (0, 1, 10, False),
+        (1, 0, 3, False),
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), min_size=1, max_size=6))
+def test_the_links_of_a_pipeline_follow_from_what_its_ranks_counted(moved: list[tuple[int, int]]) -> None:
+    """`moved`: down and up, for each link."""
+    num = len(moved) + 1
+    counts = {
+        rank: Count(
+            sent=(moved[rank][0] if rank < num - 1 else 0) + (moved[rank - 1][1] if rank else 0),
+            received=(moved[rank][1] if rank < num - 1 else 0) + (moved[rank - 1][0] if rank else 0),
+        )
+        for rank in range(num)
+    }
+    links = {(link.source, link.target): link.bytes for link in links_of("line", counts, workers=list(range(num)))}
+    for rank, (down, up) in enumerate(moved):
+        assert (links[rank, rank + 1], links[rank + 1, rank]) == (down, up)
+
+
+def test_a_ring_closes_without_those_who_are_gone() -> None:
+    links = links_of("ring", {}, workers=[0, 2, 3])
+    assert [(link.source, link.target) for link in links] == [(0, 2), (2, 3), (3, 0)]
+
+
+# States -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("member", "rows", "status", "age_s", "named", "expected"),
+    [
+        ("", 0, "starting", 0, False, "starting"),
+        ("joined", 2, "training", 1, False, "training"),
+        ("", 2, "training", 60, False, "silent"),
+        ("lost", 2, "training", 1, False, "lost"),
+        ("evicted", 2, "training", 1, False, "evicted"),
+        ("left", 2, "training", 1, False, "left"),
+        ("left", 2, "finished", 1, False, "finished"),
+        ("lost", 2, "finished", 1, False, "lost"),
+        ("", 2, "failed", 1, True, "lost"),
+        ("", 2, "failed", 1, False, "stopped"),
+        ("joined", 2, "interrupted", 1, False, "stopped"),
+    ],
+)
+def test_states(member: Any, rows: int, status: str, age_s: float, named: bool, expected: State) -> None:
+    machine = Machine(0, member=member)
+    for step in range(1, rows + 1):
+        machine.take(row(step), step=step, time=T0 + step)
+    assert state_of(machine, status=status, age_s=age_s, named=named) == expected
+
+
+def test_the_word_of_good_bye_is_that_of_the_transport() -> None:
+    assert GOOD_BYE == LEFT
+
+
+def test_bytes_go_on_counting_when_a_process_is_started_again() -> None:
+    machine = Machine(0)
+    for step, sent in enumerate([100, 200, 50, 80], start=1):
+        machine.take(row(step, bytes_sent=sent, bytes_received=0), step=step, time=T0 + step)
+    assert machine.count().sent == 280
+    assert machine.count().sent_per_s == 30  # of the new process: 50 to 80 in a second
+
+
+# A run directory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elastic(tmp_path: Path) -> Path:
+    """A run of edp: a server, two workers, one of which is lost at 5 s."""
+    run = configure(tmp_path / "runs" / "one", strategy="edp", more="  device: cpu\nname: x\n")
+    append(run / "history.jsonl", begin(0), member("joined", 0, 1), member("joined", 1, 1))
+    for step in range(1, 6):
+        append(run / "metrics.jsonl", row(step, 0), row(step, 1, host="pi5", machine={"device": "cpu", "load": 0.5}))
+        append(run / "metrics.jsonl", row(step, 2, role="server", time=T0 + step + 0.1))
+    append(run / "history.jsonl", member("left", 1, 5, "the connection was closed"))
+    append(run / "logs" / "worker-rank1-pi5.log", log("starts as process 7"), log("lost the server", "WARNING", 6))
+    for path in run.rglob("*"):
+        aged(path, T0 + 6)
+    return run
+
+
+def states(told: dict[str, Any]) -> dict[str, str]:
+    return {machine["name"]: machine["state"] for machine in told["machines"]}
+
+
+def test_an_elastic_run(elastic: Path) -> None:
+    told = told_of(elastic, now=T0 + 7)
+    assert told["status"] == "training"
+    assert told["shape"] == "star"
+    assert states(told) == {"worker 0": "training", "worker 1": "lost", "server": "training"}
+    lost = told["machines"][1]
+    assert (lost["host"], lost["reason"], lost["facts"]) == (
+        "pi5",
+        "the connection was closed",
+        {"device": "cpu", "load": 0.5},
+    )
+    assert lost["spans"] == [[T0 + 1, T0 + 5]]
+    assert [(e["kind"], e.get("rank")) for e in told["events"]] == [
+        ("begin", None), ("join", 0), ("join", 1), ("lost", 1), ("warning", 1)
+    ]  # fmt: skip
+    assert {(link["source"], link["target"]): link["bytes"] for link in told["links"]}[0, 2] == 5000
+    assert [link["per_s"] for link in told["links"]] == [1000, 100, 0, 0]  # nothing moves to one who is lost
+    numbers = told["numbers"]
+    assert (numbers["step"], numbers["steps"], numbers["loss"]) == (5, 100, 1.0)
+    assert numbers["wait_s"] == pytest.approx(0.1)
+    assert told["machines"][0]["device"] == "cpu"  # the configuration says so
+    json.dumps(told, allow_nan=False)
+
+
+def test_one_who_comes_back_trains_again_and_is_drawn_at_the_step_of_the_run(elastic: Path) -> None:
+    append(elastic / "history.jsonl", member("joined", 1, 6))
+    append(elastic / "metrics.jsonl", row(6, 2, role="server"), row(1, 1, time=T0 + 6.5))  # it counts from one again
+    told = told_of(elastic, now=T0 + 7)
+    assert states(told)["worker 1"] == "training"
+    assert told["machines"][1]["losses"] == 1
+    assert told["machines"][1]["spans"][1] == [T0 + 6, None]
+    assert told["curves"]["rank1"]["columns"]["step"][-1] >= 6
+
+
+def test_evicted_left_and_a_server_that_came_back(elastic: Path) -> None:
+    append(elastic / "history.jsonl", member("evicted", 0, 6, "it is silent"), begin(8, 42))
+    told = told_of(elastic, now=T0 + 8)
+    assert states(told)["worker 0"] == "evicted"
+    assert told["events"][-1]["text"] == "the server is back, at step 41"
+    append(elastic / "history.jsonl", member("joined", 0, 9), member("left", 0, 10, GOOD_BYE))
+    assert states(told_of(elastic, now=T0 + 8))["worker 0"] == "left"
+
+
+def test_the_end(elastic: Path) -> None:
+    summary = {"status": "finished", "strategy": "edp", "tokens_per_s": 7.0, "finished": T0 + 6, "val_loss": math.nan}
+    (elastic / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    told = told_of(elastic, now=T0 + 9000)
+    assert told["status"] == "finished"
+    assert states(told) == {"worker 0": "finished", "worker 1": "lost", "server": "finished"}
+    assert told["numbers"]["tokens_per_s"] == 7.0
+    assert told["numbers"]["elapsed_s"] == 6.0
+    assert told["summary"]["val_loss"] == "NaN"
+    json.dumps(told, allow_nan=False)
+
+
+def test_a_summary_of_an_earlier_attempt_does_not_count(elastic: Path) -> None:
+    (elastic / "summary.json").write_text('{"status": "interrupted", "finished": %f}' % (T0 + 2), encoding="utf-8")
+    aged(elastic / "summary.json", T0 + 2)
+    assert told_of(elastic, now=T0 + 7)["status"] == "training"
+
+
+def test_a_mesh_run_that_failed_names_who_died(tmp_path: Path) -> None:
+    run = configure(tmp_path / "mesh")
+    for step in range(1, 4):
+        append(run / "metrics.jsonl", row(step, 0), row(step, 1))
+    append(run / "logs" / "worker-rank0-mini.log", log("worker, rank 0, starts as process 9", rank=0))
+    summary = {"status": "failed", "error": "worker rank 1 failed: killed by SIGKILL", "finished": T0 + 4}
+    (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    told = told_of(run)
+    assert states(told) == {"worker 0": "stopped", "worker 1": "lost"}
+    assert told["shape"] == "ring"
+    assert [event["kind"] for event in told["events"]] == ["join", "error"]
+
+
+def test_nothing_written_for_long_is_silence(tmp_path: Path) -> None:
+    run = configure(tmp_path / "mesh")
+    append(run / "metrics.jsonl", row(1, 0), row(1, 1))
+    for path in (run / "metrics.jsonl", run / "config.yaml"):
+        aged(path, T0 + 1)
+    assert told_of(run, now=T0 + 3)["status"] == "training"
+    told = told_of(run, now=T0 + 300)
+    assert told["status"] == "silent"
+    assert states(told) == {"worker 0": "silent", "worker 1": "silent"}
+
+
+def test_a_machine_that_is_only_expected_is_there(tmp_path: Path) -> None:
+    told = told_of(configure(tmp_path / "run", workers=3))
+    assert states(told) == {"worker 0": "starting", "worker 1": "starting", "worker 2": "starting"}
+    assert told["numbers"]["step"] is None
+
+
+def test_a_resumed_run_is_read_from_the_beginning(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", *(row(step) for step in range(1, 11)))
+    reader = reader_of(run)
+    teller = Teller(reader)
+    assert (teller.changes() or {})["whole"]
+    truncate_metrics(run / "metrics.jsonl", after_step=4)
+    append(run / "metrics.jsonl", row(5, loss=9.0))
+    reader.poll()
+    told = teller.changes()
+    assert told is not None
+    assert told["whole"]
+    assert told["curves"]["rank0"]["columns"]["step"] == [1, 2, 3, 4, 5]
+    assert told["numbers"]["loss"] == 9.0
+
+
+def test_a_loss_that_diverged_is_a_gap_and_an_event(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", row(1), row(2, loss="nan"), row(3, loss="nan"), row(4))
+    told = told_of(run)
+    assert told["curves"]["rank0"]["columns"]["loss"] == [5.0, None, None, 1.25]
+    assert [event["text"] for event in told["events"]] == ["the loss of worker 0 is nan at step 2"]
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    for step, best in ((10, True), (20, False)):
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        manifest = {
+            "created": "2026-01-01T00:00:00+00:00", "best": best, "files": {"w": {"size": 7}, "o": {"size": 5}},
+            "metrics": {"val_loss": 2.5},
+        }  # fmt: skip
+        (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (run / "checkpoints" / "best").write_text("step-00000010\n", encoding="utf-8")
+    told = told_of(run)
+    assert [(c["step"], c["bytes"], c["val_loss"], c["best"]) for c in told["checkpoints"]] == [
+        (10, 12, 2.5, True),
+        (20, 12, 2.5, False),
+    ]
+    assert [event["text"] for event in told["events"]] == [
+        "checkpoint of step 10, the best so far",
+        "checkpoint of step 20",
+    ]
+
+
+def test_lines_that_are_not_what_they_should_be_are_left_out(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", row(1))
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "ra\n[]\n\xff\xfe\n"x"\n' + b"[" * 3000 + b"\n")
+    broken: list[dict[str, Any]] = [
+        {}, {"step": "2"}, {"step": 2, "rank": -1}, {"step": 2, "rank": "0"}, {"step": None, "rank": 0},
+        {"step": 3, "rank": 0, "time": "now", "loss": {"a": 1}, "host": ["x"] * 1000, "bytes_sent": "many"},
+        {"step": 4, "rank": 0, "time": T0 + 4, "loss": 1.0, "machine": {"device": "x" * 10_000, "load": "high"}},
+        *({"step": 1, "rank": rank} for rank in range(5, 3000)),
+    ]  # fmt: skip
+    append(run / "metrics.jsonl", *broken)
+    append(run / "history.jsonl", {"kind": "member"}, {"kind": "member", "rank": [1]}, {"kind": "begin", "time": "x"})
+    append(run / "logs" / "worker-rank0-a.log", {"level": "ERROR", "message": ["<b>"], "time": 5, "rank": "x"})
+    (run / "summary.json").write_text("[1]", encoding="utf-8")
+    told = told_of(run)
+    assert len(told["machines"]) <= 1024
+    text = json.dumps(told, allow_nan=False)
+    assert len(text) < 3_000_000
+    assert "x" * 200 not in text
+
+
+def test_a_configuration_is_flat_bounded_and_without_secrets() -> None:
+    flat = flat_config(b"cluster:\n  token: abc\n  port: 5\n  workers: [a, b]\ntask: null\n")
+    assert flat == {"cluster.token": "(hidden)", "cluster.port": "5", "cluster.workers": '["a", "b"]', "task": "null"}
+    bomb = b"a: &a [x,x,x,x,x,x,x,x]\n" + b"".join(
+        b"%c: &%c [%s]\n" % (99 + i, 99 + i, b",".join([b"*%c" % (97 if i == 0 else 98 + i)] * 8)) for i in range(9)
+    )
+    assert flat_config(bomb) == {}
+    assert flat_config(b"\x00") == flat_config(b"- 1\n") == flat_config(b"a: [") == {}
+    assert len(flat_config("\n".join(f"k{i}: {i}" for i in range(5000)).encode())) == 2000
+
+
+def test_a_poll_of_a_quiet_run_reads_nothing(elastic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = reader_of(elastic, now=T0 + 7)
+    teller = Teller(reader)
+    teller.changes()
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
+    assert not reader.poll()
+    assert teller.changes() is None
+
+
+# Telling: a snapshot and the changes after it are the later snapshot
+
+
+def apply(state: dict[str, Any], news: dict[str, Any]) -> dict[str, Any]:
+    """What static/store.js does."""
+    state = copy.deepcopy(state)
+    if news.get("whole"):
+        return {name: value for name, value in news.items() if name != "whole"}
+    for name, curve in news.pop("curves", {}).items():
+        old = state["curves"].get(name, {"columns": {}})["columns"]
+        columns = {key: old.get(key, [])[: curve["from"]] + values for key, values in curve["columns"].items()}
+        state["curves"][name] = {**curve, "from": 0, "columns": columns}
+    state["events"] = sorted(state["events"] + news.pop("events", []), key=lambda event: event["time"])
+    return state | news
+
+
+def comparable(told: dict[str, Any]) -> dict[str, Any]:
+    """Without clocks, and without curves that have no points yet: those are told with their first."""
+    kept = {name: value for name, value in told.items() if name not in ("time", "numbers")}
+    return kept | {"curves": {name: curve for name, curve in told["curves"].items() if curve["columns"]["step"]}}
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.randoms(use_true_random=False))
+def test_changes_lead_to_the_same_picture(tmp_path_factory: pytest.TempPathFactory, chance: random.Random) -> None:
+    run = configure(tmp_path_factory.mktemp("run"), strategy="edp")
+    reader = RunReader(run, now=lambda: T0 + 50)
+    teller = Teller(reader)
+    state: dict[str, Any] | None = None
+    step = 0
+    for _ in range(25):
+        for _ in range(chance.randrange(4)):
+            step += 1
+            append(run / "metrics.jsonl", row(step, chance.randrange(3), loss=chance.random()))
+            if chance.random() < 0.2:
+                append(run / "metrics.jsonl", row(step, 3, role="server", val_loss=chance.random()))
+        if chance.random() < 0.3:
+            append(
+                run / "history.jsonl", member(chance.choice(["joined", "left", "evicted"]), chance.randrange(3), step)
+            )
+        if chance.random() < 0.1:
+            configure(run, strategy="edp", steps=chance.randrange(1, 99))
+        if chance.random() < 0.05:
+            truncate_metrics(run / "metrics.jsonl", after_step=step // 2)
+        for machine in reader.machines.values():
+            machine.curve.limit = 6  # so that thinning is a part of it
+        reader.poll()
+        news = teller.changes()
+        if news is not None:
+            state = apply(state or {}, news)
+        again = teller.snapshot()
+        assert state is not None
+        assert comparable(state) == comparable(again)
+
+
+# Logs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    for i in range(300):
+        name = ("server-a", "worker-rank0-a", "worker-rank1-b")[i % 3]
+        level = ("INFO", "INFO", "WARNING", "DEBUG", "ERROR")[i % 5]
+        append(run / "logs" / f"{name}.log", log(f"line {i:03d} ünïcode", level, i))
+    with (run / "logs" / "server-a.log").open("ab") as file:
+        file.write(b"Fatal Python error: <script>alert(1)</script>\n\n\x1b[31mred\x1b[0m\n")
+    return run
+
+
+def messages(page: dict[str, Any]) -> list[str]:
+    return [line["message"] for line in page["lines"]]
+
+
+def test_logs_of_all_processes_are_one_in_the_order_of_time(logged: Path) -> None:
+    page = read_page(logged, limit=10)
+    assert messages(page) == [
+        *(f"line {i} ünïcode" for i in range(292, 300)),
+        "Fatal Python error: <script>alert(1)</script>",
+        "red",
+    ]
+    assert page["processes"] == ["server-a.log", "worker-rank0-a.log", "worker-rank1-b.log"]
+
+
+@pytest.mark.parametrize("limit", [1, 7, 100, 500])
+@pytest.mark.parametrize("most_bytes", [1, 2000, 1 << 20])
+def test_pages_have_every_line_once(logged: Path, limit: int, most_bytes: int) -> None:
+    found: list[str] = []
+    before: dict[str, int] | None = None
+    for _ in range(400):
+        page = read_page(logged, limit=limit, before=before, most_bytes=most_bytes)
+        found = messages(page) + found
+        before = page["before"]
+        append(logged / "logs" / "server-a.log", log("written meanwhile", when=1000))  # shifts nothing
+        append(logged / "logs" / "worker-rank9-new.log", log("a new process", when=1000))
+        if before is None:
+            break
+    lines = [message for message in found if message.startswith("line")]
+    assert sorted(lines) == [f"line {i:03d} ünïcode" for i in range(300)]
+    if most_bytes > 10_000:
+        assert lines == sorted(lines)
+    assert not any("meanwhile" in message or "new process" in message for message in found)
+
+
+def test_search_level_and_process(logged: Path) -> None:
+    assert messages(read_page(logged, search="LINE 29")) == [f"line {i} ünïcode" for i in range(290, 300)]
+    assert messages(read_page(logged, search="ÜNÏCODE", limit=1)) == ["line 299 ünïcode"]
+    assert read_page(logged, search="nowhere")["lines"] == []
+    levels = {line["level"] for line in read_page(logged, level="WARNING", limit=500)["lines"]}
+    assert levels == {"WARNING", "ERROR", "PRINTED"}
+    only = read_page(logged, process="worker-rank1-b.log", limit=500)["lines"]
+    assert {line["process"] for line in only} == {"worker-rank1-b.log"}
+    assert read_page(logged, process="../../etc/passwd")["lines"] == []
+
+
+def test_a_search_for_what_is_not_there_ends_soon(tmp_path: Path) -> None:
+    append(tmp_path / "logs" / "server-a.log", *(log("x" * 500, when=i) for i in range(2000)))
+    page = read_page(tmp_path, search="nowhere", most_bytes=100_000)
+    assert page["lines"] == []
+    assert page["before"] is not None  # and can be gone on with
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no links to be had")
+def test_a_log_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.log"
+    append(secret, log("secret"))
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "server-x.log").symlink_to(secret)
+    assert read_page(tmp_path / "run")["lines"] == []
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "logs").symlink_to(tmp_path)
+    assert read_page(tmp_path / "other")["lines"] == []
+
+
+# Runs and their names -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return folder_of_runs(tmp_path)
+
+
+def test_runs_are_listed_the_newest_first(folder: Path) -> None:
+    runs = Runs(folder)
+    assert [(line["name"], line["status"], line["train_loss"]) for line in runs.list()] == [
+        ("new", "running", 1.0),
+        ("old", "finished", 1.5),
+    ]
+    assert runs.newest() == "new"
+    assert Runs(folder / "nowhere").list() == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..",
+        ".",
+        "",
+        "../outside",
+        "new/../../outside",
+        "link",
+        ".hidden",
+        "empty",
+        "new\\x",
+        "C:",
+        "a\0b",
+        "nowhere",
+        "x" * 300,
+    ],
+)
+def test_names_do_not_lead_out_of_the_folder(folder: Path, name: str) -> None:
+    with pytest.raises(NoSuchRun):
+        Runs(folder).find(name)
+
+
+def test_two_runs_beside_each_other(folder: Path) -> None:
+    configure(folder / "old", strategy="edp", workers=1)
+    told = compare({name: told_of(folder / name) for name in ("old", "new")})
+    assert told["differences"] == [{"key": "strategy.name", "values": {"old": "edp", "new": "allreduce"}}]
+    assert told["runs"]["new"]["curves"]["joined"]["columns"]["step"] == [1, 2, 3, 4, 5]
+
+
+def test_what_the_command_means(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(None, Path("runs")) == (Path("runs"), None)
+    assert choose(folder / "new", Path("runs")) == (folder, "new")
+    assert choose(folder, Path("runs")) == (folder, None)
+    assert choose(folder / "to-come", Path("runs")) == (folder, "to-come")
+    with pytest.raises(UserError, match="is a file"):
+        choose(folder / "new" / "config.yaml", Path("runs"))
+
+
+# The terminal -------------------------------------------------------------------------------------------------------
+
+
+def drawn(told: dict[str, Any], *, width: int = 120, height: int = 40, unicode: bool = True) -> str:
+    console = Console(width=width, height=height, highlight=False)
+    with console.capture() as capture:
+        console.print(frame(told, width=width, height=height, unicode=unicode))
+    return capture.get()
+
+
+def test_a_frame_tells_what_the_page_tells(elastic: Path) -> None:
+    text = drawn(told_of(elastic, now=T0 + 7))
+    for words in ("one | edp | training | 2 workers + server", "step 5/100", "loss 1.0000", "worker 1", "lost", "pi5"):
+        assert words in text
+    assert "worker 1 is gone: the connection was closed" in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+@pytest.mark.parametrize("height", [5, 12, 24, 60])
+def test_a_frame_fits(elastic: Path, width: int, height: int) -> None:
+    text = drawn(told_of(elastic, now=T0 + 7), width=width, height=height)
+    if width >= 40:
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    assert "worker 0" in text
+
+
+def test_names_from_a_run_cannot_steer_the_terminal(elastic: Path) -> None:
+    append(elastic / "metrics.jsonl", row(6, 0, host="\x1b[2Jevil"))
+    append(elastic / "history.jsonl", member("left", 0, 6, "\x1b]0;evil\x07"))
+    text = drawn(told_of(elastic, now=T0 + 7))
+    assert "evil" in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+def test_top_once_is_plain_text(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    assert top(folder / "new", once=True) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("new | allreduce | ")
+    assert "\x1b" not in text
+    monkeypatch.chdir(folder.parent)
+    assert top(None) == 0  # a pipe: the newest run in ./runs, once
+    assert capsys.readouterr().out.startswith("new | ")
+    with pytest.raises(UserError, match="does not exist"):
+        top(folder / "nowhere", once=True)
+
+
+# The machine --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_known_of_this_machine_fits_a_row() -> None:
+    facts = describe_machine("cpu")
+    assert facts["device"] == "cpu"
+    assert None not in facts.values()
+    assert known_facts(json.loads(json.dumps(facts))).keys() == facts.keys()
+    if sys.platform.startswith("linux"):
+        assert 0 < facts["memory_used_bytes"] < facts["memory_total_bytes"]
+
+
+def test_nvidia_smi() -> None:
+    assert parse_smi("NVIDIA H200, 1024, 143771, 35\nother\n") == {
+        "device_name": "NVIDIA H200", "device_memory_used_bytes": 1 << 30,
+        "device_memory_total_bytes": 143771 << 20, "device_temperature_c": 35.0,
+    }  # fmt: skip
+    assert parse_smi("GPU, [N/A], [N/A], [N/A]") == {"device_name": "GPU"}
+    assert parse_smi("No devices were found") == parse_smi("") == {}
+
+
+def test_a_gpu_is_asked_through_torch_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(_: int) -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    cuda = SimpleNamespace(
+        mem_get_info=lambda i: (60, 100), get_device_name=lambda i: f"card {i}", temperature=lambda i: 41
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    facts = describe_machine("cuda:1")
+    assert (facts["device_name"], facts["device_memory_used_bytes"], facts["device_temperature_c"]) == (
+        "card 1",
+        40,
+        41,
+    )
+    cuda.temperature = no_library
+    assert "device_temperature_c" not in describe_machine("cuda:1")
+
+
+def test_facts_are_told_now_and_then() -> None:
+    now = [0.0]
+    facts = MachineFacts("cpu", every_s=5, clock=lambda: now[0])
+    told: list[bool] = []
+    for now[0] in (0.0, 1.0, 4.9, 5.0, 5.1, 20.0):
+        told.append(facts.due() is not None)
+    assert told == [True, False, False, True, False, True]

@@ -1,0 +1,475 @@
+"""Who may ask the dashboard, and what it answers: its guard, and the real server on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dashboard_client import Viewer, get, get_json, raw
+from tests.unit.run_folder import append, configure, folder_of_runs, row
+
+from smolcluster.dashboard import app as dashboard_app
+from smolcluster.dashboard import hub, server
+from smolcluster.dashboard.guard import HEADERS, Guard, check_token, cookie_value
+from smolcluster.errors import MissingExtra, UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return folder_of_runs(tmp_path)
+
+
+# Who may ask --------------------------------------------------------------------------------------------------------
+
+
+def refusal(guard: Guard, method: str = "GET", path: str = "/api/runs", **headers: str | list[str]) -> int | None:
+    pairs = [
+        (k.replace("_", "-"), v) for k, value in headers.items() for v in ([value] if isinstance(value, str) else value)
+    ]
+    fields = [(name.encode(), value.encode("latin-1")) for name, value in pairs]
+    scope = {"type": "http", "method": method, "path": path, "headers": fields, "server": ("192.168.1.5", 8265)}
+    found = guard.refusal(scope)
+    return None if found is None else found[0]
+
+
+async def nobody(*_: Any) -> None:
+    raise AssertionError("asked")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *(
+            (name, None)
+            for name in ("localhost:8265", "localhost", "127.0.0.1:1", "[::1]:8265", "127.8.9.1", "LOCALHOST.")
+        ),
+        *((name, None) for name in ("192.168.1.5:8265", "mini.local:99", "MINI.local.")),
+        *((name, 421) for name in ("evil.example", "localhost.evil.example", "192.168.1.6", "127.0.0.1.evil", "")),
+        *((name, 421) for name in ("localhost:8265@evil", "[::1", "local host", "localhost:", "2130706433", "0x7f.1")),
+    ],
+)
+def test_hosts(host: str, status: int | None) -> None:
+    assert refusal(Guard(nobody, token=None, allow_hosts=["mini.local"]), host=host) == status
+
+
+def test_a_request_has_one_host() -> None:
+    guard = Guard(nobody, token=None)
+    assert refusal(guard) == 421
+    assert refusal(guard, host=["localhost", "evil.example"]) == 421
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        *((origin, None) for origin in ("http://localhost:8265", "https://localhost:8265", "http://LOCALHOST:8265")),
+        *(
+            (origin, 403)
+            for origin in ("http://localhost:8266", "http://localhost", "null", "http://evil.example", "", "file://")
+        ),
+        ("http://127.0.0.1:8265", 403),
+    ],
+)
+def test_origins(origin: str, status: int | None) -> None:
+    guard = Guard(nobody, token=None)
+    assert refusal(guard, host="localhost:8265", origin=origin) == status
+    assert refusal(guard, path="/", host="localhost:8265", origin=origin) == status
+
+
+def test_pages_of_other_sites_cannot_load_from_the_api() -> None:
+    guard = Guard(nobody, token=None)
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", None), ("none", None)):
+        assert refusal(guard, host="localhost", sec_fetch_site=site) == status
+    assert (
+        refusal(guard, path="/", host="localhost", sec_fetch_site="cross-site") is None
+    )  # a link to the page is in order
+
+
+@pytest.mark.parametrize("verb", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW"])
+def test_verbs(verb: str) -> None:
+    assert refusal(Guard(nobody, token=None), verb, host="localhost") == 405
+    assert refusal(Guard(nobody, token=None), verb, "/", host="localhost") == 405
+    assert refusal(Guard(nobody, token=None), verb, host="evil.example") == 421
+
+
+def test_a_token_opens_the_api_as_header_or_cookie() -> None:
+    guard, token = Guard(nobody, token="a" * 20), "a" * 20
+    assert refusal(guard, host="localhost") == 401
+    assert refusal(guard, path="/", host="localhost") is None  # the page has no secrets
+    assert refusal(guard, path="/static/app.js", host="localhost") is None
+    for given, status in (
+        (f"Bearer {token}", None),
+        (f"bearer {token}", None),
+        (f"Bearer {token}a", 401),
+        (token, 401),
+    ):
+        assert refusal(guard, host="localhost", authorization=given) == status
+    cookie = f"smolcluster_dashboard_8265={cookie_value(token)}"
+    assert refusal(guard, host="localhost", cookie=f"x=1; {cookie}") is None
+    assert refusal(guard, host="localhost", cookie=cookie.replace("8265", "8266")) == 401
+    assert refusal(guard, host="localhost", cookie=f"smolcluster_dashboard_8265={token}") == 401
+    assert refusal(guard, host="localhost", cookie='a="; =;;', authorization="Bearer é") == 401
+    assert token not in cookie_value(token)
+
+
+def test_tokens_are_long_and_fit_an_address() -> None:
+    assert check_token("abcdefghijklmnop") == "abcdefghijklmnop"
+    for bad in ("short", "with a space in it at all", "ümlaut-ümlaut-ümlaut"):
+        with pytest.raises(UserError, match="--token"):
+            check_token(bad)
+    place = server.Place(folder=Path(), bind="0.0.0.0").checked()
+    assert place.token is not None
+    assert len(place.token) >= 32
+    assert place.token not in repr(place)
+    assert server.Place(folder=Path()).checked().token is None
+
+
+# The real server ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[int]:
+    """A dashboard on a free port of loopback; ended with the block."""
+    ready: list[str] = []
+    there, ended = threading.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            place = server.Place(folder=folder, port=0, **options)
+            server.serve(place, ready=lambda url: (ready.append(url), there.set())[1], until=ended)
+        except BaseException as error:  # noqa: BLE001 - told below
+            failed.append(error)
+            there.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert there.wait(30)
+        assert not failed, failed
+        yield int(ready[0].split(":")[2].split("/")[0])
+    finally:
+        ended.set()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def port(folder: Path) -> Iterator[int]:
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    with serving(folder, run="new") as number:
+        yield number
+
+
+def test_the_page_and_the_api(port: int, folder: Path) -> None:
+    status, headers, body = get(port, "/")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert b'<script type="module" src="/static/app.js">' in body
+    assert get(port, "/static/app.js", if_none_match=get(port, "/static/app.js")[1]["etag"])[0] == 304
+    runs = get_json(port, "/api/runs")
+    assert ([run["name"] for run in runs["runs"]], runs["chosen"]) == (["new", "old"], "new")
+    assert get_json(port, "/api/run/new")["numbers"]["step"] == 5
+    page = get_json(port, "/api/run/new/logs?search=WORLD&level=error&limit=9999")
+    assert [line["message"] for line in page["lines"]] == ["hello <b>world</b>"]
+    assert get_json(port, "/api/run/new/logs?before=nonsense&limit=x")["lines"]
+    assert set(get_json(port, "/api/compare?run=new&run=old")["runs"]) == {"new", "old"}
+    assert get_json(port, "/api/compare")["runs"] == {}
+    assert get(port, "/health")[2] == b"ok\n"
+
+
+ODD_PATHS = [
+    *("/api/run/..", "/api/run/%2e%2e", "/api/run/..%2f..%2foutside", "/api/run/link", "/api/run/.hidden", "/api/run/"),
+    *("/api/run/new%00", "/api/run/nowhere/events", "/api/run/link/logs", "/api/run/%5c..%5coutside", "/api/run/new/x"),
+    *("/static/../app.py", "/static/%2e%2e/app.py", "/static//etc/passwd", "/static/", "/etc/passwd", "//evil.example"),
+    *("/api/compare?run=link", "/api", "/docs", "/openapi.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ODD_PATHS)
+def test_nothing_else_is_there(port: int, path: str) -> None:
+    status, headers, body = get(port, path)
+    assert status == 404
+    assert headers["content-security-policy"] == HEADERS["content-security-policy"]
+    assert b"outside" not in body
+
+
+def test_every_answer_is_hardened(port: int) -> None:
+    for path, extra in (
+        ("/", {}),
+        ("/static/app.js", {}),
+        ("/api/runs", {}),
+        ("/nowhere", {}),
+        ("/", {"origin": "http://x"}),
+    ):
+        _, headers, _ = get(port, path, **extra)
+        assert {name: headers.get(name) for name in HEADERS} == HEADERS
+        assert "server" not in headers
+    policy = HEADERS["content-security-policy"]
+    assert "unsafe" not in policy
+    assert "default-src 'none'" in policy
+
+
+@pytest.mark.parametrize("verb", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"])
+def test_other_verbs_are_refused_everywhere(port: int, verb: str) -> None:
+    for path in (
+        "/",
+        "/static/app.js",
+        "/api/runs",
+        "/api/run/new",
+        "/api/run/new/events",
+        "/api/login",
+        "/health",
+        "/nowhere",
+    ):
+        status, headers, _ = get(port, path, method=verb)
+        assert (status, headers["allow"]) == (405, "GET, HEAD")
+
+
+def test_head_has_no_body_and_holds_no_stream(port: int) -> None:
+    for path in ("/", "/api/runs", "/api/run/new/events"):
+        status, _, body = get(port, path, method="HEAD")
+        assert (status, body) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n", b"421"),
+        (b"GET / HTTP/1.0\r\n\r\n", b"421"),
+        (b"GET http://evil.example/api/runs HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n", b"421"),
+        (b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n\r\n", b"403"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 30_000, b"400"),  # and more to come
+        (b"nonsense\r\n\r\n", b"400"),
+    ],
+)  # fmt: skip
+def test_requests_that_no_browser_of_ours_would_make(port: int, request_: bytes, status: bytes) -> None:
+    assert raw(port, request_).split(b" ")[1] == status
+
+
+def test_an_upgrade_to_a_websocket_is_not_made(port: int) -> None:
+    asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n"
+    answer = raw(port, asked + b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_viewer_gets_the_picture_and_then_the_changes(port: int, folder: Path) -> None:
+    viewer = Viewer(port)
+    _, first, told = viewer.next("snapshot")
+    assert told["numbers"]["step"] == 5
+    append(folder / "new" / "metrics.jsonl", row(6, loss=0.25))
+    _, second, news = viewer.next("changes")
+    assert news["numbers"]["loss"] == 0.25
+    assert news["curves"]["joined"]["from"] == 5
+    assert news["curves"]["joined"]["columns"]["step"] == [6]
+    assert first != second
+    viewer.close()
+
+
+def test_a_viewer_that_comes_back_gets_what_it_missed(port: int, folder: Path) -> None:
+    watching, viewer = Viewer(port), Viewer(port)
+    watching.next("snapshot")
+    _, place, _ = viewer.next("snapshot")
+    viewer.close()
+    for step in (6, 7):
+        append(folder / "new" / "metrics.jsonl", row(step))
+        watching.next("changes")
+    again = Viewer(port, last_event_id=place)
+    kinds = [again.next("changes", "snapshot") for _ in range(2)]
+    assert [kind for kind, _, _ in kinds] == ["changes", "changes"]
+    assert kinds[1][2]["numbers"]["step"] == 7
+    for unknown in ("00000000-1", place.partition("-")[0] + "-9999", "x", place + "x"):
+        other = Viewer(port, last_event_id=unknown)
+        assert other.next("changes", "snapshot")[0] == "snapshot"
+        other.close()
+    again.close()
+    watching.close()
+
+
+def test_who_fell_behind_the_ring_gets_a_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette")
+    monkeypatch.setattr(hub, "RING", 2)
+    monkeypatch.setattr(hub, "POLL_S", 0.05)
+    with serving(folder) as port:
+        watching = Viewer(port)
+        _, place, _ = watching.next("snapshot")
+        for step in range(6, 10):
+            append(folder / "new" / "metrics.jsonl", row(step))
+            watching.next("changes")
+        late = Viewer(port, last_event_id=place)
+        kind, _, told = late.next("changes", "snapshot")
+        assert (kind, told["numbers"]["step"]) == ("snapshot", 9)
+        late.close()
+        watching.close()
+
+
+def test_there_is_a_limit_to_viewers_and_who_leaves_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette")
+    monkeypatch.setattr(hub, "MOST_VIEWERS", 2)
+    with serving(folder) as port:
+        viewers = [Viewer(port) for _ in range(2)]
+        for viewer in viewers:
+            viewer.next("snapshot")
+        refused = Viewer(port)
+        assert (refused.answer.status, refused.answer.getheader("retry-after")) == (503, "5")
+        refused.close()
+        assert get(port, "/api/run/new")[0] == 200  # all else works
+        viewers[0].close()
+        deadline = time.monotonic() + 20
+        while (again := Viewer(port)).answer.status == 503:
+            again.close()
+            assert time.monotonic() < deadline
+        again.close()
+        viewers[1].close()
+
+
+def test_a_viewer_that_takes_nothing_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette")
+    usual = server.listen
+
+    def listen(bind: str, port: int | None) -> socket.socket:
+        listener = usual(bind, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # else the kernel takes megabytes for it
+        return listener
+
+    monkeypatch.setattr(server, "listen", listen)
+    monkeypatch.setattr(dashboard_app, "WRITE_S", 0.2)
+    monkeypatch.setattr(hub, "MOST_VIEWERS", 1)
+    configure(folder / "new", more="".join(f"k{i}: {'y' * 900}\n" for i in range(1000)))  # a snapshot of a megabyte
+    with serving(folder) as port, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.connect(("127.0.0.1", port))
+        deaf.sendall(b"GET /api/run/new/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert deaf.recv(8) == b"HTTP/1.1"  # it has the only place, and reads no more
+        deadline = time.monotonic() + 15  # the kernel alone would take 20 s
+        while (other := Viewer(port)).answer.status == 503:
+            other.close()
+            assert time.monotonic() < deadline, "it still has its place"
+        assert other.next("snapshot")[2]["name"] == "new"
+        other.close()
+
+
+def test_a_connection_that_asks_nothing_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("starlette")
+    monkeypatch.setattr(server, "REQUEST_S", 0.1)
+    with serving(folder) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
+        silent.sendall(b"GET / HT")
+        with contextlib.suppress(ConnectionError):
+            assert silent.recv(1) == b""
+
+
+def test_a_token_is_asked_for_and_a_cookie_given(folder: Path) -> None:
+    pytest.importorskip("starlette")
+    token = "abcdefghijklmnop"
+    with serving(folder, token=token) as port:
+        assert get(port, "/")[0] == 200
+        for path in (
+            "/api/runs",
+            "/api/run/new",
+            "/api/run/new/events",
+            "/api/run/new/logs",
+            "/api/compare",
+            "/api/login",
+        ):
+            assert get(port, path)[0] == 401
+            assert get(port, path, authorization="Bearer wrong")[0] == 401
+        status, headers, _ = get(port, "/api/login", authorization=f"Bearer {token}")
+        assert status == 200
+        cookie, *flags = headers["set-cookie"].split("; ")
+        assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(flags)
+        assert token not in cookie
+        assert get(port, "/api/runs", cookie=cookie)[0] == 200
+
+
+def test_viewers_are_told_when_the_dashboard_ends(folder: Path) -> None:
+    pytest.importorskip("starlette")
+    with serving(folder) as port:
+        viewer = Viewer(port)
+        viewer.next("snapshot")
+        append(folder / "new" / "metrics.jsonl", row(6))
+    kind, _, news = viewer.next("changes", "bye")
+    assert (kind, news["numbers"]["step"]) == ("changes", 6)  # the last change, however late
+    assert viewer.next("bye")[0] == "bye"
+    viewer.close()
+
+
+def test_a_port_that_is_taken(folder: Path) -> None:
+    with contextlib.closing(server.listen("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(UserError, match="--port"):
+            server.listen("127.0.0.1", number)
+    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1"):
+        server.listen("192.0.2.1", 0)
+
+
+def test_the_usual_port_or_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(server.listen("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(server, "PORT", taken.getsockname()[1])
+        with contextlib.closing(server.listen("127.0.0.1", None)) as found:
+            assert server.PORT < found.getsockname()[1] < server.PORT + server.PORTS_TRIED
+
+
+def test_the_address_has_the_token_where_browsers_keep_it() -> None:
+    with contextlib.closing(server.listen("127.0.0.1", 0)) as listener:
+        number = listener.getsockname()[1]
+        assert server.url_of(listener, None) == f"http://127.0.0.1:{number}/"
+        assert server.url_of(listener, "secret") == f"http://127.0.0.1:{number}/#token=secret"
+
+
+# Beside a run
+
+
+def ended(process: subprocess.Popen[bytes]) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    return process.returncode is not None
+
+
+def test_in_the_background_it_ends_with_its_parent(folder: Path) -> None:
+    pytest.importorskip("starlette")
+    url = server.start_in_background(folder, folder / "new", 0)
+    (process,) = server._background
+    try:
+        number = int(url.split(":")[2].rstrip("/"))
+        assert get_json(number, "/api/runs")["chosen"] == "new"
+        if sys.platform != "win32":
+            assert os.getpgid(process.pid) == process.pid  # Ctrl-C does not reach it: that is for the run
+    finally:
+        server._end_background()
+    assert process.returncode == 0
+
+
+def test_in_the_background_mistakes_are_told(folder: Path) -> None:
+    pytest.importorskip("starlette")
+    with contextlib.closing(server.listen("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen"):
+        server.start_in_background(folder, folder / "new", taken.getsockname()[1])
+    server._end_background()
+
+
+def test_without_the_extra_one_is_told_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("starlette", "uvicorn"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(MissingExtra, match=r"smolcluster\[dashboard\]"):
+        server.serve(server.Place(folder=folder, port=0), ready=lambda _: None)
+    with pytest.raises(MissingExtra, match=r"smolcluster\[dashboard\]"):
+        server.start_in_background(folder, folder / "new")
+
+
+def test_neither_torch_nor_a_web_server_is_imported_for_help() -> None:
+    code = (
+        "import sys, smolcluster.cli.dashboard, smolcluster.cli.top; "
+        "loaded = {'torch', 'starlette', 'uvicorn', 'rich.live', 'yaml'} & set(sys.modules); assert not loaded, loaded; "
+        "import smolcluster.dashboard.server, smolcluster.dashboard.terminal; "
+        "loaded = {'torch', 'starlette', 'uvicorn'} & set(sys.modules); assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
