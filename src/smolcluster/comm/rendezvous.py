@@ -211,9 +211,11 @@ def _wait_for_all(
     """Everybody signs in, so that whoever does not come can be named. Returns each rank's host and versions."""
     keys = [f"joined/{rank}" for rank in range(place.world_size)]
     me = secrets.token_hex(8)  # two may come with one number
-    store.set(keys[place.rank], json.dumps([socket.gethostname(), dict(versions), me]))
     began, told = time.monotonic(), False
     try:
+        if store.check(keys):  # all were there before
+            raise _twice(place, json.loads(store.get(keys[place.rank]))[0])
+        store.set(keys[place.rank], json.dumps([socket.gethostname(), dict(versions), me]))
         while not store.check(keys):  # a wait of the store's own would fill the terminal when it ends
             _leave_if(stop_requested)
             waited = time.monotonic() - began
@@ -229,10 +231,7 @@ def _wait_for_all(
             signed = [json.loads(said) for said in store.multi_get(keys)]
             host, _, who = signed[place.rank]
             if who != me:
-                raise UserError(
-                    f"rank {place.rank} is there twice: another process, on {host}, came with that number; "
-                    "give every process a --rank of its own"
-                )
+                raise _twice(place, host)
             return [(host, said) for host, said, _ in signed]
         store.set(_MISSING, "")  # one that came later need not wait as long again
         _leave_together(store, place, [rank for rank in range(place.world_size) if rank not in missing])
@@ -242,6 +241,13 @@ def _wait_for_all(
     raise UserError(
         f"{_ranks(missing)} of {place.world_size} did not come to {where} "
         f"within {JOIN_TIMEOUT_S:g} s; start them with the same --master-addr and --master-port"
+    )
+
+
+def _twice(place: Place, host: str) -> UserError:
+    return UserError(
+        f"rank {place.rank} is there twice: another process, on {host}, came with that number; "
+        "give every process a --rank of its own"
     )
 
 
