@@ -110,7 +110,7 @@ class Worker(Role):
             backend=self.backend,
             announce=self.channel.announce,
             versions=must_agree(),
-            stop_requested=self.channel.stop_requested,
+            stop_requested=(lambda: False) if spec.watched else self.channel.stop_requested,  # a launcher ends its own
         )
         if not spec.watched and spec.world_size > 1:
             self._watch_each_other()
