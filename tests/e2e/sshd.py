@@ -193,6 +193,9 @@ class Lab:
                 if pid and str(self.home.parent) in _cmdline_and_folder(pid):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
+        for box in self.boxes.values():  # screens stay when their processes have ended
+            environment = os.environ | {"TMUX_TMPDIR": str(box.folder)}
+            subprocess.run(["tmux", "kill-server"], env=environment, capture_output=True, check=False)
 
 
 def _cmdline_and_folder(pid: int) -> str:
