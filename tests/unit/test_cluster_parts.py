@@ -18,6 +18,7 @@ from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import LinkConfig
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster import keeper
+from smolcluster.launch.cluster.control import problems_of
 from smolcluster.launch.cluster.finding import Found, hosts_of_ssh, write_file
 from smolcluster.launch.cluster.layout import Layout, as_record, describe, from_record, lay_out, with_run
 from smolcluster.launch.cluster.links import find_way
@@ -187,6 +188,33 @@ def test_the_server_is_reached_over_the_link_that_both_have(tmp_path: Path) -> N
     assert layout.addresses == {"mini1": "127.0.0.1", "mini2": "10.10.0.1", "pi4": "10.10.0.1"}
     assert layout.listens[0] == "10.10.0.1"
     assert "  on pi4: sudo ip route add 10.10.0.0/24 via 192.168.51.2" in describe(layout)
+
+
+# What is looked at before anything is changed
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, ""),
+        ({"disk_free": 600 << 20}, ""),
+        (
+            {"disk_free": 600 << 20, "lacks_environment": True},
+            "only 600 MiB of disk are free, and an environment with torch",
+        ),
+        ({"disk_free": 1 << 20}, "only 1 MiB of disk are free;"),
+        ({"time": 1000.0 - 3700}, "its clock is 1 h 1 min behind this machine's"),
+        ({"writable": False}, "cannot be written"),
+        ({"port_problem": "Address already in use"}, "cannot be used: Address already in use"),
+        ({"port_problem": "in use", "processes": {"server": {"alive": True}}}, ""),
+    ],
+)
+def test_what_would_go_wrong_is_said_before(tmp_path: Path, facts: dict[str, Any], said: str) -> None:
+    layout = laid_out("hosts: {a: 10.0.0.1, b: 10.0.0.2}\nstrategy: edp\n", tmp_path)
+    good = {"asked": 999.9, "answered": 1000.1, "time": 1000.0, "writable": True, "disk_free": 9 << 30, "processes": {}}
+    found = [str(problem) for problem in problems_of(layout, "a", good | facts)]
+    assert len(found) == bool(said)
+    assert said in "".join(found)
 
 
 # What is sent

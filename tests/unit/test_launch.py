@@ -396,3 +396,21 @@ def test_one_worker_goes_on_with_what_several_began(tmp_path: Path, monkeypatch:
         (run.checkpoints / "step-00000001" / "manifest.json").write_text("{}")
     assert prepare(resume="run", sets={"strategy.name": "single"}).workers == 1
     assert prepare(resume="run").workers == 2
+
+
+def test_the_last_rows_of_all_ranks_are_the_runs() -> None:
+    """A run that dies says the samples of all its ranks and the loss of the global batch, not those of rank 0."""
+    outcome = Outcome()
+    for rank, (loss, samples) in enumerate(((2.0, 30), (5.0, 10))):
+        outcome.handle(row(rank=rank, loss=loss, samples=samples))
+    last = outcome.last_row
+    assert last is not None
+    assert (last["samples"], last["loss"], last["step"]) == (40, 2.75, 3)
+
+
+def row(**fields: Any) -> StepLogged:
+    numbers = dict.fromkeys(
+        ("lr", "grad_norm", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s", "staleness"), 0.0
+    )
+    counts = dict.fromkeys(("tokens", "bytes_sent", "bytes_received"), 0)
+    return StepLogged(**({"step": 3, "role": "worker", "host": "a", "time": 0.0} | numbers | counts | fields))

@@ -68,8 +68,6 @@ def up(
                 "which machines? Give a cluster file (`smolcluster cluster init` writes one), or use --local"
             )
         file = Path(said.pop(0))
-    elif workers is not None and workers < 1:
-        raise UserError(f"--workers {workers}: at least one")
     wish = read_cluster(
         file,
         train=said or (["gpt"] if local else []),

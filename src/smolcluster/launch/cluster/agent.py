@@ -53,8 +53,10 @@ def say(**fields: Any) -> None:
 # Looking
 
 
-def look(folder: str, name: str, listens: list[Any] | None = None, **_: Any) -> dict[str, Any]:
-    """What this machine is and has. Changes nothing."""
+def look(
+    folder: str, name: str, listens: list[Any] | None = None, wanted: dict[str, Any] | None = None, **_: Any
+) -> dict[str, Any]:
+    """What this machine is and has. Changes nothing. `wanted`: for which environment, if one is asked for."""
     root = _root(folder)
     above = next(path for path in (root, *root.parents) if path.exists())
     return {
@@ -72,6 +74,7 @@ def look(folder: str, name: str, listens: list[Any] | None = None, **_: Any) -> 
         "tmux": shutil.which("tmux"),
         "uv": _uv(),
         "port_problem": _port_problem(*listens) if listens else None,
+        "lacks_environment": wanted is not None and _ready_python(folder, **wanted) is None,
         "processes": states(folder, name),
     }
 
@@ -110,15 +113,24 @@ def _uv() -> str | None:
 
 
 def _port_problem(bind: str, port: int) -> str | None:
-    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        if os.name == "posix":
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((bind, port))
-        except OSError as error:
-            return error.strerror or str(error)
+    try:
+        _door(bind, port).close()
+    except OSError as error:
+        return error.strerror or str(error)
     return None
+
+
+def _door(bind: str, port: int) -> socket.socket:
+    """A socket at that port, as a server would open it. Raises OSError."""
+    door = socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((bind, port))
+    except OSError:
+        door.close()
+        raise
+    return door
 
 
 def version_of(package: str, python: str | None, **_: Any) -> str | None:
@@ -134,15 +146,12 @@ def version_of(package: str, python: str | None, **_: Any) -> str | None:
 
 def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
     """Let others knock at a port for a while, or until whoever asked for it is gone."""
-    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as door:
-        if os.name == "posix":
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            door.bind((bind, port))
-        except OSError as error:
-            say(taken=error.strerror or str(error))
-            return
+    try:
+        door = _door(bind, port)
+    except OSError as error:
+        say(taken=error.strerror or str(error))
+        return
+    with door:
         door.listen()
         say(listening=True)
         until = time.monotonic() + within_s
@@ -231,13 +240,10 @@ def environment(
 ) -> dict[str, Any]:
     """A Python that has what is required: the one that was named or runs this, if it does; else an environment, made now."""
     os.environ.update(variables)
-    given = python or sys.executable
-    if not _missing(given, requirements):
-        return {"python": given, "made": False}
-    root = _root(folder) / "env" / key
-    inside = root / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    if (root / "made").exists() and not _missing(str(inside), requirements):
-        return {"python": str(inside), "made": False}
+    ready = _ready_python(folder, requirements, key, python)
+    if ready is not None:
+        return {"python": ready, "made": False}
+    given, (root, inside) = python or sys.executable, _place_of(folder, key)
     began = time.monotonic()
     try:
         shutil.rmtree(root, ignore_errors=True)
@@ -255,6 +261,20 @@ def environment(
         )
     (root / "made").write_text("", encoding="utf-8")
     return {"python": str(inside), "made": True, "seconds": time.monotonic() - began}
+
+
+def _place_of(folder: str, key: str) -> tuple[Path, Path]:
+    """An environment of ours, and its Python."""
+    root = _root(folder) / "env" / key
+    return root, root / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _ready_python(folder: str, requirements: list[str], key: str, python: str | None) -> str | None:
+    """One that has all of it: the one that was named or runs this, or that of an environment made before."""
+    given, (root, inside) = python or sys.executable, _place_of(folder, key)
+    if not _missing(given, requirements):
+        return given
+    return str(inside) if (root / "made").exists() and not _missing(str(inside), requirements) else None
 
 
 _ASK = """

@@ -25,9 +25,10 @@ from smolcluster.launch.cluster.parcel import Parcel
 
 CLOCK_S = 120.0  # machines whose clocks differ by more are told
 ROOM_BYTES = 500 << 20  # free disk without which nothing is started
-ENVIRONMENT_BYTES = 6 << 30  # and for an environment with torch
+ENVIRONMENT_BYTES = (
+    2 << 30
+)  # and where an environment is to be made: torch for CPUs takes about one, for GPUs about five
 RECONNECT_S = 2.0
-ENDED = ("finished", "failed", "stopped")
 
 T = TypeVar("T")
 Told = Callable[[str, str], None]  # host, what happens there
@@ -123,7 +124,7 @@ class Order:
 async def up(order: Order, hosts: Mapping[str, Host], *, told: Told) -> dict[str, list[str]]:
     """Start what does not run yet. Returns what was started, by machine."""
     layout = order.layout
-    facts = await on_all(hosts.values(), lambda host: look(host, layout))
+    facts = await on_all(hosts.values(), lambda host: look(host, layout, order))
     check_facts(layout, facts)
     await on_all(hosts.values(), lambda host: _send(host, order, told))
     pythons = await on_all(hosts.values(), lambda host: _environment(host, order, told))
@@ -150,11 +151,14 @@ def _where(host: Host, layout: Layout | Recorded) -> dict[str, Any]:
     return {"folder": host.machine.folder, "name": layout.name}
 
 
-async def look(host: Host, layout: Layout) -> dict[str, Any]:
-    """What a machine is and has, and when it was asked."""
+async def look(host: Host, layout: Layout, order: Order | None = None) -> dict[str, Any]:
+    """What a machine is and has, and when it was asked. `order`: also whether it needs an environment for that."""
+    wanted = None
+    if order is not None:
+        wanted = {"requirements": order.requirements, "key": order.requirements_key, "python": host.machine.python}
     listens = list(layout.listens) if layout.lead.host == host.name else None
     asked = time.time()
-    found: dict[str, Any] = await host.ask("look", listens=listens, **_where(host, layout))
+    found: dict[str, Any] = await host.ask("look", listens=listens, wanted=wanted, **_where(host, layout))
     return found | {"asked": asked, "answered": time.time()}
 
 
@@ -181,10 +185,12 @@ def problems_of(layout: Layout, name: str, seen: Mapping[str, Any]) -> Iterable[
         yield HostError(
             name, f"{folder} cannot be written", f"set hosts.{name}.folder to one you may write", layer="disk"
         )
-    if seen["disk_free"] < ROOM_BYTES:
+    need = ENVIRONMENT_BYTES if seen.get("lacks_environment") else ROOM_BYTES
+    if seen["disk_free"] < need:
+        what = ", and an environment with torch is to be made there" if need > ROOM_BYTES else ""
         yield HostError(
             name,
-            f"only {seen['disk_free'] >> 20} MiB of disk are free",
+            f"only {seen['disk_free'] >> 20} MiB of disk are free{what}",
             f"make room, or set hosts.{name}.folder to another disk",
             layer="disk",
         )
