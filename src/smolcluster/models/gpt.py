@@ -64,6 +64,15 @@ class KVCache:
         return keys[:, :, :end].to(k_BKTE.dtype), values[:, :, :end].to(v_BKTE.dtype)
 
 
+def rope_at(config: GPTConfig, positions_T: Tensor) -> Rope | None:
+    """Cosine and sine of each position's angles, in fp32 whatever the model's type."""
+    if config.position != "rotary":
+        return None
+    exponents = torch.arange(0, config.head_dim, 2, device=positions_T.device, dtype=torch.float32) / config.head_dim
+    angles = positions_T.float()[:, None, None] * (1.0 / config.rope_theta**exponents)
+    return angles.cos(), angles.sin()
+
+
 def rotate(x_BTHE: Tensor, rope: Rope) -> Tensor:
     """Turn the pair (i, i + E/2) of every head by the angle of its position, in fp32."""
     cos, sin = rope
@@ -204,6 +213,8 @@ class GPT(nn.Module):
         This is GPT-2's scheme, used for both families. Learned positions take 0.02 too (OpenAI's own code has 0.01).
         """
         for name, parameter in self.named_parameters():
+            if parameter.is_meta:  # nothing to write to, and torch would import its compiler for it
+                continue
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
                 parameter.normal_(0.0, 0.02 / (2 * self.config.num_layers) ** 0.5, generator=generator)
             elif parameter.ndim == 2:
@@ -244,12 +255,7 @@ class GPT(nn.Module):
 
     def rope(self, start: int, num_tokens: int, *, device: torch.device) -> Rope | None:
         """Cosine and sine of each position's angles. Made afresh: nothing to store, to move or to round to bf16."""
-        if self.config.position != "rotary":
-            return None
-        exponents = torch.arange(0, self.config.head_dim, 2, device=device, dtype=torch.float32) / self.config.head_dim
-        positions_T = torch.arange(start, start + num_tokens, device=device, dtype=torch.float32)
-        angles = positions_T[:, None, None] * (1.0 / self.config.rope_theta**exponents)
-        return angles.cos(), angles.sin()
+        return rope_at(self.config, torch.arange(start, start + num_tokens, device=device))
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """The last norm and the projection to the vocabulary."""

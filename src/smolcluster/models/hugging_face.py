@@ -13,9 +13,10 @@ on both sides, so no rows change places. Every step moves numbers and computes n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from smolcluster.models.gpt import GPT
 from smolcluster.models.gpt_config import GPTConfig
+from smolcluster.models.parts import (
+    Shape,
+    cast,
+    check_depth,
+    check_shapes,
+    check_values,
+    cuts,
+    first_of,
+    part_of,
+    shapes,
+)
 
+_JSON_LIMIT_BYTES = 64 << 20  # the largest tokenizers take half of it
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 Names = Mapping[str, tuple[str, ...]]  # our module -> theirs, in the order in which ours joins them; N is the layer
@@ -199,17 +211,27 @@ def export_config(config: GPTConfig, *, dtype: torch.dtype = torch.float32) -> d
 def export_weights(config: GPTConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights under their names: views where possible, no arithmetic."""
     family = family_of(config)
-    _check_tensors(weights, _empty(config))
-    return _theirs(family, config, weights)
-
-
-def _theirs(family: Family, config: GPTConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    check_shapes(_shapes_of(weights), shapes(config))
     result: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         theirs, transposed = _their_names(family, name)
-        pieces = tensor.split_with_sizes(_cuts(config, name)) if len(theirs) > 1 else (tensor,)
+        pieces = tensor.split_with_sizes(cuts(config, name)) if len(theirs) > 1 else (tensor,)
         result |= {their: piece.t() if transposed else piece for their, piece in zip(theirs, pieces, strict=True)}
     return result
+
+
+def _their_shapes(family: Family, config: GPTConfig) -> dict[str, Shape]:
+    result: dict[str, Shape] = {}
+    for name, shape in shapes(config).items():
+        theirs, transposed = _their_names(family, name)
+        for their, rows in zip(theirs, cuts(config, name) if len(theirs) > 1 else [shape[0]], strict=True):
+            piece = (rows, *shape[1:])
+            result[their] = piece[::-1] if transposed else piece
+    return result
+
+
+def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _their_names(family: Family, name: str) -> tuple[list[str], bool]:
@@ -219,13 +241,6 @@ def _their_names(family: Family, name: str) -> tuple[list[str], bool]:
     number = layer[1] if layer else ""
     theirs = [f"{their}.{kind}".replace(".N.", f".{number}.") for their in family.names[module]]
     return theirs, module.endswith(family.transposed)
-
-
-def _cuts(config: GPTConfig, name: str) -> list[int]:
-    """How many rows of a joined projection belong to each of its parts."""
-    if ".qkv." in name:
-        return [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-    return [config.ff_dim, config.ff_dim]
 
 
 def _strange(config: GPTConfig, family: Family) -> list[str]:
@@ -278,18 +293,7 @@ def import_config(theirs: Mapping[str, Any]) -> GPTConfig:
 
 def import_weights(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors as our state dict, in memory of its own. Raises ValueError with the names that are wrong."""
-    family = family_of(config)
-    tensors = _weights_only(family, config, tensors)
-    if config.num_layers > len(tensors):  # before a model of that many layers is laid out
-        raise ValueError(f"{CONFIG} says {config.num_layers} layers, but there are only {len(tensors)} tensors")
-    ours = _empty(config)
-    _check_tensors(tensors, _theirs(family, config, ours))
-    _check_values(tensors)
-    result: dict[str, Tensor] = {}
-    for name in ours:
-        theirs, transposed = _their_names(family, name)
-        result[name] = torch.cat([tensors[their].t() if transposed else tensors[their] for their in theirs])
-    return result
+    return _Weights(config, _shapes_of(tensors)).read(tensors.__getitem__)
 
 
 def load(folder: str | Path) -> tuple[GPTConfig, dict[str, Tensor]]:
@@ -299,17 +303,99 @@ def load(folder: str | Path) -> tuple[GPTConfig, dict[str, Tensor]]:
     model = GPT(config)
     model.load_state_dict(weights)
     """
-    folder = Path(folder)
-    theirs = _read_json(folder / CONFIG)
-    try:
-        config = import_config(theirs)
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from error
-    tensors = _read_weights(folder)
-    try:
-        return config, import_weights(config, tensors)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
+    whole = Folder(folder)
+    return whole.config, whole.load(range(whole.config.num_layers), first=True, last=True)
+
+
+class Folder:
+    """A model of which parts can be read. Opening it reads headers only: all names and shapes are checked, no values."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder)
+        theirs = read_json(self.path / CONFIG)
+        try:
+            self.config = import_config(theirs)
+        except ValueError as error:
+            raise ValueError(f"{self.path / CONFIG}: {error}") from error
+        self._places = _find_weights(self.path)
+        try:
+            self._weights = _Weights(self.config, {name: shape for name, (_, shape) in self._places.items()})
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+
+    @property
+    def files(self) -> list[Path]:
+        """Config and weights: what makes this model what it is."""
+        return [self.path / CONFIG, *sorted({path for path, _ in self._places.values()})]
+
+    def load(
+        self,
+        layers: range,
+        *,
+        first: bool,
+        last: bool,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> dict[str, Tensor]:
+        """The parameters of a part of the model (parts.py), under our names. `dtype` None: as they are stored."""
+        names = part_of(self._weights.ours, self.config, layers, first=first, last=last)
+        with contextlib.ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+
+            def read(name: str) -> Tensor:
+                path = self._places[name][0]
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                tensor: Tensor = opened[path].get_tensor(name)
+                return tensor
+
+            try:
+                found = self._weights.read(read, names)
+                if dtype is not None:
+                    found = {name: cast(name, tensor, dtype) for name, tensor in found.items()}
+            except (ValueError, SafetensorError, OSError) as error:
+                raise ValueError(f"{self.path}: {error}") from error
+        return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+class _Weights:
+    """Their tensors by our names. Names and shapes are checked when it is made, values when they are read."""
+
+    def __init__(self, config: GPTConfig, stored: Mapping[str, Shape]) -> None:
+        self._family = family = family_of(config)
+        self._stored = names = _full_names(family, stored)
+        embedding, head = f"{family.names['token_embedding'][0]}.weight", "lm_head.weight"
+        # A tied head may be in the file all the same.
+        self._twins = (embedding, head) if config.tie_head and {embedding, head} <= names.keys() else None
+        found = {name: stored[place] for name, place in names.items() if not (self._twins and name == head)}
+        check_depth(config.num_layers, len(found), where=CONFIG)
+        self.ours = list(shapes(config))
+        check_shapes(found, _their_shapes(family, config))
+
+    def read(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Some of ours, or all, in memory of their own."""
+        return {name: self._join(name, read) for name in (self.ours if names is None else names)}
+
+    def _join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        theirs, transposed = _their_names(self._family, name)
+        pieces = []
+        for their in theirs:
+            piece = read(self._stored[their])
+            check_values(their, piece)
+            if self._twins and their == self._twins[0] and not torch.equal(piece, read(self._stored[self._twins[1]])):
+                raise ValueError(f"{CONFIG} says that the head is tied, but {self._twins[1]} differs from {their}")
+            pieces.append(piece.t() if transposed else piece)
+        return torch.cat(pieces)
+
+
+def _full_names(family: Family, stored: Iterable[str]) -> dict[str, str]:
+    """Full names, for those under which weights are stored: the released GPT-2 leaves the prefix out."""
+    stored = list(stored)
+    if family.model_type == "gpt2" and not any(name.startswith("transformer.") for name in stored):
+        names = {name if name == "lm_head.weight" else f"transformer.{name}": name for name in stored}
+    else:
+        names = {name: name for name in stored}
+    return {name: where for name, where in names.items() if not re.fullmatch(family.no_weights, name)}
 
 
 def _named_family(theirs: Mapping[str, Any]) -> Family:
@@ -350,29 +436,29 @@ def _value(theirs: Mapping[str, Any], key: str, name: str, defaults: Mapping[str
     return value
 
 
-def _weights_only(family: Family, config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without what is no weight or is there twice, and under full names: the released GPT-2 leaves the prefix out."""
-    if family.model_type == "gpt2" and not any(name.startswith("transformer.") for name in tensors):
-        tensors = {name if name == "lm_head.weight" else f"transformer.{name}": t for name, t in tensors.items()}
-    kept = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(family.no_weights, name)}
-    embedding, head = f"{family.names['token_embedding'][0]}.weight", "lm_head.weight"
-    if config.tie_head and head in kept and embedding in kept:
-        if not torch.equal(kept[head], kept[embedding]):
-            raise ValueError(f"{CONFIG} says that the head is tied, but {head} differs from {embedding}")
-        del kept[head]
-    return kept
-
-
 # Files
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _check_file(path: Path) -> None:
+    """A pipe, say, could be waited for without end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: not a file")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a file beside the weights. Raises ValueError with the place."""
+    _check_file(path)
     try:
-        found = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            data = file.read(_JSON_LIMIT_BYTES + 1)
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent} has no {path.name}") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(data) > _JSON_LIMIT_BYTES:
+        raise ValueError(f"{path}: larger than {_JSON_LIMIT_BYTES >> 20} MiB")
+    try:
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(found, dict):
@@ -380,74 +466,35 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def _find_weights(folder: Path) -> dict[str, tuple[Path, Shape]]:
+    """Where each tensor is, and its shape."""
     if (folder / WEIGHTS).exists():
-        return _read_tensors(folder / WEIGHTS)
+        return {name: (folder / WEIGHTS, shape) for name, shape in _read_shapes(folder / WEIGHTS).items()}
     if not (folder / INDEX).exists():
         raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}; weights in other formats are not read")
-    places = _read_json(folder / INDEX).get("weight_map")
+    places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise ValueError(f"{folder / INDEX}: weight_map is not a table of tensors and files")
     for place in places.values():
         if not re.fullmatch(r"[\w.-]+\.safetensors", place):  # a name in this folder, never a path out of it
             raise ValueError(f"{folder / INDEX}: {place!r} is not the name of a safetensors file in this folder")
-    tensors: dict[str, Tensor] = {}
+    found: dict[str, tuple[Path, Shape]] = {}
     for place in sorted(set(places.values())):
-        shard = _read_tensors(folder / place)
+        shard = _read_shapes(folder / place)
         wrong = {n for n in shard if places.get(n) != place} | {
             n for n in places if places[n] == place and n not in shard
         }
         if wrong:
-            raise ValueError(f"{folder / place}: does not hold the tensors of {INDEX}: {_first(sorted(wrong))}")
-        tensors |= shard
-    return tensors
+            raise ValueError(f"{folder / place}: does not hold the tensors of {INDEX}: {first_of(sorted(wrong))}")
+        found |= {name: (folder / place, shape) for name, shape in shard.items()}
+    return found
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Views of the file; `import_weights` copies them."""
+def _read_shapes(path: Path) -> dict[str, Shape]:
+    _check_file(path)
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+            names = file.keys()
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-# Checks
-
-
-def _empty(config: GPTConfig) -> dict[str, Tensor]:
-    """Names and shapes of our parameters, without memory."""
-    with torch.device("meta"):
-        return dict(GPT(config).state_dict())
-
-
-def _check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    problems = {
-        "missing": [f"{name} {wanted[name]}" for name in wanted if name not in shapes],
-        "superfluous": [f"{name} {shapes[name]}" for name in shapes if name not in wanted],
-        "of another shape": [
-            f"{name} is {shapes[name]}, not {shape}"
-            for name, shape in wanted.items()
-            if shapes.get(name, shape) != shape
-        ],
-    }
-    if any(problems.values()):
-        told = [f"{len(names)} {kind}: {_first(names)}" for kind, names in problems.items() if names]
-        raise ValueError(f"the tensors are not those of the model ({'; '.join(told)})")
-
-
-def _check_values(tensors: Mapping[str, Tensor]) -> None:
-    """Weights are numbers. One that is none would be found only as a loss that is none."""
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} has the type {str(tensor.dtype).removeprefix('torch.')}, not one of fractions")
-        wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-        if not bool((wide.abs() <= torch.finfo(torch.float32).max).all()):
-            raise ValueError(f"{name} has values that are no numbers, or too large for fp32")
-
-
-def _first(names: Iterable[str], limit: int = 3) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

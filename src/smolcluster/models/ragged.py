@@ -1,0 +1,104 @@
+"""Blocks over a ragged batch: pieces of many sequences, of unlike length, with all their tokens laid flat.
+
+    piece                                      start   count      x_ND
+    a chunk in the middle of a long prompt       500       4      a
+    a sequence that is being continued            37       1      a
+    a short prompt                                 0       2      a
+                                                                  a
+    Linear layers and norms take each token by itself:            b
+    they run once over all N.                                     c
+    Attention runs piece by piece, each on its own cache.         c
+
+Of the ways to attend, the loop over pieces is the quickest on a CPU: it reads what is there and nothing else. Padding to one
+length under a mask reads up to the longest for each, and moving the caches together for it costs more than it saves.
+
+Shapes as in `gpt.py`, and: N tokens of all pieces, L layers, R tokens that a cache has room for, G = H/K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smolcluster.models.gpt import GPT, Block, attend, rope_at, rotate
+from smolcluster.models.gpt_config import GPTConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """`count` tokens of a sequence, behind `start` others whose keys and values the cache has."""
+
+    start: int
+    count: int
+    cache: Tensor  # L x 2 x K x R x E: the keys and the values of each layer that is run
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+def positions(pieces: Iterable[Piece], *, device: torch.device) -> Tensor:
+    """Of each of the N tokens."""
+    return torch.tensor([at for piece in pieces for at in range(piece.start, piece.end)], device=device)
+
+
+def embed(model: GPT, tokens_N: Tensor, pieces: Iterable[Piece]) -> Tensor:
+    """Token embeddings, plus learned positions."""
+    x_ND: Tensor = model.token_embedding(tokens_N)
+    if model.position_embedding is not None:
+        x_ND = x_ND + model.position_embedding(positions(pieces, device=tokens_N.device))
+    return x_ND
+
+
+def run_blocks(blocks: Iterable[Block], x_ND: Tensor, pieces: Sequence[Piece], *, config: GPTConfig) -> Tensor:
+    """Some of the blocks, in order. The i-th of them reads and writes the i-th layer of the caches."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    rope = rope_at(config, positions(pieces, device=x_ND.device))
+    counts = [piece.count for piece in pieces]
+    passages = [Passage(piece, dtype=x_ND.dtype) for piece in pieces]
+    for layer, block in enumerate(blocks):
+        qkv = block.attention.qkv(block.attention_norm(x_ND)).unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
+        if rope is not None:
+            # In place, so that keys and values stay side by side and go to the cache in one copy.
+            qkv[:, : heads + kv_heads] = rotate(qkv[:, : heads + kv_heads], rope)
+        q_NHE, kv = qkv.split((heads, 2 * kv_heads), dim=1)
+        y = [
+            passage.attend(layer, q_THE, new)
+            for passage, q_THE, new in zip(passages, q_NHE.split(counts), kv.split(counts), strict=True)
+        ]
+        x_ND = x_ND + block.attention.out(torch.cat(y))
+        x_ND = x_ND + block.mlp(block.mlp_norm(x_ND))
+    return x_ND
+
+
+class Passage:
+    """One piece on its way through the layers.
+
+    The views of the cache are made for all layers at once: for a single token the calls cost as much as the numbers.
+    """
+
+    def __init__(self, piece: Piece, *, dtype: torch.dtype) -> None:
+        start, end, cache = piece.start, piece.end, piece.cache
+        self.new = cache.flatten(1, 2)[:, :, start:end].unbind(0)  # of each layer 2K x T x E
+        self.keys = cache[:, 0, None, :, :end].unbind(0)  # of each layer 1 x K x S x E
+        self.values = cache[:, 1, None, :, :end].unbind(0)
+        self.mask_TS: Tensor | None = None
+        if start > 0 and piece.count > 1:
+            # Added to the scores. A mask of booleans would be turned into this one again in every layer.
+            whole = torch.full((piece.count, end), float("-inf"), dtype=dtype, device=cache.device)
+            self.mask_TS = whole.triu(start + 1)
+
+    def attend(self, layer: int, q_THE: Tensor, kv: Tensor) -> Tensor:
+        """Store the keys and values of the new tokens; T x D of what these see."""
+        self.new[layer].copy_(kv.transpose(0, 1))
+        keys, values = self.keys[layer], self.values[layer]
+        if len(q_THE) > 1:
+            y_1HTE = attend(q_THE.transpose(0, 1)[None], keys, values, mask_TS=self.mask_TS, dropout=0.0)
+            return y_1HTE[0].transpose(0, 1).flatten(1)
+        # One token sees all: the G query heads of a key head may stand as G tokens, and each key is read once for them.
+        q_1KGE = q_THE.view(1, keys.size(1), -1, keys.size(3))
+        return F.scaled_dot_product_attention(q_1KGE, keys, values).reshape(1, -1)

@@ -1,0 +1,250 @@
+"""A small client of the API, for the terminal: questions in, pieces of the answer out as they come. Standard library only.
+
+    client = Client("http://127.0.0.1:5050")
+    for piece in client.chat([{"role": "user", "content": "Why is the sky blue?"}], options={"temperature": 0.7}):
+        print(piece.text, end="")
+
+Closing the generator closes the connection, and the server frees what the answer held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import re
+import socket
+import ssl
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from smolcluster.errors import SmolclusterError, UserError
+
+URL = "http://127.0.0.1:5050"
+CONNECT_S = 10.0
+SILENCE_S = 600.0  # a long prompt on a slow machine takes its time
+MOST_LINE = 1 << 20  # bytes of one event
+MOST_BODY = 64 << 20  # bytes of an answer that is not streamed
+
+Json = dict[str, Any]
+Options = Mapping[str, Any]
+
+
+class ServerFailed(SmolclusterError):
+    """The server is there and does not answer this."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.retry_after_s = status, retry_after_s
+
+
+class Refused(UserError):
+    """What was asked is wrong: asked again it would be refused again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some of an answer. The last one tells why it ends, and how many tokens it has."""
+
+    text: str = ""
+    finish: str | None = None
+    tokens: int | None = None
+
+
+class Completes(Protocol):
+    """What continues a text: this client, or a model in this process."""
+
+    def complete(self, prompt: str, *, options: Options, stream: bool = True) -> Generator[Piece, None, None]: ...
+
+
+class Client:
+    """One server. Every request has its own connection."""
+
+    def __init__(self, url: str = URL, *, key: str | None = None, silence_s: float = SILENCE_S) -> None:
+        url, _, behind = url.partition("#")  # what `smolcluster serve` prints carries the key there
+        key = key or (behind.removeprefix("key=") if behind.startswith("key=") else None)
+        self._secure, self._host, self._port, self._path = _parts(url)
+        self.url, self._silence_s = url.rstrip("/"), silence_s
+        if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
+            raise UserError("--key has characters that no key has: it goes into a header of plain ASCII")
+        self._key = key
+
+    def models(self) -> list[str]:
+        """The names of what is served."""
+        with self._ask("GET", "/v1/models") as answer:
+            data = _whole(answer).get("data")
+        names = [model.get("id") for model in data if isinstance(model, dict)] if isinstance(data, list) else []
+        found = [name for name in names if isinstance(name, str)]
+        if not found:
+            raise ServerFailed(f"{self.url} serves no model")
+        return found
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], *, options: Options, stream: bool = True
+    ) -> Generator[Piece, None, None]:
+        """The answer to a conversation. `options`: model, temperature, top_p, max_tokens, ..., as the API names them."""
+        yield from self._generate("/v1/chat/completions", {**options, "messages": list(messages)}, stream=stream)
+
+    def complete(self, prompt: str, *, options: Options, stream: bool = True) -> Generator[Piece, None, None]:
+        """What follows a text."""
+        yield from self._generate("/v1/completions", {**options, "prompt": prompt}, stream=stream)
+
+    def _generate(self, path: str, body: Json, *, stream: bool) -> Generator[Piece, None, None]:
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        with self._ask("POST", path, body) as answer:
+            if stream:
+                yield from _streamed(answer)
+                return
+            whole = _whole(answer)
+        yield Piece(text=_text(_choice(whole)), finish=_choice(whole).get("finish_reason"), tokens=_tokens(whole))
+
+    @contextlib.contextmanager
+    def _ask(self, verb: str, path: str, body: Json | None = None) -> Iterator[http.client.HTTPResponse]:
+        connection = self._connection()
+        headers = {"accept": "application/json, text/event-stream"}
+        if body is not None:
+            headers["content-type"] = "application/json"
+        if self._key is not None:
+            headers["authorization"] = f"Bearer {self._key}"
+        with contextlib.closing(connection):
+            try:
+                connection.connect()
+                connection.sock.settimeout(self._silence_s)
+                sent = None if body is None else json.dumps(body).encode()
+                connection.request(verb, self._path + path, body=sent, headers=headers)
+                answer = connection.getresponse()
+                if answer.status != 200:
+                    raise self._refused(answer)
+            except (OSError, http.client.HTTPException, UnicodeError) as error:
+                raise self._unreachable(error) from error
+            try:
+                yield answer
+            except TimeoutError as error:
+                raise ServerFailed(f"{self.url} has said nothing for {self._silence_s:g} seconds") from error
+            except (OSError, http.client.HTTPException) as error:
+                raise ServerFailed(f"the answer broke off: the connection to {self.url} was lost") from error
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._secure:
+            secure = http.client.HTTPSConnection
+            return secure(self._host, self._port, timeout=CONNECT_S, context=ssl.create_default_context())
+        return http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_S)
+
+    def _unreachable(self, error: Exception) -> SmolclusterError:
+        if isinstance(error, ConnectionRefusedError):
+            return UserError(f"nothing answers at {self.url}; start a server with: smolcluster serve smollm2")
+        if isinstance(error, socket.gaierror):
+            return UserError(f"{self.url}: there is no machine called {self._host}; check the address")
+        if isinstance(error, TimeoutError):
+            return UserError(f"{self.url} does not answer; is the server running, and can this machine reach it?")
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return UserError(f"{self.url} cannot be asked: {why}; the address of a server is like {URL}")
+
+    def _refused(self, answer: http.client.HTTPResponse) -> SmolclusterError:
+        said = ""
+        with contextlib.suppress(ValueError, ServerFailed, AttributeError):
+            error = _whole(answer).get("error")
+            said = str(error.get("message") if isinstance(error, dict) else error or "")
+        if answer.status == 401:
+            how = "that is not its key" if self._key else "give it with --key or in SMOLCLUSTER_API_KEY"
+            return UserError(f"{self.url} needs a key: {how}")
+        retry_after_s = _seconds(answer.headers.get("retry-after"))
+        if answer.status in (429, 503):
+            otherwise = "it has too much to do" if answer.status == 429 else "the model is not ready"
+            later = f"; try again in {retry_after_s:g} s" if retry_after_s is not None else "; try again later"
+            return ServerFailed(f"{said or otherwise}{later}", status=answer.status, retry_after_s=retry_after_s)
+        if answer.status in (400, 413, 422) or (answer.status == 404 and said):
+            return Refused(said or f"{self.url} refuses this request ({answer.status})")
+        if answer.status == 404:
+            return UserError(f"{self.url} is there, but is no server of models; its address is like {URL}")
+        return ServerFailed(
+            f"{self.url} failed ({answer.status})" + (f": {said}" if said else ""), status=answer.status
+        )
+
+
+def _parts(url: str) -> tuple[bool, str, int | None, str]:
+    """`127.0.0.1:5050`, `http://mini1:5050`, `https://[::1]/below` -> https?, host, port, path."""
+    given = url if "://" in url else f"http://{url}"
+    wrong = UserError(f"{url!r} is no address of a server; write it like {URL}")
+    try:
+        parts = urlsplit(given)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.scheme not in ("http", "https") or not host or re.search(r"[\x00-\x20\x7f]", given):
+        raise wrong
+    if parts.username is not None or parts.password is not None:
+        raise UserError("the address of a server has no user or password in it; give its key with --key")
+    return parts.scheme == "https", host, port, parts.path.rstrip("/").removesuffix("/v1")
+
+
+def _streamed(answer: http.client.HTTPResponse) -> Iterator[Piece]:
+    """Server-sent events to pieces. Ends well only when the server says that the answer is whole."""
+    finished = False
+    while line := answer.readline(MOST_LINE + 1):
+        if len(line) > MOST_LINE:
+            raise ServerFailed("the server sent a line without an end")
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        chunk = _object(data)
+        if chunk.get("error"):
+            error = chunk["error"]
+            raise ServerFailed(str(error.get("message") if isinstance(error, dict) else error))
+        choice, tokens = _choice(chunk), _tokens(chunk)
+        finish = choice.get("finish_reason")
+        finished = finished or finish is not None
+        if (text := _text(choice)) or finish is not None or tokens is not None:
+            yield Piece(text=text, finish=finish, tokens=tokens)
+    if not finished:
+        raise ServerFailed("the answer broke off: the connection to the server was lost")
+
+
+def _whole(answer: http.client.HTTPResponse) -> Json:
+    body = answer.read(MOST_BODY + 1)
+    if len(body) > MOST_BODY:
+        raise ServerFailed("the server sent an answer without an end")
+    return _object(body)
+
+
+def _object(data: bytes) -> Json:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ServerFailed("the server sent something that is no answer; is it a server of models?")
+    return found
+
+
+def _choice(chunk: Json) -> Json:
+    choices = chunk.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, dict) else {}
+
+
+def _text(choice: Json) -> str:
+    """Of a chat, streamed or whole, or of a completion."""
+    holder = choice.get("delta") or choice.get("message") or choice
+    text = holder.get("content", holder.get("text")) if isinstance(holder, dict) else None
+    return text if isinstance(text, str) else ""
+
+
+def _tokens(chunk: Json) -> int | None:
+    usage = chunk.get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) else None
+
+
+def _seconds(value: str | None) -> float | None:
+    try:
+        seconds = float(value) if value is not None else math.nan
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < 86400 else None

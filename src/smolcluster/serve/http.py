@@ -1,0 +1,81 @@
+"""A service on a port: loopback by default; beyond it there is always a key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from smolcluster.comm.addresses import is_loopback
+from smolcluster.serve.api import Api, told
+from smolcluster.serve.service import Service
+from smolcluster.web import server
+from smolcluster.web.guard import check_token
+
+PORT = 5050
+PORTS_TRIED = 10  # from PORT on, when nobody asked for a certain one
+STATIC = Path(__file__).parent / "static"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the service listens, and for whom. `port` None: the usual one, or one of the next few."""
+
+    bind: str = "127.0.0.1"
+    port: int | None = None
+    key: str | None = dataclasses.field(default=None, repr=False)
+    allow_hosts: tuple[str, ...] = ()
+    static: Path | None = STATIC
+    patience: server.Patience = dataclasses.field(default_factory=server.Patience)
+
+    def checked(self) -> Place:
+        """Beyond loopback there is always a key: the one that was given, or a new one."""
+        key = self.key
+        if key is not None:
+            check_token(key, "--api-key")
+        elif not is_loopback(self.bind):
+            key = secrets.token_urlsafe(24)
+        return dataclasses.replace(self, key=key)
+
+
+def open_port(place: Place) -> socket.socket:
+    """What fails here fails before anything is loaded. Connections wait until they are served."""
+    with server.needed(extra="serve", purpose="serving a model"):
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    ports = range(PORT, PORT + PORTS_TRIED) if place.port is None else [place.port]
+    return server.listen(place.bind, ports, write_s=place.patience.write_s)
+
+
+async def serve(
+    service: Service,
+    place: Place,
+    *,
+    ready: Callable[[str], None],
+    until: threading.Event | asyncio.Event | None = None,
+    opened: socket.socket | None = None,
+) -> None:
+    """Serve until Ctrl-C, or until `until` is set. `ready` is told the address, which carries the key behind the #."""
+    place = place.checked()
+    with contextlib.closing(opened or open_port(place)) as listener:
+        api = Api(
+            service,
+            key=place.key,
+            allow_hosts=(*place.allow_hosts, *server.names_here(place.bind)),
+            static=place.static,
+            write_s=place.patience.write_s,
+        )
+        await server.serve(
+            api,
+            listener,
+            ready=lambda: ready(server.url_of(listener, place.key, name="key")),
+            closing=api.close,
+            until=until,
+            patience=place.patience,
+            told=told,
+        )

@@ -1,0 +1,72 @@
+"""What a server of inference has done, in Prometheus' text format.
+
+smolcluster_serve_requests_total{route, status}          one for each answer; 499: left before it
+smolcluster_serve_prompt_tokens_total, _generated_tokens_total
+smolcluster_serve_running, _waiting                       sequences, as the engine tells
+smolcluster_serve_first_token_seconds                     histogram: from the request to its first token
+smolcluster_serve_token_seconds                           histogram: between one token and the next of its sequence
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from smolcluster.observe.prometheus import number, written
+
+FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_PREFIX = "smolcluster_serve_"
+
+
+class Histogram:
+    """How many values were at most so large."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str) -> Iterator[str]:
+        total = itertools.accumulate(self._counts)
+        for bound, count in zip((*self._bounds, float("inf")), total, strict=True):
+            yield f"{name}_bucket{{{written({'le': number(bound)})}}} {count}"
+        yield f"{name}_sum {number(self._sum)}"
+        yield f"{name}_count {sum(self._counts)}"
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
+        self.prompt_tokens = self.generated_tokens = 0
+        self.first_token, self.token = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S)
+
+    def text(self, state: Mapping[str, Any]) -> str:
+        """What a scrape gets. `state` is the engine's."""
+        lines: list[str] = []
+
+        def head(name: str, kind: str, about: str) -> str:
+            lines.extend([f"# HELP {_PREFIX}{name} {about}", f"# TYPE {_PREFIX}{name} {kind}"])
+            return _PREFIX + name
+
+        def one(name: str, kind: str, about: str, value: float) -> None:
+            lines.append(f"{head(name, kind, about)} {number(value)}")
+
+        name = head("requests_total", "counter", "Answers, by route and status; 499: the client left before.")
+        for (route, status), count in sorted(self.requests.items()):
+            lines.append(f"{name}{{{written({'route': route, 'status': str(status)})}}} {count}")
+        one("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens)
+        one("generated_tokens_total", "counter", "Tokens that were generated.", self.generated_tokens)
+        one("ready", "gauge", "1 while every layer is on some machine.", int(bool(state.get("ready"))))
+        one("running", "gauge", "Sequences that are continued now.", int(state.get("running", 0)))
+        one("waiting", "gauge", "Sequences that wait for their turn.", int(state.get("waiting", 0)))
+        lines += self.first_token.lines(
+            head("first_token_seconds", "histogram", "From a sequence's request to its first token.")
+        )
+        lines += self.token.lines(head("token_seconds", "histogram", "Between one token of a sequence and the next."))
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,46 @@
+// What this page is built of, beyond plain elements.
+
+import { el, svg, text } from "./elements.js";
+
+export { el, keyed, text } from "./elements.js";
+
+/** A drawing of 20 by 20, of strokes. */
+export function icon(path) {
+  const line = svg("path", { d: path, fill: "none", stroke: "currentColor", "stroke-width": 1.6, "stroke-linecap": "round", "stroke-linejoin": "round" });
+  return svg("svg", { viewBox: "0 0 20 20", width: 18, height: 18, "aria-hidden": "true" }, line);
+}
+
+/** To the clipboard; the old way where the page is not from this machine and has no certificate. */
+export async function copy(string) {
+  try {
+    await navigator.clipboard.writeText(string);
+    return true;
+  } catch {
+    const before = document.activeElement;
+    const box = el("textarea", { class: "sr", readonly: true, "aria-hidden": "true" });
+    box.value = string;
+    document.body.append(box);
+    box.select();
+    let done = false;
+    try {
+      done = document.execCommand("copy");
+    } catch {
+      // then it is not possible here
+    }
+    box.remove();
+    before?.focus?.();
+    return done;
+  }
+}
+
+/** A button that copies, and says so for a moment. */
+export function copyButton(label, read) {
+  const button = el("button", { type: "button", class: "quiet", "aria-label": label }, "Copy");
+  let timer = 0;
+  button.addEventListener("click", async () => {
+    text(button, (await copy(read())) ? "Copied" : "Cannot copy");
+    clearTimeout(timer);
+    timer = setTimeout(() => text(button, "Copy"), 1500);
+  });
+  return button;
+}
