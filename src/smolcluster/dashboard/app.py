@@ -15,53 +15,47 @@ It reads files and changes nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-from collections.abc import AsyncGenerator, Iterator
+import functools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smolcluster.dashboard.guard import App, Guard, Receive, Scope, Send, login_cookie
 from smolcluster.dashboard.hub import Hub, TooManyViewers
 from smolcluster.dashboard.logs import read_cursor, read_page
 from smolcluster.dashboard.runs import MOST_COMPARED, NoSuchRun, compare
-from smolcluster.errors import MissingExtra
+from smolcluster.web.guard import App, Guard, Rules
+from smolcluster.web.pages import static_answer, static_files
+from smolcluster.web.server import needed as needed_for
+from smolcluster.web.streams import WRITE_S, event_stream
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
 STATIC = Path(__file__).parent / "static"
-WRITE_S = 20.0  # a viewer that takes nothing for so long is let go
 SEARCHES = 2  # of logs, at once
-_KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-
-
-@contextlib.contextmanager
-def needed() -> Iterator[None]:
-    """The packages of the extra, or what to install."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise MissingExtra(str(error.name), extra="dashboard", purpose="the dashboard") from error
+RULES = Rules(
+    name="dashboard",
+    program="smolcluster dashboard",
+    is_ours=lambda path: path.startswith("/api"),
+    needs_token=lambda path: path.startswith("/api"),
+)
+needed = functools.partial(needed_for, extra="dashboard", purpose="the dashboard")
 
 
 def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...] = (), run: str | None = None) -> App:
     """The page, the API and the guard before both."""
     with needed():
         from starlette.applications import Starlette
-        from starlette.responses import JSONResponse, PlainTextResponse, Response
+        from starlette.responses import PlainTextResponse, Response
         from starlette.routing import Route
 
     searching = asyncio.Semaphore(SEARCHES)
 
     def answer(value: Any, status: int = 200) -> Response:
-        return JSONResponse(value, status_code=status, headers={"cache-control": "no-store"})
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # in ASCII: names may have half a character
+        headers = {"cache-control": "no-store", "content-type": "application/json"}
+        return Response(text, status_code=status, headers=headers)
 
     async def runs(_: Request) -> Response:
         found = await asyncio.to_thread(hub.runs.list)
@@ -75,7 +69,7 @@ def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...]
         hub.check_room()
         channel = await hub.channel(request.path_params["name"])
         last = request.headers.get("last-event-id") or request.query_params.get("last")
-        return _event_stream(channel.frames(last))
+        return event_stream(channel.frames(last), write_s=WRITE_S)
 
     async def logs(request: Request) -> Response:
         path = await asyncio.to_thread(hub.runs.find, request.path_params["name"])
@@ -100,23 +94,16 @@ def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...]
     async def login(request: Request) -> Response:
         response = answer({"ok": True})
         if token is not None:
-            response.headers["set-cookie"] = login_cookie(token, request.scope)
+            response.headers["set-cookie"] = RULES.login_cookie(token, request.scope)
         return response
 
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok\n", headers={"cache-control": "no-store"})
 
-    files = static_files()
+    files = static_files(STATIC)
 
     async def static(request: Request) -> Response:
-        found = files.get(request.path_params.get("path", "index.html"))
-        if found is None:
-            return answer({"error": "there is no such page"}, 404)
-        kind, tag, body = found
-        headers = {"etag": tag, "cache-control": "no-cache", "content-type": kind}
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
-        return Response(body, headers=headers)
+        return static_answer(files, request) or answer({"error": "there is no such page"}, 404)
 
     def no_such_run(_request: Request, _error: Exception) -> Response:
         return answer({"error": "there is no run of this name here"}, 404)
@@ -147,53 +134,4 @@ def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...]
         exception_handlers={NoSuchRun: no_such_run, TooManyViewers: too_many, 404: unknown, 500: failed},
     )
     app.router.redirect_slashes = False
-    return Guard(app, token=token, allow_hosts=allow_hosts)
-
-
-def static_files() -> dict[str, tuple[str, str, bytes]]:
-    """Everything the page is made of, by its path below static/: kind, tag, bytes. What is not here cannot be asked for."""
-    found = {}
-    for path in sorted(STATIC.rglob("*")):
-        if path.is_file() and path.suffix in _KINDS:
-            body = path.read_bytes()
-            tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
-            found[path.relative_to(STATIC).as_posix()] = (_KINDS[path.suffix], tag, body)
-    return found
-
-
-def _event_stream(frames: AsyncGenerator[bytes, None]) -> Response:
-    """An answer that goes on until the viewer leaves, takes nothing for WRITE_S, or there is no more to tell."""
-    from starlette.responses import Response
-
-    class EventStream(Response):
-        media_type = "text/event-stream"
-
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            if scope["method"] == "HEAD":
-                await send({"type": "http.response.body"})
-                return
-            sending = asyncio.create_task(self._send_all(send))
-            leaving = asyncio.create_task(_until_gone(receive))
-            try:
-                await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (sending, leaving):
-                    task.cancel()
-                await asyncio.gather(sending, leaving, return_exceptions=True)
-
-        async def _send_all(self, send: Send) -> None:
-            async with contextlib.aclosing(frames):
-                with contextlib.suppress(TimeoutError):
-                    async for frame in frames:
-                        async with asyncio.timeout(WRITE_S):
-                            await send({"type": "http.response.body", "body": frame, "more_body": True})
-                    await send({"type": "http.response.body"})
-
-    return EventStream()
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return Guard(app, RULES, token=token, allow_hosts=allow_hosts)

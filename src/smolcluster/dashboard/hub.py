@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import secrets
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
@@ -55,6 +56,7 @@ class Channel:
         self._reading = asyncio.Lock()  # a reader is used by one thread at a time
         self._task: asyncio.Task[None] | None = None
         self._told_at = 0.0
+        self._failed = False  # nobody follows the run any more
 
     async def snapshot(self) -> dict[str, Any]:
         """The whole picture, read to the end."""
@@ -64,7 +66,8 @@ class Channel:
             return await asyncio.to_thread(self._teller.snapshot)
 
     async def frames(self, last_id: str | None) -> AsyncGenerator[bytes, None]:
-        """What one viewer is sent, for ever: a snapshot or what it missed, then changes and heartbeats as they come."""
+        """What one viewer is sent: a snapshot or what it missed, then changes and heartbeats as they come. It ends when the run
+        can be followed no longer: a picture that stands still must not look alive. Whoever comes again starts another try."""
         at = self._place_of(last_id)
         self.viewers += 1
         try:
@@ -83,6 +86,8 @@ class Channel:
                     yield missed
                 elif self.closing:
                     yield b"event: bye\ndata: {}\n\n"
+                    return
+                elif self._failed:
                     return
                 elif not await self._wait(at):
                     yield b'event: beat\ndata: {"time": %.2f}\n\n' % time.time()
@@ -111,7 +116,7 @@ class Channel:
         """Until there is something after `at`; False when there was nothing for a while."""
         try:
             async with asyncio.timeout(BEAT_S), self._news:
-                await self._news.wait_for(lambda: self._number > at or self.closing)
+                await self._news.wait_for(lambda: self._number > at or self.closing or self._failed)
         except TimeoutError:
             return False
         return True
@@ -125,9 +130,16 @@ class Channel:
             return self._snapshot
 
     async def _follow(self) -> None:
-        while self.viewers:
-            await self._look()
-            await asyncio.sleep(0.02 if self.reader.behind else POLL_ENDED_S if self.reader.ended else POLL_S)
+        self._failed = False
+        try:
+            while self.viewers:
+                await self._look()
+                await asyncio.sleep(0.02 if self.reader.behind else POLL_ENDED_S if self.reader.ended else POLL_S)
+        except Exception:
+            self._failed = True
+            async with self._news:
+                self._news.notify_all()
+            raise  # asyncio tells of it
 
     async def _look(self) -> None:
         async with self._reading:
@@ -136,7 +148,10 @@ class Channel:
                 return
             self._number += 1
             kind = "snapshot" if told.get("whole") else "changes"
-            self._ring.append((self._number, self._frame(kind, told)))
+            frame = self._frame(kind, told)
+            self._ring.append((self._number, frame))
+            if kind == "snapshot":
+                self._snapshot = (self._number, frame)
         async with self._news:
             self._news.notify_all()
 
@@ -164,6 +179,7 @@ class Hub:
         self._channels: OrderedDict[str, Channel] = OrderedDict()
         self._describe = describe or (lambda: describe_machine(ask_nvidia=True))
         self._here: tuple[float, dict[str, Any]] = (-math.inf, {})
+        self._looking = threading.Lock()
         self._closing = False
 
     @property
@@ -188,10 +204,17 @@ class Hub:
         return channel
 
     def _look_around(self) -> dict[str, Any]:
-        """This machine, where rows do not tell of it; not at every turn."""
-        if time.monotonic() - self._here[0] >= HERE_S:
-            self._here = (time.monotonic(), self._describe())
+        """This machine, where rows do not tell of it: as it was at the last look. Asking a driver may take seconds, and nobody
+        waits for that: the answer is there the next time."""
+        if time.monotonic() - self._here[0] >= HERE_S and self._looking.acquire(blocking=False):
+            threading.Thread(target=self._look_again, daemon=True).start()
         return self._here[1]
+
+    def _look_again(self) -> None:
+        try:
+            self._here = (time.monotonic(), self._describe())
+        finally:
+            self._looking.release()
 
     async def close(self) -> None:
         self._closing = True

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
+from smolcluster.dashboard.machines import SILENT_PAUSES
 from smolcluster.dashboard.thin import Curve, finite
 from smolcluster.observe.board import BatchWeights, weighted_mean
-from smolcluster.observe.events import restore
 
 OPEN_STEPS = 64  # a step waits for the rows of all ranks, but not longer than so many steps
-OPEN_S = 10.0  # and not for a rank that has said nothing for so long
+OPEN_S = 10.0  # and not for a rank that has said nothing for so long, and for several of the pauses between rows
 
 JOINED_FIELDS = ("loss", "tokens_per_s", "samples_per_s", "grad_norm", "lr", "staleness")
 VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")
@@ -30,13 +31,15 @@ class Joined:
         self.served = False
         self._weights = BatchWeights()
         self._open: dict[int, dict[int, tuple[dict[str, Any], float]]] = {}
-        self._reached: dict[int, tuple[int, float]] = {}  # by rank: its latest step, and when
+        self._reached: dict[int, int] = {}  # by rank: its latest step
+        self._pauses: dict[int, float] = {}  # and how far apart its rows are
         self._latest: dict[int, dict[str, Any]] = {}
         self._closed = -1
         self.last: dict[str, Any] = {}  # the latest step that is drawn, and the latest evaluation
         self.last_val: dict[str, Any] = {}
 
-    def add(self, row: dict[str, Any], *, num_workers: int | None) -> None:
+    def add(self, row: dict[str, Any], *, num_workers: int | None, pause_s: float = 0.0) -> None:
+        """`pause_s`: the longest between two of the latest rows of this rank."""
         step, rank, when = row["step"], row["rank"], row["time"]
         if finite(row.get("val_loss")) is not None:
             self.val.add(row, step=step, time=when)
@@ -51,17 +54,17 @@ class Joined:
             return
         weight = self._weights.add(rank, step, int(finite(row.get("samples")) or 0))
         self._open.setdefault(step, {})[rank] = (row, weight)
-        self._reached[rank] = (step, when)
+        self._reached[rank], self._pauses[rank] = step, pause_s
         self._latest[rank] = row
-        self._close_what_is_complete(when, num_workers)
+        self._close_what_is_complete(row, num_workers)
 
     def flush(self) -> None:
         """The run has ended: nobody is waited for."""
         for step in sorted(self._open):
             self._close(step)
 
-    def _close_what_is_complete(self, now: float, num_workers: int | None) -> None:
-        alive = [step for step, when in self._reached.values() if now - when < OPEN_S]
+    def _close_what_is_complete(self, newest: dict[str, Any], num_workers: int | None) -> None:
+        alive = [self._reached[rank] for rank in self._alive(newest)]
         all_here = len(self._reached) >= (num_workers or 1)
         complete = min(alive, default=-1) if all_here else -1
         for step in sorted(self._open):
@@ -72,8 +75,7 @@ class Joined:
         rows = self._open.pop(step)
         self._closed = max(self._closed, step)
         last = max((row for row, _ in rows.values()), key=lambda row: row["time"])
-        newest = last["time"]
-        running = {r: row for r, row in self._latest.items() if newest - row["time"] < OPEN_S}
+        running = {rank: self._latest[rank] for rank in self._alive(last)}
         running |= {rank: row for rank, (row, _) in rows.items()}
         whole = last | {
             "step": step,
@@ -84,11 +86,26 @@ class Joined:
         }
         self._draw(whole)
 
+    def _alive(self, newest: dict[str, Any]) -> list[int]:
+        """The ranks that had not fallen silent when this row was written."""
+        pauses, now = self._pauses, newest["time"]
+        return [
+            rank
+            for rank, row in self._latest.items()
+            if is_here(row, now=now, pause_s=max(pauses[rank], pauses[newest["rank"]]))
+        ]
+
     def _draw(self, row: dict[str, Any]) -> None:
         self.curve.add(row, step=row["step"], time=row["time"])
         self.last = row if row["time"] >= self.last.get("time", row["time"]) else self.last
 
 
+def is_here(row: Mapping[str, Any], *, now: float, pause_s: float) -> bool:
+    """Whether the rank whose latest row this is will send another, as far as one can tell where rows come so far apart."""
+    silence_s: float = now - row["time"]
+    return silence_s < max(OPEN_S, SILENT_PAUSES * pause_s)
+
+
 def _number(value: Any) -> float:
-    value = restore(value)
-    return float(value) if isinstance(value, int | float) else math.nan
+    found = finite(value)
+    return math.nan if found is None else found

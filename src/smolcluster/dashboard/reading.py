@@ -26,18 +26,23 @@ from typing import Any
 
 import yaml
 
-from smolcluster.dashboard.follow import LineFollower, News, read_whole
-from smolcluster.dashboard.joining import OPEN_S, Joined
+from smolcluster.config.describe import hide_credentials
+from smolcluster.dashboard.follow import LineFollower, News, read_start, read_whole
+from smolcluster.dashboard.joining import Joined, is_here
 from smolcluster.dashboard.machines import GOOD_BYE, MOST_TEXT, Machine
-from smolcluster.dashboard.thin import Curve, finite, limit_for, tidy
+from smolcluster.dashboard.pace import Pace
+from smolcluster.dashboard.thin import Curve, finite, limit_for, moment
 
 MOST_MACHINES = 1024
 MOST_EVENTS = 400
 MOST_LOGS = 256
 LOG_TAIL_BYTES = 256 << 10  # of a log, looked through for warnings when a run is opened
 QUIET_S = 30.0  # nothing written for so long, and no summary: nobody is training
+ROSTER = b'"logger": "smolcluster.comm.elastic.roster"'
 OWN_STEPS = ("edp",)  # where a worker counts steps of its own, which are not the run's
-_SECRET = re.compile(r"token|secret|password|api_key", re.IGNORECASE)
+_SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passphrase|(?:api|access|private|secret)_?key)$", re.IGNORECASE)
+MOST_BRACKETS = 5000  # of a configuration
+_ADDRESS = re.compile(r"[a-z0-9+.-]{1,20}://[^\s\"',]+", re.IGNORECASE)
 
 WORKER_FIELDS = ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness", "sent_per_s", "received_per_s")
 
@@ -54,10 +59,11 @@ class Happening:
 
 
 class RunReader:
-    """One run. `now` is the clock of this machine, for what has been silent."""
+    """One run. `now` is the clock of this machine, for what has been silent. `last_bytes`: of long files only so much of the
+    end is read, which is enough for how the run is doing."""
 
-    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
-        self.path, self.now = path, now
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time, last_bytes: int | None = None) -> None:
+        self.path, self.now, self._last_bytes = path, now, last_bytes
         self.host = socket.gethostname()
         self.here: dict[str, Any] = {}  # facts of this machine, where its rows tell none
         self.beginnings = 0  # how often the run was read from its first line
@@ -76,17 +82,16 @@ class RunReader:
         self.behind = False  # there is more to read than one poll took
         self.beginnings += 1
         self.first_time: float | None = None
-        self._server_steps: deque[tuple[float, int]] = deque(maxlen=2)
+        self._pace = Pace()
         self._latest: dict[int, dict[str, Any]] = {}  # derived rows of workers
         self._new_rows = self._num_running = 0
         self._diverged: set[int] = set()
         self._servers = 0
         self._named_in_logs: dict[int, tuple[str, str]] = {}  # rank: role, host
-        self._metrics = LineFollower(self.path / "metrics.jsonl")
-        self._history = LineFollower(self.path / "history.jsonl")
+        self._metrics = LineFollower(self.path / "metrics.jsonl", skip_to_last=self._last_bytes)
+        self._history = LineFollower(self.path / "history.jsonl", skip_to_last=self._last_bytes)
         self._logs: dict[str, LineFollower] = {}
         self._stamps: dict[str, tuple[int, int, int] | None] = {}  # inode, size, modified in ns
-        self._saved: set[str] = set()
 
     # Reading
 
@@ -96,6 +101,8 @@ class RunReader:
         if history.restarted or metrics.restarted:  # the run went back to an earlier step: so do we
             self._begin()
             history, metrics = self._history.poll(), self._metrics.poll()
+        if self._last_bytes is not None and self.first_time is None:
+            self._read_first_time()
         found = self._read_config() | self._read_logs()
         for line in history.lines:
             self._take_history(line)
@@ -111,6 +118,14 @@ class RunReader:
         self.poll()
         while self.behind:
             self.poll()
+
+    def _read_first_time(self) -> None:
+        """Of the first lines, which are not read otherwise."""
+        for follower in (self._history, self._metrics):
+            row = _object(read_start(follower.path).partition(b"\n")[0]) or {}
+            when = moment(row.get("time"))
+            if when is not None:
+                self.first_time = min(when, self.first_time or when)
 
     # Files that are written as a whole
 
@@ -141,7 +156,7 @@ class RunReader:
         if self.summary and self.ended:
             status, error = str(self.summary.get("status", "")), str(self.summary.get("error", ""))
             text = f"{status}: {error}" if error else status
-            when = finite(self.summary.get("finished")) or self.now()
+            when = moment(self.summary.get("finished")) or self.now()
             self._tell(Happening(time=when, kind="error" if status == "failed" else "end", text=shortened(text)))
             for machine in self.machines.values():
                 machine.end_span(when)
@@ -161,14 +176,7 @@ class RunReader:
             manifest = _object(read_whole(folder / name / "manifest.json", most_bytes=4 << 20) or b"")
             if manifest is None:
                 continue
-            checkpoint = _checkpoint(name, manifest)
-            found.append(checkpoint | {"best": name == best})
-            if name not in self._saved:
-                self._saved.add(name)
-                label = f"checkpoint of step {checkpoint['step']}" + (
-                    ", the best so far" if manifest.get("best") else ""
-                )
-                self._tell(Happening(time=checkpoint["time"], kind="checkpoint", text=label, step=checkpoint["step"]))
+            found.append(_checkpoint(name, manifest) | {"best": name == best})
         self.checkpoints = found
         return True
 
@@ -185,7 +193,7 @@ class RunReader:
         if machine is None:
             return
         row["step"], row["rank"] = int(step), rank
-        row["time"] = when = finite(row.get("time")) or self.now()
+        row["time"] = when = moment(row.get("time")) or self.now()
         machine.role = "server" if row.get("role") == "server" else "worker"
         machine.host = str(row.get("host", ""))[:MOST_TEXT]
         if not machine.spans:
@@ -194,29 +202,22 @@ class RunReader:
         self.first_time = min(when, self.first_time or when)
         self._notice_divergence(row)
         if machine.role == "server":
-            self._server_steps.append((when, int(step)))
+            self._pace.add(when, int(step))
             machine.take(row, step=step, time=when)
         else:
-            at = self._step_of_run(step, when)
+            own = self.strategy not in OWN_STEPS or not self._pace.known
+            at = step if own else self._pace.step_at(when, rank=rank, last=self.total_steps)
             self._latest[rank] = machine.take(row, step=at, time=when)
-            self._take_workers(at, when)
-        self.joined.add(row, num_workers=self.num_workers)
+            self._take_workers(at, when, pause_s=machine.longest_pause_s)
+        self.joined.add(row, num_workers=self.num_workers, pause_s=machine.longest_pause_s)
 
-    def _step_of_run(self, own: float, when: float) -> float:
-        """Where a worker counts steps of its own: the server's step at that time, by its pace."""
-        if self.strategy not in OWN_STEPS or not self._server_steps:
-            return own
-        (t0, s0), (t1, s1) = self._server_steps[0], self._server_steps[-1]
-        if t1 <= t0 or s1 <= s0:
-            return float(s1)
-        return s1 + max(0.0, min(1.0, (when - t1) / (t1 - t0))) * (s1 - s0)
-
-    def _take_workers(self, step: float, when: float) -> None:
+    def _take_workers(self, step: float, when: float, *, pause_s: float) -> None:
         """A point of the mean over the workers that are there, when about all of them have a new row."""
         self._new_rows += 1
         if self._new_rows < self._num_running:
             return
-        rows = [row for row in self._latest.values() if when - row["time"] < OPEN_S]
+        pauses = {rank: max(pause_s, self.machines[rank].longest_pause_s) for rank in self._latest}
+        rows = [row for rank, row in self._latest.items() if is_here(row, now=when, pause_s=pauses[rank])]
         self._new_rows, self._num_running = 0, len(rows)
         mean = {
             name: statistics.fmean(found)
@@ -253,7 +254,7 @@ class RunReader:
         fields = _object(line)
         if fields is None:
             return
-        when = finite(fields.get("time")) or self.now()
+        when = moment(fields.get("time")) or self.now()
         self.first_time = min(when, self.first_time or when)
         if fields.get("kind") == "begin":
             self._servers += 1
@@ -309,6 +310,8 @@ class RunReader:
 
     def _take_log_line(self, name: str, line: bytes) -> None:
         trouble = b'"level": "INFO"' not in line and b'"level": "DEBUG"' not in line
+        if trouble and b" is gone: " in line and ROSTER in line and self._history.modified:
+            return  # the history tells of it too
         starts = b"starts as process" in line
         if not (trouble or starts):
             return
@@ -324,6 +327,11 @@ class RunReader:
         elif not self._history.modified and isinstance(fields.get("rank"), int):
             self._tell(Happening(time=when, kind="join", text=f"worker {fields['rank']} started", rank=rank))
 
+    def happenings(self) -> list[Happening]:
+        """In the order of time. A checkpoint is one as long as it is kept: nothing tells of those that were removed."""
+        saved = [Happening(time=c["time"], kind="checkpoint", text=c["text"], step=c["step"]) for c in self.checkpoints]
+        return sorted([*self.events, *saved], key=lambda event: event.time)
+
     def _tell(self, event: Happening) -> None:
         self.events.append(event)
         self.num_events += 1
@@ -336,13 +344,19 @@ class RunReader:
 
     @property
     def num_workers(self) -> int | None:
-        said = self.config.get("cluster.num_workers", "")
-        return int(said) if said.isdigit() else None
+        return count_of(self.config.get("cluster.num_workers", ""))
 
     @property
     def total_steps(self) -> int | None:
-        said = self.config.get("training.steps", "")
-        return int(said) if said.isdigit() else None
+        return count_of(self.config.get("training.steps", ""))
+
+    @property
+    def started(self) -> float | None:
+        """Data is loaded before the first row: when the configuration was written, unless that was for resuming."""
+        asked = self._stamps.get("config.yaml")
+        if self.first_time is None or asked is None:
+            return self.first_time
+        return min(self.first_time, asked[2] / 1e9)
 
     @property
     def ended(self) -> bool:
@@ -352,7 +366,7 @@ class RunReader:
         told, asked = self._stamps.get("summary.json"), self._stamps.get("config.yaml")
         if told and asked and asked[2] > told[2]:  # resuming writes the configuration anew
             return False
-        finished = finite(self.summary.get("finished"))
+        finished = moment(self.summary.get("finished"))
         return finished is None or self.last_row_time is None or self.last_row_time <= finished + 2.0
 
     def status(self) -> str:
@@ -403,8 +417,11 @@ class RunReader:
 
 
 def flat_config(raw: bytes) -> dict[str, str]:
-    """`training.batch_size` -> `32`. Secrets are left out; a file that is no configuration gives nothing."""
+    """`training.batch_size` -> `32`. Secrets, and passwords in addresses, are left out; a file that is no configuration gives
+    nothing."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    if raw.count(b"[") + raw.count(b"{") > MOST_BRACKETS:  # nested without end, they would take for ever
+        return {}
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(raw, Loader=loader)):
             return {}  # ours have none, and a few lines of them can stand for gigabytes
@@ -425,7 +442,11 @@ def _flatten(value: Any, name: str, flat: dict[str, str]) -> None:
     elif name:
         hidden = _SECRET.search(name.rpartition(".")[2]) and value is not None
         text = "(hidden)" if hidden else value if isinstance(value, str) else json.dumps(value, default=str)
-        flat[name] = text[:1000]
+        flat[name] = (_ADDRESS.sub(_without_password, text) if "://" in text else text)[:1000]
+
+
+def _without_password(address: re.Match[str]) -> str:
+    return hide_credentials(address[0])
 
 
 def log_names(run_dir: Path) -> list[str]:
@@ -452,14 +473,20 @@ def seat_of_log(name: str) -> tuple[str, int, str] | None:
 def _checkpoint(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
     files = manifest.get("files")
     sizes = [f.get("size") for f in files.values() if isinstance(f, dict)] if isinstance(files, dict) else []
-    metrics = manifest.get("metrics")
+    metrics, step = manifest.get("metrics"), int(name.rpartition("-")[2])
     return {
         "name": name,
-        "step": int(name.rpartition("-")[2]),
+        "step": step,
+        "text": f"checkpoint of step {step}" + (", the best so far" if manifest.get("best") else ""),
         "time": _timestamp(manifest.get("created")) or 0.0,
-        "bytes": sum(size for size in sizes if isinstance(size, int)),
-        "val_loss": tidy(finite(metrics.get("val_loss"))) if isinstance(metrics, dict) else None,
+        "bytes": int(sum(filter(None, map(finite, sizes)))),
+        "val_loss": finite(metrics.get("val_loss")) if isinstance(metrics, dict) else None,
     }
+
+
+def count_of(said: str) -> int | None:
+    """A number of workers or steps, of a configuration."""
+    return int(said) if re.fullmatch(r"[0-9]{1,15}", said) else None
 
 
 def _is_checkpoint(entry: os.DirEntry[str]) -> bool:
@@ -476,7 +503,7 @@ def _object(raw: bytes) -> dict[str, Any] | None:
 
 def _timestamp(text: Any) -> float | None:
     with contextlib.suppress(ValueError, TypeError, OverflowError):
-        return datetime.datetime.fromisoformat(str(text)).timestamp()
+        return moment(datetime.datetime.fromisoformat(str(text)).timestamp())
     return None
 
 

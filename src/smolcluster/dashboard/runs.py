@@ -6,16 +6,22 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from smolcluster.dashboard.follow import opened, read_at, read_whole
-from smolcluster.dashboard.reading import flat_config
-from smolcluster.dashboard.thin import finite, tidy
+from smolcluster.dashboard.reading import QUIET_S, RunReader, count_of, flat_config
+from smolcluster.dashboard.telling import Teller
+from smolcluster.dashboard.thin import finite
 
 MOST_RUNS = 200
 MOST_COMPARED = 8
+MOST_GOING = 16  # runs without a summary, the newest, that are read for their lines
+LAST_BYTES = 512 << 10
+WITHIN_S = 0.25  # no more of them are begun after so long: somebody waits for the list
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")
 _TAIL_BYTES = 16 << 10
 
@@ -25,11 +31,14 @@ class NoSuchRun(Exception):
 
 
 class Runs:
-    """Lines about runs are kept until one of their files changes."""
+    """Lines about runs that have ended are kept until one of their files changes. Of one that has not, the last part is read
+    as its own page reads it, so that the two agree."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
+    def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
+        self.folder, self._now = folder.resolve(), now
         self._lines: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._tellers: dict[str, Teller] = {}
+        self._lock = threading.Lock()  # a reader is used by one thread at a time
 
     def find(self, name: str) -> Path:
         """The directory of a run. Names cannot lead out of the folder: no separators, no dots alone, no links."""
@@ -59,8 +68,27 @@ class Runs:
             if any(stamps):
                 found.append((max(filter(None, stamps)), entry.name, stamps))
         newest = sorted(found, reverse=True)[:MOST_RUNS]
-        self._lines = {name: line for name, line in self._lines.items() if name in {n for _, n, _ in newest}}
-        return [self._line(name, stamps) for _, name, stamps in newest]
+        with self._lock:
+            self._lines = {name: line for name, line in self._lines.items() if name in {n for _, n, _ in newest}}
+            told = [self._line(name, stamps) for _, name, stamps in newest]
+            lively = self._read_going([line for line in told if not line["ended"]])
+        return [line | lively.get(line["name"], {}) for line in told]
+
+    def _read_going(self, going: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Those that have not ended, by name. What is not read in time is judged by its files, and read when asked again."""
+        began, known, self._tellers = time.monotonic(), self._tellers, {}
+        lines = {}
+        for line in going:
+            name, quiet_s = line["name"], self._now() - line["changed"]
+            teller = known.get(name)
+            if teller is None and len(self._tellers) < MOST_GOING and time.monotonic() - began < WITHIN_S:
+                teller = Teller(RunReader(self.folder / name, now=self._now, last_bytes=LAST_BYTES))
+            if teller is not None:
+                self._tellers[name] = teller
+                lines[name] = described_by(teller)
+            else:
+                lines[name] = {"status": "silent" if quiet_s > QUIET_S else "training"}
+        return lines
 
     def newest(self) -> str | None:
         return next((line["name"] for line in self.list()), None)
@@ -86,22 +114,38 @@ def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
     raw = read_whole(path / "summary.json", most_bytes=1 << 20)
     summary = _object(raw or b"")
     resumed = bool(stamps[0] and stamps[2] and max(stamps[0], stamps[1] or 0.0) > stamps[2] + 2.0)
-    if summary and not resumed:
+    ended = bool(summary and not resumed)
+    if summary and ended:
         names = ("steps", "train_loss", "val_loss", "tokens_per_s", "samples_per_s", "wall_s", "workers")
-        known: dict[str, Any] = {name: tidy(finite(summary.get(name))) for name in names}
+        known: dict[str, Any] = {name: finite(summary.get(name)) for name in names}
         known |= {"status": str(summary.get("status", ""))[:40], "strategy": str(summary.get("strategy", ""))[:40]}
     else:
         config = flat_config(read_whole(path / "config.yaml", most_bytes=1 << 20) or b"")
         row = last_row(path / "metrics.jsonl")
-        workers = config.get("cluster.num_workers", "")
         known = {
-            "status": "running",  # or it was killed: its reader can tell, by its silence
             "strategy": config.get("strategy.name", ""),
             "steps": finite(row.get("step")),
-            "train_loss": tidy(finite(row.get("loss"))),
-            "workers": int(workers) if workers.isdigit() else None,
+            "train_loss": finite(row.get("loss")),
+            "workers": count_of(config.get("cluster.num_workers", "")),
         }
-    return known | {"name": path.name, "changed": max(filter(None, stamps), default=0.0)}
+    return known | {"name": path.name, "ended": ended, "changed": max(filter(None, stamps), default=0.0)}
+
+
+def described_by(teller: Teller) -> dict[str, Any]:
+    """What `describe` tells, of a run that goes on or was killed: the status and the numbers of its own page."""
+    run = teller.run
+    run.poll_to_the_end()
+    machines = teller.machines()
+    numbers = teller.numbers(machines)
+    return {
+        "status": run.status(),
+        "strategy": run.strategy[:40],
+        "workers": sum(row["role"] != "server" for row in machines),
+        "steps": numbers["step"],
+        "train_loss": numbers["loss"],
+        **{name: numbers[name] for name in ("val_loss", "tokens_per_s", "samples_per_s")},
+        "wall_s": numbers["elapsed_s"],
+    }
 
 
 def last_row(path: Path) -> dict[str, Any]:

@@ -19,15 +19,16 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from smolcluster.comm.addresses import is_loopback
-from smolcluster.dashboard.app import WRITE_S, make_app, needed
-from smolcluster.dashboard.guard import check_token
+from smolcluster.dashboard.app import make_app, needed
 from smolcluster.dashboard.hub import Hub
 from smolcluster.dashboard.runs import Runs
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.processes import APART
+from smolcluster.web import server as web
+from smolcluster.web.guard import check_token
+from smolcluster.web.server import url_of
 
 PORT = 8265
 PORTS_TRIED = 10  # from PORT on, when nobody asked for a certain one
@@ -76,98 +77,27 @@ def choose(run_dir: Path | None, runs: Path) -> tuple[Path, str | None]:
 
 def listen(bind: str, port: int | None) -> socket.socket:
     """A listening socket; where no port was asked for, on the first of the usual ones that is free."""
-    tried = range(PORT, PORT + PORTS_TRIED) if port is None else [port]
-    for number in tried:
-        try:
-            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-            listener = socket.create_server((bind, number), family=family, backlog=128)
-        except OSError as error:
-            reason = error
-            continue
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # who is gone without a word does not keep its connection
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(WRITE_S * 1000))
-        return listener
-    remedy = (
-        "--bind must be an address of this machine" if port == 0 else "choose another with --port (0: any free one)"
-    )
-    raise UserError(f"cannot listen on {bind}:{tried[0]}: {reason.strerror or reason}; {remedy}")
-
-
-def url_of(listener: socket.socket, token: str | None) -> str:
-    """What a person opens. The token is behind the #: browsers do not send that part, so it is in no log."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
-    address = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
-    return address + (f"#token={token}" if token else "")
+    return web.listen(bind, range(PORT, PORT + PORTS_TRIED) if port is None else [port])
 
 
 def serve(place: Place, *, ready: Callable[[str], None], until: threading.Event | None = None) -> None:
     """Serve until Ctrl-C, or until `until` is set. `ready` is told the address when it can be opened."""
     with needed():
-        import uvicorn
+        import uvicorn  # noqa: F401
 
     place = place.checked()
-    listener = listen(place.bind, place.port)
-    names = place.allow_hosts
-    if place.bind in ("0.0.0.0", "::"):
-        names = (*names, socket.gethostname())
-    with contextlib.closing(listener):
+    with contextlib.closing(listen(place.bind, place.port)) as listener:
         hub = Hub(Runs(place.folder))
-        app = make_app(hub, token=place.token, allow_hosts=names, run=place.run)
-        config = uvicorn.Config(
-            app,
-            http=_impatient_protocol(),
-            ws="none",
-            lifespan="off",
-            loop="asyncio",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=16 << 10,
-            limit_concurrency=MOST_CONNECTIONS,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=2,
+        names = (*place.allow_hosts, *web.names_here(place.bind))
+        serving = web.serve(
+            make_app(hub, token=place.token, allow_hosts=names, run=place.run),
+            listener,
+            ready=lambda: ready(url_of(listener, place.token)),
+            closing=hub.close,  # viewers get the last changes, and leave
+            until=until,
+            patience=web.Patience(request_s=REQUEST_S, most_connections=MOST_CONNECTIONS),
         )
-        asyncio.run(_serve(uvicorn.Server(config), hub, listener, until, lambda: ready(url_of(listener, place.token))))
-
-
-async def _serve(
-    server: Any, hub: Hub, listener: socket.socket, until: threading.Event | None, ready: Callable[[], None]
-) -> None:
-    async def watch() -> None:
-        while not server.started:
-            await asyncio.sleep(0.01)
-        ready()
-        while not (server.should_exit or (until is not None and until.is_set())):
-            await asyncio.sleep(0.1)
-        await hub.close()  # viewers get the last changes, and leave
-        server.should_exit = True
-
-    watching = asyncio.create_task(watch())
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-
-
-def _impatient_protocol() -> Any:
-    """uvicorn's, but a connection that never asks anything is closed."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Impatient(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.loop.call_later(REQUEST_S, self._close_if_silent, transport)
-
-        def _close_if_silent(self, transport: Any) -> None:
-            if getattr(self, "cycle", None) is None and not transport.is_closing():
-                transport.abort()
-
-    return Impatient
+        asyncio.run(serving)
 
 
 def give_way() -> None:

@@ -19,7 +19,7 @@ from smolcluster.dashboard.joining import VAL_FIELDS
 from smolcluster.dashboard.links import links_of, shape_of
 from smolcluster.dashboard.machines import MOST_TEXT, Machine, state_of, waiting_s
 from smolcluster.dashboard.reading import Happening, RunReader, shortened
-from smolcluster.dashboard.thin import Curve, finite, tidy
+from smolcluster.dashboard.thin import Curve, finite, moment, tidy
 from smolcluster.observe.board import Seat
 from smolcluster.observe.events import StepLogged
 
@@ -47,7 +47,7 @@ class Teller:
             "time": round(run.now(), 2),
             **self._small(),
             "curves": {name: _plain_curve(curve, 0) for name, curve in self._curves()},
-            "events": [_plain_event(event) for event in sorted(run.events, key=lambda event: event.time)],
+            "events": [_plain_event(event) for event in run.happenings()],
             "num_events": run.num_events,
         }
 
@@ -136,7 +136,6 @@ class Teller:
         here = self.run.here if machine.host and machine.host == self.run.host else {}
         facts = machine.facts or here
         device = self.run.config.get("training.device", "null")
-        rejected = last.get("stale_rejected")
         return {
             "rank": machine.rank,
             "role": machine.role,
@@ -149,12 +148,13 @@ class Teller:
             "step": last.get("step"),
             **{name: tidy(finite(last.get(name))) for name in _ROW},
             "wait_s": tidy(waiting_s(last)),
-            "stale_rejected": rejected if isinstance(rejected, int) else 0,
+            "stale_rejected": int(finite(last.get("stale_rejected")) or 0),
             "sent": round(count.sent),
             "received": round(count.received),
             "sent_per_s": round(count.sent_per_s) if moving else 0,
             "received_per_s": round(count.received_per_s) if moving else 0,
             "losses": machine.losses,
+            "heard": _rounded(last.get("time")),
             "spans": [[_rounded(start), _rounded(end)] for start, end in machine.spans],
         }
 
@@ -181,26 +181,40 @@ class Teller:
         run, joined = self.run, self.run.joined
         status = run.status()
         counted = [row for row in machines if (row["role"] == "server") == joined.served]
-        if status == "training":
-            end: float | None = run.now()
-        else:
-            end = finite(run.summary.get("finished")) if run.ended else run.last_row_time
         split = _means_of_last(run.workers_curve)
         return {
             "step": max((row["step"] for row in counted if row["step"] is not None), default=None),
             "steps": run.total_steps,
-            **{name: tidy(finite(joined.last.get(name))) for name in ("loss", "lr", "grad_norm")},
-            **{name: tidy(finite(joined.last_val.get(name))) for name in VAL_FIELDS},
+            # These stand beside the same numbers of the console and of the list of runs: not rounded before they are shown.
+            **{name: finite(joined.last.get(name)) for name in ("loss", "lr", "grad_norm")},
+            **{name: finite(joined.last_val.get(name)) for name in VAL_FIELDS},
             "best_val_loss": min((p.lowest for p in joined.val.points if p.lowest is not None), default=None),
             **{name: tidy(value) for name, value in self._pace().items()},
             **{name: tidy(split.get(name)) for name in ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")},
             "stale_rejected": sum(row["stale_rejected"] for row in counted),
             "bytes_per_s": sum(row["sent_per_s"] for row in machines),  # what one sends, another receives
-            "bytes": sum(row["sent"] for row in machines),
+            "bytes": self._bytes(machines),
             "started": _rounded(run.first_time),
-            "elapsed_s": None if run.first_time is None or end is None else round(max(0.0, end - run.first_time), 1),
+            "elapsed_s": self._elapsed_s(),
             "eta_s": tidy(self._eta_s()) if status == "training" else None,
         }
+
+    def _bytes(self, machines: list[Row]) -> int:
+        """Sent in all. The summary also has what came after the last rows, and the rows what was sent before a restart."""
+        counted = (finite(self.run.summary.get("bytes_sent")) if self.run.ended else None) or 0.0
+        sent: int = sum(row["sent"] for row in machines)
+        return max(round(counted), sent)
+
+    def _elapsed_s(self) -> float | None:
+        """From the start of the run. When it has ended: what the console and the list of runs say."""
+        run = self.run
+        if run.ended and (told := finite(run.summary.get("wall_s"))) is not None:
+            return round(max(0.0, told), 1)
+        if run.status() == "training":
+            end: float | None = run.now()
+        else:
+            end = moment(run.summary.get("finished")) if run.ended else run.last_row_time
+        return None if run.started is None or end is None else round(max(0.0, end - run.started), 1)
 
     def _pace(self) -> dict[str, float | None]:
         """Tokens and samples per second of the last few rows; of the whole run when it has ended."""

@@ -47,6 +47,7 @@ _BY_IMPORTANCE = (
     *("temp", "memory", "waiting", "comm", "compute", "device", "staleness", "traffic", "host", "step time", "loss"),
     *("step", "state", "machine"),
 )
+_NUMBERS_BY_IMPORTANCE = ("step time", "best", "traffic", "accuracy", "elapsed", "speed", "eta", "val", "")
 _TEXT_COLUMNS = ("machine", "state", "host", "device", "step time", "traffic", "temp")
 
 
@@ -57,8 +58,8 @@ def frame(snapshot: dict[str, Any], *, width: int, height: int, unicode: bool = 
     room = height - 6 - len(snapshot["machines"])
     num_events = max(0, min(len(events), 6, room // 3))
     plot_height = min(14, room - num_events - 5)
-    parts: list[RenderableType] = [_header(snapshot), *_progress(snapshot["numbers"], width, unicode=unicode)]
-    parts.append(_line(_numbers(snapshot)))
+    parts: list[RenderableType] = [_header(snapshot, width), *_progress(snapshot["numbers"], width, unicode=unicode)]
+    parts.append(_line(_numbers(snapshot, width)))
     if snapshot["error"]:
         parts.append(_line(snapshot["error"], "bold red"))
     parts += [Text(), machines]
@@ -69,14 +70,20 @@ def frame(snapshot: dict[str, Any], *, width: int, height: int, unicode: bool = 
     return Group(*parts)
 
 
-def _header(snapshot: dict[str, Any]) -> Text:
+def _header(snapshot: dict[str, Any], width: int) -> Text:
     workers = sum(row["role"] != "server" for row in snapshot["machines"])
     server = " + server" if workers < len(snapshot["machines"]) else ""
-    crew = f"{workers} worker{'s' * (workers != 1)}{server}"
+    crew = f" | {workers} worker{'s' * (workers != 1)}{server}"
     status = snapshot["status"] + (" (still reading)" if snapshot["reading"] else "")
-    text = _line(" | ".join([snapshot["name"], snapshot["strategy"] or "?", ""]), "bold")
+    strategy = snapshot["strategy"] or "?"
+    name = snapshot["name"]
+    if (room := width - len(f" | {strategy} | {status}{crew}")) < 12:
+        room, crew = room + len(crew), ""
+    if len(name) > room >= 6:  # of all of these, a name can best be told from its beginning
+        name = f"{name[: room - 3]}..."
+    text = _line(" | ".join([name, strategy, ""]), "bold")
     text.append(status, style=_STYLES.get(snapshot["status"], "bold"))
-    return text.append(f" | {crew}", style="bold")
+    return text.append(crew, style="bold")
 
 
 def _progress(numbers: dict[str, Any], width: int, *, unicode: bool) -> list[RenderableType]:
@@ -95,27 +102,33 @@ def _progress(numbers: dict[str, Any], width: int, *, unicode: bool) -> list[Ren
     return [grid]
 
 
-def _numbers(snapshot: dict[str, Any]) -> str:
+def _numbers(snapshot: dict[str, Any], width: int) -> str:
+    """As many as there is room for; none is cut."""
     numbers, moving = snapshot["numbers"], snapshot["status"] == "training"
-    parts = []
+    parts: dict[str, str] = {}
     if numbers["loss"] is not None:
-        parts.append(f"loss {number(numbers['loss'])}")
+        parts["loss"] = f"loss {number(numbers['loss'])}"
     if numbers["val_loss"] is not None:
-        parts.append(f"val {number(numbers['val_loss'])} (best {number(numbers['best_val_loss'])})")
+        parts["val"] = f"val {number(numbers['val_loss'])}"
+        parts["best"] = f"(best {number(numbers['best_val_loss'])})"
     if numbers["val_accuracy"] is not None:
-        parts.append(f"acc {numbers['val_accuracy']:.1%}")
+        parts["accuracy"] = f"acc {numbers['val_accuracy']:.1%}"
     if numbers["tokens_per_s"]:
-        parts.append(f"{short(numbers['tokens_per_s'])} tok/s")
+        parts["speed"] = f"{short(numbers['tokens_per_s'])} tok/s"
     elif numbers["samples_per_s"]:
-        parts.append(f"{short(numbers['samples_per_s'])} samples/s")
+        parts["speed"] = f"{short(numbers['samples_per_s'])} samples/s"
     if numbers["step_time_s"] is not None:
-        parts.append(f"step {duration(numbers['step_time_s'])}")
-    parts.append(f"{size(numbers['bytes_per_s'])}/s" if moving else f"{size(numbers['bytes'])} sent")
+        parts["step time"] = f"step {duration(numbers['step_time_s'])}"
+    parts["traffic"] = f"{size(numbers['bytes_per_s'])}/s" if moving else f"{size(numbers['bytes'])} sent"
     if numbers["elapsed_s"] is not None:
-        parts.append(f"elapsed {clock(numbers['elapsed_s'])}")
+        parts["elapsed"] = f"elapsed {clock(numbers['elapsed_s'])}"
     if numbers["eta_s"] is not None:
-        parts.append(f"eta {clock(numbers['eta_s'])}")
-    return "  ".join(parts)
+        parts["eta"] = f"eta {clock(numbers['eta_s'])}"
+    for name in _NUMBERS_BY_IMPORTANCE:
+        if len(text := "  ".join(parts.values()).replace("  (", " (")) <= width:
+            break
+        parts.pop(name, None)
+    return text
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
@@ -159,7 +172,7 @@ def _machine_table(machines: list[dict[str, Any]], *, width: int, most: int) -> 
     for name in _BY_IMPORTANCE:
         if sum(widths[column] for column in columns) > width + 2 and name in columns and len(columns) > 2:
             columns.remove(name)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=True)
     for row, machine in list(zip(rows, machines, strict=True))[:most]:
@@ -174,7 +187,7 @@ def _plot(curves: dict[str, Any], *, width: int, height: int, unicode: bool) -> 
     joined, val = curves["joined"]["columns"], curves["val"]["columns"]
     if not joined["step"]:
         return ""
-    points = sorted(zip(joined["step"], joined["loss"], strict=True))
+    points = sorted(zip(joined["step"], joined["loss"], strict=True), key=lambda point: point[0])  # a loss may be None
     marks = [(x, y) for x, y in zip(val["step"], val["val_loss"], strict=True) if y is not None]
     losses = [math.nan if y is None else y for _, y in points]
     return loss_plot([x for x, _ in points], losses, width=min(width, 120), height=height, val=marks, unicode=unicode)

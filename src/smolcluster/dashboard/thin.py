@@ -11,13 +11,13 @@ doubles. All of this is exact: a point of 64 rows has their mean, however it cam
 from __future__ import annotations
 
 import bisect
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 LEAST_POINTS = 60
 MOST_POINTS = 480
-_LARGEST = sys.float_info.max
+_LARGEST = 1e100  # so that no sum, mean or product of such numbers is out of range
+_LATEST = 2.0**35  # seconds: the year 3058, which every clock and calendar can tell
 
 
 def limit_for(num_curves: int, *, points: int = 12_000) -> int:
@@ -139,16 +139,23 @@ class Curve:
 
 
 def finite(value: Any) -> float | None:
-    """A number that can be drawn. A loss that diverged (NaN, infinity, or their names) leaves a gap."""
+    """A number that can be drawn. A loss that diverged (NaN, infinity, or their names) leaves a gap, and so does a number that
+    nothing in a run can have: a damaged row has such."""
     kind = value.__class__
     if kind is float:
         return value if -_LARGEST <= value <= _LARGEST else None
     return float(value) if kind is int and -_LARGEST <= value <= _LARGEST else None
 
 
+def moment(value: Any) -> float | None:
+    """A time, in seconds since 1970."""
+    found = finite(value)
+    return found if found is not None and 1.0 <= found < _LATEST else None
+
+
 def tidy(value: float | None) -> float | None:
-    """Six digits: more than a screen shows, and half as many bytes."""
-    return None if value is None else float(f"{value:.6g}")
+    """Eight digits: half as many bytes. A screen shows five, and rounding twice must not give another fifth."""
+    return None if value is None else float(f"{value:.8g}")
 
 
 def _either(choose: Any, a: float | None, b: float | None) -> float | None:

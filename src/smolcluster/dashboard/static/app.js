@@ -1,10 +1,7 @@
-// The page: which run, which view, and the line to the server.
+// The page: which run, which view, and the line to the server. The views are loaded while the run is already asked for.
 
+import { changed } from "./colors.js";
 import { attr, el, hideTip, text } from "./dom.js";
-import { Config } from "./config.js";
-import { Logs } from "./logs.js";
-import { Overview } from "./overview.js";
-import { Runs } from "./runs.js";
 import { RUN_STATES } from "./states.js";
 import { ask, follow, login, NeedsToken } from "./store.js";
 import { startTheme } from "./theme.js";
@@ -13,9 +10,11 @@ const VIEWS = ["overview", "logs", "config", "runs"];
 const $ = (id) => document.getElementById(id);
 const main = $("main");
 const views = {};
+let makers = null; // of the views, when they are loaded
 let runs = [];
+let listed = false; // whether those are known yet
 let chosen = null; // the run that the command named
-let current = null; // the run that is shown
+let current; // the run that is shown, null while there is none; not known at first
 let view = "overview";
 let state = null;
 let stop = null;
@@ -37,6 +36,7 @@ const address = (run, which) => `#/${encodeURIComponent(run ?? "")}/${which}`;
 
 function show() {
   const asked = readAddress();
+  if (view !== asked.view) scrollTo(0, 0);
   view = asked.view;
   const run = asked.run ?? chosen ?? runs[0]?.name ?? null;
   for (const link of document.querySelectorAll(".tabs a")) {
@@ -44,10 +44,12 @@ function show() {
     attr(link, "aria-current", link.dataset.view === view ? "page" : null);
   }
   hideTip();
-  if (run !== current) open(run);
-  views[view] ??= { overview: () => new Overview(), logs: () => new Logs(), config: () => new Config(), runs: () => new Runs({ open: (name) => address(name, "overview") }) }[view]();
-  if (main.firstChild !== views[view].node) main.replaceChildren(views[view].node);
-  views.logs?.show(current);
+  if (run !== current && (listed || asked.run)) open(run);
+  if (makers) {
+    views[view] ??= makers[view]();
+    if (main.firstChild !== views[view].node) main.replaceChildren(views[view].node);
+    views.logs?.show(current);
+  }
   draw();
 }
 
@@ -56,9 +58,8 @@ function open(run) {
   stop = null;
   state = null;
   current = run;
-  const here = runs.some((one) => one.name === run);
   main.dataset.empty = "yes";
-  if (!run || !here) {
+  if (!run || (listed && !runs.some((one) => one.name === run))) {
     note(run ? `waiting for the run ${run} to begin` : "waiting for the first run in this folder: smolcluster train");
     return;
   }
@@ -85,7 +86,7 @@ function draw() {
     else if (state.reading) note("reading a long run…");
     else if (state.status === "silent") note("nothing has been written for a while: the run may have been killed", "warn");
     else note("");
-    if (view !== "runs") views[view].set(state);
+    if (view !== "runs") views[view]?.set(state);
   });
 }
 
@@ -133,6 +134,9 @@ function askForToken() {
     if (await login(input.value.trim())) {
       delete node.dataset.kind;
       node.hidden = true;
+      stop?.();
+      stop = null; // it was asked for in vain
+      current = undefined;
       await refresh();
     } else text(form.firstChild, "That is not it; the address that the command printed has it behind #token=.");
   });
@@ -147,9 +151,11 @@ async function refresh() {
     const found = await ask("/api/runs");
     runs = found.runs;
     chosen = found.chosen;
+    listed = true;
     const run = readAddress().run ?? chosen ?? runs[0]?.name ?? null;
-    if ((!stop && follows !== "ended" && runs.some((one) => one.name === run)) || (run !== current && !current)) {
-      current = null;
+    if (stop && !state && run === current && !runs.some((one) => one.name === run)) open(run); // there is none yet
+    else if ((!stop && follows !== "ended" && runs.some((one) => one.name === run)) || (run !== current && !current)) {
+      current = undefined;
       show();
     } else draw();
   } catch (error) {
@@ -157,8 +163,14 @@ async function refresh() {
   }
 }
 
+async function load() {
+  const [{ Overview }, { Logs }, { Config }, { Runs }] = await Promise.all([import("./overview.js"), import("./logs.js"), import("./config.js"), import("./runs.js")]);
+  makers = { overview: () => new Overview(), logs: () => new Logs(), config: () => new Config(), runs: () => new Runs({ open: (name) => address(name, "overview") }) };
+  show();
+}
+
 async function start() {
-  startTheme($("theme"));
+  startTheme($("theme"), changed);
   const token = location.hash.match(/^#token=(.+)$/)?.[1];
   if (token) {
     history.replaceState(null, "", location.pathname); // not to be left in the address bar
@@ -167,15 +179,16 @@ async function start() {
   addEventListener("hashchange", show);
   $("run").addEventListener("change", (event) => (location.hash = address(event.target.value, view)));
   addEventListener("keydown", (event) => {
-    if (event.target.matches("input, select, textarea") || event.metaKey || event.ctrlKey || event.altKey) return;
+    if (event.target.matches("input:not([type=checkbox]), select, textarea") || event.metaKey || event.ctrlKey || event.altKey) return;
     if (event.key === "/") {
       event.preventDefault();
       location.hash = address(readAddress().run, "logs");
       setTimeout(() => $("log-search")?.focus(), 50);
     } else if (/^[1-4]$/.test(event.key)) location.hash = address(readAddress().run, VIEWS[event.key - 1]);
   });
+  load();
+  if (readAddress().run) show(); // no need to wait for the list
   await refresh();
-  show();
   setInterval(() => {
     if (document.hidden) return;
     if (view === "overview") views.overview?.tick();

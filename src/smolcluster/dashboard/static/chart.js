@@ -2,21 +2,21 @@
 
 import { el, hideTip, showTip } from "./dom.js";
 import { axis as axisText, clock, count } from "./format.js";
-import { color, onTheme } from "./theme.js";
+import { color, onTheme } from "./colors.js";
 
 const PAD = { top: 10, right: 12, bottom: 24, left: 52 };
 const charts = new Set();
 onTheme(() => charts.forEach((chart) => chart.draw()));
 
-/** Round values between two ends: 0, 200, 400, ... */
-export function ticks(low, high, most) {
+/** Round values between two ends: 0, 200, 400, ... `least`: between two of them. */
+export function ticks(low, high, most, least = 0) {
   if (!(high > low)) return [low];
   const rough = (high - low) / Math.max(1, most);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
+  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= Math.max(rough, least)) ?? least;
   const found = [];
   for (let i = Math.ceil(low / step); i * step <= high + step * 1e-9; i++) found.push(i * step);
-  return found;
+  return found.length ? found : [low, high];
 }
 
 function timeTicks(low, high, most) {
@@ -146,7 +146,7 @@ export class Chart {
       y1 += room;
       if (!this.zero) y0 -= room;
     }
-    if (x1 === x0) x1 = x0 + 1;
+    if (x1 === x0) [x0, x1] = x0 > 0 ? [0, 2 * x0] : [x0 - 1, x0 + 1]; // a single point is in the middle
     return { x0, x1, y0, y1 };
   }
 
@@ -212,7 +212,7 @@ export class Chart {
     g.textBaseline = "top";
     g.textAlign = "center";
     const most = Math.max(5, plot.w / 90);
-    const xs = this.x === "time" ? timeTicks(range.x0, range.x1, most) : ticks(range.x0, range.x1, most);
+    const xs = this.x === "time" ? timeTicks(range.x0, range.x1, most) : ticks(range.x0, range.x1, most, 1); // there is no half of a step
     for (const value of xs) {
       const x = px(value);
       const text = this.x === "time" ? clock(value) : axisText(value);

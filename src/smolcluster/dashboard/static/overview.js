@@ -5,7 +5,7 @@ import { attr, card, choice, el, keyed, text } from "./dom.js";
 import { byteRate, bytes, clock, count, DASH, degrees, duration, known, number, percent, rate, short, timeOfDay } from "./format.js";
 import { deviceOf, heatOf, memoryOf, Picture } from "./picture.js";
 import { badge, EVENTS, STATES } from "./states.js";
-import { rankColor } from "./theme.js";
+import { rankColor } from "./colors.js";
 import { Timeline } from "./timeline.js";
 
 const SPLIT = [
@@ -186,7 +186,7 @@ export class Overview {
 
   listEvents(state) {
     const newest = state.events.slice(-120).reverse();
-    const stamp = `${state.num_events}|${newest[0]?.time}|${newest.length}`;
+    const stamp = newest.map((event) => event.time + event.kind).join();
     if (stamp === this.listed) return;
     this.listed = stamp;
     const rows = newest.map((event) => {
@@ -244,10 +244,11 @@ class Tiles {
     this.received = 0;
   }
 
-  put(id, value, sub = "") {
+  put(id, value, sub = "", title = null) {
     const { value: big, sub: small } = this.made.get(id);
     text(big, value);
     text(small, sub);
+    attr(small, "title", title);
   }
 
   set(state) {
@@ -264,7 +265,7 @@ class Tiles {
     this.progress.hidden = share === null;
     this.bar.style.width = `${100 * (share ?? 0)}%`;
     attr(this.progress, "aria-valuenow", share === null ? null : Math.round(share * 100));
-    this.put("loss", number(n.loss), known(n.lr) ? `learning rate ${n.lr.toPrecision(2)}` : "");
+    this.put("loss", number(n.loss), known(n.lr) ? `lr ${Number(n.lr.toPrecision(3))}` : "", "learning rate");
     const accuracy = known(n.val_accuracy) ? `, accuracy ${(100 * n.val_accuracy).toFixed(1)} %` : "";
     this.put("val", number(n.val_loss), known(n.best_val_loss) ? `best ${number(n.best_val_loss)}${accuracy}` : "not evaluated yet");
     this.put("rate", ...rate(n));
@@ -345,7 +346,7 @@ class Links {
     this.body = el("tbody");
     const head = el("tr", {}, ...[["link", ""], ["now", "n"], ["in all", "n"]].map(([title, kind]) => el("th", { scope: "col", class: kind || null }, title)));
     this.note = el("p", { class: "fine", hidden: true }, "≈ follows from what each machine sent and received in all");
-    this.node = el("div", { class: "scroll tall" }, el("table", { class: "links" }, el("thead", {}, head), this.body), this.note);
+    this.node = el("div", {}, el("div", { class: "scroll tall" }, el("table", { class: "links" }, el("thead", {}, head), this.body)), this.note);
   }
 
   set(state) {

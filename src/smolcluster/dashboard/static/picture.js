@@ -2,102 +2,13 @@
 
 import { attr, hideTip, showTip, svg, text, el } from "./dom.js";
 import { byteRate, bytes, degrees, duration, known, number, percent, short } from "./format.js";
+import { layout, together, way } from "./layout.js";
 import { glyph, STATES } from "./states.js";
-import { rankColor } from "./theme.js";
+import { rankColor } from "./colors.js";
 
-const CARD = { w: 158, h: 64 };
 const PERIOD = 16; // between two dots of a link
 const SIDE = 4.5; // of a link's two directions
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-
-/** Where everybody stands. Pure: the same machines and width, the same picture. */
-export function layout(shape, ranks, server, width) {
-  const narrow = width < 600;
-  const num = ranks.length;
-  const compact = num > (narrow ? 12 : 10);
-  const places = new Map();
-  const put = (rank, x, y, size) => places.set(rank, { x, y, ...size });
-  const card = { w: narrow ? Math.min(CARD.w, (width - 28) / 2) : CARD.w, h: CARD.h };
-  const done = (height, size = card) => ({ places, height, compact, narrow, size });
-
-  if (compact) {
-    const height = narrow ? 320 : 380;
-    const across = Math.max(6, Math.min(34, (0.92 * Math.PI * (width + height)) / 2 / num - 4));
-    const size = { w: across, h: across, round: true };
-    const [rx, ry] = [width / 2 - size.w / 2 - 4, height / 2 - size.h / 2 - 4];
-    ranks.forEach((rank, i) => {
-      const angle = -Math.PI / 2 + (2 * Math.PI * i) / num;
-      put(rank, width / 2 + rx * Math.cos(angle), height / 2 + ry * Math.sin(angle), size);
-    });
-    if (server !== null) put(server, width / 2, height / 2, card);
-    return done(height, size);
-  }
-  if (shape === "alone") {
-    ranks.forEach((rank) => put(rank, width / 2, 70, card));
-    return done(140);
-  }
-  if (shape === "line") {
-    const many = narrow ? 1 : Math.min(num, Math.floor(width / 150));
-    const size = { w: narrow ? card.w : Math.min(CARD.w, width / many - 44), h: card.h };
-    ranks.forEach((rank, i) => {
-      const [row, column] = [Math.floor(i / many), i % many];
-      put(rank, (width / many) * (column + 0.5), 46 + row * (card.h + 48), size);
-    });
-    return done(92 + (Math.ceil(num / many) - 1) * (card.h + 48), size);
-  }
-  const half = Math.ceil(num / 2);
-  if (shape === "star" && !narrow) {
-    // The server in the middle, workers in a column on either side.
-    const step = card.h + 26;
-    const height = Math.max(150, half * step + 10);
-    ranks.forEach((rank, i) => {
-      const [left, row] = [i % 2 === 0, i >> 1];
-      const inColumn = left ? half : num - half;
-      put(rank, left ? card.w / 2 + 6 : width - card.w / 2 - 6, height / 2 + (row - (inColumn - 1) / 2) * step, card);
-    });
-    put(server, width / 2, height / 2, card);
-    return done(height);
-  }
-  if (shape === "star") {
-    put(server, width / 2, 8 + card.h / 2, card);
-    ranks.forEach((rank, i) => {
-      const inRow = Math.min(2, num - (i - (i % 2)));
-      put(rank, (width / inRow) * ((i % 2) + 0.5), card.h + 62 + (i >> 1) * (card.h + 46) + card.h / 2, card);
-    });
-    return done(card.h + 62 + half * (card.h + 46) - 38);
-  }
-  // A ring goes along the upper row and back along the lower one; a coordinator stands between them.
-  if (narrow) {
-    const top = server === null ? 8 : card.h + 62;
-    ranks.forEach((rank, i) => {
-      const row = i < half ? i : num - 1 - i;
-      put(rank, i < half ? card.w / 2 + 4 : width - card.w / 2 - 4, top + row * (card.h + 46) + card.h / 2, card);
-    });
-    if (server !== null) put(server, width / 2, 8 + card.h / 2, card);
-    return done(top + half * (card.h + 46) - 38);
-  }
-  const size = { w: Math.min(CARD.w, width / half - 46), h: CARD.h };
-  const between = server === null ? 66 : CARD.h + 96;
-  const height = num === 2 && server === null ? 130 : 2 * size.h + between + 16;
-  ranks.forEach((rank, i) => {
-    const upper = i < half;
-    const [inRow, column] = upper ? [half, i] : [num - half, num - 1 - i];
-    const y = num === 2 && server === null ? height / 2 : upper ? 8 + size.h / 2 : height - 8 - size.h / 2;
-    const x = num === 2 && server === null ? (i ? width - size.w / 2 - 30 : size.w / 2 + 30) : (width / inRow) * (column + 0.5);
-    put(rank, x, y, size);
-  });
-  if (server !== null) put(server, width / 2, height / 2, card);
-  return done(height, size);
-}
-
-/** Where the line from a to b leaves a. */
-export function edge(a, b) {
-  const [dx, dy] = [b.x - a.x, b.y - a.y];
-  const length = Math.hypot(dx, dy) || 1;
-  if (a.round) return { x: a.x + (dx / length) * (a.w / 2 + 3), y: a.y + (dy / length) * (a.w / 2 + 3) };
-  const scale = Math.min(dx ? (a.w / 2 + 3) / Math.abs(dx) : Infinity, dy ? (a.h / 2 + 3) / Math.abs(dy) : Infinity);
-  return { x: a.x + dx * scale, y: a.y + dy * scale };
-}
 
 /** Pixels per second of dots, for bytes per second: a thousand times more is 70 px/s faster. */
 export const speed = (perSecond) => (perSecond > 0 ? 14 + 23 * Math.max(0, Math.log10(perSecond / 1e3)) : 0);
@@ -199,25 +110,30 @@ export class Picture {
       attr(made.name, "y", 4);
       return;
     }
-    const [x, y, w, h] = [-place.w / 2, -place.h / 2, place.w, place.h];
-    for (const [name, value] of Object.entries({ x, y, width: w, height: h })) attr(made.frame, name, value);
+    // A machine that is higher than its words has them in its middle; one that is lower has fewer of them.
+    const [x, w, h] = [-place.w / 2, place.w, Math.min(64, place.h)];
+    const y = -h / 2;
+    for (const [name, value] of Object.entries({ x, y: -place.h / 2, width: w, height: place.h })) attr(made.frame, name, value);
     const server = machine.role === "server";
-    for (const [name, value] of Object.entries({ x: x + 5, y: y + 9, width: 3, height: h - 18 })) attr(made.stripe, name, value);
+    const inset = h < 46 ? 6 : 9;
+    for (const [name, value] of Object.entries({ x: x + 5, y: inset - place.h / 2, width: 3, height: place.h - 2 * inset })) attr(made.stripe, name, value);
     made.stripe.style.fill = server ? "var(--fg)" : `var(--${rankColor(machine.rank)})`;
     if (made.state !== machine.state) {
       made.state = machine.state;
       made.mark.replaceChildren(glyph(machine.state));
     }
-    attr(made.mark, "transform", `translate(${x + 14} ${y + 7})`);
-    place_(made.name, x + 34, y + 19.5, machine.name);
-    place_(made.heat, x + w - 10, y + 19.5, known(heatOf(machine)) && w > 140 ? degrees(heatOf(machine)) : "");
+    const first = h < 46 ? 0 : y + 15; // the middle of the first line
+    attr(made.mark, "transform", `translate(${x + 14} ${first - 8})`);
+    place_(made.name, x + 34, first + 4.5, machine.name);
+    place_(made.heat, x + w - 10, first + 4.5, known(heatOf(machine)) && w > 140 ? degrees(heatOf(machine)) : "");
     attr(made.heat, "text-anchor", "end");
     attr(made.words, "x", x + 15);
     attr(made.words, "y", y + 37);
+    attr(made.words, "visibility", h < 46 ? "hidden" : "visible");
     text(made.state_, word);
     fit(made, [machine.host, deviceOf(machine)].filter(Boolean).join(" · "), word, w - 25);
     const [used, total] = memoryOf(machine);
-    const share = known(used) && total ? Math.min(1, used / total) : null;
+    const share = h >= 64 && known(used) && total ? Math.min(1, used / total) : null;
     attr(made.memory, "visibility", share === null ? "hidden" : "visible");
     attr(made.used, "visibility", share === null ? "hidden" : "visible");
     for (const [bar, width] of [[made.memory, w - 26], [made.used, (w - 26) * (share ?? 0)]]) {
@@ -230,8 +146,8 @@ export class Picture {
     const gone = new Set(this.links.keys());
     const down = new Set(state.machines.filter((m) => ["lost", "evicted", "left"].includes(m.state)).map((m) => m.rank));
     for (const link of state.links) {
-      const [a, b] = [plan.places.get(link.source), plan.places.get(link.target)];
-      if (!a || !b) continue;
+      const found = way(plan, link.source, link.target);
+      if (!found) continue;
       const key = `${link.source}>${link.target}`;
       gone.delete(key);
       let made = this.links.get(key);
@@ -241,10 +157,7 @@ export class Picture {
         this.links.set(key, made);
         this.rails.append(made.node);
       }
-      const [from, to] = [edge(a, b), edge(b, a)];
-      const length = Math.hypot(to.x - from.x, to.y - from.y) || 1;
-      const [nx, ny] = [(-(to.y - from.y) / length) * SIDE, ((to.x - from.x) / length) * SIDE];
-      const path = `M${(from.x + nx).toFixed(1)} ${(from.y + ny).toFixed(1)}L${(to.x + nx).toFixed(1)} ${(to.y + ny).toFixed(1)}`;
+      const path = drawn(found);
       attr(made.rail, "d", path);
       attr(made.flow, "d", path);
       const broken = down.has(link.source) || down.has(link.target);
@@ -275,27 +188,19 @@ export class Picture {
     if (Math.abs(link.animation.playbackRate - wanted) > 0.1 * wanted) link.animation.updatePlaybackRate(wanted);
   }
 
-  /** Bytes per second beside the links, where there is room. */
+  /** Bytes per second above or beside the links. */
   drawRates(state, plan) {
-    const pairs = new Map();
-    for (const link of state.links) {
-      const key = [link.source, link.target].sort((a, b) => a - b).join();
-      if (!pairs.has(key)) pairs.set(key, []);
-      pairs.get(key).push(link);
-    }
-    const shown = !plan.compact && pairs.size <= 10;
     const labels = [];
-    for (const links of shown ? pairs.values() : []) {
-      const [a, b] = [plan.places.get(links[0].source), plan.places.get(links[0].target)];
+    for (const links of plan.compact ? [] : together(plan, state.links)) {
+      const found = way(plan, links[0].source, links[0].target);
       const total = links.reduce((sum, link) => sum + link.per_s, 0);
-      if (!a || !b || !total) continue;
-      const [from, to] = [edge(a, b), edge(b, a)];
+      if (!found || !total) continue;
       const words = byteRate(total);
+      const { x, y, anchor = "middle", turned, boxed } = found.label;
+      const label = svg("text", { "text-anchor": anchor, y: 4 }, words);
       const width = words.length * 6.2 + 12;
-      if (Math.hypot(to.x - from.x, to.y - from.y) < 34) continue;
-      const box = svg("rect", { x: -width / 2, y: -9, width, height: 18, rx: 9 });
-      const label = svg("text", { "text-anchor": "middle", y: 4 }, words);
-      labels.push(svg("g", { transform: `translate(${(from.x + to.x) / 2} ${(from.y + to.y) / 2})` }, box, label));
+      const box = boxed ? svg("rect", { x: -width / 2, y: -9, width, height: 18, rx: 9 }) : null;
+      labels.push(svg("g", { transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})${turned ? " rotate(-90)" : ""}` }, box, label));
     }
     this.labels.replaceChildren(...labels);
   }
@@ -303,6 +208,14 @@ export class Picture {
   highlight(rank) {
     for (const [key, made] of this.machines) attr(made.node, "data-hover", key === rank ? "yes" : null);
   }
+}
+
+/** A link as a path; the two directions of one lie beside each other. */
+function drawn({ points, alone }) {
+  const [[x0, y0], [x1, y1]] = points;
+  const length = Math.hypot(x1 - x0, y1 - y0) || 1;
+  const [nx, ny] = alone ? [0, 0] : [(-(y1 - y0) / length) * SIDE, ((x1 - x0) / length) * SIDE];
+  return `M${points.map(([x, y]) => `${(x + nx).toFixed(1)} ${(y + ny).toFixed(1)}`).join("L")}`;
 }
 
 function place_(node, x, y, words) {
@@ -320,6 +233,7 @@ function fit(made, where, word, room) {
   for (let most = where.length - 1; most > 0 && made.words.getComputedTextLength() > room; most--) {
     text(made.where, `  ${where.slice(0, most).trimEnd()}…`);
   }
+  if (made.words.getComputedTextLength() > room) text(made.where, "");
 }
 
 export const deviceOf = (machine) => machine.device || (machine.facts.device_memory_total_bytes ? "gpu" : "");

@@ -5,7 +5,7 @@ import { card, choice, el } from "./dom.js";
 import { clock, count, day, DASH, duration, known, number, short } from "./format.js";
 import { RUN_STATES } from "./states.js";
 import { ask } from "./store.js";
-import { COLORS } from "./theme.js";
+import { COLORS } from "./colors.js";
 
 const MOST = 8;
 

@@ -21,7 +21,6 @@ export const RUN_STATES = {
   silent: "warn",
   failed: "bad",
   interrupted: "warn",
-  running: "muted",
 };
 
 const stroke = { fill: "none", stroke: "currentColor", "stroke-width": 1.8, "stroke-linecap": "round", "stroke-linejoin": "round" };

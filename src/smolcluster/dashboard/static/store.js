@@ -18,14 +18,19 @@ export function applySnapshot(news) {
 
 const MOST_EVENTS = 400;
 
+/** A checkpoint is an event as long as it is kept. */
+const saved = ({ time, text, step }) => ({ time, kind: "checkpoint", text, step });
+
 export function applyChanges(state, news) {
   const next = { ...state, ...news, curves: state.curves, events: state.events };
   if (news.curves) {
     next.curves = { ...state.curves };
     for (const [name, curve] of Object.entries(news.curves)) next.curves[name] = applyCurve(state.curves[name], curve);
   }
-  if (news.events) {
-    next.events = state.events.concat(news.events).sort((a, b) => a.time - b.time).slice(-MOST_EVENTS);
+  if (news.events || news.checkpoints) {
+    const told = state.events.filter((event) => event.kind !== "checkpoint").concat(news.events ?? []);
+    told.sort((a, b) => a.time - b.time);
+    next.events = told.slice(-MOST_EVENTS).concat(next.checkpoints.map(saved)).sort((a, b) => a.time - b.time);
   }
   return next;
 }

@@ -3,7 +3,7 @@
 import { attr, hideTip, showTip, svg, text, el } from "./dom.js";
 import { clock, timeOfDay } from "./format.js";
 import { EVENTS, glyph } from "./states.js";
-import { rankColor } from "./theme.js";
+import { rankColor } from "./colors.js";
 
 const MOST_LANES = 14;
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
@@ -21,8 +21,10 @@ export class Timeline {
     const width = this.node.parentElement.clientWidth;
     const start = Math.min(state.numbers.started ?? Infinity, ...state.events.map((e) => e.time));
     if (!width || !Number.isFinite(start)) return;
-    const ended = ["finished", "failed", "interrupted"].includes(state.status);
-    const last = Math.max(start + 1, ...state.events.map((e) => e.time), ...state.machines.flatMap((m) => m.spans.flat()));
+    // Only where somebody trains does time go on; of one who fell silent the bar ends where it was heard last.
+    const ended = !["starting", "training"].includes(state.status);
+    const heard = state.machines.map((m) => m.heard ?? start);
+    const last = Math.max(start + 1, ...state.events.map((e) => e.time), ...state.machines.flatMap((m) => m.spans.flat()), ...heard);
     const end = ended ? last : Math.max(last, state.time);
     const left = width < 520 ? 66 : 84;
     const x = (time) => left + ((time - start) / (end - start)) * (width - left - 14);
@@ -59,8 +61,10 @@ export class Timeline {
   lane(machine, y, x, end, ended) {
     const name = svg("text", { class: "lane", x: 0, y: y + 13 });
     text(name, machine.name);
+    const silent = machine.state === "silent";
     const bars = machine.spans.map(([from, to]) => {
-      const bar = svg("rect", { class: to === null && !ended ? "span open" : "span", x: x(from), y: y + 5, width: Math.max(2, x(to ?? end) - x(from)), height: 10, rx: 3 });
+      const until = to ?? (silent ? Math.max(from, machine.heard ?? from) : end);
+      const bar = svg("rect", { class: to === null && !ended && !silent ? "span open" : "span", x: x(from), y: y + 5, width: Math.max(2, x(until) - x(from)), height: 10, rx: 3 });
       bar.style.fill = machine.role === "server" ? "var(--fg)" : `var(--${rankColor(machine.rank)})`;
       return bar;
     });

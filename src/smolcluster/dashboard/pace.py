@@ -1,0 +1,60 @@
+"""Which step the run was at, at some time: for rows of workers that count steps of their own.
+
+The server's rows say when it was at which step. They do not always come in order: a row that waits for its evaluation is
+written after those of later steps. So they are kept by their times, and a worker's row lies between two of them; one that is
+newer than all of them goes on at the pace of the last two.
+
+    server      50 ----- 55 ----- 60           (and 50 again, late: it takes its place)
+    worker            ^ 53           ^ 62
+
+The steps of one worker never go back, unless the server does.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+MOST_STEPS = 64
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._steps: list[int] = []
+        self._drawn: dict[int, tuple[float, float]] = {}  # by rank: its latest row, time and step
+
+    @property
+    def known(self) -> bool:
+        return bool(self._times)
+
+    def add(self, time: float, step: int) -> None:
+        """A row of the server's."""
+        if self._times and time > self._times[-1] and step < self._steps[-1]:  # it goes on from an earlier step
+            self._times, self._steps, self._drawn = [], [], {}
+        index = bisect.bisect(self._times, time)
+        self._times.insert(index, time)
+        self._steps.insert(index, step)
+        if len(self._times) > MOST_STEPS:
+            del self._times[0], self._steps[0]
+
+    def step_at(self, time: float, *, rank: int, last: int | None = None) -> float:
+        """The step of the run, at most `last`, for a row of this rank."""
+        step = self._between(time)
+        if last is not None:
+            step = min(step, float(last))
+        before, least = self._drawn.get(rank, (time, step))
+        if time >= before:
+            step = max(step, least)
+            self._drawn[rank] = (time, step)
+        return step
+
+    def _between(self, time: float) -> float:
+        times, steps = self._times, self._steps
+        index = bisect.bisect(times, time)
+        if index == 0 or len(times) == 1:
+            return float(steps[0])
+        # Beyond the last row: as far as the next one, should it come at the same pace.
+        first = min(index, len(times) - 1) - 1
+        (t0, t1), (s0, s1) = times[first : first + 2], steps[first : first + 2]
+        share = (time - t0) / (t1 - t0) if t1 > t0 else 1.0
+        return s0 + min(share, 2.0) * (s1 - s0)

@@ -1,0 +1,33 @@
+// Light or dark: as the system says, until somebody chooses. Shared by all pages.
+
+const KEY = "theme";
+
+function stored() {
+  try {
+    return localStorage.getItem(KEY);
+  } catch {
+    return null; // storage may be forbidden
+  }
+}
+
+/** `changed` is called whenever the colours are others. */
+export function startTheme(button, changed = () => {}) {
+  const root = document.documentElement;
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const show = (wish) => {
+    if (wish === "light" || wish === "dark") root.dataset.theme = wish;
+    else delete root.dataset.theme;
+    changed();
+  };
+  show(stored());
+  dark.addEventListener("change", changed);
+  button.addEventListener("click", () => {
+    const next = (root.dataset.theme ?? (dark.matches ? "dark" : "light")) === "dark" ? "light" : "dark";
+    try {
+      localStorage.setItem(KEY, next);
+    } catch {
+      // then for this page only
+    }
+    show(next);
+  });
+}
