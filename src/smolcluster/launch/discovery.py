@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smolcluster.config.checks import HOST_NAME
 from smolcluster.errors import MissingExtra, UserError
 
 KIND = "_smolcluster._tcp.local."
@@ -88,6 +89,8 @@ def find_offers(
             return
         system = (info.properties.get(b"system") or b"").decode("utf-8", "replace")[:40]
         label = name.removesuffix(f".{KIND}")
+        if not HOST_NAME.fullmatch(label):  # what `join` would not announce is not written into anybody's file
+            return
         with changed:
             found[name] = Offer(name=label, addresses=tuple(info.parsed_addresses()), port=info.port, system=system)
             changed.notify_all()

@@ -406,6 +406,9 @@ def invitation(config: Config, port: int) -> Iterator[str]:
         host = cluster.host_ip.get(cluster.server or "") or socket.gethostname()
     address = _join(host, port)
     count = cluster.num_workers or 1
+    if "SMOLCLUSTER_CLUSTER" in os.environ:  # `up` has started this process, and starts the workers
+        yield f"listening on {_join(cluster.bind, port)}; {count} worker{'s' * (count != 1)} expected"
+        return
     yield f"listening on {_join(cluster.bind, port)}; {count} worker{'s' * (count != 1)} expected:"
     names = [*cluster.workers, *["HOSTNAME"] * count]
     for rank in range(min(count, 8)):

@@ -23,7 +23,7 @@ from typing import Any
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.engine.spec import WorkerSpec
+from smolcluster.engine.spec import ENVIRONMENT, WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.observe.jsonl import truncate_metrics
@@ -169,7 +169,7 @@ def run_assigned(
 
     `tell` shows an error where this cannot raise it: a rank that waits for one that is lost is ended by another thread.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what becomes of connections is told in our words, once
+    os.environ.update(ENVIRONMENT | os.environ)
     outcome = Outcome()
     lead = place.rank == 0
     again = place.restarts > 0

@@ -21,6 +21,7 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -120,9 +121,12 @@ class _Line:
             raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
 
     def hear(self, within_s: float = ANSWER_S) -> dict[str, Any]:
-        self._line.settimeout(within_s)
+        deadline = time.monotonic() + within_s
         try:
             while b"\n" not in self._rest:
+                self._line.settimeout(max(0.01, deadline - time.monotonic()))
+                if time.monotonic() >= deadline:
+                    raise TimeoutError
                 chunk = self._line.recv(4096)
                 if not chunk:
                     raise PairingFailed("the other side has ended the connection")
@@ -153,6 +157,11 @@ def _bytes(said: dict[str, Any], name: str, size: int) -> bytes:
     return value
 
 
+def _same(one: str, other: str) -> bool:
+    """In a time that does not tell how much of it was right; whatever letters a stranger sends."""
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
+
+
 def offer(line: socket.socket, facts: dict[str, Any], *, show: Callable[[str], None]) -> dict[str, Any]:
     """The new machine's side of one attempt. `show` gets the code. Returns what the cluster gave. Raises PairingFailed."""
     talk, side = _Line(line), _Side()
@@ -162,13 +171,13 @@ def offer(line: socket.socket, facts: dict[str, Any], *, show: Callable[[str], N
     talk.send(key=side.key.hex(), nonce=side.nonce.hex(), facts=facts)
     said = talk.hear()
     key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)
-    if not hmac.compare_digest(commitment(key, nonce), str(hello.get("commitment"))):
+    if not _same(commitment(key, nonce), str(hello.get("commitment"))):
         raise PairingFailed("the other side changed its key on the way")
     agreed = side.agree(key, nonce, dialled=False)
     secret = f"{secrets.randbelow(100_000):05}"
     show(f"{secret}-{agreed.digits}")
     answer = talk.hear(TYPING_S)
-    if not hmac.compare_digest(agreed.proof(secret), str(answer.get("proof"))):
+    if not _same(agreed.proof(secret), str(answer.get("proof"))):
         raise PairingFailed("the code was not typed as it was shown")
     given = agreed.open(str(answer.get("sealed")))
     talk.send(done=True)
@@ -187,10 +196,10 @@ def accept(line: socket.socket, given: dict[str, Any], *, ask: Callable[[dict[st
         raise PairingFailed("the other side does not speak this protocol")
     talk.send(key=side.key.hex(), nonce=side.nonce.hex())
     agreed = side.agree(key, nonce, dialled=True)
-    typed = "".join(filter(str.isdigit, ask(facts)))
+    typed = "".join(c for c in ask(facts) if c in "0123456789")
     if len(typed) != 10:
         raise PairingFailed("a code has ten digits, such as 48291-57120; nothing was handed out")
-    if not hmac.compare_digest(typed[5:], agreed.digits):
+    if not _same(typed[5:], agreed.digits):
         raise PairingFailed(
             "that is not the code of this connection: mistyped, or somebody is between; nothing was handed out"
         )

@@ -7,6 +7,7 @@ Each is `python -m smolcluster.engine.process`: it gets its orders as JSON lines
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smolcluster.engine.spec import WorkerSpec
+from smolcluster.engine.spec import ENVIRONMENT, SIGNALS_TOGETHER_S, WorkerSpec
 from smolcluster.errors import UserError
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.observe.events import Event, Failed, Notice, from_json
@@ -68,18 +69,34 @@ def spawn(spec: WorkerSpec, inbox: Inbox, *, module: str = "smolcluster.engine.p
     """Start the process for this seat and listen to it. It imports and waits; `tell` it its spec to set it going."""
     log = log_path(spec.run_dir, spec.role, spec.rank, spec.host)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as stderr:
+    with log.open("ab") as stderr, _interrupts_held():
         process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", WORKER_MARK: str(spec.rank)},
+            env={**ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1", WORKER_MARK: str(spec.rank)},
             **APART,
         )
     child = Child(spec.role, spec.rank, process, log)
     threading.Thread(target=_read, args=(child, inbox), daemon=True, name=f"events of {child.name}").start()
     return child
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """A process that is started here has SIGINT blocked until it ignores it (`PipeChannel`).
+
+    For a moment it is still in our group, and then it imports torch: a Ctrl-C that came for us must not end it.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def tell(child: Child, line: str) -> None:
@@ -102,14 +119,26 @@ def _read(child: Child, inbox: Inbox) -> None:
 
 @contextlib.contextmanager
 def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM is a notice from nobody in the inbox; the second ends all. Yields those that came."""
+    """The first Ctrl-C or SIGTERM is a notice from nobody in the inbox; the second ends all. Yields those that came.
+
+    Two at once are one: `timeout` sends its signal to the process and to its group.
+    """
     came: list[int] = []
+    first_at = -math.inf
 
     def on_signal(number: int, _frame: object) -> None:
+        nonlocal first_at
+        if not came:
+            first_at = time.monotonic()
+        elif time.monotonic() - first_at < SIGNALS_TOGETHER_S:
+            return
         came.append(number)
         if len(came) == 1:
             message = "stopping after this step and saving; once more to stop at once"
-            inbox.put((None, Notice(level="WARNING", message=message)))
+            notice = (None, Notice(level="WARNING", message=message))
+            later = threading.Timer(2 * SIGNALS_TOGETHER_S, inbox.put, [notice])  # from then on a second one counts
+            later.daemon = True
+            later.start()
         else:
             for child in children():
                 child.process.kill()

@@ -10,7 +10,15 @@ import sys
 from typing import Protocol, TextIO
 
 from smolcluster.observe.board import Board, StepLine
-from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Event, Notice, Progress, RunFinished
+from smolcluster.observe.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    Notice,
+    Progress,
+    RunFinished,
+    StepLogged,
+)
 from smolcluster.observe.text import clock, encodable, number, printable, short, size
 
 
@@ -125,15 +133,17 @@ def fields_of(line: StepLine) -> list[str]:
         fields.append(f"val {number(line.val_loss)}")
     if line.val_accuracy is not None:
         fields.append(f"acc {line.val_accuracy:.1%}")
-    fields.append(rate(line))
+    fields += rate(line)
     if line.eta_s is not None:
         fields.append(f"eta {clock(line.eta_s)}")
     return fields
 
 
-def rate(line: StepLine) -> str:
-    """Tokens where there are any, samples for data that has none."""
-    return f"{short(line.tokens_per_s)} tok/s" if line.tokens_per_s else f"{short(line.samples_per_s)} samples/s"
+def rate(line: StepLine | StepLogged) -> list[str]:
+    """Tokens where there are any, samples for data that has none. Nothing of a rank that only works on what another reads."""
+    if line.tokens_per_s:
+        return [f"{short(line.tokens_per_s)} tok/s"]
+    return [f"{short(line.samples_per_s)} samples/s"] if line.samples_per_s else []
 
 
 def quantity(count: int, unit: str) -> str:

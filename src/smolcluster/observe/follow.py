@@ -9,6 +9,8 @@ line gets a time in nanoseconds that follows from the file alone:
     a record                  its own time; where that is not later than the line's before, one nanosecond more than it
     a line that is no record  one nanosecond more than the line before: what was printed while crashing
 
+A file that was emptied in place begins anew: what is in it then has not been sent.
+
 So times are unique, rise through the file, and are the same whenever and however often the file is read. A line that is sent
 again, because a crash came between its acknowledgement and the note of it, is the same entry to the last digit, and whoever
 receives it can drop it as a duplicate.
@@ -101,15 +103,16 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._memory = path.with_name(path.name + ".sent")
-        self._file: io.BufferedReader | None = None
+        self._file: io.FileIO | None = None
         self._place = Place(0, 0)
+        self._seen = (0, "")  # of the file's head: how many bytes, and their digest
         self._told: dict[str, str] = {}
 
     def claim(self) -> bool:
         """Whether this reader has the file. A file that another process sends from is left to it."""
         if self._file is None:
             try:
-                file = self.path.open("rb")
+                file = self.path.open("rb", buffering=0)  # a buffer would show what was there before it was emptied
             except FileNotFoundError:
                 return False
             if not _lock(file.fileno()):
@@ -117,10 +120,13 @@ class Follower:
                 return False
             self._file = file
             self._place = self._remembered()
+            self._see()
         return True
 
     def read(self, *, final: bool = False) -> list[Entry]:
         """What has not been acknowledged yet, a block at most. `final`: nobody writes any more, a last half line counts."""
+        if self._was_cut():
+            self._place = self._beginning()
         while data := self._pending():
             whole = data.rfind(b"\n") + 1
             if whole == 0 and (final or len(data) == BLOCK_BYTES):
@@ -135,11 +141,13 @@ class Follower:
     def acknowledge(self, entry: Entry) -> None:
         """This line and all before it have arrived, or never will."""
         self._place = Place(entry.end, entry.time_ns)
+        self._see()
         self._remember()
 
     def left(self) -> int:
         """Bytes that have not been acknowledged."""
-        return max(0, self._size() - self._place.offset)
+        size = self._size()
+        return size - self._place.offset if size >= self._place.offset else size  # less: it was cut, and begins anew
 
     def close(self) -> None:
         if self._file is not None:
@@ -162,6 +170,17 @@ class Follower:
     def _size(self) -> int:
         return 0 if self._file is None else os.fstat(self._file.fileno()).st_size
 
+    def _see(self) -> None:
+        """The first bytes of a file do not change while it grows. So what was seen once holds, whatever is there now."""
+        length = min(self._place.offset, _HEAD_BYTES)
+        if length > self._seen[0]:
+            self._seen = (length, self._head(length))
+
+    def _was_cut(self) -> bool:
+        """Emptied in place, as logrotate does with copytruncate, and perhaps grown again."""
+        length, digest = self._seen
+        return self._size() < self._place.offset or (length > 0 and self._head(length) != digest)
+
     # The memory of what was sent. It is not flushed to the disk: if a power cut takes it back, lines are sent again, as they
     # were, and dropped as duplicates.
 
@@ -170,7 +189,7 @@ class Follower:
             known: dict[str, Any] = json.loads(self._memory.read_text(encoding="utf-8"))
             place, head = Place(int(known["offset"]), int(known["time_ns"])), str(known["head"])
             told = {str(key): str(value) for key, value in known["told"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return self._beginning()
         if place.offset < 0 or head != self._head(min(place.offset, self._size())):
             return self._beginning()  # another file with the same name
@@ -179,7 +198,8 @@ class Follower:
 
     def _remember(self) -> None:
         place = self._place
-        known = {"offset": place.offset, "time_ns": place.time_ns, "head": self._head(place.offset), "told": self._told}
+        head = self._seen[1] or self._head(0)
+        known = {"offset": place.offset, "time_ns": place.time_ns, "head": head, "told": self._told}
         temporary = self._memory.with_name(f"{self._memory.name}.{os.getpid()}.tmp")
         try:
             temporary.write_text(json.dumps(known) + "\n", encoding="utf-8")
@@ -200,7 +220,7 @@ class Follower:
 
         It is remembered before anything is sent, so that it holds when the file is read again.
         """
-        self._place = Place(0, 0)
+        self._place, self._seen = Place(0, 0), (0, "")
         said = (_record(line.decode("utf-8", "replace"))[0] for line in self._pending().split(b"\n"))
         first_ns = next((time_ns for time_ns in said if time_ns is not None), None)
         self._place = Place(0, time.time_ns() - 10**9 if first_ns is None else max(0, first_ns - 10**6))

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,15 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 
 class MetricsFile:
-    """The sink that writes metrics.jsonl. Open it after `truncate_metrics`, not before."""
+    """The sink that writes metrics.jsonl. Open it after `truncate_metrics`, not before.
 
-    def __init__(self, path: str | Path) -> None:
+    A disk that is full costs the rows of that time and no more: `warn` is told of the first.
+    """
+
+    def __init__(self, path: str | Path, *, warn: Callable[[str], None] = logger.warning) -> None:
         self.path = Path(path)
+        self._warn, self._warned = warn, False
+        self._torn = False  # the last row that was written here is not whole
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd: int | None = os.open(self.path, _APPEND, 0o644)
         # A process that was killed while writing may have left half a line. End it, or the next row would join it.
@@ -38,14 +43,27 @@ class MetricsFile:
         if self._fd is None or not isinstance(event, StepLogged):
             return
         row = json.dumps(to_dict(event), allow_nan=False).encode() + b"\n"
-        with _exclusive(self._fd):
-            if os.write(self._fd, row) == len(row):
-                return
-            # A short write (the disk was full for a moment, a signal) left a fragment, which readers skip. Its rest
-            # might land behind another process's row, so the fragment is ended and the row written again, whole.
-            row = b"\n" + row
-            if os.write(self._fd, row) != len(row):
-                raise OSError(f"{self.path}: a row of {len(row)} bytes could not be written whole; is the disk full?")
+        try:
+            with _exclusive(self._fd):
+                if not (self._append(self._fd, row) or self._append(self._fd, row)):
+                    raise OSError(f"a row of {len(row)} bytes could not be written whole")
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self._warn(
+                    f"{self.path}: the row of step {event.step} is lost: {error.strerror or error}; is the disk full? "
+                    "Training goes on, and rows are written again when there is room"
+                )
+
+    def _append(self, fd: int, row: bytes) -> bool:
+        """Whether all of it was written.
+
+        A short write (the disk was full for a moment, a signal) leaves a fragment, which readers skip. Its rest might land
+        behind another process's row, so whatever comes next ends the fragment and is written whole.
+        """
+        data = b"\n" + row if self._torn else row
+        self._torn = os.write(fd, data) != len(data)
+        return not self._torn
 
     def close(self) -> None:
         if self._fd is not None:

@@ -144,7 +144,7 @@ class Picture:
         numbers = [f"loss {number(self.line.loss)}"]
         numbers += [f"val {number(self.val_loss)}"] if self.val_loss is not None else []
         numbers += [f"acc {self.val_accuracy:.1%}"] if self.val_accuracy is not None else []
-        numbers += [rate(self.line), f"elapsed {clock(elapsed_s)}"]
+        numbers += [*rate(self.line), f"elapsed {clock(elapsed_s)}"]
         if self.line.eta_s is not None:
             numbers.append(f"eta {clock(max(0.0, self.line.eta_s - (self.now() - self.line_s)))}")
         return numbers

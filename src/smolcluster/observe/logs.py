@@ -3,8 +3,9 @@
     {"time": "2026-03-01T12:00:00.123Z", "level": "INFO", "logger": "smolcluster.engine.loop", "message": "...",
      "role": "worker", "rank": 1, "host": "pi5"}
 
-An exception adds the field `exception`. What is not logged but printed (a crash inside the interpreter or C++) reaches
-the same file as it is, because the launcher appends the process's stderr to it; `tail` copes with both.
+A row of the run's record is a line too, with its step and its loss as fields. An exception adds the field `exception`. What is
+not logged but printed (a crash inside the interpreter or C++) reaches the same file as it is, because the launcher appends the
+process's stderr to it; `tail` copes with both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from smolcluster.observe.text import printable
+from smolcluster.observe.console import rate
+from smolcluster.observe.events import CheckpointSaved, Event, StepLogged, plain
+from smolcluster.observe.text import number, printable
+
+log = logging.getLogger(__name__)
 
 _OURS = "smolcluster"  # the name of our handlers on the root logger
 _TAIL_BLOCK_BYTES = 64 * 1024
@@ -32,7 +37,25 @@ class JsonFormatter(logging.Formatter):
         self._who = {"role": role, "rank": rank, "host": host}
 
     def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(_fields(self, record) | self._who, ensure_ascii=False)
+        fields = _fields(self, record) | self._who | getattr(record, "fields", {})
+        return json.dumps(fields, ensure_ascii=False)
+
+
+class LogSink:
+    """What this process tells of its run, for those who read logs: its rows and its checkpoints."""
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepLogged):
+            said = [f"step {event.step}: loss {number(event.loss)}"]
+            said += [] if event.val_loss is None else [f"val {number(event.val_loss)}"]
+            numbers = {name: getattr(event, name) for name in ("step", "loss", "val_loss", "lr", "grad_norm")}
+            fields = {name: plain(value) for name, value in numbers.items() if value is not None}
+            log.info("%s", ", ".join([*said, *rate(event)]), extra={"fields": fields})
+        elif isinstance(event, CheckpointSaved):
+            log.info("checkpoint of step %d: %s", event.step, event.path)
+
+    def close(self) -> None:
+        """The log is open for longer."""
 
 
 class LineFormatter(logging.Formatter):
@@ -88,6 +111,15 @@ def reset_logging() -> None:
         root.removeHandler(handler)
         handler.close()
     logging.captureWarnings(False)
+
+
+def log_to_terminal(level: int = logging.INFO) -> None:
+    """For commands that run until they are ended and keep no file: a line on standard error for whatever is worth knowing."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter())
+    logger = logging.getLogger("smolcluster")
+    logger.addHandler(handler)
+    logger.setLevel(level)
 
 
 def tail(path: str | Path, lines: int = 20) -> list[str]:

@@ -14,8 +14,10 @@ What Loki answers decides what becomes of a batch:
 
     200, 204                stored: the place behind it is noted beside the log
     429, 5xx, no answer     sent again, after a pause that doubles up to half a minute, or as long as Retry-After says
-    400, 413                there is a line in it that Loki will never take: halves are sent until it is found. It alone is left
-                            out, and the log says so
+    400 in Loki's words     there is a line in it that Loki will never take (too old, too long): halves are sent until it is
+                            found. It alone is left out, and the log says so. One that is too new is sent again later
+    400 in other words,     perhaps this is no Loki at all. A line is left out only where the same address takes another one at
+    413                     the same time; else as below
     anything else           the address or the login is wrong: one warning, then a try every minute
 
 An outage of any length costs nothing but time. A process that ends, however it ends, leaves the rest in its file; the next one
@@ -35,6 +37,7 @@ import logging
 import os
 import random
 import re
+import socket
 import ssl
 import threading
 import time
@@ -44,7 +47,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from smolcluster.config.resolve import hide_credentials
+from smolcluster.config.describe import hide_credentials
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event
 from smolcluster.observe.follow import Entry, Follower
@@ -58,7 +61,14 @@ PATH = "/loki/api/v1/push"
 AUTH = "SMOLCLUSTER_LOKI_AUTH"  # user:password, where the URL has none
 TENANT = "SMOLCLUSTER_LOKI_TENANT"  # where the URL has no ?tenant=
 MOST_RETRY_AFTER_S = 300.0
+TRIED_LINES = 8  # one by one, where a whole batch is refused and nothing says why
+FAR_AHEAD_NS = 24 * 3600 * 10**9  # a line this far in the future has its time from a clock that was wrong
 _LOG_NAME = re.compile(r"(?P<role>server|worker)-(rank(?P<rank>\d+)-)?.+")
+# Loki's words about a line that no later try can help. What it says of labels is not among them: that is about all lines of a
+# process alike, and its limits can be raised.
+_NEVER = re.compile(r"out of order|too far behind|timestamp too old|max entry size", re.IGNORECASE)
+_NOT_YET = re.compile(r"timestamp too new", re.IGNORECASE)
+_WANTS_TLS = re.compile(r"\b(https|tls|ssl)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +142,7 @@ def labels_of(*, role: str, rank: int | str | None, host: str) -> dict[str, str]
 class Answer:
     """What became of a batch."""
 
-    kind: Literal["stored", "later", "refused", "wrong"]
+    kind: Literal["stored", "later", "refused", "early", "unclear", "wrong"]
     reason: str = ""
     after_s: float = 0.0
 
@@ -144,6 +154,7 @@ class Loki:
         self.endpoint = endpoint
         self._connection: http.client.HTTPConnection | None = None
         self._trouble = ""  # why there was no answer
+        self._was_cut = False
 
     def push(self, labels: Mapping[str, str], entries: Sequence[Entry], *, timeout_s: float) -> Answer:
         body = gzip.compress(encode(labels, entries), compresslevel=5, mtime=0)
@@ -159,7 +170,11 @@ class Loki:
             self._connection = None
 
     def _request(self, body: bytes, timeout_s: float) -> Answer | None:
-        """None where there was no answer."""
+        """None where there was no answer. All of it takes `timeout_s` at most: a server that drips is cut off."""
+        self._was_cut = False
+        cut = threading.Timer(timeout_s, self._cut)
+        cut.daemon = True
+        cut.start()
         try:
             connection = self._connect(timeout_s)
             connection.request("POST", self.endpoint.path, body, dict(self.endpoint.headers))
@@ -167,12 +182,25 @@ class Loki:
             text = response.read(4096).decode("utf-8", "replace")
             if not response.isclosed():  # there is more of it than anybody wants to read
                 self.close()
+            if self._was_cut:
+                raise TimeoutError(f"no whole answer in {timeout_s:g} s")
             return answer_of(response.status, response.getheader("Retry-After"), text)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             self.close()
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             self._trouble = f"cannot be reached ({reason})"
             return None
+        finally:
+            cut.cancel()
+
+    def _cut(self) -> None:
+        """From another thread: whoever waits for it hears that it has ended."""
+        self._was_cut = True
+        connection = self._connection
+        line = connection.sock if connection is not None else None
+        if line is not None:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._connection is None:
@@ -205,9 +233,13 @@ def answer_of(status: int, retry_after: str | None, text: str) -> Answer:
         return Answer("stored")
     if status == 429 or status >= 500:
         return Answer("later", reason, _seconds(retry_after))
-    # Loki explains itself in plain text. A page is from somebody else, whose 400 says nothing about our lines.
-    if status in (400, 413) and not text.lstrip().startswith("<"):
+    if status == 400 and _NEVER.search(text):
         return Answer("refused", reason)
+    if status == 400 and _NOT_YET.search(text):
+        return Answer("early", reason)
+    # Loki explains itself in plain text. A page is from somebody else, whose 400 says nothing about our lines.
+    if status == 413 or (status == 400 and not text.lstrip().startswith("<")):
+        return Answer("unclear", reason)
     return Answer("wrong", reason + ("; give user:password@ in the URL or in " + AUTH if status in (401, 403) else ""))
 
 
@@ -233,6 +265,7 @@ class Sender:
         self.follower, self.loki, self.labels = follower, loki, labels
         self.lines = 0  # that arrived
         self.refused = 0  # that never will
+        self._taken: Entry | None = None  # the last line that arrived
 
     def send(self, entries: Sequence[Entry], *, deadline: float, request_s: float) -> Answer:
         """`stored`: all have arrived but those that never will. Else: why the rest of them is to be sent again.
@@ -240,28 +273,62 @@ class Sender:
         What has arrived is acknowledged piece by piece, in the order of the file.
         """
         refused: list[tuple[Entry, str]] = []
-        answer, pieces = Answer("stored"), [entries]
-        while pieces:
+        doubted: list[Entry] = []  # refused by something that may be no Loki
+        answer, pieces, proven = Answer("stored"), [entries], False
+        while pieces and len(doubted) < TRIED_LINES:
             piece = pieces.pop(0)
-            timeout_s = min(request_s, deadline - time.monotonic())
-            if timeout_s <= 0:
-                answer = Answer("later", "is slow")
+            answer = self._push(piece, proven=proven, deadline=deadline, request_s=request_s)
+            if answer.kind in ("later", "wrong"):
                 break
-            answer = self.loki.push(self.labels, piece, timeout_s=timeout_s)
+            proven = proven or answer.kind != "unclear"
             if answer.kind == "stored":
+                self._taken = piece[-1]
+            if doubted and proven:  # perhaps it was mended just now: those before it get another try
+                pieces[:0] = [*([entry] for entry in doubted), piece]
+                doubted = []
+            elif answer.kind == "stored":
                 self.lines += len(piece)
                 self.follower.acknowledge(piece[-1])
-            elif answer.kind != "refused":
-                break
             elif len(piece) > 1:
-                pieces[:0] = [piece[: len(piece) // 2], piece[len(piece) // 2 :]]
+                pieces[:0] = _halves(piece) if proven or self._taken else _one_by_one(piece)
+            elif answer.kind == "unclear":
+                doubted.append(piece[0])
+            elif answer.kind == "early" and piece[0].time_ns < time.time_ns() + FAR_AHEAD_NS:
+                answer = Answer("later", answer.reason + "; do the clocks agree?")
+                break
             else:
                 refused.append((piece[0], answer.reason))
                 self.refused += 1
                 self.follower.acknowledge(piece[0])
                 answer = Answer("stored")
         self._tell(refused)
-        return answer
+        return self._not_loki(answer) if answer.kind == "unclear" else answer
+
+    def _push(self, entries: Sequence[Entry], *, proven: bool, deadline: float, request_s: float) -> Answer:
+        """`unclear` for several lines, or for one where nothing proves yet that this is a Loki."""
+
+        def push(entries: Sequence[Entry]) -> Answer:
+            timeout_s = min(request_s, deadline - time.monotonic())
+            if timeout_s <= 0:
+                return Answer("later", "is slow")
+            return self.loki.push(self.labels, entries, timeout_s=timeout_s)
+
+        answer = push(entries)
+        if answer.kind != "unclear" or len(entries) > 1:
+            return answer
+        if self._taken is not None:
+            # A Loki still takes what it took before, and drops it as a duplicate. Only then is it the line's own fault.
+            again = push([self._taken])
+            if again.kind not in ("stored", "refused", "early"):
+                return self._not_loki(again) if again.kind == "unclear" else again
+            answer, proven = push(entries), True
+        return Answer("refused", answer.reason) if answer.kind == "unclear" and proven else answer
+
+    def _not_loki(self, answer: Answer) -> Answer:
+        """No line was taken, in words that are none of Loki's: only a person can help."""
+        tls = not self.loki.endpoint.secure and _WANTS_TLS.search(answer.reason)
+        remedy = "write https:// in logging.loki_url" if tls else "is logging.loki_url the address of a Loki?"
+        return Answer("wrong", f"{answer.reason}; {remedy}")
 
     def _tell(self, refused: Sequence[tuple[Entry, str]]) -> None:
         """In the log, and so perhaps in Loki. That Loki refuses what is said here is not said again: it would never end."""
@@ -278,6 +345,17 @@ class Sender:
                 reason,
                 entry.text,
             )
+
+
+def _halves(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
+    middle = len(entries) // 2
+    return [entries[:middle], entries[middle:]]
+
+
+def _one_by_one(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
+    """The first of them. From the front, for Loki may refuse what is much older than a line that it has."""
+    rest = entries[TRIED_LINES:]
+    return [[entry] for entry in entries[:TRIED_LINES]] + ([rest] if rest else [])
 
 
 class Pusher:
@@ -441,6 +519,8 @@ def _send_all(sender: Sender, *, deadline: float, pace: Pace) -> str:
         if answer.kind == "wrong" or time.monotonic() + pause_s > deadline:
             return answer.reason
         time.sleep(pause_s)
+        if time.monotonic() >= deadline:  # it may have slept longer than that
+            return answer.reason
     return ""
 
 

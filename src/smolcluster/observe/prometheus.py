@@ -135,7 +135,7 @@ class PrometheusSink:
             if name in values:
                 labels = self._info if name == "smolcluster_run_info" else self._labels
                 lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
-                lines += [f"{name}{{{_written(labels)}}} {number(values[name])}"]
+                lines += [f"{name}{{{written(labels)}}} {number(values[name])}"]
         return "\n".join(lines) + "\n"
 
     def _row(self, row: StepLogged) -> None:
@@ -150,7 +150,7 @@ class PrometheusSink:
             self._values.update(values)
 
 
-def _written(labels: Mapping[str, str]) -> str:
+def written(labels: Mapping[str, str]) -> str:
     escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     return ",".join(f'{name}="{value.translate(escape)}"' for name, value in labels.items())
 

@@ -23,16 +23,14 @@ SERVER_PORT = 65432
 
 # The container that leads is started again after a death: it goes on from what was saved. If nothing was, it begins anew.
 GO_ON = """\
-if [ "${JOB_COMPLETION_INDEX:-0}" = 0 ]; then
-    saved=
-    for step in "$RUN_DIR"/checkpoints/step-* "$RUN_DIR"/journal/snapshots/step-*; do
-        if [ -e "$step" ]; then saved=yes; fi
-    done
-    if [ "$saved" ]; then
-        set -- "$@" --resume "$RUN_DIR"
-    elif [ -e "$RUN_DIR/config.yaml" ]; then
-        mv "$RUN_DIR" "$RUN_DIR-nothing-saved-$(date +%s)"
-    fi
+saved=
+for step in "$RUN_DIR"/checkpoints/step-* "$RUN_DIR"/journal/snapshots/step-*; do
+    if [ -e "$step" ]; then saved=yes; fi
+done
+if [ "$saved" ]; then
+    set -- "$@" --resume "$RUN_DIR"
+elif [ -e "$RUN_DIR/config.yaml" ]; then
+    mv "$RUN_DIR" "$RUN_DIR-nothing-saved-$(date +%s)"
 fi
 """
 START = f'{GO_ON}exec "$@"\n'

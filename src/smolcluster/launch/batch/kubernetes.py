@@ -5,7 +5,9 @@ mesh plane          Service (headless), NetworkPolicy, Job (Indexed): pod i is r
 elastic plane       Service and Job of the server, Job (Indexed) of the workers, one in each pod; its size may be changed
 always              ConfigMap: the resolved configuration; Secret: the token, only when it was asked for
 
-a pod is evicted          it saves; another takes its place and goes on, and it does not count as a failure
+a rank's pod is evicted   all save and end; another takes its place and they go on, and it does not count as a failure
+the server's is evicted   it is not told (_UNTOLD); its workers wait, and the next one goes on from the journal
+a worker's is evicted     the others go on; another takes its place
 a rank dies               the others end; all are started again and go on from the last checkpoint, --max-restarts times
 the server's input is     the Job fails at once, starting it again would not help
   wrong (status 2)
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +25,7 @@ from typing import Any
 from smolcluster.config import dump
 from smolcluster.errors import UserError
 from smolcluster.launch.batch import containers
-from smolcluster.launch.batch.containers import CONFIG, DATA, GO_ON, SERVER_PORT, START, USER
+from smolcluster.launch.batch.containers import CONFIG, DATA, GO_ON, SERVER_PORT, USER
 from smolcluster.launch.batch.job import MEET_PORT, RANK_PORT, Job, check_dns_name
 from smolcluster.launch.batch.text import mebibytes, to_stream
 from smolcluster.launch.outcome import Interrupted
@@ -35,10 +38,17 @@ LONGEST_NAME = 50  # with `-worker-1234` behind it, it is still the name of a ho
 CONTAINER = "smolcluster"
 KEY = "token"  # in the secret
 INDEX = "$(JOB_COMPLETION_INDEX)"  # Kubernetes fills it in
+PULL_S = 900  # ranks wait so long for one whose node still pulls the image
 
 # The name of pod 0 is known a little after the pod itself, and who leads must know that it is meant.
 _AWAIT_NAME = """\
 until getent hosts "$LEADER" >/dev/null; do sleep 1; done
+"""
+# All pods of ranks have one script, and the first of them leads.
+_RANK = f"""\
+if [ "$JOB_COMPLETION_INDEX" = 0 ]; then
+{textwrap.indent(GO_ON, "    ")}fi
+exec "$@"
 """
 # A server that is told to end sends its workers home, and they would not come back to the one that takes its place. So it is
 # not told: a shell without a trap is the first process here, and that hears no signal but the last.
@@ -64,11 +74,10 @@ class Settings:
 
 def check(job: Job, settings: Settings) -> None:
     check_dns_name(job.name, longest=LONGEST_NAME)
-    for option, name in (
-        ("--namespace", settings.namespace),
-        ("--claim", settings.claim),
-        ("--secret", settings.secret),
-    ):
+    if settings.namespace is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", settings.namespace):
+        rule = "small letters, digits and '-', 63 at most, without '.'"
+        raise UserError(f"--namespace '{settings.namespace}' is not a namespace in Kubernetes: {rule}")
+    for option, name in (("--claim", settings.claim), ("--secret", settings.secret)):
         if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
             raise UserError(f"{option} '{name}' is not a name in Kubernetes: small letters, digits, '-' and '.'")
     containers.check_image(settings.image)
@@ -180,14 +189,16 @@ def _only_each_other(job: Job, settings: Settings) -> Manifest:
 def _ranks(job: Job, settings: Settings) -> Manifest:
     leader = f"{job.name}-0.{job.name}"
     command = containers.train_command(job)
-    start, env = START, {}
+    start, env = _RANK, {}
     if (elastic := together(job)) is not None:
-        start, env = _AWAIT_NAME + START, {"LEADER": leader}
+        start, env = _AWAIT_NAME + _RANK, {"LEADER": leader}
         command += ["--workers", str(elastic.here), "--elastic", str(elastic)]
         command += ["--rdzv-endpoint", f"{leader}:{MEET_PORT}", "--max-restarts", str(settings.max_restarts)]
     else:
         command += ["--world-size", str(job.workers), "--rank", INDEX]
         command += ["--master-addr", leader, "--master-port", str(RANK_PORT)]
+        if "join_timeout" not in job.config.cluster.model_fields_set:
+            command += ["--override", f"cluster.join_timeout={PULL_S}"]
     pod = _pod(job, settings, component="rank", command=command, start=start, env=env)
     pod["spec"]["subdomain"] = job.name
     return _job(job, settings, job.name, pod, pods=job.nodes, indexed=True)

@@ -7,18 +7,22 @@ It needs the standard library and keeper.py, which is sent along. It changes not
 not need it any more. In `folder`:
 
     code/HASH/                the package, the same for all clusters
-    env/HASH/                 an environment with what the package needs
+    env/HASH/                 an environment with what the package needs, made with one Python
     clusters/NAME/            where processes run: the user's files, config.yaml, token, runs/, logs/
     clusters/NAME/processes/  a folder for each process
+    clusters/NAME/ups/        a mark for each time that it was brought up since it was taken down
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import io
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -26,14 +30,21 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from smolcluster.launch.cluster.keeper import hold, identity, kill
 
+BEGIN_S = 10.0  # for a keeper to say something
 FOLLOW_S = 0.1  # between looks at a log that is followed
+COPY_S = 0.5  # between looks at the files of a run that is copied
 BEAT_S = 2.0  # silence in which whoever follows is told that nothing is new
 CHUNK_BYTES = 256 << 10
+SMALL_BYTES = 4 << 20  # of a file that is copied whole
+LEFT_S = 86400.0  # after which what was sent in part is nobody's any more
+COPIES = 3  # of the package, for one that goes back to former code
+PROOF_BYTES = 4096
 PAST_BYTES = 64 << 10  # of a log, shown when one begins to follow it
 
 
@@ -133,13 +144,18 @@ def _door(bind: str, port: int) -> socket.socket:
     return door
 
 
-def version_of(package: str, python: str | None, **_: Any) -> str | None:
-    """Of a package, for the Python that would be used."""
+def version_of(folder: str, package: str, wanted: dict[str, Any], **_: Any) -> dict[str, str | None]:
+    """Of a package: `used`, for the Python that has what is `wanted`; `there`, for the one that was named, if that has not."""
+    ready = _ready_python(folder, **wanted)
+    if ready is not None:
+        return {"used": _version(ready, package), "there": None}
+    return {"used": None, "there": _version(_given(wanted["python"]), package)}
+
+
+def _version(python: str, package: str) -> str | None:
     ask = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        asked = subprocess.run(
-            [python or sys.executable, "-c", ask, package], capture_output=True, text=True, timeout=60, check=False
-        )
+        asked = subprocess.run([python, "-c", ask, package], capture_output=True, text=True, timeout=60, check=False)
         return asked.stdout.strip() or None
     return None
 
@@ -185,22 +201,59 @@ def unpack(folder: str, place: str, data: bytes, fresh: bool = False, **_: Any) 
     """An archive into a folder below ours; `fresh`: the folder then holds this and nothing else, or is left as it was."""
     target = _root(folder) / place
     target.parent.mkdir(parents=True, exist_ok=True)
-    into = target.with_name(target.name + ".new") if fresh else target
+    into = _own_name(target, "new") if fresh else target
     try:
-        if fresh and into.exists():
-            shutil.rmtree(into)
         into.mkdir(parents=True, exist_ok=True)
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 on
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-            archive.extractall(into, filter="data")
+            archive.extractall(into, **safely)
         if fresh:
-            if target.exists():
-                shutil.rmtree(target)
-            into.rename(target)
+            _put(into, target)
+            _clear_out(target)
     except OSError as error:
+        raise _disk(error, target) from error
+    finally:
         if fresh:
             shutil.rmtree(into, ignore_errors=True)
-        raise _disk(error, target) from error
     return {"bytes": len(data)}
+
+
+def _own_name(target: Path, what: str) -> Path:
+    """Beside it, and nobody else's: two may send the same at once, also from machines that share a home."""
+    return target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.{what}")
+
+
+def _put(whole: Path, target: Path) -> None:
+    """Under its name at once. The same that somebody else has just put there is left, as processes may use it already."""
+    with contextlib.suppress(OSError):
+        whole.rename(target)
+        return
+    sizes = {path.relative_to(whole): path.stat().st_size for path in whole.rglob("*") if path.is_file()}
+    with contextlib.suppress(OSError):
+        if all((target / path).stat().st_size == size for path, size in sizes.items()):
+            return
+    old = _own_name(target, "old")
+    target.rename(old)
+    whole.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear_out(newest: Path) -> None:
+    """Of what lies beside it, older copies that no process has: a few are kept, for whoever goes back."""
+    used = {newest.name}
+    for order in newest.parents[1].glob("clusters/*/processes/*/order.json"):
+        if _alive(order.parent):
+            used.add(str(_object(order).get("code")))
+    ages: dict[Path, float] = {}
+    for path in newest.parent.iterdir():
+        with contextlib.suppress(OSError):  # others clear out too
+            ages[path] = time.time() - path.stat().st_mtime
+    halves = [path for path in ages if path.suffix in (".new", ".old")]  # what is being sent now is somebody's
+    copies = sorted(
+        (path for path in ages if path not in halves and path.name not in used), key=lambda path: ages[path]
+    )
+    for path in [*copies[COPIES - 1 :], *(path for path in halves if ages[path] > LEFT_S)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def has(folder: str, places: list[str], **_: Any) -> list[bool]:
@@ -227,9 +280,14 @@ def read(folder: str, place: str, most: int = 1 << 20, **_: Any) -> str | None:
     return None
 
 
-def tail(folder: str, place: str, **_: Any) -> str | None:
-    """The last line of a text file."""
-    return _last_line(_root(folder) / place, most=4000) or None
+def tail(folder: str, place: str, **_: Any) -> list[str]:
+    """The last whole lines of a text file."""
+    with contextlib.suppress(OSError), (_root(folder) / place).open("rb") as file:
+        begin = max(0, os.fstat(file.fileno()).st_size - PAST_BYTES)
+        file.seek(begin)
+        lines = file.read(PAST_BYTES).decode("utf-8", "replace").split("\n")[:-1]
+        return lines[1:] if begin else lines
+    return []
 
 
 # The environment
@@ -243,13 +301,22 @@ def environment(
     ready = _ready_python(folder, requirements, key, python)
     if ready is not None:
         return {"python": ready, "made": False}
-    given, (root, inside) = python or sys.executable, _place_of(folder, key)
-    began = time.monotonic()
+    given = _given(python)
+    root, inside = _place_of(folder, key, given)
     try:
-        shutil.rmtree(root, ignore_errors=True)
         root.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(root):
+            if (ready := _ready_python(folder, requirements, key, python)) is not None:  # somebody else has made it
+                return {"python": ready, "made": False}
+            began = time.monotonic()
+            shutil.rmtree(root, ignore_errors=True)
+            _make(given, root, inside, requirements)
     except OSError as error:
         raise _disk(error, root) from error
+    return {"python": str(inside), "made": True, "seconds": time.monotonic() - began}
+
+
+def _make(given: str, root: Path, inside: Path, requirements: list[str]) -> None:
     uv = _uv()
     if uv is not None:
         _run([uv, "venv", "--quiet", "--python", given, str(root)])
@@ -260,31 +327,61 @@ def environment(
             [str(inside), "-m", "pip", "install", "--progress-bar", "off", "--disable-pip-version-check", *requirements]
         )
     (root / "made").write_text("", encoding="utf-8")
-    return {"python": str(inside), "made": True, "seconds": time.monotonic() - began}
 
 
-def _place_of(folder: str, key: str) -> tuple[Path, Path]:
-    """An environment of ours, and its Python."""
-    root = _root(folder) / "env" / key
+@contextlib.contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One at a time makes an environment: an `up` of another cluster may want the same one now."""
+    lock, told = None, False
+    while (lock := hold(root.with_name(root.name + ".lock"), within_s=0.5)) is None:
+        if not told:
+            say(say="another `up` is making this environment; waiting for it")
+            told = True
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def _given(python: str | None) -> str:
+    """The Python that was named, or that runs this."""
+    return str(Path(python).expanduser()) if python is not None and python.startswith("~") else python or sys.executable
+
+
+def _place_of(folder: str, key: str, given: str) -> tuple[Path, Path]:
+    """An environment of ours, made with that Python, and its own Python."""
+    root = _root(folder) / "env" / f"{key}-{hashlib.sha256(given.encode()).hexdigest()[:8]}"
     return root, root / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def _ready_python(folder: str, requirements: list[str], key: str, python: str | None) -> str | None:
     """One that has all of it: the one that was named or runs this, or that of an environment made before."""
-    given, (root, inside) = python or sys.executable, _place_of(folder, key)
+    given = _given(python)
+    root, inside = _place_of(folder, key, given)
     if not _missing(given, requirements):
         return given
     return str(inside) if (root / "made").exists() and not _missing(str(inside), requirements) else None
 
 
+# For any Python, with or without pip. Of versions it compares the numbers alone, which is enough for our own bounds.
 _ASK = """
-import importlib.metadata, json, re, sys
+import importlib.metadata, json, operator, re, sys
+COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq, "!=": operator.ne}
+def numbers(version):
+    found = [int(part) for part in re.match(r"[0-9]+([.][0-9]+)*", version)[0].split(".")]
+    return found + [0] * (8 - len(found))
+def fits(version, bounds):
+    told = re.findall(r"(>=|<=|==|!=|>|<)\\s*([0-9][0-9.]*)", bounds)
+    return all(COMPARE[how](numbers(version), numbers(bound)) for how, bound in told)
 missing = []
 for wanted in json.loads(sys.argv[1]):
-    if "sys_platform != 'win32'" in wanted and sys.platform == "win32":
+    bounds, _, marker = wanted.partition(";")
+    if "sys_platform != 'win32'" in marker and sys.platform == "win32":
         continue
+    name = re.match(r"[A-Za-z0-9._-]+", bounds)[0]
     try:
-        importlib.metadata.version(re.match(r"[A-Za-z0-9._-]+", wanted)[0])
+        if not fits(importlib.metadata.version(name), bounds[len(name):]):
+            missing.append(wanted)
     except importlib.metadata.PackageNotFoundError:
         missing.append(wanted)
 print(json.dumps(missing))
@@ -335,8 +432,25 @@ def _disk(error: OSError, path: Path) -> Wrong:
 # Processes
 
 
-def start(folder: str, name: str, seats: list[dict[str, Any]], python: str, code: str, panes: bool, **_: Any) -> Any:
-    """Start these, each with its keeper; one that runs already is left as it is."""
+def begin(folder: str, name: str, mark: str, **_: Any) -> None:
+    """Somebody brings the cluster up, which may take minutes. `stop` takes the mark away."""
+    place = _home(folder, name) / "ups"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / mark).write_text("", encoding="utf-8")
+
+
+def start(
+    folder: str,
+    name: str,
+    seats: list[dict[str, Any]],
+    python: str,
+    code: str,
+    parcel: str,
+    panes: bool,
+    mark: str,
+    **_: Any,
+) -> Any:
+    """Start these, each with its keeper; one that runs already is left as it is. `parcel` names the code and files it has."""
     home = _home(folder, name)
     keeper = _root(folder) / "code" / code / "smolcluster" / "launch" / "cluster" / "keeper.py"
     begun = []
@@ -358,16 +472,25 @@ def start(folder: str, name: str, seats: list[dict[str, Any]], python: str, code
             "again": [*call, *seat["again"]] if seat["again"] else None,
             "restart": seat["restart"],
             "cwd": str(home),
+            "code": code,
+            "parcel": parcel,
+            "mark": mark,
             "grace_s": 60.0,
             "environment": {
-                "PYTHONPATH": str(keeper.parents[3]),
                 "PYTHONUNBUFFERED": "1",
                 "PYTHONIOENCODING": "utf-8",
+                "SMOLCLUSTER_CLUSTER": name,
                 **token,
                 **seat["environment"],
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(keeper.parents[3]), seat["environment"].get("PYTHONPATH")])
+                ),
             },
         }
         (place / "order.json").write_text(json.dumps(order), encoding="utf-8")
+        if not (home / "ups" / mark).exists():  # `stop` takes it away before it looks for orders
+            (place / "order.json").unlink()
+            raise Wrong("it was taken down while it was brought up", "bring it up again, if that was not wanted")
         _start_keeper(
             [python, str(keeper), str(place)], session=f"smolcluster-{name}", window=seat["name"], panes=panes
         )
@@ -404,21 +527,35 @@ def _alive(place: Path) -> bool:
     """Whether its keeper lives: it holds the lock."""
     if not (place / "lock").exists():
         return False
-    lock = hold(place / "lock")
+    lock = hold(place / "lock", shared=True, within_s=0.05 if os.name == "nt" else 0.0)
     if lock is not None:
         lock.close()
     return lock is None
 
 
+def _begins(place: Path) -> bool:
+    """Whether its keeper was started a moment ago and has said nothing yet. It will look for the wish to stop."""
+    with contextlib.suppress(OSError):
+        return not (place / "state.json").exists() and time.time() - (place / "order.json").stat().st_mtime < BEGIN_S
+    return False
+
+
 def _end_orphan(place: Path) -> bool:
     """A keeper that was killed leaves its process behind. Whether there was one."""
-    with contextlib.suppress(OSError, ValueError):
-        state = json.loads((place / "state.json").read_text(encoding="utf-8"))
-        pid, known = state.get("pid"), state.get("identity")
-        if pid and known is not None and identity(pid) == known:
-            kill(pid)
-            return True
+    state = _object(place / "state.json")
+    pid, known = state.get("pid"), state.get("identity")
+    if isinstance(pid, int) and known is not None and identity(pid) == known:
+        kill(pid)
+        return True
     return False
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """What a JSON file says; nothing, where it is not there or is no object."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def states(folder: str, name: str, **_: Any) -> dict[str, Any]:
@@ -428,14 +565,12 @@ def states(folder: str, name: str, **_: Any) -> dict[str, Any]:
     for place in sorted(processes.iterdir()) if processes.is_dir() else []:
         if not (place / "order.json").exists():
             continue
-        state: dict[str, Any] = {"state": "starting", "pid": None, "restarts": 0, "status": None}
-        with contextlib.suppress(OSError, ValueError):
-            state |= json.loads((place / "state.json").read_text(encoding="utf-8"))
+        state: dict[str, Any] = {"state": "starting", "pid": None, "restarts": 0, "status": None, "parcel": None}
+        state["parcel"] = _object(place / "order.json").get("parcel")
+        state |= _object(place / "state.json")
         alive = _alive(place)
-        if not alive and state["state"] not in ("finished", "failed", "stopped"):
-            fresh = time.time() - (place / "order.json").stat().st_mtime < 10
-            if state["state"] != "starting" or not fresh:
-                state["state"] = "gone"  # the keeper itself was killed, or the machine went down
+        if not alive and state["state"] not in ("finished", "failed", "stopped") and not _begins(place):
+            state["state"] = "gone"  # the keeper itself was killed, or the machine went down
         found[place.name] = state | {"alive": alive, "last": _last_line(place / "output.log")}
     return found
 
@@ -448,21 +583,36 @@ def _last_line(path: Path, most: int = 300) -> str:
     return ""
 
 
-def follow(folder: str, name: str, seats: list[str] | None = None, past: int = 20, on: bool = True, **_: Any) -> None:
-    """What processes print, line by line, from the last `past` lines on. `on`: until all have ended, else what is there."""
-    processes = _home(folder, name) / "processes"
-    at: dict[str, tuple[int, int]] = {}  # inode and offset
+def follow(
+    folder: str,
+    name: str,
+    seats: list[str] | None = None,
+    past: int = 20,
+    on: bool = True,
+    at: dict[str, list[int]] | None = None,
+    **_: Any,
+) -> None:
+    """What processes print, line by line, from the last `past` lines on. `on`: until all have ended, else what is there.
+
+    With each line goes where the next one begins (inode and offset). Who was cut off says it as `at` and misses nothing.
+    """
+    outputs = {seat: _Output(number, offset) for seat, (number, offset) in (at or {}).items()}
     beat = time.monotonic()
     while True:
         found = states(folder, name)
         chosen = [seat for seat in found if seats is None or seat in seats]
-        for seat in chosen:
-            for line in _new_lines(processes / seat, seat, at, past):
-                say(line=line, seat=seat)
-                beat = time.monotonic()
-        if not on or (
+        over = not on or bool(
             chosen and not any(found[seat]["alive"] or found[seat]["state"] == "starting" for seat in chosen)
-        ):
+        )
+        for seat in chosen:
+            path = _home(folder, name) / "processes" / seat / "output.log"
+            if seat not in outputs:
+                outputs[seat] = _Output.first_seen(path, past)
+                say(seat=seat, at=outputs[seat].at)
+            for line in outputs[seat].lines(path, over=over):
+                say(line=line, seat=seat, at=outputs[seat].at)
+                beat = time.monotonic()
+        if over:
             return
         if time.monotonic() - beat > BEAT_S:
             say(beat=True)
@@ -470,55 +620,175 @@ def follow(folder: str, name: str, seats: list[str] | None = None, past: int = 2
         time.sleep(FOLLOW_S)
 
 
-def _new_lines(place: Path, seat: str, at: dict[str, tuple[int, int]], past: int) -> list[str]:
-    path = place / "output.log"
-    try:
-        with path.open("rb") as file:
+class _Output:
+    """How far the output of one process was read.
+
+    A line ends with a line feed, or before a carriage return that begins the next, as progress bars print them. One that is
+    very long is cut.
+    """
+
+    _END = re.compile(rb"\r?\n|\r(?=[^\n])")
+
+    def __init__(self, number: int, offset: int) -> None:
+        self._number, self._offset = number, offset
+
+    @property
+    def at(self) -> list[int]:
+        return [self._number, self._offset]
+
+    @classmethod
+    def first_seen(cls, path: Path, past: int) -> _Output:
+        """So that the last `past` lines of what is there come first."""
+        try:
+            with path.open("rb") as file:
+                seen = os.fstat(file.fileno())
+                start = max(0, seen.st_size - PAST_BYTES)
+                file.seek(start)
+                ends = [end.end() for end in cls._END.finditer(file.read(PAST_BYTES))]
+                begins = [0, *ends] if start == 0 else ends or [0]
+                return cls(seen.st_ino, start + begins[max(0, len(begins) - 1 - past)])
+        except OSError:
+            return cls(-1, 0)  # it printed nothing yet
+
+    def lines(self, path: Path, *, over: bool) -> Iterator[str]:
+        """Those that are new. `over`: there will be no more, and the last may not have ended."""
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            seen = os.fstat(file.fileno())
+            if seen.st_ino != self._number or seen.st_size < self._offset:
+                yield from self._rest(path.with_name(path.name + ".1"))
+                self._number, self._offset = seen.st_ino, 0
+            yield from self._read(file, over=over)
+
+    def _rest(self, aside: Path) -> Iterator[str]:
+        """It grew long and was put aside: what was not read of it. Not so where the process was started anew."""
+        with contextlib.suppress(OSError), aside.open("rb") as file:
             number = os.fstat(file.fileno()).st_ino
-            known, offset = at.get(seat, (number, -1))
-            if offset < 0:
-                offset = max(0, os.fstat(file.fileno()).st_size - PAST_BYTES)
-                file.seek(offset)
-                text = file.read(PAST_BYTES)
-                whole = text[: text.rfind(b"\n") + 1]
-                at[seat] = (number, offset + len(whole))
-                lines = whole.decode("utf-8", "replace").splitlines()
-                return (lines[1:] if offset else lines)[-past:] if past else []
-            rest: list[str] = []
-            if known != number:  # it grew long and was put aside: what was not read of it first
-                with contextlib.suppress(OSError), (place / "output.log.1").open("rb") as old:
-                    old.seek(offset)
-                    rest = old.read().decode("utf-8", "replace").splitlines()
-                offset = 0
-            file.seek(offset)
-            text = file.read(CHUNK_BYTES)
-            whole = text[: text.rfind(b"\n") + 1]
-            at[seat] = (number, offset + len(whole))
-            return rest + whole.decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
+            if number != self._number and self._number >= 0:
+                yield "[some lines are missing here: more was printed than is kept]"
+                self._offset = 0
+            self._number = number
+            yield from self._read(file, over=True)
+
+    def _read(self, file: BinaryIO, *, over: bool) -> Iterator[str]:
+        while True:
+            begin, done = self._offset, 0
+            file.seek(begin)
+            chunk = file.read(CHUNK_BYTES)
+            for end in self._END.finditer(chunk):
+                line, bare = chunk[done : end.start()], end.group() == b"\r"
+                done = end.end()
+                self._offset = begin + done
+                if line or not bare:
+                    yield line.decode("utf-8", "replace")
+            full = len(chunk) == CHUNK_BYTES
+            if chunk[done:] and (done == 0 if full else over):
+                self._offset = begin + len(chunk)
+                yield chunk[done:].decode("utf-8", "replace")
+            if not full:
+                return
+
+
+def copy(folder: str, name: str, run: str, have: dict[str, list[Any]], **_: Any) -> None:
+    """What is written of a run here, as it is written, until whoever asked is gone. `have`: how many bytes of a file are there
+    already, and a proof that they are these.
+
+    Of rows and logs what was added, of small files all of it. The logs of its workers lie beside the runs.
+    """
+    home = _home(folder, name)
+    known: dict[str, tuple[int, int]] = {}  # growing files: inode and bytes told; others: time and size
+    beat, up_to_date = time.monotonic(), False
+    while True:
+        new = False
+        for place, path in _files_of(home, run):
+            with contextlib.suppress(OSError):
+                grows = path.suffix in (".jsonl", ".log")
+                told = _copy_new(place, path, known, have) if grows else _copy_whole(place, path, known)
+                new = new or told
+        if new:
+            beat = time.monotonic()
+            continue
+        if not up_to_date or time.monotonic() - beat > BEAT_S:
+            say(up_to_date=True)
+            beat, up_to_date = time.monotonic(), True
+        time.sleep(COPY_S)
+
+
+def _files_of(home: Path, run: str) -> list[tuple[str, Path]]:
+    base = home / "runs" / run
+    small = [base / "config.yaml", base / "summary.json", *base.glob("checkpoints/*/manifest.json")]
+    grow = [base / "metrics.jsonl", base / "history.jsonl", *base.glob("logs/*.log")]
+    found = [(path.relative_to(base).as_posix(), path) for path in (*small, *grow)]
+    return [*found, *((f"logs/{path.name}", path) for path in (home / "logs" / run).glob("*.log"))]
+
+
+def _copy_new(place: str, path: Path, known: dict[str, tuple[int, int]], have: dict[str, list[Any]]) -> bool:
+    with path.open("rb") as file:
+        seen = os.fstat(file.fileno())
+        if place not in known:
+            size, proof = have.get(place, [0, ""])
+            known[place] = (seen.st_ino, size if size <= seen.st_size and proof_of(file, size) == proof else 0)
+        number, at = known[place]
+        if number != seen.st_ino or seen.st_size < at:  # it was written anew
+            at = 0
+        file.seek(at)
+        data = file.read(CHUNK_BYTES)
+    known[place] = (seen.st_ino, at + len(data))
+    if data or (at == 0 and place in have):
+        say(file=place, at=at, data=base64.b64encode(data).decode())
+        have.pop(place, None)
+    return bool(data)
+
+
+def proof_of(file: BinaryIO, size: int) -> str:
+    """Of the first `size` bytes of a file that grows: its last ones tell it from one that was written anew."""
+    file.seek(max(0, size - PROOF_BYTES))
+    return hashlib.sha256(file.read(min(size, PROOF_BYTES))).hexdigest() if size else ""
+
+
+def _copy_whole(place: str, path: Path, known: dict[str, tuple[int, int]]) -> bool:
+    seen = path.stat()
+    if known.get(place) == (seen.st_mtime_ns, seen.st_size) or seen.st_size > SMALL_BYTES:
+        return False
+    known[place] = (seen.st_mtime_ns, seen.st_size)
+    say(file=place, data=base64.b64encode(path.read_bytes()).decode())
+    return True
 
 
 def stop(
-    folder: str, name: str, seats: list[str] | None = None, now: bool = False, within_s: float = 90.0, **_: Any
+    folder: str,
+    name: str,
+    seats: list[str] | None = None,
+    mark: str | None = None,
+    now: bool = False,
+    within_s: float = 90.0,
+    **_: Any,
 ) -> dict[str, Any]:
-    """Ask keepers to end their processes, and wait until they have. What does not end in time is killed. All, if none is named:
-    then nothing of the cluster is left running here."""
+    """Ask keepers to end their processes, and wait until they have. What does not end in time is killed.
+
+    Those of `seats`; those that one `up` has started, with its `mark`; or all: then nothing of the cluster is left running, and
+    an `up` that is under way starts nothing.
+    """
     home = _home(folder, name)
     found = [place for place in sorted((home / "processes").glob("*")) if place.is_dir()]
     places = [place for place in found if seats is None or place.name in seats]
-    running = [place for place in places if _alive(place)]
+    if mark is not None:
+        places = [place for place in places if _object(place / "order.json").get("mark") == mark]
+    elif seats is None:
+        shutil.rmtree(home / "ups", ignore_errors=True)
+    running = [place for place in places if _alive(place) or _begins(place)]
     for place in running:
         (place / "stop").write_text("now" if now else "", encoding="utf-8")
     deadline = time.monotonic() + within_s
-    while (left := [place for place in running if _alive(place)]) and time.monotonic() < deadline:
+    while (left := [p for p in running if _alive(p) or _begins(p)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     for place in left:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            keeper = json.loads((place / "state.json").read_text(encoding="utf-8"))["keeper"]
-            os.kill(keeper, getattr(signal, "SIGKILL", signal.SIGTERM))
+        state = _object(place / "state.json")
+        keeper, known = state.get("keeper"), state.get("keeper_identity")
+        if isinstance(keeper, int) and known is not None and identity(keeper) == known:
+            with contextlib.suppress(OSError):
+                os.kill(keeper, getattr(signal, "SIGKILL", signal.SIGTERM))
     killed = [place.name for place in places if _end_orphan(place)]
-    if seats is not None:
+    if any(_alive(place) for place in found):  # others of the cluster go on
         return {"stopped": [place.name for place in running], "killed": killed}
     tmux = shutil.which("tmux")
     if tmux is not None:
@@ -538,12 +808,14 @@ OPERATIONS = {
         unpack,
         has,
         keep_secret,
+        begin,
         read,
         tail,
         environment,
         start,
         states,
         follow,
+        copy,
         stop,
     )
 }
@@ -563,10 +835,10 @@ def main() -> None:
             say(result=operation(**request))
         except Wrong as error:
             say(error=str(error), remedy=error.remedy)
-        except OSError as error:
-            say(error=f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else ""), remedy="")
         except BrokenPipeError:
             return
+        except OSError as error:
+            say(error=f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else ""), remedy="")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ from typing import Any, TypeVar
 
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.cluster.host import Host, HostError, connect
-from smolcluster.launch.cluster.layout import Layout, Machine, Recorded, Seat
-from smolcluster.launch.cluster.parcel import Parcel
+from smolcluster.launch.cluster.layout import Layout, Machine, Recorded, Seat, with_run
+from smolcluster.launch.cluster.parcel import Parcel, requirements_key
+from smolcluster.observe.events import StepLogged, restore, restore_fields
 
 CLOCK_S = 120.0  # machines whose clocks differ by more are told
 ROOM_BYTES = 500 << 20  # free disk without which nothing is started
@@ -115,17 +118,30 @@ class Order:
     package: Parcel
     files: Parcel
     requirements: list[str]
-    requirements_key: str
     token: str | None = None
     panes: bool = False  # one tmux window for all, as on this machine
     resume: bool = False  # the lead goes on with the run that is there
 
+    @property
+    def parcel(self) -> str:
+        """Names all that the machines are sent, and how they are told to use it."""
+        seats = [(s.name, s.host, s.arguments, sorted(s.environment.items())) for s in with_run(self.layout, "").seats]
+        hosts = [(m.name, m.python, sorted(m.environment.items())) for m in self.layout.machines.values()]
+        told = hashlib.sha256(json.dumps([seats, hosts]).encode()).hexdigest()[:16]
+        return f"{self.package.key}-{self.files.key}-{told}"
 
-async def up(order: Order, hosts: Mapping[str, Host], *, told: Told) -> dict[str, list[str]]:
-    """Start what does not run yet. Returns what was started, by machine."""
+
+async def up(
+    order: Order, hosts: Mapping[str, Host], *, told: Told, begins: Callable[[], None] = lambda: None
+) -> dict[str, list[str]]:
+    """Start what does not run yet. Returns what was started, by machine. `begins` is called before anything is changed."""
     layout = order.layout
     facts = await on_all(hosts.values(), lambda host: look(host, layout, order))
     check_facts(layout, facts)
+    _check_same(order, facts)
+    begins()
+    mark = secrets.token_hex(8)
+    await on_all(hosts.values(), lambda host: host.ask("begin", mark=mark, **_where(host, layout)))
     await on_all(hosts.values(), lambda host: _send(host, order, told))
     pythons = await on_all(hosts.values(), lambda host: _environment(host, order, told))
     if order.token is not None:
@@ -137,12 +153,12 @@ async def up(order: Order, hosts: Mapping[str, Host], *, told: Told) -> dict[str
             chosen = [seat for seat in layout.seats if (seat is layout.lead) == first]
             started = await on_all(
                 [host for host in hosts.values() if any(seat.host == host.name for seat in chosen)],
-                lambda host, chosen=chosen: _start(host, order, pythons[host.name], chosen),  # type: ignore[misc]
+                lambda host, chosen=chosen: _start(host, order, pythons[host.name], chosen, mark),  # type: ignore[misc]
             )
             for name, seats in started.items():
                 begun.setdefault(name, []).extend(seats)
     except (SmolclusterError, asyncio.CancelledError):
-        await _take_back(hosts, layout, begun)
+        await _take_back(hosts, layout, mark)
         raise
     return begun
 
@@ -153,13 +169,16 @@ def _where(host: Host, layout: Layout | Recorded) -> dict[str, Any]:
 
 async def look(host: Host, layout: Layout, order: Order | None = None) -> dict[str, Any]:
     """What a machine is and has, and when it was asked. `order`: also whether it needs an environment for that."""
-    wanted = None
-    if order is not None:
-        wanted = {"requirements": order.requirements, "key": order.requirements_key, "python": host.machine.python}
+    needs = None if order is None else wanted(host, order.requirements)
     listens = list(layout.listens) if layout.lead.host == host.name else None
     asked = time.time()
-    found: dict[str, Any] = await host.ask("look", listens=listens, wanted=wanted, **_where(host, layout))
+    found: dict[str, Any] = await host.ask("look", listens=listens, wanted=needs, **_where(host, layout))
     return found | {"asked": asked, "answered": time.time()}
+
+
+def wanted(host: Host, requirements: list[str]) -> dict[str, Any]:
+    """Which environment a machine needs, as its agent is asked for it."""
+    return {"requirements": requirements, "key": requirements_key(requirements), "python": host.machine.python}
 
 
 def check_facts(layout: Layout, facts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -167,6 +186,21 @@ def check_facts(layout: Layout, facts: Mapping[str, Mapping[str, Any]]) -> None:
     problems = [problem for name, seen in facts.items() for problem in problems_of(layout, name, seen)]
     if problems:
         raise ClusterError(problems, also="nothing was changed on any machine")
+
+
+def _check_same(order: Order, facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """What runs was started with this code and these files. Others would become theirs when they are started again."""
+    others = [
+        seat
+        for seen in facts.values()
+        for seat, state in seen["processes"].items()
+        if state["alive"] and state.get("parcel") not in (None, order.parcel)
+    ]
+    if others:
+        raise UserError(
+            f"{', '.join(sorted(others))} of {order.layout.name} run already, with another configuration or other code; "
+            "`smolcluster down` first, then up (with --resume: the same run goes on); nothing was changed on any machine"
+        )
 
 
 def problems_of(layout: Layout, name: str, seen: Mapping[str, Any]) -> Iterable[HostError]:
@@ -232,9 +266,7 @@ async def _environment(host: Host, order: Order, told: Told) -> str:
         "environment",
         told=lambda line: told(host.name, line),
         folder=host.machine.folder,
-        requirements=order.requirements,
-        key=order.requirements_key,
-        python=host.machine.python,
+        **wanted(host, order.requirements),
         variables=dict(host.machine.environment),
     )
     if made["made"]:
@@ -242,7 +274,7 @@ async def _environment(host: Host, order: Order, told: Told) -> str:
     return str(made["python"])
 
 
-async def _start(host: Host, order: Order, python: str, chosen: list[Seat]) -> list[str]:
+async def _start(host: Host, order: Order, python: str, chosen: list[Seat], mark: str) -> list[str]:
     resume = order.resume
     seats = [
         {
@@ -257,17 +289,26 @@ async def _start(host: Host, order: Order, python: str, chosen: list[Seat]) -> l
     ]
     where = _where(host, order.layout)
     begun: list[str] = await host.ask(
-        "start", seats=seats, python=python, code=order.package.key, panes=order.panes, **where
+        "start",
+        seats=seats,
+        python=python,
+        code=order.package.key,
+        parcel=order.parcel,
+        panes=order.panes,
+        mark=mark,
+        **where,
     )
     return begun
 
 
-async def _take_back(hosts: Mapping[str, Host], layout: Layout, begun: Mapping[str, list[str]]) -> None:
+async def _take_back(hosts: Mapping[str, Host], layout: Layout, mark: str) -> None:
     """What this call has started, and nothing else."""
-    for name, seats in begun.items():
-        if seats:
-            with contextlib.suppress(HostError):
-                await hosts[name].ask("stop", seats=seats, now=True, within_s=10.0, **_where(hosts[name], layout))
+
+    async def end(host: Host) -> None:
+        with contextlib.suppress(HostError):
+            await host.ask("stop", mark=mark, now=True, within_s=10.0, **_where(host, layout))
+
+    await asyncio.gather(*map(end, hosts.values()))
 
 
 # What runs
@@ -280,7 +321,7 @@ async def states(cluster: Layout | Recorded, hosts: Mapping[str, Host]) -> dict[
 
 
 async def progress(cluster: Recorded, hosts: Mapping[str, Host]) -> dict[str, Any]:
-    """The last row that the lead logged, and the summary if there is one."""
+    """The last row of the run, of all workers where there is a server, and the summary if there is one."""
     host = hosts.get(cluster.hosts[cluster.lead])
     if host is None:
         return {}
@@ -288,12 +329,14 @@ async def progress(cluster: Recorded, hosts: Mapping[str, Host]) -> dict[str, An
     async with host.agent() as agent:
         folder = host.machine.folder
         summary = await agent.ask("read", folder=folder, place=f"{base}/summary.json")
-        last = await agent.ask("tail", folder=folder, place=f"{base}/metrics.jsonl")
+        rows = await agent.ask("tail", folder=folder, place=f"{base}/metrics.jsonl")
     found: dict[str, Any] = {}
+    # Training that has diverged is written as "nan": it is a number again here, as those who print it expect.
+    with contextlib.suppress(ValueError, TypeError, AttributeError, IndexError):
+        read = [restore_fields(StepLogged, json.loads(row)) for row in rows]
+        found["row"] = ([row for row in read if row.get("role") == "server"] or read)[-1]
     with contextlib.suppress(ValueError, TypeError):
-        found["row"] = json.loads(last)
-    with contextlib.suppress(ValueError, TypeError):
-        found["summary"] = json.loads(summary)
+        found["summary"] = restore(json.loads(summary))
     return found
 
 
@@ -311,7 +354,8 @@ async def follow(
     """What processes print: `show` hears host, process and line. A machine that is cut off is dialled until it answers."""
 
     async def one(name: str) -> None:
-        rest, cut_off = past, False
+        read: dict[str, list[int]] = {}  # how far, of each process
+        cut_off = False
         while True:
             try:
                 async with connected(way_to(machines, name)) as (hosts, problems):
@@ -322,10 +366,11 @@ async def follow(
                         cut_off = False
                     async with hosts[name].agent() as agent:
                         where = _where(hosts[name], cluster)
-                        async for said in agent.talk("follow", seats=seats, past=rest, on=on, **where):
+                        async for said in agent.talk("follow", seats=seats, past=past, on=on, at=read, **where):
                             if "line" in said:
                                 show(name, said["seat"], said["line"])
-                            rest = 0
+                            if "at" in said:
+                                read[said["seat"]] = said["at"]
                     return
             except HostError as error:
                 if not on:
@@ -353,7 +398,9 @@ async def down(cluster: Recorded, hosts: Mapping[str, Host], *, now: bool, told:
             told(host.name, f"did not end in time and was killed: {', '.join(done['killed'])}")
 
     if lead in hosts:
-        told(lead, f"asking {cluster.lead} to save and end" if not now else f"ending {cluster.lead}")
+        states = await hosts[lead].ask("states", **_where(hosts[lead], cluster))
+        if states.get(cluster.lead, {}).get("alive"):
+            told(lead, f"asking {cluster.lead} to save and end" if not now else f"ending {cluster.lead}")
         await end(hosts[lead], [cluster.lead])
     await on_all(hosts.values(), lambda host: end(host, None))
     return {name: sorted(set(seats)) for name, seats in stopped.items()}

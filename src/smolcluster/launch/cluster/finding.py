@@ -1,60 +1,146 @@
-"""Which machines there are, for `smolcluster cluster init`: this one, those that ssh knows, those that offer themselves."""
+"""Which machines there are, for `smolcluster cluster init`: this one, those that ssh knows, those that offer themselves.
+
+A host of ~/.ssh/config is written as what is meant there (HostName, Port, User, IdentityFile, ProxyJump): other machines do not
+have that file, and the one that leads is found by its address. Where ssh says more than a cluster file can, its name stays.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fnmatch
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from smolcluster.comm.elastic.sockets import join_address, own_host
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.cluster import control
 from smolcluster.launch.cluster.layout import LOCAL, Machine
 
 MOST_HOSTS = 64
+# Ways to a machine that only ssh knows how to go.
+_ONLY_SSH = ("proxycommand", "hostkeyalias")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     name: str
-    address: str | None  # null: ssh knows it by its name
+    entry: dict[str, Any]  # as it stands in the file; nothing: ssh knows it by its name
     facts: dict[str, Any]
     problem: str = ""
 
 
-def find_machines(ssh_config: Path | None, *, told: Callable[[str], None]) -> list[Found]:
+def find_machines(ssh_config: Path | None, *, accept_new: bool = False, told: Callable[[str], None]) -> list[Found]:
     here = socket.gethostname().partition(".")[0] or "here"
-    machines = {here: Machine(name=here, address=LOCAL)}
-    for name in hosts_of_ssh(ssh_config or Path("~/.ssh/config").expanduser()):
-        machines.setdefault(name, Machine(name=name, address=name))
+    known = machines_of_ssh(_text(ssh_config or Path("~/.ssh/config").expanduser()))
+    machines = {here: Machine(name=here, address=LOCAL)} | {n: m for n, m in known.items() if n != here}
+    twice = _twice(machines)
     offers = _offers()
-    told(f"looking at {len(machines)} machine(s), and {len(offers)} that offer themselves")
-    found = asyncio.run(_ask(machines))
+    told(f"looking at {len(machines) - len(twice)} machine(s), and {len(offers)} that offer themselves")
+    asked = {name: machine for name, machine in machines.items() if name not in twice}
+    answers = asyncio.run(_ask(asked, accept_new=accept_new))
+    found = [
+        Found(name, entry_of(machines, name), *answers.get(name, ({}, f"the same machine as {twice.get(name)}")))
+        for name in machines
+    ]
     for offer in offers:
         if offer.name not in machines:
             facts = {"system": offer.system, "machine": ""}
-            found.append(Found(offer.name, offer.addresses[0], facts, "it offers itself: smolcluster cluster accept"))
+            entry = {"address": offer.addresses[0]}
+            found.append(Found(offer.name, entry, facts, "it offers itself: smolcluster cluster accept"))
     for machine in found:
         told(f"{machine.name}: {machine.problem or _describe(machine.facts)}")
     return found
 
 
-def hosts_of_ssh(path: Path) -> list[str]:
-    """Names of single hosts in an ssh configuration; patterns are no machines."""
+# What ssh knows
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
+        return ""
+
+
+def hosts_of_ssh(text: str) -> list[str]:
+    """Names of single hosts in an ssh configuration; patterns are no machines."""
     names: list[str] = []
-    for line in text.splitlines():
-        match = re.match(r"\s*host[\s=]+(.+)", line, re.IGNORECASE)
-        for name in match[1].split() if match is not None else []:
+    for key, words in _lines(text):
+        for name in words if key == "host" else ():
             if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) and name not in names:
                 names.append(name)
     return names[:MOST_HOSTS]
+
+
+def ssh_says(text: str, name: str) -> dict[str, str]:
+    """What an ssh configuration says of one host: of each key the first value counts. `Match` and `Include` are not read."""
+    said: dict[str, str] = {}
+    applies = True
+    for key, words in _lines(text):
+        if key == "host":
+            here = [word for word in words if fnmatch.fnmatchcase(name, word.removeprefix("!"))]
+            applies = bool(here) and not any(word.startswith("!") for word in here)
+        elif key == "match":
+            applies = False
+        elif applies and words:
+            said.setdefault(key, words[0] if key != "proxycommand" else " ".join(words))
+    return said
+
+
+def _lines(text: str) -> list[tuple[str, list[str]]]:
+    """Keys, in small letters, and their words, some of them in quotes."""
+    matches = (re.match(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.+)", line) for line in text.splitlines())
+    return [
+        (match[1].lower(), [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', match[2])])
+        for match in matches
+        if match is not None
+    ]
+
+
+def machines_of_ssh(text: str) -> dict[str, Machine]:
+    """The hosts of an ssh configuration, each by the address that is meant."""
+    said = {name: ssh_says(text, name) for name in hosts_of_ssh(text)}
+    asked = {name: words.get("proxyjump", "none") for name, words in said.items()}
+    jumps = {name: None if jump in ("none", name) else jump for name, jump in asked.items()}
+    return {name: _machine(name, words, jumps) for name, words in said.items()}
+
+
+def _machine(name: str, said: Mapping[str, str], jumps: Mapping[str, str | None]) -> Machine:
+    if not _listed(name, jumps) or any(key in said for key in _ONLY_SSH):
+        return Machine(name=name, address=name)
+    port = said.get("port", "")
+    return Machine(
+        name=name,
+        address=said.get("hostname", name).replace("%h", name),
+        port=int(port) if port.isdecimal() else None,
+        user=said.get("user"),
+        key=said.get("identityfile"),
+        via=jumps[name],
+    )
+
+
+def _listed(name: str, jumps: Mapping[str, str | None]) -> bool:
+    """Whether all machines on the way there are among the hosts, and none comes twice."""
+    passed = [name]
+    while passed[-1] in jumps and (jump := jumps[passed[-1]]) is not None:
+        if jump in passed:
+            return False
+        passed.append(jump)
+    return passed[-1] in jumps
+
+
+def _twice(machines: Mapping[str, Machine]) -> dict[str, str]:
+    """Names that mean a machine which another name meant before."""
+    first: dict[tuple[str, int | None, str | None], str] = {}
+    places = {name: (machine.address, machine.port, machine.via) for name, machine in machines.items()}
+    return {name: other for name, place in places.items() if (other := first.setdefault(place, name)) != name}
 
 
 def _offers() -> list[Any]:
@@ -66,23 +152,50 @@ def _offers() -> list[Any]:
         return []
 
 
-async def _ask(machines: dict[str, Machine]) -> list[Found]:
-    found: list[Found] = []
-    async with control.connected(machines) as (hosts, problems):
+# Asking them
+
+
+async def _ask(machines: Mapping[str, Machine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
+    """Of each, what it is; or what is wrong with it, and the remedy."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    async with control.connected(machines, accept_new=accept_new) as (hosts, problems):
         for name, machine in machines.items():
-            address = machine.address if machine.local else None
-            if name in problems:
-                found.append(Found(name, address, {}, problems[name].what))
-                continue
-            try:
-                facts = await hosts[name].ask("look", folder=machine.folder, name="none")
-                found.append(Found(name, address, facts))
-            except SmolclusterError as error:
-                found.append(Found(name, address, {}, str(error)))
+            error: SmolclusterError | None = problems.get(name)
+            if error is None:
+                try:
+                    found[name] = await hosts[name].ask("look", folder=machine.folder, name="none"), ""
+                    continue
+                except SmolclusterError as caught:
+                    error = caught
+            found[name] = {}, str(error).removeprefix(f"{name}: ")
     return found
 
 
-def _describe(facts: dict[str, Any]) -> str:
+# The file
+
+
+def entry_of(machines: Mapping[str, Machine], name: str) -> dict[str, Any]:
+    """A machine as the file has it, with the way back to this one, which leads."""
+    machine = machines[name]
+    if machine.local:
+        return {"address": LOCAL}
+    entry = {} if machine == Machine(name=name, address=name) else {"address": machine.address}
+    entry |= {key: value for key in ("port", "user", "key", "via") if (value := getattr(machine, key)) is not None}
+    return entry | {"server_address": _mine(list(control.way_to(machines, name).values())[-1])}
+
+
+def _mine(first: Machine) -> str:
+    """Where this machine is found by one that it reaches, or by those behind it."""
+    from smolcluster.launch.discovery import own_addresses
+
+    with contextlib.suppress(OSError, SmolclusterError):
+        address = own_host(join_address(first.address, first.port or 22))
+        if not address.startswith("fe80:"):  # of one cable only, and without its name of no use
+            return address
+    return own_addresses()[0]
+
+
+def _describe(facts: Mapping[str, Any]) -> str:
     memory = f", {facts['memory'] / 1e9:.0f} GB" if facts.get("memory") else ""
     gpus = f", {', '.join(facts['gpus'])}" if facts.get("gpus") else ""
     return f"{facts['system']} {facts['machine']}, {facts['cpus']} cores{memory}{gpus}"
@@ -94,17 +207,19 @@ def write_file(found: list[Found]) -> str:
         "# The machines of a cluster; `smolcluster up cluster.yaml` trains on them. See docs/cluster.md.",
         "hosts:",
     ]
-    for machine in found:
-        entry = f"  {machine.name}: " + ("{}" if machine.address is None else f"{{address: {machine.address}}}")
-        lines.append(
-            f"  # {entry.strip()}  # {machine.problem}" if machine.problem else f"{entry}  # {_describe(machine.facts)}"
-        )
     good = [machine for machine in found if not machine.problem]
-    alone = len(good) == 1
-    lines += ["", f"server: {good[0].name if good else 'NAME'}  # it should be one that is always on"]
-    if good and good[0].address == LOCAL and not alone:
+    lead = good[0] if good else None
+    for machine in found:
+        entry = dict(machine.entry)
+        if lead is None or lead.entry.get("address") != LOCAL:
+            entry.pop("server_address", None)
+        text = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=1000).strip()
+        note = " ".join((machine.problem or _describe(machine.facts)).split())
+        lines.append(f"  {'# ' if machine.problem else ''}{machine.name}: {text}  # {note}")
+    lines += ["", f"server: {lead.name if lead is not None else 'NAME'}  # it should be one that is always on"]
+    if any("server_address" in machine.entry for machine in found) and lead is not None:
         lines.append(
-            "# Others must reach this machine: say where, instead of `local`, or as server_address of each host."
+            "# server_address is where that host finds this machine; take it away if another is to be the server."
         )
     lines += [
         "strategy: edp  # machines may differ, come and go; see `smolcluster strategies`",

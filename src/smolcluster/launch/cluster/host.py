@@ -9,22 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import shlex
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from smolcluster.errors import MissingExtra, SmolclusterError
 from smolcluster.launch.cluster.layout import Machine
+from smolcluster.observe.text import printable
 
 CONNECT_S = 10.0
+KNOWN_HOSTS = "~/.ssh/known_hosts"
 OLDEST_PYTHON = (3, 11)
+GREETING_LINES = 1000  # that a login may print
+GREETING_S = 30.0  # and so long may it take
 _MODULES = ("smolcluster", "smolcluster.launch", "smolcluster.launch.cluster", "smolcluster.launch.cluster.keeper")
-# Tells its version before anything newer is parsed; then runs what it is given. No quotes inside, for any shell.
+# Tells its version before anything newer is parsed, twice, so that no greeting of a shell is taken for it; then runs what it is
+# given. No quotes inside, for any shell.
 _BOOT = (
-    "import sys; print(*sys.version_info[:3]); sys.stdout.flush(); "
+    "import sys; print(*sys.version_info[:3], sys.hexversion); sys.stdout.flush(); "
     "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 )
 # What a Python may be called there; a shell without a login does not know where Homebrew keeps its own.
@@ -32,6 +39,7 @@ _PYTHONS = (
     *("python3", "python3.13", "python3.12", "python3.11", "/opt/homebrew/bin/python3", "/usr/local/bin/python3"),
     *("python", "py"),
 )
+_warned: set[str] = set()
 
 
 class HostError(SmolclusterError):
@@ -91,11 +99,10 @@ class Host:
         words = old = ""
         for python in tried:
             stream = await self._run(python)
-            first = await stream.line()
-            version = _version(first)
+            version, greeting = await _first_line(stream)
             if version is None:
                 _, said = await stream.complaint()
-                words = words or said
+                words = words or said or greeting
                 continue
             if version < OLDEST_PYTHON:
                 await stream.close()
@@ -118,7 +125,9 @@ class Host:
 
     async def _run(self, python: str) -> Stream:
         if self.connection is None:
-            return await _LocalStream.start([sys.executable if python in _PYTHONS else python, "-u", "-c", _BOOT])
+            named = str(Path(python).expanduser()) if python.startswith("~") else python
+            here = sys.executable if python in _PYTHONS else named
+            return await _LocalStream.start([here, "-u", "-c", _BOOT])
         try:
             return await _SshStream.start(self.connection, f'{_word(python)} -u -c "{_BOOT}"')
         except OSError as error:
@@ -127,15 +136,36 @@ class Host:
 
 def _word(python: str) -> str:
     """A path for whatever shell is there: quotes only where they are needed."""
-    if " " not in python:
-        return python
-    return f'"{python}"' if "\\" in python else shlex.quote(python)
+    if "\\" in python:  # of Windows
+        return f'"{python}"' if " " in python else python
+    home, slash, rest = python.partition("/")
+    if home.startswith("~") and re.fullmatch(r"~[\w.-]*", home):  # for the shell to fill in
+        return f"{home}{slash}{shlex.quote(rest)}"
+    return shlex.quote(python)
+
+
+async def _first_line(stream: Stream) -> tuple[tuple[int, ...] | None, str]:
+    """Which version of Python answers; before that a login may print what it likes. And the last that it printed."""
+    greeting, until = "", time.monotonic() + GREETING_S
+    for _ in range(GREETING_LINES):
+        try:
+            line = await asyncio.wait_for(stream.line(), until - time.monotonic())
+        except TimeoutError:
+            return None, greeting or f"no answer in {GREETING_S:g} s"
+        if not line:
+            break
+        version = _version(line)
+        if version is not None:
+            return version, greeting
+        greeting = line.decode("utf-8", "replace").strip() or greeting
+    return None, greeting
 
 
 def _version(line: bytes) -> tuple[int, ...] | None:
     with contextlib.suppress(ValueError):
-        numbers = tuple(int(part) for part in line.split())
-        return numbers if len(numbers) == 3 else None
+        *version, hexversion = (int(part) for part in line.split())
+        if len(version) == 3 and list((hexversion >> 8).to_bytes(3)) == version:
+            return tuple(version)
     return None
 
 
@@ -260,31 +290,40 @@ class _SshStream:
 
     @classmethod
     async def start(cls, connection: Any, command: str) -> Stream:
-        import asyncssh
-
-        try:
+        with _as_oserror():
             return cls(await connection.create_process(command, encoding=None, window=1 << 22))
-        except (asyncssh.Error, OSError) as error:
-            raise OSError(str(error)) from error
 
     async def send(self, data: bytes) -> None:
-        self._process.stdin.write(data)
-        await self._process.stdin.drain()
+        with _as_oserror():
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
 
     async def line(self) -> bytes:
-        line: bytes = await self._process.stdout.readline()
-        return line
+        with _as_oserror():
+            line: bytes = await self._process.stdout.readline()
+            return line
 
     async def complaint(self) -> tuple[int | None, str]:
         said = b""
-        with contextlib.suppress(TimeoutError, OSError):
+        with contextlib.suppress(TimeoutError, OSError), _as_oserror():
             said = await asyncio.wait_for(self._process.stderr.read(), 2.0)
         return self._process.exit_status, bytes(said).decode("utf-8", "replace")
 
     async def close(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), _as_oserror():
             self._process.stdin.write_eof()
             self._process.close()
+
+
+@contextlib.contextmanager
+def _as_oserror() -> Iterator[None]:
+    """A lost connection is one error here, however asyncssh tells it."""
+    import asyncssh
+
+    try:
+        yield
+    except asyncssh.Error as error:
+        raise ConnectionResetError(f"the connection was lost: {error.reason}") from error
 
 
 # Connecting
@@ -309,29 +348,49 @@ async def connect(machine: Machine, *, through: Host | None = None, accept_new: 
     if machine.user is not None:
         options["username"] = machine.user
     if machine.key is not None:
-        options["client_keys"] = [str(Path(machine.key).expanduser())]
+        options["client_keys"] = [_full_path(machine.key)]
     if through is not None and through.connection is not None:
         options["tunnel"] = through.connection
-    known = KnownHosts(accept_new=accept_new)
+    with _known_hosts_file(machine, "read"):
+        known = KnownHosts(accept_new=accept_new)
     try:
         options |= {"known_hosts": known.trusted, "client_factory": known.client}
         connection = await asyncssh.connect(machine.address, **options)
     except (asyncssh.Error, OSError, ValueError, TimeoutError) as error:
         raise explain(machine, error, known) from error
-    known.remember()
+    try:
+        with _known_hosts_file(machine, "written"):
+            known.remember()
+    except HostError:
+        connection.close()
+        raise
     return Host(machine, connection)
 
 
+@contextlib.contextmanager
+def _known_hosts_file(machine: Machine, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"{error.filename or KNOWN_HOSTS} cannot be {what}: {error.strerror or error}"
+        remedy = f"ssh keeps the keys of machines there: make it a file of yours (ls -ld {KNOWN_HOSTS})"
+        raise HostError(machine.name, problem, remedy, layer="host key") from error
+
+
 class KnownHosts:
-    """~/.ssh/known_hosts, as ssh keeps it: keys that were seen before, and what to do with others."""
+    """~/.ssh/known_hosts, as ssh keeps it: keys that were seen before, and what to do with others. Lines that mean nothing
+    are left out, as ssh does."""
 
     def __init__(self, path: Path | None = None, *, accept_new: bool = False) -> None:
         import asyncssh
 
-        self.path = path or Path("~/.ssh/known_hosts").expanduser()
-        self._known = (
-            asyncssh.read_known_hosts(str(self.path)) if self.path.exists() else asyncssh.import_known_hosts("")
-        )
+        self.path = path or Path(KNOWN_HOSTS).expanduser()
+        self._known = asyncssh.import_known_hosts("")
+        for number, line in enumerate(self._lines(), 1):
+            try:
+                self._known.load(line.decode("utf-8", "backslashreplace"))  # a comment may be in any encoding
+            except ValueError:
+                _warn_once(f"{self.path}, line {number} is no host and its key: it is left out")
         self._accept_new = accept_new
         self._taken: list[str] = []
         self.changed = False  # the host showed another key than before
@@ -365,8 +424,22 @@ class KnownHosts:
         """What was taken because the user said so."""
         if self._taken:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            ended = self._lines()[-1] == b""  # else ours would become a part of the last line
             with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(line + "\n" for line in self._taken)
+                file.writelines(line + "\n" for line in ([] if ended else [""]) + self._taken)
+
+    def _lines(self) -> list[bytes]:
+        try:
+            return self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return [b""]
+
+
+def _warn_once(text: str) -> None:
+    """Every machine is looked up in the same file."""
+    if text not in _warned:
+        _warned.add(text)
+        print("smolcluster:", printable(text), file=sys.stderr)
 
 
 def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostError:
@@ -385,7 +458,8 @@ def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostEr
             )
         case ConnectionRefusedError():
             remedy = "is ssh switched on there (macOS: Remote Login; Linux: apt install openssh-server), on this port?"
-            return HostError(name, f"{place} refuses connections on port {port}", remedy, layer="port")
+            what = f"{place} refuses connections" + ("" if machine.port else f" on port {port}")
+            return HostError(name, what, remedy, layer="port")
         case asyncssh.HostKeyNotVerifiable() if known.changed:
             remedy = f"if the machine was set up anew, forget the old key: ssh-keygen -R {_known_name(machine)}"
             return HostError(
@@ -405,6 +479,9 @@ def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostEr
             return HostError(name, f"the key {machine.key} has a passphrase", remedy.strip(), layer="login")
         case FileNotFoundError() if machine.key is not None:
             return HostError(name, f"there is no key {machine.key}", f"check hosts.{name}.key", layer="login")
+        case OSError(filename=str() as path) if machine.key is not None and path == _full_path(machine.key):
+            what = f"the key {machine.key} cannot be read: {error.strerror}"
+            return HostError(name, what, f"check hosts.{name}.key", layer="login")
         case asyncssh.KeyImportError():
             return HostError(
                 name, f"{machine.key} is no private key: {error}", f"check hosts.{name}.key", layer="login"
@@ -415,7 +492,15 @@ def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostEr
         case OSError():
             remedy = "is it switched on, and on a network that this machine is on too?"
             return HostError(name, f"{place} cannot be reached: {error.strerror or error}", remedy, layer="route")
-    return HostError(name, f"ssh to {place} failed: {error}", layer="login")
+    remedy = f"see what it says: ssh -v {_by_hand(machine)}"
+    return HostError(name, f"ssh to {place} failed: {error}", remedy, layer="login")
+
+
+def _full_path(key: str) -> str:
+    path = Path(key)
+    with contextlib.suppress(RuntimeError):  # `~` of a user whom nobody knows: then there is no such file
+        path = path.expanduser()
+    return str(path.absolute())
 
 
 def _by_hand(machine: Machine) -> str:

@@ -30,6 +30,8 @@ STEADY_S = 60.0  # a process that lived so long is not counted among those that 
 MOST_DEATHS = 10  # of those in a row
 LONGEST_WAIT_S = 30.0  # before it is started again
 LOG_BYTES = 16 << 20
+LINE_BYTES = 1 << 16  # of output that are kept as one line
+LOCK_S = 2.0  # somebody may be looking whether another keeper has the lock
 DONE, MISTAKE, INTERRUPTED = 0, 2, 130  # exit statuses after which a process is not started again
 
 
@@ -40,6 +42,7 @@ class Keeper:
         self.state: dict[str, Any] = {
             "state": "starting",
             "keeper": os.getpid(),
+            "keeper_identity": identity(os.getpid()),
             "pid": None,
             "restarts": 0,
             "status": None,
@@ -101,6 +104,8 @@ class Keeper:
         reader = threading.Thread(target=self._copy, args=(self.child.stdout,), daemon=True)
         reader.start()
         self._wait(self.child)
+        if self.child.returncode not in (DONE, MISTAKE, INTERRUPTED):
+            kill(pid)  # what it had started would be in the way of the next one, or tell others that all is over
         reader.join(timeout=2.0)  # a grandchild may hold the pipe open
         return self.child.returncode
 
@@ -131,18 +136,18 @@ class Keeper:
         self.signals += 1
 
     def _copy(self, stream: BinaryIO) -> None:
-        for line in stream:
+        while line := stream.readline(LINE_BYTES):  # one that never ends must not fill the memory
             self._write(line)
 
     def _say(self, text: str) -> None:
         self._write(f"[keeper] {text}\n".encode())
 
     def _write(self, line: bytes) -> None:
-        if self.log.tell() + len(line) > LOG_BYTES:
-            self.log.close()
-            (self.folder / "output.log").replace(self.folder / "output.log.1")
-            self.log = (self.folder / "output.log").open("ab")
-        with contextlib.suppress(OSError):  # a full disk must not stop training
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or a folder that is gone, must not stop training
+            if self.log.tell() + len(line) > LOG_BYTES:
+                (self.folder / "output.log").replace(self.folder / "output.log.1")
+                self.log.close()
+                self.log = (self.folder / "output.log").open("ab")
             self.log.write(line)
             self.log.flush()
         with contextlib.suppress(OSError, ValueError):  # nobody looks any more
@@ -188,9 +193,20 @@ def identity(pid: int) -> str | None:
     return asked.stdout.strip() or None
 
 
-def hold(path: Path) -> Any:
-    """Locks a file for as long as the result is alive; None when somebody else has it."""
+def hold(path: Path, *, shared: bool = False, within_s: float = 0.0) -> Any:
+    """Locks a file for as long as the result is alive; None when somebody else has it and goes on having it. `shared`: with
+    others who want no more than to look (where there is such a lock)."""
     file = path.open("a+b")
+    until = time.monotonic() + within_s
+    while not _locked(file, shared=shared):
+        if time.monotonic() >= until:
+            file.close()
+            return None
+        time.sleep(0.01)
+    return file
+
+
+def _locked(file: BinaryIO, *, shared: bool) -> bool:
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -199,16 +215,15 @@ def hold(path: Path) -> Any:
         else:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
-        file.close()
-        return None
-    return file
+        return False
+    return True
 
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    lock = hold(folder / "lock")
+    lock = hold(folder / "lock", within_s=LOCK_S)
     if lock is None:
         print("another keeper has this process", file=sys.stderr)
         return 1

@@ -1,29 +1,33 @@
 """From a cluster file to who runs what where. Pure: nothing is contacted here.
 
+    serving         `smolcluster serve` on one host, `smolcluster stage` for every worker
     elastic plane   `smolcluster server` on one host, `smolcluster worker` for every worker; each is started again when it dies
     mesh plane      `smolcluster train --rank R` for every worker; with `run.elastic` one `train --elastic` for each host
 
-The files of the documents name machines by `host_ip`, `workers` and `server`; there ssh knows each machine by its name, and
+A file without `hosts` names its machines by `host_ip`, `workers` and `server`; there ssh knows each machine by its name, and
 `host_ip` is the address at which that machine finds the server.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from smolcluster.comm.addresses import is_loopback
 from smolcluster.config.schema import Config, HostConfig
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.links import Way, find_way
+from smolcluster.launch.plan import parse_elastic
 from smolcluster.launch.prepare import choose_plane
 
 CONFIG = "config.yaml"  # as each machine gets it, in the folder its processes run in
 LOCAL = "local"
 MESH_PORT = 29500
+SERVING = "serving"  # where a run would have a plane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +102,20 @@ def lay_out(config: Config, *, name: str, run: str) -> Layout:
         )
     workers = [host for host, said in hosts.items() for _ in range(said.workers)]
     if not workers:
-        raise UserError("no host has a worker: every one says workers: 0")
+        raise UserError("no host has a worker: give one of them workers: 1, or list them as workers")
+    if config.run.elastic is not None:
+        parse_elastic(config.run.elastic, endpoint=f"lead:{MESH_PORT}")  # only whether it can be
+    here = [host for host, said in hosts.items() if said.address == LOCAL]
+    if len(here) > 1:
+        raise UserError(
+            f"cluster.hosts: {' and '.join(here)} are both this machine (address: local); give one of them workers"
+        )
+    if config.strategy.name == "single" and len(workers) > 1 and config.run.serve is None:
+        raise UserError(
+            f"strategy single has one worker, not {len(workers)}; leave it out, or name another: `smolcluster strategies`"
+        )
     config = _for_processes(config, hosts, workers)
-    plane = choose_plane(config)
+    plane = SERVING if config.run.serve is not None else choose_plane(config)
     lead = _lead(config, hosts, workers, plane)
     machines = {
         host: Machine(
@@ -124,11 +139,14 @@ def lay_out(config: Config, *, name: str, run: str) -> Layout:
         workers=workers,
         hosts=hosts,
         addresses={host: _server_address(host, lead, hosts, ways) for host in hosts},
-        port=config.cluster.port if plane == "elastic" else MESH_PORT,
+        port=MESH_PORT if plane == "mesh" else config.cluster.port,
     )
-    seats = (
-        draft.elastic() if plane == "elastic" else draft.mesh() if config.run.elastic is None else draft.restarting()
-    )
+    if plane == SERVING:
+        seats = draft.serving()
+    elif plane == "elastic":
+        seats = draft.elastic()
+    else:
+        seats = draft.mesh() if config.run.elastic is None else draft.restarting()
     config.cluster.hosts, config.cluster.links = {}, {}
     return Layout(
         name=name,
@@ -140,12 +158,12 @@ def lay_out(config: Config, *, name: str, run: str) -> Layout:
         ways=ways,
         addresses=dict(draft.addresses),
         listens=(draft.bind, draft.port),
-        needs_token=plane == "elastic" and not is_loopback(draft.bind),
+        needs_token=plane != "mesh" and not is_loopback(draft.bind),
     )
 
 
 def hosts_of(config: Config) -> dict[str, HostConfig]:
-    """The machines, also where the file names them as the documents do."""
+    """The machines, also where the file names them by `workers` and `server`."""
     cluster = config.cluster
     if cluster.hosts:
         return dict(cluster.hosts)
@@ -242,17 +260,42 @@ class _Draft:
         others = sorted({self.addresses[other] for other in self.workers if other != self.lead})
         return others[0] if host == self.lead and others else self.addresses[host]
 
+    def _server_of(self, host: str) -> str:
+        """Where processes of this host dial the server. Those on its own machine do it as others do: they tell each other the
+        address that they have on that way."""
+        if host != self.lead:
+            return self.addresses[host]
+        return self.bind if self.bind != "0.0.0.0" else self.meeting_point(host)
+
     def elastic(self) -> list[Seat]:
         serve = ("server", CONFIG, "--bind", self.bind, "--port", str(self.port), *self.run)
         again = (*serve, "--resume", self.directory)
         seats = [Seat(name="server", host=self.lead, arguments=serve, again=again, restart=True)]
         for rank, host in enumerate(self.workers):
-            address = self.addresses[host] if host != self.lead or self.bind == "0.0.0.0" else self.bind
-            joins = ["worker", str(rank), host, "--server", f"{_quoted(address)}:{self.port}", "--log-dir", "logs"]
+            address = self._server_of(host)
+            joins = ["worker", str(rank), host, "--server", f"{_quoted(address)}:{self.port}"]
+            joins += ["--log-dir", logs_of(self.directory)]
             device = self.hosts[host].device
             joins += ["--device", device] if device is not None else []
             joins += ["--task", self.config.task] if self.config.task is not None else []
             seats.append(Seat(name=f"worker-{rank}", host=host, arguments=tuple(joins), restart=True))
+        return seats
+
+    def serving(self) -> list[Seat]:
+        """A front on the machine that leads, and a stage for every worker."""
+        run = self.config.run
+        stages = run.stages or max(1, len(self.workers) // run.replicas)
+        serve = ["serve", str(run.serve), "--stages", str(stages), "--replicas", str(run.replicas), "--workers", "0"]
+        serve += ["--listen", f"{_quoted(self.bind)}:{self.port}", "--bind", run.bind, "--port", str(run.page_port)]
+        serve += ["--layers", run.layers] if run.layers is not None else []
+        seats = [Seat(name="front", host=self.lead, arguments=(*serve, "--no-browser"), restart=True)]
+        for number, host in enumerate(self.workers):
+            address = self._server_of(host)
+            name = host if self.workers.count(host) == 1 else f"{host}-{self.workers[:number].count(host)}"
+            holds = ["stage", "--server", f"{_quoted(address)}:{self.port}", "--name", name]
+            device = self.hosts[host].device
+            holds += ["--device", device] if device is not None else []
+            seats.append(Seat(name=f"stage-{number}", host=host, arguments=tuple(holds), restart=True))
         return seats
 
     def mesh(self) -> list[Seat]:
@@ -282,6 +325,11 @@ class _Draft:
         return ("--override", f"training.device={device}") if device is not None else ()
 
 
+def logs_of(directory: str) -> str:
+    """Where the workers of a run log: beside the runs, as theirs is on another machine, or not there yet."""
+    return f"logs/{PurePosixPath(directory).name}"
+
+
 def _quoted(address: str) -> str:
     """IPv6 in brackets, before a port."""
     return f"[{address}]" if ":" in address else address
@@ -290,9 +338,10 @@ def _quoted(address: str) -> str:
 def with_run(layout: Layout, run: str) -> Layout:
     """The same, for a run that is there already."""
     old, new = f"runs/{layout.run}", f"runs/{run}"
+    renamed = {old: new, logs_of(old): logs_of(new)}
 
     def other(arguments: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(new if argument == old else argument for argument in arguments)
+        return tuple(renamed.get(argument, argument) for argument in arguments)
 
     seats = [
         replace(seat, arguments=other(seat.again or seat.arguments), again=other(seat.again)) for seat in layout.seats
@@ -301,8 +350,10 @@ def with_run(layout: Layout, run: str) -> Layout:
 
 
 def cluster_name(config: Config, file: Path | None) -> str:
-    """What the cluster is called: as its file says, or as its file is called."""
-    return config.cluster.name or ("local" if file is None else file.stem)
+    """What the cluster is called: as its file says, or as its file is called, in letters that a folder and tmux may have."""
+    if config.cluster.name is not None:
+        return config.cluster.name
+    return "local" if file is None else re.sub(r"[^A-Za-z0-9_-]+", "-", file.stem).strip("-") or "cluster"
 
 
 def describe(layout: Layout) -> list[str]:
@@ -357,10 +408,19 @@ class Recorded:
     def lead(self) -> str:
         return next(iter(self.hosts))
 
+    @property
+    def run_place(self) -> str:
+        """Where its run directory is."""
+        machine = self.machines[self.hosts[self.lead]]
+        place = f"{machine.folder}/clusters/{self.name}/runs/{self.run}"
+        return place if machine.local else f"{machine.name}:{place}"
+
 
 def from_record(record: Mapping[str, Any]) -> Recorded:
     """Raises ValueError for what is no record."""
     try:
+        if not record["seats"]:
+            raise ValueError("not the record of a cluster: it has no processes")
         return Recorded(
             name=str(record["name"]),
             run=str(record["run"]),

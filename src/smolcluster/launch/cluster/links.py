@@ -1,7 +1,8 @@
 """Which address leads from one machine to another, when each physical link is a subnet of its own.
 
 mini1 ── thunderbolt 10.10.0.0/24 ── mini3         pi4 and mini1 have no link in common: pi4 sends through mini3,
-mini3 ── edge 192.168.51.0/24 ────── pi4           which must forward, to mini1's address on the link that both have
+mini3 ── edge 192.168.51.0/24 ────── pi4           which must forward, to mini1's address on the link that those two have;
+                                                   and mini1 must know that pi4's link lies behind mini3
 """
 
 from __future__ import annotations
@@ -16,6 +17,15 @@ Links = Mapping[str, LinkConfig]
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """What a machine must know to send there: `net` lies behind `hop`, an address on a link of its own."""
+
+    host: str
+    net: str
+    hop: str
+
+
+@dataclass(frozen=True, slots=True)
 class Way:
     """From `source` to `target`: the address to use, and the machines between them that must forward."""
 
@@ -23,16 +33,14 @@ class Way:
     target: str
     address: str
     through: tuple[str, ...] = ()
-    hop: str = ""  # the first of them, by its address on the first link
-    subnet: str | None = None  # of the last link
+    routes: tuple[Route, ...] = ()  # there, and then back: an answer must find its way, too
 
     def commands(self) -> list[str]:
         """What makes this way possible where it is not yet, on Linux; the guide has the other systems."""
         if not self.through:
             return []
-        net = self.subnet or f"{self.address}/32"
         return [
-            f"on {self.source}: sudo ip route add {net} via {self.hop}",
+            *(f"on {route.host}: sudo ip route add {route.net} via {route.hop}" for route in self.routes),
             f"on {', '.join(self.through)}: sudo sysctl -w net.ipv4.ip_forward=1",
         ]
 
@@ -58,7 +66,14 @@ def find_way(links: Links, source: str, target: str) -> Way | None:
         previous, link_name = before[at]
         steps.insert(0, (link_name, at))
         at = previous
-    last = links[steps[-1][0]]
-    between = tuple(host for _, host in steps[:-1])
-    hop = links[steps[0][0]].hosts[between[0]] if between else ""
-    return Way(source, target, last.hosts[target], through=between, hop=hop, subnet=last.subnet)
+    hosts = [source, *(host for _, host in steps)]
+    passed = [links[name] for name, _ in steps]  # between each and the next
+    there, back = _net(passed[-1], target), _net(passed[0], source)
+    routes = [Route(hosts[at], there, link.hosts[hosts[at + 1]]) for at, link in enumerate(passed[:-1])]
+    routes += [Route(hosts[at + 1], back, passed[at].hosts[hosts[at]]) for at in range(len(passed) - 1, 0, -1)]
+    return Way(source, target, passed[-1].hosts[target], through=tuple(hosts[1:-1]), routes=tuple(routes))
+
+
+def _net(link: LinkConfig, host: str) -> str:
+    """Where this host is on that link; itself alone, if the link does not say its subnet."""
+    return link.subnet or f"{link.hosts[host]}/{128 if ':' in link.hosts[host] else 32}"

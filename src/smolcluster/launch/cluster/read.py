@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,22 @@ from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.control import Order
-from smolcluster.launch.cluster.layout import LOCAL, Layout, Recorded, cluster_name, from_record, lay_out
-from smolcluster.launch.cluster.parcel import package_parcel, requirements, requirements_key, user_parcel
+from smolcluster.launch.cluster.layout import (
+    LOCAL,
+    SERVING,
+    Layout,
+    Recorded,
+    as_record,
+    cluster_name,
+    from_record,
+    lay_out,
+)
+from smolcluster.launch.cluster.parcel import package_parcel, requirements, user_parcel
 from smolcluster.launch.cluster.record import recall, state_folder
 from smolcluster.launch.prepare import absolute_task, task_name
 from smolcluster.strategies.registry import check_name
+
+_SECRET = ("cluster.token", "logging.loki_url")  # keys whose values are not written to records
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,53 @@ class Wish:
         return cluster_name(self.config, self.file)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """The words of an `up`. They are kept with the cluster's record, so that `up --resume` need not repeat them."""
+
+    file: str | None  # none: this machine alone
+    folder: str  # where it was said
+    train: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    strategy: str | None = None
+    steps: int | None = None
+    workers: int | None = None
+
+    def read(self) -> Wish:
+        return read_cluster(
+            None if self.file is None else Path(self.folder, self.file),
+            train=self.train or (["gpt"] if self.file is None else []),
+            overrides=self.overrides,
+            sets={"strategy.name": self.strategy, "training.steps": self.steps},
+            local_workers=self.workers,
+            folder=Path(self.folder),
+        )
+
+    def after(self, before: Said) -> Said:
+        """Those of before, and what is said now on top of them."""
+        return Said(
+            file=before.file if self.file is None else str(Path(self.folder, self.file)),
+            folder=self.folder if self.train else before.folder,
+            train=self.train or before.train,
+            overrides=[*before.overrides, *self.overrides],
+            strategy=self.strategy or before.strategy,
+            steps=self.steps or before.steps,
+            workers=self.workers or before.workers,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Without secrets."""
+        kept = [text for text in self.overrides if text.partition("=")[0].strip() not in _SECRET]
+        return asdict(replace(self, overrides=kept))
+
+    @classmethod
+    def recall(cls, name: str | None) -> Said | None:
+        """Those of the cluster of this name, or of the one that was brought up last."""
+        with contextlib.suppress(KeyError, TypeError):
+            return cls(**recall(name)["said"])
+        return None
+
+
 def read_cluster(
     file: Path | None,
     *,
@@ -42,18 +101,21 @@ def read_cluster(
     overrides: Sequence[str] = (),
     sets: Mapping[str, Any] | None = None,
     local_workers: int | None = None,
+    folder: Path | None = None,
 ) -> Wish:
-    """The cluster file over what it trains, then overrides. `train` replaces `run.train`. No file: this machine alone."""
+    """The cluster file over what it trains, then overrides. `train` replaces `run.train`, and is found from `folder`, or from
+    the one that we are in. No file: this machine alone."""
     sets = {key: value for key, value in (sets or {}).items() if value is not None}
+    folder = folder or Path.cwd()
     if file is None:
-        base, own = Path.cwd(), []
+        base, own = folder, []
         sets["cluster.hosts"] = {socket.gethostname().partition(".")[0] or "here": _here(local_workers or 2)}
     else:
         if not file.is_file():
             raise UserError(f"{file}: no such file; `smolcluster cluster init` writes one")
         base, own = file.resolve().parent, [str(file)]
     said = train or _list(load_config(own, overrides=overrides, sets=sets).run.train)
-    below, task = _sources(said, base if not train else Path.cwd())
+    below, task = _sources(said, base if not train else folder)
     if task is not None:
         sets["task"] = task
     config = resolve(load_config([*below, *own], overrides=overrides, sets=sets))
@@ -86,17 +148,20 @@ def _sources(said: Sequence[str], base: Path) -> tuple[list[str], str | None]:
 def order_for(wish: Wish, *, run: str | None = None, resume: bool = False, panes: bool = False) -> Order:
     """Everything that is needed to bring it up. `run`: the run to go on with."""
     layout = lay_out(wish.config, name=wish.name, run=run or new_run(wish.config))
-    wanted = requirements(extras=["cluster"] if layout.plane == "elastic" else [])
     return Order(
         layout=layout,
         package=package_parcel(),
         files=user_parcel(layout.config, wish.base),
-        requirements=wanted,
-        requirements_key=requirements_key(wanted),
+        requirements=needs_of(layout),
         token=token_for(layout) if layout.needs_token else None,
         panes=panes,
         resume=resume,
     )
+
+
+def needs_of(layout: Layout) -> list[str]:
+    """What its machines must have, as pip takes it."""
+    return requirements(extras={"elastic": ["cluster"], SERVING: ["cluster", "serve"]}.get(layout.plane, []))
 
 
 def new_run(config: Config) -> str:
@@ -125,9 +190,15 @@ def token_for(layout: Layout) -> str:
 
 def known_cluster(said: str | None) -> Recorded:
     """The cluster that was brought up last, or the one of this name or file."""
-    name = Path(said).stem if said is not None and said.endswith((".yaml", ".yml")) else said
-    record = recall(name)
+    wish = read_cluster(Path(said)) if said is not None and said.endswith((".yaml", ".yml")) else None
+    try:
+        record = recall(wish.name if wish is not None else said)
+    except UserError:
+        if wish is None:
+            raise
+        # The record is lost, or another machine's. The file says where the machines are, and they know what runs.
+        record = as_record(lay_out(wish.config, name=wish.name, run=""))
     try:
         return from_record(record)
     except ValueError as error:
-        raise UserError(f"{record.get('name', name)}: {error}; bring it up again") from error
+        raise UserError(f"{record.get('name', said)}: {error}; bring it up again") from error

@@ -29,9 +29,31 @@ def remember(record: Mapping[str, Any], folder: Path | None = None) -> None:
     folder = folder or state_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{record['name']}.json"
+    with contextlib.suppress(OSError, ValueError):  # workers that were taken later keep their numbers
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before.get("run") == record.get("run") and "next_rank" in before:
+            record = {"next_rank": before["next_rank"], **record}
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(dict(record), indent=1), encoding="utf-8")
     fresh.replace(path)
+
+
+def recorded_as(name: str, folder: Path | None = None) -> tuple[bytes, float] | None:
+    """The record as it lies there, and since when; for `put_back`."""
+    path = (folder or state_folder()) / f"{name}.json"
+    with contextlib.suppress(OSError):
+        return path.read_bytes(), path.stat().st_mtime
+    return None
+
+
+def put_back(name: str, former: tuple[bytes, float] | None, folder: Path | None = None) -> None:
+    """As it was, also in which cluster was started last."""
+    path = (folder or state_folder()) / f"{name}.json"
+    if former is None:
+        forget(name, folder)
+    elif not path.exists() or path.read_bytes() != former[0]:
+        path.write_bytes(former[0])
+        os.utime(path, (former[1], former[1]))
 
 
 def forget(name: str, folder: Path | None = None) -> None:
@@ -50,7 +72,9 @@ def recall(name: str | None, folder: Path | None = None) -> dict[str, Any]:
         raise unknown_name("cluster", name, known)
     path = known[name] if name is not None else found[-1]
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError("it is no record")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}; delete it, and give the cluster file instead") from error
     return record

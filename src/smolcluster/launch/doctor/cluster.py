@@ -11,6 +11,7 @@ from smolcluster.launch.cluster import control
 from smolcluster.launch.cluster.host import Host, HostError
 from smolcluster.launch.cluster.layout import Layout
 from smolcluster.launch.cluster.parcel import requirements
+from smolcluster.launch.cluster.read import needs_of
 from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, remedy
 from smolcluster.observe.text import size
 
@@ -25,6 +26,12 @@ _LAYERS = {
     "disk": Layer.DISK,
     "clock": Layer.CLOCK,
 }
+# What to do where the failure itself does not say.
+_MEND = {
+    "name": remedy(Layer.NAME),
+    "route": "is it switched on, and its network up? Try again",
+    "login": remedy(Layer.SSH, 3),
+}
 
 
 async def examine(layout: Layout, *, accept_new: bool = False) -> list[Finding]:
@@ -38,7 +45,7 @@ async def examine(layout: Layout, *, accept_new: bool = False) -> list[Finding]:
             except HostError as error:
                 found.append(_problem(error))
         found += [finding for name, seen in facts.items() for finding in _machine(layout, name, seen)]
-        torches = await _torches({name: hosts[name] for name in facts})
+        torches = await _torches({name: hosts[name] for name in facts}, needs_of(layout))
         found += _versions(torches)
         if layout.lead.host in facts:
             found += await _ways(layout, {name: hosts[name] for name in facts})
@@ -47,9 +54,8 @@ async def examine(layout: Layout, *, accept_new: bool = False) -> list[Finding]:
 
 def _problem(error: HostError) -> Finding:
     layer = _LAYERS.get(error.layer, Layer.SSH)
-    return Finding(
-        layer=layer, verdict=Verdict.BAD, what=error.what, remedy=error.remedy or remedy(layer), host=error.host
-    )
+    mend = error.remedy or _MEND.get(error.layer, "").replace("HOST", error.host)
+    return Finding(layer=layer, verdict=Verdict.BAD, what=error.what, remedy=mend, host=error.host)
 
 
 def _machine(layout: Layout, name: str, seen: Mapping[str, Any]) -> list[Finding]:
@@ -75,26 +81,31 @@ def _machine(layout: Layout, name: str, seen: Mapping[str, Any]) -> list[Finding
     return wrong + found
 
 
-async def _torches(hosts: Mapping[str, Host]) -> dict[str, str | None]:
-    """The version of torch that each would use, None where it is not there yet."""
+async def _torches(hosts: Mapping[str, Host], needs: list[str]) -> dict[str, dict[str, str | None]]:
+    """Of torch, the version that each would `use`, or the one that is `there` and does not do."""
 
-    async def one(host: Host) -> str | None:
+    async def one(host: Host) -> dict[str, str | None]:
         with contextlib.suppress(HostError):
-            found: str | None = await host.ask("version_of", package="torch", python=host.machine.python)
+            wanted = control.wanted(host, needs)
+            found: dict[str, str | None] = await host.ask(
+                "version_of", package="torch", wanted=wanted, folder=host.machine.folder
+            )
             return found
-        return None
+        return {"used": None, "there": None}
 
     versions = await asyncio.gather(*map(one, hosts.values()))
     return dict(zip(hosts, versions, strict=True))
 
 
-def _versions(torches: Mapping[str, str | None]) -> list[Finding]:
+def _versions(torches: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
     found = []
-    known = {version.partition("+")[0] for version in torches.values() if version}
-    for name, version in torches.items():
+    known = {version["used"].partition("+")[0] for version in torches.values() if version["used"]}
+    for name, versions in torches.items():
+        version, there = versions["used"], versions["there"]
         if version is None:
             wanted = next(text for text in requirements(extras=[]) if text.startswith("torch"))
-            what = f"not there yet; `up` makes an environment with {wanted}"
+            now = "not there yet" if there is None else f"torch {there} is there, not all that is needed"
+            what = f"{now}; `up` makes an environment with {wanted}"
             found.append(Finding(layer=Layer.TORCH, verdict=Verdict.GOOD, what=what, host=name))
         elif len(known) > 1:
             what = f"torch {version}, and others have {', '.join(sorted(known - {version.partition('+')[0]}))}"

@@ -14,6 +14,7 @@ class Layer(StrEnum):
     ROUTE = "route"
     FIREWALL = "firewall"
     PORT = "port"
+    SERVER = "server"
     SSH = "ssh"
     MDNS = "mDNS"
     CLOCK = "clock"
@@ -83,6 +84,18 @@ TROUBLES: dict[Layer, list[Trouble]] = {
             "smolcluster down; or choose another port, as cluster.port",
         ),
     ],
+    Layer.SERVER: [
+        Trouble(
+            "that is no server of smolcluster",
+            "another program has this port",
+            "is it the port that the server names in `listening on`? On the mesh plane there is no server to ask",
+        ),
+        Trouble(
+            "that server speaks version ... of the protocol",
+            "the machines have different versions of smolcluster",
+            "install the same version of smolcluster on both",
+        ),
+    ],
     Layer.SSH: [
         Trouble(
             "the host key has CHANGED",
@@ -90,9 +103,16 @@ TROUBLES: dict[Layer, list[Trouble]] = {
             "if you know why: ssh-keygen -R HOST, then connect once by hand",
         ),
         Trouble(
-            "... is not in known_hosts", "ssh has never been there", "ssh HOST once, or smolcluster up --accept-new"
+            "... is not in known_hosts",
+            "ssh has never been there",
+            "ssh HOST once, or --accept-new, which `cluster init`, `cluster check` and `up` have",
         ),
         Trouble("does not accept your key", "your public key is not on that machine", "ssh-copy-id USER@HOST"),
+        Trouble(
+            "ssh to ... failed: Connection lost",
+            "it was reached and then hung up: the port is not that of ssh, or its sshd turns connections away",
+            "see what it says: ssh -v HOST",
+        ),
     ],
     Layer.MDNS: [
         Trouble(
@@ -139,7 +159,7 @@ TROUBLES: dict[Layer, list[Trouble]] = {
     Layer.TOKEN: [
         Trouble(
             "the cluster token is missing or not the one used here",
-            "the machines have different tokens",
+            "the machines have different tokens, or one has none",
             "compare the ids: smolcluster token show; hand yours on: smolcluster token show --secret | ssh HOST smolcluster "
             "token add",
         ),
@@ -163,7 +183,7 @@ def markdown() -> str:
         "",
         "```",
         "smolcluster doctor                        # this machine",
-        "smolcluster doctor 192.168.1.10:65432     # a server, seen from here",
+        "smolcluster doctor 192.168.1.10           # a server, seen from here; HOST:PORT for another port than 65432",
         "smolcluster doctor cluster.yaml           # all machines of a cluster, and the ways between them",
         "```",
         "",

@@ -1,19 +1,40 @@
-"""A server somewhere, seen from here: name, route, firewall, port, token, in this order; the first that fails ends it."""
+"""A server somewhere, seen from here: name, route, firewall, port, server, token, in this order; the first that fails ends it.
+
+Who is there is asked with the first message of TLS, to which each answers in its own way:
+
+    TLS, with a certificate of ours     a server that has a token; it is ours if its certificate is
+    a frame of ours                     a server without one; the frame tells its version
+    anything else, or nothing           another program
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
-from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.elastic.frames import MAGIC, PREFIX, VERSION, encode
+from smolcluster.comm.elastic.handshake import Handshake
+from smolcluster.comm.elastic.security import DOMAIN, Credentials, load_keyring
+from smolcluster.comm.elastic.sockets import join_address
+from smolcluster.engine.identity import new_peer
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, remedy
+from smolcluster.observe.text import printable
 
 ANSWER_S = 5.0
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL}
+_NOBODY = "0" * 16  # the id of no token: a server answers that, too
+_TLS = b"\x16"  # how an answer in TLS begins
+_MOST_WORDS = 60  # of another program, on the screen
+
+Place = tuple[str, int]
+T = TypeVar("T")
 
 
 def classify(error: OSError) -> Layer:
@@ -28,54 +49,159 @@ def classify(error: OSError) -> Layer:
 
 
 def examine(host: str, port: int) -> Iterator[Finding]:
-    place = f"{host}:{port}"
+    place = join_address(host, port)
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError) as error:
         yield _bad(Layer.NAME, f"no machine is called {host} ({getattr(error, 'strerror', None) or error})")
         return
-    yield Finding(layer=Layer.NAME, verdict=Verdict.GOOD, what=f"{host} is {', '.join(addresses)}")
+    yield _good(Layer.NAME, f"{host} is {', '.join(addresses)}")
     try:
         with socket.create_connection((host, port), timeout=ANSWER_S) as line:
-            yield Finding(
-                layer=Layer.ROUTE, verdict=Verdict.GOOD, what=f"from {line.getsockname()[0]} to {addresses[0]}"
-            )
-            yield Finding(layer=Layer.PORT, verdict=Verdict.GOOD, what=f"somebody listens at {place}")
-            yield from _token(line, host)
+            yield _good(Layer.ROUTE, f"from {line.getsockname()[0]} to {line.getpeername()[0]}")
+            yield _good(Layer.PORT, f"somebody listens at {place}")
+        yield from _meet((host, port))
     except OSError as error:
-        layer = classify(error)
         words = "no answer in 5 s" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        yield _bad(layer, f"{place}: {words}")
+        yield _bad(classify(error), f"{place}: {words}")
 
 
-def _token(line: socket.socket, host: str) -> Iterator[Finding]:
-    """Whether that server and this machine have a token in common: TLS itself tells."""
+def _meet(place: Place) -> Iterator[Finding]:
+    """Whether this machine could work for whoever is there. Each of its tokens has a turn."""
+    mine: tuple[Credentials, ...] = ()
+    answer, problem = None, ""
     try:
-        from smolcluster.comm.elastic.security import load_keyring
-    except ImportError:  # pragma: no cover
-        yield _bad(Layer.TOKEN, "the package for tokens is missing", "pip install 'smolcluster[cluster]'")
+        if (keyring := load_keyring(None, os.environ)) is not None:
+            mine = keyring.credentials
+        for known in mine:
+            answer = ask(place, known)
+            if answer.same is not None or not answer.wants_token:
+                break
+    except SmolclusterError as error:  # a token that cannot be read, or the package for it is missing
+        problem = str(error)
+    answer = answer or ask(place)
+    if answer.words:
+        yield _bad(Layer.SERVER, f"that is no server of smolcluster: {answer.words}")
         return
-    try:
-        keyring = load_keyring(None, os.environ)
-    except SmolclusterError as error:
-        yield _bad(Layer.TOKEN, str(error))
+    if answer.version not in (None, VERSION):
+        what = f"that server speaks version {answer.version} of the protocol, and this machine version {VERSION}"
+        yield _bad(Layer.SERVER, what, remedy(Layer.SERVER, 1))
         return
-    if keyring is None:
-        verdict = Verdict.GOOD if is_loopback(host) else Verdict.BAD
-        what = "no token here" + (", and none is needed on this machine" if is_loopback(host) else "")
-        yield Finding(
-            layer=Layer.TOKEN, verdict=verdict, what=what, remedy="" if is_loopback(host) else remedy(Layer.TOKEN)
-        )
-        return
-    try:
-        line.settimeout(ANSWER_S)
-        with keyring.client_context().wrap_socket(line, server_hostname=keyring.server_name) as secure:
-            keyring.check_certificate(secure.getpeercert(binary_form=True))
-    except (ssl.SSLError, SmolclusterError, OSError) as error:
-        words = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
-        yield _bad(Layer.TOKEN, f"that server does not have the token {keyring.current.name} of this machine ({words})")
-        return
-    yield Finding(layer=Layer.TOKEN, verdict=Verdict.GOOD, what=f"both have {keyring.current.name}")
+    yield _good(Layer.SERVER, f"a server of smolcluster, with{'' if answer.wants_token else 'out'} a token")
+    yield _bad(Layer.TOKEN, problem) if problem else _tokens(answer, mine)
+
+
+def _tokens(answer: Answer, mine: tuple[Credentials, ...]) -> Finding:
+    names = ", ".join(known.name for known in mine)
+    if answer.same is not None:
+        return _good(Layer.TOKEN, f"both have {answer.same.name}")
+    if not mine:
+        if answer.wants_token:
+            mend = "take over the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
+            return _bad(Layer.TOKEN, "that server wants a token, and there is none here", mend)
+        return _good(Layer.TOKEN, "there is none, and none is wanted")
+    if answer.wants_token:
+        return _bad(Layer.TOKEN, f"that server has another token than this machine, which has {names}")
+    mend = "start the server where this token is, or take it away here: smolcluster token show"
+    return _bad(Layer.TOKEN, f"that server has no token, and this machine would use {names}", mend)
+
+
+# Who is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    wants_token: bool = False
+    same: Credentials | None = None  # the token that both have
+    version: int | None = None  # of the protocol, where it is told
+    words: str = ""  # of one who is no server of ours
+
+
+def ask(place: Place, known: Credentials | None = None) -> Answer:
+    """Begin TLS, as one who has this token or none, and see what comes back. Raises OSError if nobody is there any more."""
+    context = known.client_context() if known is not None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whatever is shown is looked at below
+    name = known.server_name if known is not None else _NOBODY + DOMAIN
+    with socket.create_connection(place, timeout=ANSWER_S) as line:
+        secure = _Secure(line, context, name)
+        first = secure.begin()
+        if (version := _version(first)) is not None:
+            return Answer(version=version)
+        if not first.startswith(_TLS):
+            return Answer(words=_said(first))
+        certificate = secure.certificate()
+        if certificate is None or DOMAIN.encode() not in certificate:  # its name stands there as text
+            return Answer(words="it speaks TLS, and knows no token")
+        if known is None or certificate != known.certificate:
+            return Answer(wants_token=True)
+        with contextlib.suppress(OSError):
+            me = new_peer(role="worker", rank=0, host="doctor")
+            (hello,) = Handshake(me, credentials=known).begin()
+            version = _version(secure.exchange(encode(hello, cluster=known.cluster).head))
+        return Answer(wants_token=True, same=known, version=version)
+
+
+class _Secure:
+    """TLS on a connection, of which the first answer is seen as it came."""
+
+    def __init__(self, line: socket.socket, context: ssl.SSLContext, name: str) -> None:
+        self._line = line
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
+
+    def begin(self) -> bytes:
+        """The first bytes of the other side. None: it hung up, or said nothing for long."""
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self._tls.do_handshake()
+        first = b""
+        with contextlib.suppress(OSError):
+            self._line.sendall(self._outgoing.read())
+            while len(first) < PREFIX.size and (more := self._line.recv(1 << 14)):
+                first += more
+        self._incoming.write(first)
+        return first
+
+    def certificate(self) -> bytes | None:
+        """What the other side shows. None: no TLS came of it."""
+        try:
+            self._until(self._tls.do_handshake)
+        except OSError:
+            return None
+        return self._tls.getpeercert(binary_form=True)
+
+    def exchange(self, data: bytes) -> bytes:
+        self._tls.write(data)
+        return self._until(lambda: self._tls.read(PREFIX.size))
+
+    def _until(self, work: Callable[[], T]) -> T:
+        """Do it, as often as it wants to read more. Raises OSError."""
+        while True:
+            try:
+                done = work()
+            except ssl.SSLWantReadError:
+                self._line.sendall(self._outgoing.read())
+                if not (more := self._line.recv(1 << 14)):
+                    raise ConnectionError("it hung up") from None
+                self._incoming.write(more)
+            else:
+                self._line.sendall(self._outgoing.read())
+                return done
+
+
+def _version(first: bytes) -> int | None:
+    """Of one who answers in frames."""
+    if len(first) < PREFIX.size or not first.startswith(MAGIC):
+        return None
+    return int(PREFIX.unpack(first[: PREFIX.size])[1])
+
+
+def _said(first: bytes) -> str:
+    words = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MOST_WORDS]
+    return f"it says '{words}'" if first else "it does not answer"
+
+
+def _good(layer: Layer, what: str) -> Finding:
+    return Finding(layer=layer, verdict=Verdict.GOOD, what=what)
 
 
 def _bad(layer: Layer, what: str, mend: str = "") -> Finding:

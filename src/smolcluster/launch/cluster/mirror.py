@@ -1,0 +1,131 @@
+"""A run on other machines as a run directory here: rows, history and the logs of all machines, while they are written.
+
+    mini1   clusters/NAME/runs/RUN/   ──┐
+    mini1   clusters/NAME/logs/RUN/   ──┼── ssh ──>  .../mirrors/NAME/RUN/       for `dashboard` and `top`
+    pi5     clusters/NAME/logs/RUN/   ──┘
+
+However many look at the page, each machine is asked once. A machine that is cut off is dialled until it answers; what is here
+already is not sent again. No weights are copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.launch.cluster.agent import proof_of
+from smolcluster.launch.cluster.control import RECONNECT_S, connected, way_to
+from smolcluster.launch.cluster.host import HostError
+from smolcluster.launch.cluster.layout import Recorded
+from smolcluster.launch.cluster.record import state_folder
+
+FIRST_S = 30.0  # until a machine was read
+_PLACE = re.compile(r"(?:(?:logs|checkpoints/step-\d{8})/)?[\w.-]+\.(?:jsonl?|yaml|log)")
+
+
+@contextlib.contextmanager
+def mirrored(cluster: Recorded) -> Iterator[Path]:
+    """The folder that the run is copied to for as long as this lasts. Raises UserError when no machine answers."""
+    folder = state_folder().parent / "mirrors" / cluster.name / cluster.run
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    copying = _Copying(cluster, folder)
+    copying.start()
+    try:
+        copying.wait_for_all()
+        yield folder
+    finally:
+        copying.stop()
+
+
+class _Copying:
+    def __init__(self, cluster: Recorded, folder: Path) -> None:
+        self._cluster, self._folder = cluster, folder
+        self._loop = asyncio.new_event_loop()
+        self._names = list(dict.fromkeys(cluster.hosts.values()))
+        self._all_said = threading.Event()
+        self._looked: set[str] = set()  # machines of which everything is here
+        self._problems: dict[str, str] = {}
+        self._task: asyncio.Task[Any] | None = None
+        self._thread = threading.Thread(target=self._work, name="smolcluster-mirror", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_for_all(self) -> None:
+        """Until every machine was read or could not be."""
+        self._all_said.wait(FIRST_S)
+        if not self._looked:
+            words = "; ".join(f"{name}: {why}" for name, why in self._problems.items())
+            raise UserError(f"nothing of {self._cluster.name} could be read: {words or 'no answer'}")
+
+    def stop(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task is not None else None)
+        self._thread.join(timeout=5.0)
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self._all())
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.close()
+
+    async def _all(self) -> None:
+        await asyncio.gather(*(self._one(name) for name in self._names))
+
+    def _tell(self) -> None:
+        if all(name in self._looked or name in self._problems for name in self._names):
+            self._all_said.set()
+
+    async def _one(self, name: str) -> None:
+        while True:
+            try:
+                async with connected(way_to(self._cluster.machines, name)) as (hosts, problems):
+                    if name in problems:
+                        raise problems[name]
+                    async with hosts[name].agent() as agent:
+                        where: dict[str, Any] = {"folder": hosts[name].machine.folder, "name": self._cluster.name}
+                        async for told in agent.talk("copy", run=self._cluster.run, have=self._have(), **where):
+                            if "file" in told:
+                                put(self._folder, told)
+                            elif "up_to_date" in told:
+                                self._looked.add(name)
+                                self._tell()
+            except (HostError, SmolclusterError) as error:
+                self._problems[name] = getattr(error, "what", str(error))
+                self._tell()
+                await asyncio.sleep(RECONNECT_S)
+
+    def _have(self) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for path in self._folder.rglob("*"):
+            if path.suffix in (".jsonl", ".log"):
+                size = path.stat().st_size
+                with path.open("rb") as file:
+                    found[path.relative_to(self._folder).as_posix()] = [size, proof_of(file, size)]
+        return found
+
+
+def put(folder: Path, told: Mapping[str, Any]) -> None:
+    """What a machine has told of a file. It may name none outside the folder."""
+    place, data = str(told["file"]), base64.b64decode(told["data"])
+    if not _PLACE.fullmatch(place):
+        raise HostError("mirror", f"{place[:80]!r} is not a file of a run", layer="machine")
+    path = folder / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if "at" not in told:
+        fresh = path.with_name(f".{path.name}.new")
+        fresh.write_bytes(data)
+        fresh.replace(path)
+        return
+    with path.open("r+b" if path.exists() else "w+b") as file:
+        file.truncate(int(told["at"]))
+        file.seek(int(told["at"]))
+        file.write(data)
