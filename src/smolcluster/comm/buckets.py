@@ -6,8 +6,10 @@ the same order on every rank, whatever order their gradients become ready in.
 
 One `slot` holds the gradients of one step. With `num_slots` = K + 1, up to K steps are in flight while the next is computed.
 
-The last bucket carries one number more than its gradients: how many ranks asked to stop. It costs four bytes and lets
-all ranks leave after the same step.
+The last bucket carries a few numbers more than its gradients: how many ranks asked to stop, so that all leave after the same
+step, and for each parameter how many ranks used it. One that no rank used gets no gradient, as on one worker: the optimizer
+leaves it alone, where a gradient of zero would let it decay. Only a rank that did not use a parameter itself needs to look, so
+a GPU waits for nothing where all of them are used.
 
 Where members may be lost, `keep` keeps each step's own gradients beside the sums, so that a sum can be started again in
 another group (`restart`).
@@ -33,7 +35,9 @@ class _Slot:
 
     flats: list[Tensor]
     views: list[Tensor]
+    used: Tensor  # for each parameter, whether this rank used it
     stop_count: Tensor
+    unused: set[int] = field(default_factory=set)  # parameters that this rank did not use
     mine: list[Tensor] = field(
         default_factory=list
     )  # with `keep`: my part of each bucket, which `views` then point into
@@ -82,6 +86,8 @@ class GradientBuckets:
         assert not current.works, "the slot is still in flight"
         current.scale = scale
         current.stop_count.fill_(float(stop))
+        current.used.fill_(1.0)
+        current.unused = set()
         self._current, self._weight = current, weight
         self._missing = [len(members) for members in self._members]
         self._ready = [False] * len(self._parameters)
@@ -90,18 +96,25 @@ class GradientBuckets:
     def send(self, slot: int, *, weight: float, scale: float = 1.0) -> None:
         """Backward is over already: send the gradients on the parameters, times `weight`."""
         self.arm(slot, weight=weight, stop=False, scale=scale)
-        for j, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                self._on_gradient(j, parameter)
         self.disarm()
 
     def disarm(self) -> None:
-        """Backward is over: parameters that got no gradient count as zero, and what has not left leaves now."""
+        """Backward is over: what has not left leaves now.
+
+        The last backward need not have reached every parameter. One that an earlier micro-batch used has its gradient still;
+        one that none of them used adds nothing to the sum.
+        """
         slot = self._current
         assert slot is not None
-        for j, ready in enumerate(self._ready):
-            if not ready:
+        for j, parameter in enumerate(self._parameters):
+            if self._ready[j]:
+                continue
+            if parameter.grad is not None:
+                self._on_gradient(j, parameter)
+            else:
                 slot.views[j].zero_()
+                slot.used[j] = 0.0
+                slot.unused.add(j)
                 self._mark(j)
         self._current = None
 
@@ -120,6 +133,8 @@ class GradientBuckets:
         """Sum the kept gradients of this slot again, in the present group; `zero`: without a part of mine."""
         current = self._slots[slot]
         current.works.clear()
+        if zero:
+            current.unused = set(range(len(self._parameters)))
         for flat, mine in zip(current.flats, current.mine, strict=True):
             if zero:
                 mine.zero_()
@@ -128,18 +143,27 @@ class GradientBuckets:
 
     def kept_norm(self, slot: int) -> float:
         """Of my own part, weighted as it was given."""
-        return float(get_total_norm(self._slots[slot].mine))
+        return float(get_total_norm(self._gradients_in(self._slots[slot].mine)))
 
     def sum_norm(self, slot: int) -> float:
-        return float(get_total_norm(self._slots[slot].flats))
+        return float(get_total_norm(self._gradients_in(self._slots[slot].flats)))
 
     def give(self, slot: int, *, factor: float = 1.0) -> None:
-        """Hand the sums to the parameters as their gradients."""
+        """Hand the sums to the parameters as their gradients; a parameter that no rank used has none."""
         current = self._slots[slot]
+        idle = self._idle(current)
         if factor != 1.0:
             torch._foreach_mul_(current.flats, factor)
-        for parameter, view in zip(self._parameters, self._views_of(current.flats), strict=True):
-            parameter.grad = like(parameter, view.to(parameter.device) if self._staged else view)
+        for j, (parameter, view) in enumerate(zip(self._parameters, self._views_of(current.flats), strict=True)):
+            summed = view.to(parameter.device) if self._staged else view
+            parameter.grad = None if j in idle else like(parameter, summed)
+
+    def _idle(self, slot: _Slot) -> set[int]:
+        """Parameters that no rank used. A rank knows of those that it used itself."""
+        if not slot.unused:
+            return set()
+        counts = self._used_in(slot.flats).tolist()
+        return {j for j in slot.unused if counts[j] == 0}
 
     def scale_of(self, slot: int) -> float:
         """The loss scale the gradients of this slot were computed with."""
@@ -178,14 +202,30 @@ class GradientBuckets:
     def _make_slot(self) -> _Slot:
         flats = self._make_flats()
         mine = self._make_flats() if self._keep else []
-        return _Slot(flats=flats, views=self._views_of(mine or flats), stop_count=(mine or flats)[-1][-1:], mine=mine)
+        filled = mine or flats
+        return _Slot(
+            flats=flats,
+            views=self._views_of(filled),
+            used=self._used_in(filled),
+            stop_count=filled[-1][-1:],
+            mine=mine,
+        )
 
     def _make_flats(self) -> list[Tensor]:
         flats = []
         for i, members in enumerate(self._members):
-            length = sum(self._parts[j].numel() for j in members) + (i == self._num_buckets - 1)
+            length = sum(self._parts[j].numel() for j in members)
+            if i == self._num_buckets - 1:
+                length += len(self._parts) + 1
             flats.append(torch.zeros(length, dtype=self._parts[members[0]].dtype, device=self._home))
         return flats
+
+    def _used_in(self, flats: Sequence[Tensor]) -> Tensor:
+        return flats[-1][-len(self._parts) - 1 : -1]
+
+    def _gradients_in(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The buckets without what the last one carries besides."""
+        return [*flats[:-1], flats[-1][: -len(self._parts) - 1]]
 
     def _views_of(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The part of each parameter, in the order of the parameters."""

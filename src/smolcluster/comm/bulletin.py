@@ -5,7 +5,6 @@ Notes go through the key-value store at which the ranks met, over a connection o
 
 from __future__ import annotations
 
-import datetime
 import json
 import threading
 import time
@@ -15,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from smolcluster.comm.group import PeerLost
 
-_LOOK_S = 0.5  # how long to wait before looking whether it was closed
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.5  # between one look for a note and the next: longer each time
 
 
 class Bulletin(Protocol):
@@ -45,18 +44,18 @@ class StoreBulletin:
             raise PeerLost(f"rank 0 is gone: {str(error).splitlines()[0]}") from error
 
     def read(self, key: str, *, within_s: float) -> Any:
-        full, until = f"{self._name}/{key}", time.monotonic() + within_s
-        while not self._closed.is_set():
-            left_s = min(_LOOK_S, until - time.monotonic())
-            if left_s <= 0:
-                raise PeerLost(f"no word of {key} within {within_s:g} s")
-            try:
-                self._store.wait([full], datetime.timedelta(seconds=left_s))
-                return json.loads(self._store.get(full))
-            except RuntimeError as error:
-                if "imed out" not in str(error) and "imeout" not in str(error):
-                    raise PeerLost(f"rank 0 is gone: {str(error).splitlines()[0]}") from error
-        raise PeerLost("this rank is leaving")
+        full, until, pause_s = f"{self._name}/{key}", time.monotonic() + within_s, _FIRST_LOOK_S
+        try:
+            while not self._store.check([full]):  # a wait of the store's own would fill the terminal each time it ends
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise PeerLost(f"no word of {key} within {within_s:g} s")
+                if self._closed.wait(min(pause_s, left_s)):
+                    raise PeerLost("this rank is leaving")
+                pause_s = min(2 * pause_s, _LAST_LOOK_S)
+            return json.loads(self._store.get(full))
+        except RuntimeError as error:
+            raise PeerLost(f"rank 0 is gone: {str(error).splitlines()[0]}") from error
 
     def remove(self, key: str) -> None:
         try:

@@ -17,13 +17,14 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.addresses import is_loopback, reach
+from smolcluster.comm.backends import Wish, agree, gpu_for_nccl
 from smolcluster.comm.group import Group, PeerLost
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.torch_group import TorchGroup
@@ -36,12 +37,11 @@ if sys.platform == "linux":
 
 log = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 120.0
 EXCHANGE_TIMEOUT_S = 600.0
 _LOOK_S = 0.02
 TELL_S = 3.0  # whoever waits longer is told for whom
-_OPTIONS = {"backend": "--backend", "world size": "--world-size"}
-_SAME = {name: f"say the same {option} on every machine" for name, option in _OPTIONS.items()}
+_SAME = {"world size": "say the same --world-size on every machine"}
+_ROLL = "roll"
 _MISSING = "missing"  # in the store: somebody did not come
 LEAVE_S = 5.0
 
@@ -56,60 +56,46 @@ class Place:
     local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    join_timeout_s: float = 120.0
 
 
-def choose_backend(requested: str | None, device: torch.device, *, local_world_size: int) -> str:
-    """NCCL where each worker has a GPU, gloo otherwise; what the user asks for if it can work here."""
-    if requested is None:
-        alone = device.type == "cuda" and local_world_size <= torch.cuda.device_count()
-        requested = "nccl" if alone and dist.is_nccl_available() else "gloo"
-    if requested not in ("gloo", "nccl", "mpi"):
-        raise UserError(f"unknown backend '{requested}'; known: gloo, mpi, nccl")
-    if requested == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
-        raise UserError(
-            "--backend nccl needs NVIDIA GPUs and this machine has none that torch can use; try --backend gloo"
-        )
-    if requested == "nccl" and local_world_size > torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise UserError(
-            f"{local_world_size} workers here but {count} GPU(s): NCCL needs a GPU for each; "
-            f"use --workers {count} or --backend gloo"
-        )
-    if requested == "mpi" and not dist.is_mpi_available():
-        raise UserError(
-            "--backend mpi needs a torch built from source with MPI, and this one is not; try --backend gloo"
-        )
-    return requested
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature(Wish):
+    """What a rank leaves in the store for all the others."""
+
+    said: dict[str, str]  # must be the same for all
+    who: str = field(default_factory=lambda: secrets.token_hex(8))  # two may come with one number
 
 
 def connect(
     place: Place,
     *,
     device: torch.device,
-    backend: str = "gloo",
+    backend: str | None = None,
     announce: Callable[[int], None] | None = None,
     versions: Mapping[str, str] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Group:
-    """Join the world; returns when every rank is there. `versions` are of what must be the same on all of them. Raises PeerLost
-    when `stop_requested` while it waits."""
+    """Join the world; returns when every rank is there. `backend` is one that was asked for; else the ranks agree on one.
+    `versions` are of what must be the same on all of them. Raises PeerLost when `stop_requested` while it waits."""
     if place.world_size == 1:
         return MemoryGroup.world(1)[0]
     if is_loopback(place.master_addr):
         _stay_on_loopback()
     else:
         _use_the_way_to(place.master_addr)
-        log.warning("torch.distributed is neither authenticated nor encrypted: use %s on a network you trust", backend)
+        log.warning("torch.distributed is neither authenticated nor encrypted: use it on a network you trust")
 
-    _look_up(place.master_addr, stop_requested)
+    _look_up(place, stop_requested)
     if place.rank > 0:
         _wait_for_rank_0(place, stop_requested)
     opened = _open_store(place)
     if place.rank == 0 and announce is not None:
         announce(opened.port)
     store = _of_this_attempt(opened)
-    said = {**(versions or {}), **_said(place, backend)}
-    _check_signed(_wait_for_all(store, place, said, stop_requested), store, place)
+    said = {**(versions or {}), **_said(place)}
+    me = Signature(host=socket.gethostname(), named=backend, gpu=gpu_for_nccl(device), said=said)
+    backend = _checked(_wait_for_all(store, place, me, stop_requested), store, place)
     try:
         dist.init_process_group(
             backend,
@@ -132,16 +118,13 @@ def _wait_for_rank_0(place: Place, stop_requested: Callable[[], bool]) -> None:
     began, told = time.monotonic(), False
     while True:
         _leave_if(stop_requested)
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((place.master_addr, place.master_port), timeout=5.0),
-        ):
+        with contextlib.suppress(OSError), reach(place.master_addr, place.master_port, within_s=5.0):
             return
         waited = time.monotonic() - began
-        if waited > JOIN_TIMEOUT_S:
+        if waited > place.join_timeout_s:
             raise UserError(
-                f"rank {place.rank} found nobody at {where} in {JOIN_TIMEOUT_S:g} s; "
-                "is rank 0 started, with this address and port, and does a firewall let it through?"
+                f"rank {place.rank} found nobody at {where} in {place.join_timeout_s:g} s "
+                "(cluster.join_timeout); is rank 0 started, with this address and port, and does a firewall let it through?"
             )
         if waited > TELL_S and not told:
             log.warning("waiting for rank 0 at %s", where)
@@ -154,9 +137,9 @@ def _leave_if(stop_requested: Callable[[], bool]) -> None:
         raise PeerLost("interrupted while waiting for the others")
 
 
-def _look_up(host: str, stop_requested: Callable[[], bool] = lambda: False) -> None:
+def _look_up(place: Place, stop_requested: Callable[[], bool] = lambda: False) -> None:
     """A name that nobody knows gets a sentence of its own. One may become known while machines start."""
-    until, told = time.monotonic() + JOIN_TIMEOUT_S, False
+    host, until, told = place.master_addr, time.monotonic() + place.join_timeout_s, False
     while True:
         _leave_if(stop_requested)
         try:
@@ -170,7 +153,7 @@ def _look_up(host: str, stop_requested: Callable[[], bool] = lambda: False) -> N
                     "such as 192.168.1.10"
                 ) from error
         if not told:
-            log.warning("--master-addr %s: no such name (%s); asking again for %g s", host, why, JOIN_TIMEOUT_S)
+            log.warning("--master-addr %s: no such name (%s); asking again for %g s", host, why, place.join_timeout_s)
             told = True
         time.sleep(1.0)
 
@@ -185,7 +168,7 @@ def _open_store(place: Place) -> TCPStore:
             place.master_port,
             place.world_size,
             is_master=place.rank == 0 and not _torchrun_holds_the_store(),
-            timeout=datetime.timedelta(seconds=JOIN_TIMEOUT_S),
+            timeout=datetime.timedelta(seconds=place.join_timeout_s),
             wait_for_workers=False,
         )
     except RuntimeError as error:
@@ -193,7 +176,7 @@ def _open_store(place: Place) -> TCPStore:
         if place.rank == 0:
             raise UserError(f"cannot start the rendezvous on {where}: {str(error).splitlines()[0]}") from error
         raise UserError(
-            f"rank {place.rank} found nobody at {where} in {JOIN_TIMEOUT_S:g} s; "
+            f"rank {place.rank} found nobody at {where} in {place.join_timeout_s:g} s; "
             "is rank 0 started, with this address and port, and does a firewall let it through?"
         ) from error
 
@@ -205,34 +188,38 @@ def _of_this_attempt(store: TCPStore) -> Store:
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _wait_for_all(
-    store: Store, place: Place, versions: Mapping[str, str], stop_requested: Callable[[], bool]
-) -> list[tuple[str, dict[str, str]]]:
-    """Everybody signs in, so that whoever does not come can be named. Returns each rank's host and versions."""
+def _wait_for_all(store: Store, place: Place, me: Signature, stop_requested: Callable[[], bool]) -> list[Signature]:
+    """Everybody signs in, so that whoever does not come can be named. Returns what each has signed.
+
+    When all are there rank 0 makes a roll of them, and whoever is not on it had come with another's number. One that is started
+    again before that takes its own place.
+    """
     keys = [f"joined/{rank}" for rank in range(place.world_size)]
-    me = secrets.token_hex(8)  # two may come with one number
     began, told = time.monotonic(), False
+
+    def absent() -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
     try:
-        if store.check(keys):  # all were there before
-            raise _twice(place, json.loads(store.get(keys[place.rank]))[0])
-        store.set(keys[place.rank], json.dumps([socket.gethostname(), dict(versions), me]))
-        while not store.check(keys):  # a wait of the store's own would fill the terminal when it ends
+        store.set(keys[place.rank], json.dumps(asdict(me)))
+        while not store.check([_ROLL]):  # a wait of the store's own would fill the terminal when it ends
             _leave_if(stop_requested)
+            if place.rank == 0 and store.check(keys):
+                store.set(_ROLL, json.dumps([json.loads(line) for line in store.multi_get(keys)]))
+                continue
             waited = time.monotonic() - began
-            if waited > JOIN_TIMEOUT_S or store.check([_MISSING]):
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if waited > place.join_timeout_s or store.check([_MISSING]):
+                missing = absent() or [0]  # it makes no roll
                 break
             if waited > TELL_S and not told and place.rank == 0:
-                absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                log.warning("waiting for %s of %d", _ranks(absent), place.world_size)
+                log.warning("waiting for %s of %d", _ranks(absent()), place.world_size)
                 told = True
             time.sleep(_LOOK_S)
         else:
-            signed = [json.loads(said) for said in store.multi_get(keys)]
-            host, _, who = signed[place.rank]
-            if who != me:
-                raise _twice(place, host)
-            return [(host, said) for host, said, _ in signed]
+            signed = [Signature(**line) for line in json.loads(store.get(_ROLL))]
+            if signed[place.rank] != me:
+                raise _twice(place, signed[place.rank])
+            return signed
         store.set(_MISSING, "")  # one that came later need not wait as long again
         _leave_together(store, place, [rank for rank in range(place.world_size) if rank not in missing])
     except RuntimeError as error:
@@ -240,13 +227,13 @@ def _wait_for_all(
     where = f"{place.master_addr}:{place.master_port}" if place.master_port else place.master_addr
     raise UserError(
         f"{_ranks(missing)} of {place.world_size} did not come to {where} "
-        f"within {JOIN_TIMEOUT_S:g} s; start them with the same --master-addr and --master-port"
+        f"within {place.join_timeout_s:g} s (cluster.join_timeout); start them with the same --master-addr and --master-port"
     )
 
 
-def _twice(place: Place, host: str) -> UserError:
+def _twice(place: Place, other: Signature) -> UserError:
     return UserError(
-        f"rank {place.rank} is there twice: another process, on {host}, came with that number; "
+        f"rank {place.rank} is there twice: another process, on {other.host}, came with that number; "
         "give every process a --rank of its own"
     )
 
@@ -255,21 +242,25 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def _said(place: Place, backend: str) -> dict[str, str]:
-    return {"backend": backend, "world size": str(place.world_size)}
+def _said(place: Place) -> dict[str, str]:
+    return {"world size": str(place.world_size)}
 
 
-def _check_signed(signed: Sequence[tuple[str, dict[str, str]]], store: Store, place: Place) -> None:
-    """Before anything is exchanged: another version may speak otherwise, or compute otherwise."""
-    host0, first = signed[0]
-    for rank, (host, said) in enumerate(signed):
-        for what, version in first.items():
-            if said.get(what) != version:
-                _leave_together(store, place, range(place.world_size))
-                remedy = _SAME.get(what, "install the same version on every machine")
-                raise UserError(
-                    f"rank {rank} on {host} has {what} {said.get(what)} and rank 0 on {host0} has {version}; {remedy}"
-                )
+def _checked(signed: Sequence[Signature], store: Store, place: Place) -> str:
+    """The backend that all agree on. A mistake shows before anything is exchanged: another version may compute otherwise."""
+    try:
+        for rank, theirs in enumerate(signed):
+            for what, version in signed[0].said.items():
+                if theirs.said.get(what) != version:
+                    remedy = _SAME.get(what, "install the same version on every machine")
+                    raise UserError(
+                        f"rank {rank} on {theirs.host} has {what} {theirs.said.get(what)} and rank 0 on {signed[0].host} has "
+                        f"{version}; {remedy}"
+                    )
+        return agree(signed)
+    except UserError:
+        _leave_together(store, place, range(place.world_size))
+        raise
 
 
 def _leave_together(store: Store, place: Place, ranks: Iterable[int]) -> None:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from smolcluster.comm.addresses import reach
+
 BEAT_S = 0.5
 LINE_BYTES = 1 << 20  # the longest line that is read
 MOST_MEMBERS = 4096
@@ -192,7 +194,7 @@ def dial(host: str, port: int, *, within_s: float, until: Callable[[], bool] = l
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline and not until():
         with contextlib.suppress(OSError):
-            return socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+            return reach(host, port, within_s=max(0.1, deadline - time.monotonic()))
         time.sleep(RETRY_S)
     return None
 

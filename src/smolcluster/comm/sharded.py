@@ -9,37 +9,49 @@
     axes_of(t)        along which axes of ranks it is spread, or copied
 
 Plain tensors are their own whole. A part that is saved is called `name@where it begins`: box_name, read_box_name.
+
+torch's module takes a second to import, and several on a small machine: it is not imported here. Where nobody has done so there
+are plain tensors only.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_sharded(tensor: object) -> TypeIs[DTensor]:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
 def gradient(parameter: Tensor) -> Tensor | None:
     """A sum that is still to be taken over the ranks of a part is taken here."""
     grad = parameter.grad
-    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+    if is_sharded(parameter) and is_sharded(grad) and grad.placements != parameter.placements:
         parameter.grad = grad = grad.redistribute(placements=parameter.placements)
     return None if grad is None else local(grad)
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
     """My part of something that is laid out as `parameter` is."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return part
-    return DTensor.from_local(
+    return type(parameter).from_local(
         part,
         parameter.device_mesh,
         parameter.placements,
@@ -51,13 +63,15 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and shape of my part."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(shape)
 
@@ -69,12 +83,12 @@ def part_of(full: Tensor, tensor: Tensor) -> Tensor:
 
 
 def axes_of(tensor: Tensor) -> tuple[str, ...]:
-    return tuple(tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+    return tuple(tensor.device_mesh.mesh_dim_names or ()) if is_sharded(tensor) else ()
 
 
 def has_first(tensor: Tensor) -> bool:
     """Of the ranks that hold the same part, within the mesh that the tensor is spread over."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return True
     where = tensor.device_mesh.get_coordinate()
     assert where is not None
@@ -92,7 +106,7 @@ def read_box_name(text: str) -> tuple[str, tuple[int, ...]]:
 
 def copies(tensor: Tensor) -> int:
     """Within the mesh that the tensor is spread over."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if placement.is_replicate())

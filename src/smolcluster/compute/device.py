@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 
 from smolcluster.errors import UserError
 
 
-def choose_device(requested: str | None, *, local_rank: int = 0) -> torch.device:
+def choose_device(requested: str | None, *, local_rank: int = 0, asked_by: str = "training.device") -> torch.device:
     """The best device here, or the one asked for. Workers of one machine spread over its GPUs."""
     if requested is None:
         if torch.cuda.is_available():
@@ -20,19 +19,19 @@ def choose_device(requested: str | None, *, local_rank: int = 0) -> torch.device
     try:
         device = torch.device(requested)
     except RuntimeError as error:
-        raise UserError(f"training.device '{requested}' is not a device; use cpu, cuda, cuda:0 or mps") from error
+        raise UserError(f"{asked_by} '{requested}' is not a device; use cpu, cuda, cuda:0 or mps") from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise UserError(f"training.device '{requested}': torch sees no NVIDIA GPU here; use cpu, or leave it null")
+            raise UserError(f"{asked_by} '{requested}': torch sees no NVIDIA GPU here; use cpu, or leave it out")
         count = torch.cuda.device_count()
         if ":" not in requested:
             return torch.device("cuda", local_rank % count)
         if device.index >= count:
-            raise UserError(f"training.device '{requested}': this machine has {count} GPU(s), numbered from 0")
+            raise UserError(f"{asked_by} '{requested}': this machine has {count} GPU(s), numbered from 0")
     elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError(f"training.device '{requested}': no Apple GPU here; use cpu, or leave it null")
+        raise UserError(f"{asked_by} '{requested}': no Apple GPU here; use cpu, or leave it out")
     elif device.type not in ("cpu", "cuda", "mps"):
-        raise UserError(f"training.device '{requested}' is not supported; use cpu, cuda, cuda:0 or mps")
+        raise UserError(f"{asked_by} '{requested}' is not supported; use cpu, cuda, cuda:0 or mps")
     return device
 
 
@@ -52,19 +51,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def free_memory_bytes(device: torch.device) -> int | None:
-    """What is left on the GPU, or in the machine's memory; None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 def synchronize(device: torch.device) -> None:

@@ -34,11 +34,18 @@ def memory_bytes(device: torch.device) -> int:
     return machine_bytes()
 
 
+def built_in_bytes(device: torch.device) -> int:
+    """The same, whatever a control group leaves to this process of it: what all processes there have together."""
+    return memory_bytes(device) if device.type == "cuda" else _total()
+
+
 def free_bytes(device: torch.device) -> int:
-    """What of it nobody uses now."""
+    """What of it is left for this process."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    said = _meminfo("MemAvailable")
+        # What torch keeps of tensors that are gone, it gives to the next who asks.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    said = _windows()[1] if sys.platform == "win32" else _meminfo("MemAvailable")
     return machine_bytes() if said is None else min(said, machine_bytes())
 
 
@@ -67,7 +74,7 @@ def _total() -> int:
     if said is not None:
         return said
     if sys.platform == "win32":
-        return _windows_total()
+        return _windows()[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -91,7 +98,8 @@ def _control_group() -> list[int]:
     return found
 
 
-def _windows_total() -> int:
+def _windows() -> tuple[int, int]:
+    """All, and what is free."""
     import ctypes
 
     class Status(ctypes.Structure):
@@ -105,4 +113,4 @@ def _windows_total() -> int:
     status = Status()
     status.length = ctypes.sizeof(Status)
     ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined,unused-ignore]
-    return int(status.total)
+    return int(status.total), int(status.free)

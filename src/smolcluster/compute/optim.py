@@ -6,21 +6,36 @@ what another has written.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from smolcluster.comm.sharded import is_sharded
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.errors import UserError
 
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+
+
+def _never_compiled(kind: type[Kind]) -> type[Kind]:
+    """The same functions, without what torch has put around them: it imports its compiler when an optimizer is made, to keep it
+    out. That is seconds of the time in which a worker starts, and none of ours is compiled."""
+    names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    bare = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(inspect.unwrap(kind.step))})
+
+
+AdamW = _never_compiled(torch.optim.AdamW)
+SGD = _never_compiled(torch.optim.SGD)
 _KEPT: dict[type, set[str]] = {  # for each parameter, at most
     torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
     torch.optim.SGD: {"momentum_buffer"},
 }
+_KEPT |= {AdamW: _KEPT[torch.optim.AdamW], SGD: _KEPT[torch.optim.SGD]}
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
@@ -33,9 +48,9 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
     groups = [g for g in groups if g["params"]]
     fused = all(p.device.type in ("cuda", "cpu") and p.is_floating_point() for p in trained)
     if config.optimizer == "sgd":
-        fused &= not any(isinstance(p, DTensor) for p in trained)  # torch cannot
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+        fused &= not any(is_sharded(p) for p in trained)  # torch cannot
+        return SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
+    return AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
 def warmup_cosine(*, peak: float, floor: float, warmup: int, steps: int) -> Callable[[int], float]:
@@ -85,6 +100,19 @@ def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors
     order = [p for group in optimizer.param_groups for p in group["params"]]
     packed["state"] = {i: by_parameter[names[p]] for i, p in enumerate(order) if names[p] in by_parameter}
     optimizer.load_state_dict(packed)
+
+
+def without_state(model: nn.Module, optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> list[str]:
+    """Parameters that have nothing among these keys of `named_state`, and of which this optimizer keeps something.
+
+    It does so from a parameter's first gradient on. One that is not known here may keep nothing for some.
+    """
+    if type(optimizer) not in _KEPT:
+        return []
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    have = {key.partition("/")[2] for key in keys}
+    groups = [group for group in optimizer.param_groups if group.get("momentum", True)]  # SGD without it keeps nothing
+    return [names[p] for group in groups for p in group["params"] if names[p] not in have]
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, saved: set[str]) -> None:

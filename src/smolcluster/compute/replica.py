@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.sharded import gradient
-from smolcluster.compute.optim import load_named_state, named_state
+from smolcluster.compute.optim import load_named_state, named_state, without_state
 from smolcluster.compute.precision import LossScale, autocast
 from smolcluster.errors import UserError
 
@@ -142,12 +142,19 @@ class Replica:
         self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], numbers: dict[str, Any]
     ) -> None:
         self.model.load_state_dict(weights)
-        self.load_optimizer(optimizer, numbers)
+        self.load_optimizer(optimizer, numbers, bare=not optimizer)
 
-    def load_optimizer(self, optimizer: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
+    def lacking(self, optimizer: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> list[str]:
+        """Parameters without optimizer state in what should be all of it, if every parameter has a gradient in every step."""
+        skipped = self.scale is not None and not optimizer  # every step so far may have overflowed
+        fresh = skipped or int(numbers["updates"]) == 0
+        return [] if fresh else without_state(self.model, self.optimizer, optimizer)
+
+    def load_optimizer(self, optimizer: Mapping[str, Tensor], numbers: dict[str, Any], *, bare: bool) -> None:
+        """`bare`: nothing was saved for any parameter, of which this replica may have some only."""
         load_named_state(self.model, self.optimizer, optimizer)
         self.updates = int(numbers["updates"])
-        bare = self.updates > 0 and not optimizer and any(group["params"] for group in self.optimizer.param_groups)
+        bare = bare and self.updates > 0 and any(group["params"] for group in self.optimizer.param_groups)
         if bare and self.scale is None and isinstance(self.optimizer, torch.optim.AdamW):
             raise UserError(
                 "the checkpoint has no optimizer state, as plain SGD saves it, and this run uses AdamW; "
@@ -182,5 +189,7 @@ def to_device(part: Any, device: torch.device) -> Any:
     if isinstance(part, dict):
         return {key: to_device(value, device) for key, value in part.items()}
     if isinstance(part, list | tuple):
-        return type(part)(to_device(value, device) for value in part)
+        moved = [to_device(value, device) for value in part]
+        # A named tuple takes its values one by one.
+        return type(part)(*moved) if hasattr(part, "_fields") else type(part)(moved)
     return part

@@ -1,7 +1,8 @@
 """Random numbers that depend on where we are, not on how we came here.
 
-Every step starts from a seed derived from (run seed, step, rank). A resumed run therefore draws the same dropout masks as
-an uninterrupted one, with no generator state to save, and ranks draw different ones.
+Every step starts from a seed derived from (run seed, step, rank), and the reading of its batch from one derived from (run seed,
+step, data shard). A resumed run therefore draws the same dropout masks as an uninterrupted one, with no generator state to
+save. Ranks draw different ones, but those that share a data shard augment its samples alike.
 """
 
 from __future__ import annotations

@@ -48,6 +48,17 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+class Spelled(Protocol):
+    """A tokenizer whose every token is the same bytes wherever it stands: all here but Hugging Face's."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> npt.NDArray[Any]: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
 def _dtype_for(vocab_size: int) -> np.dtype[Any]:
     return np.min_scalar_type(max(vocab_size - 1, 0))
 
@@ -64,8 +75,10 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        unknown = UNKNOWN.encode()
-        return b"".join(bytes((i,)) if 0 <= i < 256 else unknown for i in ids).decode("utf-8", errors="replace")
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes((token,)) if 0 <= token < 256 else UNKNOWN.encode()
 
 
 class CharTokenizer:
@@ -101,6 +114,9 @@ class CharTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.chars[i] if 0 <= i < self.vocab_size else UNKNOWN for i in ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode("utf-8", errors="replace")
 
     def to_json(self) -> str:
         return json.dumps({"type": "smolcluster-chars", "chars": self.chars})
@@ -147,8 +163,15 @@ class Gpt2Tokenizer:
         return np.array(self._encoding.encode_ordinary(text), dtype=self.dtype)
 
     def decode(self, ids: Sequence[int]) -> str:
-        unknown = UNKNOWN.encode()
-        return b"".join(self._bytes.get(i, unknown) for i in ids).decode("utf-8", errors="replace")
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes.get(token, UNKNOWN.encode())
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a text, where the files have one."""
+        return next((token for token, spelled in self._bytes.items() if spelled == END_OF_TEXT.encode()), None)
 
 
 def printable_bytes() -> dict[str, int]:

@@ -6,6 +6,7 @@ SignalChannel    on its own (torchrun, one rank by hand): SIGINT and SIGTERM
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from smolcluster.comm.group import PeerLost
+from smolcluster.engine.spec import SIGNALS_TOGETHER_S
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ ORPHAN_GRACE_S = 30.0
 
 
 class Channel(Protocol):
+    orphaned: bool  # the launcher is gone, and did not say that it would go
+
     def stop_requested(self) -> bool: ...
 
     def rendezvous_port(self) -> int:
@@ -35,13 +39,15 @@ class Channel(Protocol):
 
 
 class SignalChannel:
-    """The first signal asks for a clean end, the second one ends at once.
+    """The first signal asks for a clean end, the second one ends at once; two that come together are one (`timeout` sends
+    its signal to the process and to its group).
 
     Python runs signal handlers on the main thread, which may wait in C++ for minutes (for a rank that does not come). So the
     interpreter writes each signal's number to a socket, and a thread acts on it.
     """
 
     announce: Callable[[int], None] | None = None
+    orphaned = False
 
     def __init__(self) -> None:
         self._stop = False
@@ -60,6 +66,11 @@ class SignalChannel:
             if self._stop:
                 os._exit(130)
             self._stop = True
+            self._ears.settimeout(SIGNALS_TOGETHER_S)
+            with contextlib.suppress(TimeoutError):
+                while self._ears.recv(1):  # those that came with it
+                    pass
+            self._ears.settimeout(None)
             log.warning("stopping after this step and saving; once more to stop at once")
 
     def stop_requested(self) -> bool:
@@ -78,8 +89,11 @@ class PipeChannel:
         self._port: int | None = None
         self._news = threading.Condition()
         self._gone = False
+        self.orphaned = False
         # Ctrl-C in a terminal reaches every process of its group; only the launcher acts on it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if sys.platform != "win32":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher starts us with it blocked
         signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
         threading.Thread(target=self._listen, args=(first,), daemon=True, name="launcher-channel").start()
 
@@ -106,6 +120,7 @@ class PipeChannel:
         with self._news:
             self._gone = True
             self._news.notify_all()
+        self.orphaned = not self._stop.is_set()
         self._stop.set()
         log.warning("the launcher is gone: saving and leaving")
         timer = threading.Timer(ORPHAN_GRACE_S, lambda: os._exit(1))

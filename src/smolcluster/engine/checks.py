@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def check_enough_samples(num_samples: int, counts: list[int]) -> None:
 
 
 OWN_TO_A_HOST = {
-    *("training.device", "data.root", "data.cache_dir"),
+    *("training.device", "data.root", "data.cache_dir", "data.tokenizer_root"),
     *("logging.loki_url", "logging.prometheus_port", "logging.prometheus_host"),
 }
 
@@ -79,6 +80,28 @@ def check_same_config(
                 )
 
     compare(first, mine, "")
+
+
+def identify_task(spec: str | None, *, name: str) -> dict[str, str | None]:
+    """What ranks must agree on of the task called `name`; the folder of its file may be another on each machine."""
+    if spec is None:
+        return {"task": None, "name": name, "file": None, "sha256": None}
+    path = Path(spec.rpartition(":")[0] if ".py:" in spec else spec)
+    text = path.read_bytes().replace(b"\r\n", b"\n")  # as Git may write it on Windows
+    return {"task": spec, "name": name, "file": path.name, "sha256": hashlib.sha256(text).hexdigest()}
+
+
+def check_same_task(first: dict[str, Any], mine: dict[str, Any], *, rank: int) -> None:
+    """Two tasks as `identify_task` gives them."""
+    if any(first[key] != mine[key] for key in ("name", "file")):
+        raise UserError(
+            f"task is {mine['task']!r} on rank {rank} and {first['task']!r} on rank 0; start all ranks alike"
+        )
+    if first["sha256"] != mine["sha256"]:
+        raise UserError(
+            f"the task is in {mine['task']} on rank {rank} and in {first['task']} on rank 0, and these files differ; "
+            "copy one over the other"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

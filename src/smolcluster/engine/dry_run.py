@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from smolcluster.comm.rendezvous import choose_backend
+from smolcluster.comm.backends import Wish, agree, check_backend, gpu_for_nccl
 from smolcluster.compute.device import choose_device
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.checks import batch_size_of, check_enough_samples
 from smolcluster.engine.choices import as_configured
+from smolcluster.engine.length import last_step
 from smolcluster.engine.plan import SeatMemory, Subject, forecast, limit_per_rank
 from smolcluster.engine.rehearsal import Way
 from smolcluster.engine.run_dir import RunDir
@@ -43,7 +43,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     sizes = {s.shard: nodes[s.rank].batch_size for s in seats if s.shard is not None}
     counts = [size * config.training.grad_accumulation for size in sizes.values()]
     check_enough_samples(samples, counts)
-    steps = config.training.steps or math.ceil((config.training.epochs or 1) * samples / sum(counts))
+    steps = last_step(config.training, samples=samples, batch=sum(counts))
     subject = Subject.open(config, task, num_ranks=workers, device=device)
     shape = subject.shape
     cost = strategy.cost(options, shape, nodes)
@@ -56,7 +56,9 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     if plane == "elastic":
         how = f"listening on {config.cluster.bind}"
     else:
-        how = f"backend {choose_backend(backend, device, local_world_size=workers)}"
+        check_backend(backend)
+        gpus = [gpu_for_nccl(choose_device(config.training.device, local_rank=rank)) for rank in range(workers)]
+        how = f"backend {agree([Wish(host=n.machine, named=backend, gpu=g) for n, g in zip(nodes, gpus, strict=True)])}"
     server = " and a server" if any(s.role == "server" for s in seats) else ""
     lines.append(f"# strategy {strategy.name} on {workers} worker(s){server}, device {device}, {how}")
     shown = [axis for axis in ("pp", "cp", "tp") if axis != "cp" or any(s.coords.get("cp") for s in seats)]

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import platform
 import secrets
+import socket
+import uuid
+from pathlib import Path
 
 import torch
 
 from smolcluster.comm.elastic.messages import Peer
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 def new_peer(*, role: str, rank: int, host: str, run: str = "") -> Peer:
     return Peer(role=role, rank=rank, host=host, instance=secrets.token_hex(8), run=run, versions=versions())
+
+
+def this_machine() -> str:
+    """What processes on this machine have in common, and with no other: several machines may be called `raspberrypi`."""
+    try:
+        mark = BOOT_ID.read_text(encoding="ascii")
+    except OSError:
+        mark = f"{uuid.getnode():x}"
+    return f"{socket.gethostname().partition('.')[0]}-{hashlib.sha256(mark.encode()).hexdigest()[:8]}"
 
 
 def new_run_id() -> str:

@@ -85,18 +85,22 @@ class Loop:
         while (work := self._reader.next(self.progress.step)) is not None:
             step = work[0]
             report = self._step(*work)
-            self.meter.stop()
+            # Who is told to stop saves and leaves: whoever told it may not wait for an evaluation, which can take long.
+            last, over = step == total, step == total or report.stop
+            evaluated = self._val_data is not None and (last or (due(step, self._config.eval_steps) and not over))
+            logged = evaluated or over or first or step % self._log_interval == 0
+            self.meter.stop(before_row=logged)
             if first:
                 self._reserve()
 
-            last = step == total or report.stop
-            evaluated = self._val_data is not None and (last or due(step, self._config.eval_steps))
+            if last and report.stop:
+                self._save(step, best=False, final=True)
             improved = self._evaluate() if evaluated else False
-            if evaluated or last or first or step % self._log_interval == 0:
+            if logged:
                 self._log(step, with_evaluation=evaluated)
-            if last or improved or due(step, self._config.checkpoint_steps):
-                self._save(step, best=improved, final=last)
-            if report.stop and step < total:
+            if over or improved or due(step, self._config.checkpoint_steps):
+                self._save(step, best=improved, final=over)
+            if over and not last:
                 self.interrupted = True
                 return
             first = False
@@ -105,11 +109,12 @@ class Loop:
             self._log(self.progress.step, with_evaluation=False)
 
     def _step(self, step: int, indices: Indices) -> StepReport:
-        # Everything random in this step follows from (seed, step, stream): a resumed run repeats it.
+        # Everything random in this step follows from (seed, step, data shard) while the batch is read, and from (seed, step,
+        # stream) after it: a resumed run repeats it, and ranks that share a data shard augment its samples alike.
         seat = self.context.seat
-        stream = seat.rank if seat.stream is None else seat.stream
-        seed_everything(self._config.seed or 0, step, stream, device=self.context.device)
+        self._seed(step, "data", seat.rank if seat.shard is None else seat.shard)
         batch = self._read(step, indices)
+        self._seed(step, seat.rank if seat.stream is None else seat.stream)
         started = time.perf_counter()
         if self._profiler is not None:
             self._profiler.before(step)
@@ -122,6 +127,9 @@ class Loop:
         self.progress.tokens += report.tokens
         return report
 
+    def _seed(self, *parts: int | str) -> None:
+        seed_everything(self._config.seed or 0, *parts, device=self.context.device)
+
     def _read(self, step: int, indices: Indices) -> Batch:
         size = len(indices) // self._config.grad_accumulation
         parts = [self._train_data.batch(indices[i : i + size]) for i in range(0, len(indices), size)]
@@ -131,6 +139,8 @@ class Loop:
         """Returns whether this is the best so far."""
         assert self._val_data is not None
         self.strategy.drain()
+        share = self.strategy.share
+        self._seed(self.progress.step, "evaluation", share.index)  # ranks with the same share read the same batches
         self.last_evaluation = evaluate(
             self.strategy.model,
             self.task,
@@ -140,11 +150,12 @@ class Loop:
             batch_size=self._config.batch_size or 1,
             max_batches=self._config.eval_batches,
             measure=lambda part: self.strategy.measure(self.task, part),
-            share=self.strategy.share,
+            share=share,
         )
         loss = self.last_evaluation["val_loss"]
-        improved = loss < self.progress.best_val_loss
-        self.progress.best_val_loss = min(loss, self.progress.best_val_loss)
+        improved = loss < self.progress.best_val_loss  # NaN is not, and leaves the best as it was
+        if improved:
+            self.progress.best_val_loss = loss
         return improved
 
     def _log(self, step: int, *, with_evaluation: bool) -> None:
@@ -231,13 +242,12 @@ class Loop:
         now, before = sum(self.context.samples_per_step), self._reader.position / max(1, snapshot.step)
         if self.context.seat.rank == 0 and snapshot.step and self._reader.position and now != before:
             self.context.warn(f"a step reads {now} samples, and before the checkpoint it read {before:g}")
-        best = state.get("best_val_loss")
         samples = self._share(self._reader.position) if self.context.tells else 0
         self.progress = Progress(
             step=snapshot.step,
             samples=samples,
             tokens=samples * self.task.tokens_per_sample,
-            best_val_loss=math.inf if best is None else float(best),
+            best_val_loss=stored_best(state.get("best_val_loss")),
         )
 
     def _share(self, total: int) -> int:
@@ -252,3 +262,9 @@ class Loop:
 
 def due(step: int, every: int | None) -> bool:
     return bool(every) and step % int(every or 1) == 0
+
+
+def stored_best(said: Any) -> float:
+    """The best validation loss so far, as it was saved. Where there was none, or NaN, any loss is better."""
+    best = math.inf if said is None else float(said)
+    return math.inf if math.isnan(best) else best

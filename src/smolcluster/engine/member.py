@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # What a machine may decide for itself.
 OWN_TO_A_MEMBER = OWN_TO_A_HOST | {
     *("training.precision", "training.compile", "training.gradient_checkpointing"),
-    *("data.tokenizer_root", "data.download", "logging", "cluster", "task"),
+    *("data.download", "logging", "cluster", "task"),
     *("training.steps", "training.epochs"),  # how long it takes is the server's to say, with --steps for example
 }
 

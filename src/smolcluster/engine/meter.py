@@ -59,18 +59,20 @@ class Meter:
         self.staleness_sum += report.staleness
         self.staleness_max = max(self.staleness_max, report.staleness)
 
-    def stop(self) -> None:
+    def stop(self, *, before_row: bool) -> None:
+        """The clock stops; evaluating and saving come after it. Before a row a GPU is waited for: what it has still to do
+        belongs to the steps, not to what follows them."""
+        if before_row and self._report is not None:
+            float(self._report.loss)
         elapsed = time.perf_counter() - self._began
         self._wall_s += elapsed
         self.busy_s += elapsed
 
     def row(self) -> dict[str, Any]:
-        """The numbers of one row of metrics.jsonl. On a GPU this waits for the last step."""
+        """The numbers of one row of metrics.jsonl, of the time until the last `stop`."""
         report, n = self._report, max(1, self._rows)
         assert report is not None
         self.last_loss = float(report.loss)
-        self.stop()
-        self.start()
         wall_s = max(self._wall_s, 1e-9)
         comm_s = sum(span.seconds() for span in self._comm) / n
         row = {

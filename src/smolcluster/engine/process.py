@@ -21,6 +21,7 @@ from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Failed, Notice, Phase
+from smolcluster.observe.logs import LogSink
 from smolcluster.observe.observer import Sink
 from smolcluster.observe.pipe import PipeSink
 from smolcluster.observe.tracebacks import told
@@ -38,7 +39,7 @@ def run_worker(
     `cut_off` ends the process, on another thread, when the rank can do nothing any more: it waits in a backend for a rank that
     is lost.
     """
-    worker = _role(spec)(spec, channel, sinks)
+    worker = _role(spec)(spec, channel, [*sinks, LogSink()])
     worker.cut_off = cut_off or (lambda: leave(1))
     try:
         log.info("%s, rank %d, starts as process %d", spec.role, spec.rank, os.getpid())

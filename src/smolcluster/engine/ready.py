@@ -3,7 +3,7 @@
 `python -m smolcluster.engine.ready` is `smolcluster.engine.process` for runs that are started again (launch/restart.py).
 """
 
-import torch._dynamo  # noqa: F401 - optimizers import it when they are made: a second, or several on a busy machine
+import torch._dynamo  # noqa: F401 - FSDP and pipelines import it: a second, or several on a busy machine
 
 import smolcluster.engine.worker
 import smolcluster.tasks.gpt  # noqa: F401

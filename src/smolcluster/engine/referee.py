@@ -1,7 +1,8 @@
 """Evaluation beside training: on a copy of the weights, on a thread of its own.
 
 One evaluation runs, one may wait; a newer one takes the place of the one that waits. So a slow machine evaluates less often and
-never holds up the workers. Who waits for a result is always told, if only that there is none.
+never holds up the workers. Who waits for a result is always told, if only that there is none. A run that is told to stop does
+not wait for evaluations: the one that runs ends at its next batch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,10 @@ class _Job:
     then: Callable[[dict[str, float]], None]
 
 
+class _LeftOut(Exception):
+    """The run leaves: this evaluation has no result."""
+
+
 class Referee:
     def __init__(self, model: nn.Module, task: Task, data: Dataset, *, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device)
@@ -38,6 +44,7 @@ class Referee:
         self._waiting: _Job | None = None
         self._replaced: list[_Job] = []
         self._closed = False
+        self._leaves = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="evaluation", daemon=True)
         self._thread.start()
@@ -45,7 +52,8 @@ class Referee:
     def submit(self, step: int, weights: dict[str, Tensor], then: Callable[[dict[str, float]], None]) -> None:
         """Evaluate these weights, which are the referee's from now on.
 
-        `then` gets the result on its thread; nothing when there is none, since a newer one came first or it failed.
+        `then` gets the result on its thread; nothing when there is none, since a newer one came first, the run leaves, or it
+        failed.
         """
         with self._changed:
             self._raise()
@@ -63,6 +71,10 @@ class Referee:
         """Raise what went wrong so far."""
         with self._changed:
             self._raise()
+
+    def leave(self) -> None:
+        """What has no result yet gets none."""
+        self._leaves = True
 
     def close(self) -> None:
         """After all that was submitted is evaluated."""
@@ -97,10 +109,18 @@ class Referee:
                     device=self._device,
                     batch_size=training.batch_size or 1,
                     max_batches=training.eval_batches,
+                    measure=self._measure,
                 )
+            except _LeftOut:
+                pass
             except Exception as error:  # noqa: BLE001 - told to whoever asks, on its own thread
                 self._error = error
             try:
                 job.then(result)
             except Exception as error:  # noqa: BLE001 - the same
                 self._error = self._error or error
+
+    def _measure(self, part: Any) -> dict[str, Tensor]:
+        if self._leaves:
+            raise _LeftOut
+        return self._task.metrics(self._model, part)

@@ -24,7 +24,7 @@ from smolcluster.engine.checks import Room, check_disk_space, check_memory
 from smolcluster.engine.profiler import Profiler, steps_of
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.saver import Saver, Store
-from smolcluster.engine.snapshot import Snapshot, check_compatible
+from smolcluster.engine.snapshot import Snapshot
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Notice, Progress, RunStarted, SampleText
@@ -167,17 +167,14 @@ class Role(ABC):
     def _make_store(self) -> Store:
         return self.store
 
-    def _find_checkpoint(self, source: Path, strategy: Strategy, *, lazily: bool = False) -> tuple[Path, Snapshot]:
+    def _find_checkpoint(self, source: Path, *, lazily: bool = False) -> tuple[Path, Snapshot]:
         """Its folder, and what is in it, verified. Lazily, tensors are read when they are asked for."""
         if (source / "manifest.json").is_file():
-            path, snapshot = source, CheckpointStore(source.parent, keep=1).load(source, lazily=lazily)
-        else:
-            found = CheckpointStore(source, keep=1).load_latest(lazily=lazily)
-            if found is None:
-                raise UserError(f"--resume: there is no checkpoint in {source}")
-            path, snapshot = found
-        check_compatible(snapshot, strategy.layout())
-        return path, snapshot
+            return source, CheckpointStore(source.parent, keep=1).load(source, lazily=lazily)
+        found = CheckpointStore(source, keep=1).load_latest(lazily=lazily)
+        if found is None:
+            raise UserError(f"--resume: there is no checkpoint in {source}")
+        return found
 
     # Telling
 

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.mailbox import Mailbox
-from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.roster import Member, Refusal, Roster
 from smolcluster.comm.elastic.security import check_bind, load_keyring
 from smolcluster.comm.elastic.tcp import TcpTransport
 from smolcluster.comm.elastic.transport import Link
+from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
@@ -33,13 +34,15 @@ from smolcluster.data.leases import Leases
 from smolcluster.engine import history
 from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.checks import batch_size_of, check_enough_samples
+from smolcluster.engine.files import atomic_write_text
 from smolcluster.engine.identity import new_peer, new_run_id
 from smolcluster.engine.journal import Journal, JournalFull, Recovered
-from smolcluster.engine.loop import due
+from smolcluster.engine.length import last_step, more_of, samples_read
+from smolcluster.engine.loop import due, stored_best
 from smolcluster.engine.meter import Meter
 from smolcluster.engine.referee import Referee
 from smolcluster.engine.role import INTERRUPTED, Role
-from smolcluster.engine.snapshot import Snapshot
+from smolcluster.engine.snapshot import Snapshot, check_compatible, check_whole
 from smolcluster.engine.summary import join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.errors import UserError
@@ -60,8 +63,7 @@ class Server(Role):
 
     def run(self) -> int:
         self._prepare()
-        self._build()
-        self._recover()
+        self._begin()
         self._announce()
         if self.step >= self.total_steps:  # the one before died after its last step
             self._due[self.step] = self._last_row()
@@ -71,6 +73,8 @@ class Server(Role):
             self.strategy.serve()
         finally:
             if self.referee is not None:
+                if self.step < self.total_steps:  # told to stop: what is left is to save
+                    self.referee.leave()
                 self.referee.close()
         if self.referee is not None:
             self.referee.check()
@@ -88,9 +92,6 @@ class Server(Role):
         workers = cluster.num_workers or 1
         self.batch_sizes = [batch_size_of(self.config, r) * training.grad_accumulation for r in range(workers)]
         check_enough_samples(len(self.train_data), self.batch_sizes)
-        self.total_steps = training.steps or math.ceil(
-            (training.epochs or 1) * len(self.train_data) / sum(self.batch_sizes)
-        )
         self.run_id = self._run_id()
         self.me = new_peer(role="server", rank=workers, host=spec.host, run=self.run_id)
         self.transport = TcpTransport(self.me, keyring=keyring, buffer_size=cluster.buffer_size.get(spec.host))
@@ -99,10 +100,52 @@ class Server(Role):
     def _run_id(self) -> str:
         path = self.run_dir.path / "run-id"
         with contextlib.suppress(FileNotFoundError):
-            return path.read_text().strip()
+            if known := path.read_text().strip():
+                return known
         run_id = new_run_id()
-        path.write_text(run_id + "\n")
+        atomic_write_text(path, run_id + "\n")  # workers that come back ask for this run, also after a power cut
         return run_id
+
+    def _begin(self) -> None:
+        """Where it starts is found before anything is built: how many steps are left follows from it."""
+        # A journal of its own is begun last: a mistake that shows before must not cost the one that was put aside.
+        journal = Journal(self.run_dir.journal) if self.run_dir.journal.is_dir() else None
+        recovered = journal.recover() if journal is not None else None
+        snapshot: Snapshot | None = None
+        if recovered is not None and recovered.meta is None:
+            recovered = None
+        if self.spec.resume is not None and (recovered is None or self._checkpoint_is_better(recovered)):
+            recovered, snapshot = None, self._find_checkpoint(Path(self.spec.resume))[1]
+        self.total_steps = self._last_step(recovered, snapshot)
+        self._check_something_is_left(recovered, snapshot)
+        self._build()
+        if journal is None:
+            journal = Journal(self.run_dir.journal)
+            journal.recover()
+        self.journal = journal
+        self._recover(recovered, snapshot)
+
+    def _last_step(self, recovered: Recovered | None, snapshot: Snapshot | None) -> int:
+        step = read = 0
+        if recovered is not None and recovered.meta is not None:
+            if self.spec.resume is None and "total_steps" in recovered.meta:
+                return int(recovered.meta["total_steps"])  # the workers that come back know it as this
+            step, leases = _end_of(recovered)
+            read = samples_read(leases, with_holes=False)
+        elif snapshot is not None:
+            step, read = snapshot.step, samples_read(snapshot.state["sampler"], with_holes=False)
+        training, batch = self.config.training, sum(self.batch_sizes)
+        return last_step(training, samples=len(self.train_data), batch=batch, step=step, read=read)
+
+    def _check_something_is_left(self, recovered: Recovered | None, snapshot: Snapshot | None) -> None:
+        if snapshot is not None and snapshot.step >= self.total_steps:
+            what = f"the checkpoint is at step {snapshot.step} and the run ends"
+        elif recovered is not None and self.spec.resume is not None and _end_of(recovered)[0] > self.total_steps:
+            what = f"this run has committed {_end_of(recovered)[0]} steps and would end"
+        else:
+            return
+        more = more_of(self.config.training)
+        raise UserError(f"{what} at {self.total_steps}: nothing is left to train; {more}")
 
     def _build(self) -> None:
         spec, training = self.spec, self.config.training
@@ -158,23 +201,20 @@ class Server(Role):
 
     # Where it starts: its own journal, a checkpoint, or nothing
 
-    def _recover(self) -> None:
-        self.journal = Journal(self.run_dir.path / "journal")
+    def _recover(self, recovered: Recovered | None, snapshot: Snapshot | None) -> None:
         self.history = history.History(self.run_dir.path / "history.jsonl")
-        recovered = self.journal.recover()
-        # A person's wish to continue, long after: the workers begin too, and have no weights where the server has none.
-        begins = self.spec.resume is not None
-        if recovered.meta is not None and not (begins and self._checkpoint_is_better(recovered)):
+        if recovered is not None and recovered.meta is not None:
             state = unpack_state(recovered.state, recovered.meta["numbers"]) if recovered.state else None
             self._restore(state, recovered.meta)
-            self.office.fresh = begins
+            # A person's wish to continue, long after: the workers begin too, and have no weights where the server has none.
+            self.office.fresh = self.spec.resume is not None
             for record in recovered.records:
                 self._replay(record.meta, record.payload)
             lines = [record.meta["line"] for record in recovered.records]
             self.history.reconcile(lines, next_step=self.step + 1)
             self.observer.emit(Notice(level="WARNING", message=f"the server is back, at step {self.step}"))
-        elif self.spec.resume is not None:
-            self._resume(Path(self.spec.resume))
+        elif snapshot is not None:
+            self._resume(snapshot)
             self.history.reconcile([], next_step=self.step + 1)
         last = max(self.roster.epoch, self.history.epoch)
         self.roster.epoch = last + EPOCHS - last % EPOCHS if last else 1
@@ -190,25 +230,19 @@ class Server(Role):
         assert recovered.meta is not None
         if not recovered.state:
             return True
-        lines = [record.meta["line"] for record in recovered.records]
-        step = int(lines[-1]["step"] if lines else recovered.meta["step"])
-        if step > self.total_steps:
-            raise UserError(
-                f"this run has committed {step} steps and would end at {self.total_steps}: nothing is left to train; "
-                "raise --steps or training.epochs"
-            )
+        step, _ = _end_of(recovered)
         found = CheckpointStore(Path(str(self.spec.resume)), keep=1).load_latest()
         saved = found[1].step if found is not None else 0
         if saved > step:
             log.warning("the journal ends at step %d: going on from the checkpoint of step %d", step, saved)
-        elif saved < step and not self.strategy.server_has_weights:
+        elif saved < step and not self.strategy_class.server_has_weights:
             name, folder = recovered.meta.get("strategy", "its own"), self.run_dir.checkpoints / f"step-{saved:08d}"
             back = f", or go back to that checkpoint on purpose with --resume {folder}" if saved else ""
             raise UserError(
                 f"this run has committed {step} steps, and its last checkpoint is of step {saved}: the rest is in the journal "
                 f"of a parameter server; continue with --strategy {name}{back}"
             )
-        return saved > step or not self.strategy.server_has_weights
+        return saved > step or not self.strategy_class.server_has_weights
 
     def _restore(self, state: State | None, meta: Mapping[str, Any]) -> None:
         if state is not None:
@@ -218,8 +252,7 @@ class Server(Role):
         self.office.leases = Leases.from_state(meta["leases"])
         self._restore_agreement(meta)
         self._restore_member_counts(meta)
-        best = meta.get("best_val_loss")
-        self.best_val_loss = math.inf if best is None else float(best)
+        self.best_val_loss = stored_best(meta.get("best_val_loss"))
 
     def _replay(self, meta: Mapping[str, Any], gradient: Tensor | None) -> None:
         line = meta["line"]
@@ -245,13 +278,9 @@ class Server(Role):
         counts = meta.get("members", {})
         self.roster.joined, self.roster.lost = int(counts.get("joined", 0)), int(counts.get("lost", 0))
 
-    def _resume(self, source: Path) -> None:
-        _, snapshot = self._find_checkpoint(source, self.strategy)
-        if snapshot.step >= self.total_steps:
-            raise UserError(
-                f"the checkpoint is at step {snapshot.step} and the run ends at {self.total_steps}: nothing is left to train; "
-                "raise --steps or training.epochs"
-            )
+    def _resume(self, snapshot: Snapshot) -> None:
+        check_compatible(snapshot, self.strategy.layout())
+        check_whole(snapshot, self.strategy.without_state(snapshot.optimizer))
         sampler = snapshot.state["sampler"] or {"position": 0}  # an imported model has read nothing
         state = State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=snapshot.state["strategy"])
         leases = {"position": sampler["position"], "holes": sampler.get("holes", [])}
@@ -279,6 +308,7 @@ class Server(Role):
             "strategy": self.strategy.name,
             "numbers": state.numbers,
             "step": self.step,
+            "total_steps": self.total_steps,
             "samples": self.samples,
             "tokens": self.tokens,
             "epoch": self.roster.epoch,
@@ -304,7 +334,7 @@ class Server(Role):
             batch_size=0,
             global_batch=sum(self.batch_sizes),
         )
-        self.metrics = MetricsFile(self.run_dir.metrics)
+        self.metrics = MetricsFile(self.run_dir.metrics, warn=self._warn)
         self.observer.add(self.metrics)
         self._count_members = lambda: len(self.roster.members)
         self._add_trackers(started, self.run_dir.path)
@@ -322,7 +352,10 @@ class Server(Role):
         peer, cluster = link.peer, self.config.cluster
         if peer.role != "worker":
             raise Refusal(f"a {peer.role} cannot join as a worker")
-        if cluster.workers and peer.host not in cluster.workers:
+        listed = peer.rank < len(
+            cluster.workers
+        )  # a number beyond the list is a newcomer's, whatever its host is called
+        if listed and peer.host not in cluster.workers:
             raise Refusal(f"host '{peer.host}' is not in cluster.workers; known: {', '.join(cluster.workers)}")
         difference = _difference(self.layout, meta.get("layout"))
         if difference:
@@ -335,6 +368,8 @@ class Server(Role):
         size = meta.get("batch_size")
         if not isinstance(size, int) or not 0 < size <= len(self.train_data):
             raise Refusal(f"its batch size is {size!r}")
+        if not self.strategy.server_has_weights:
+            _check_seat(peer, meta.get("address"))
         step = meta.get("step")
         return Member(
             rank=peer.rank,
@@ -342,13 +377,13 @@ class Server(Role):
             batch_size=size,
             automatic=meta.get("automatic") is True,
             step=step if isinstance(step, int) and step >= 0 else 0,
-            address=str(meta.get("address", ""))[:128],
+            address=str(meta.get("address", ""))[:255],
             said=dict(meta),
         )
 
     def _on_event(self, member: Member, meta: Mapping[str, Any]) -> None:
         """A worker's row goes into the run's record."""
-        with contextlib.suppress(ValueError, RecursionError, OSError):  # a full disk costs the row
+        with contextlib.suppress(ValueError, RecursionError):
             event = from_json(str(meta.get("event", "")))
             if isinstance(event, StepLogged) and event.rank == member.rank:
                 self.metrics.handle(event)
@@ -400,16 +435,18 @@ class Server(Role):
 
     def _committed(self, report: StepReport) -> None:
         """Log, evaluate and save where it is due; serving goes on meanwhile."""
-        self.meter.stop()
         self.step += 1
         self.samples += report.samples
         self.tokens += report.tokens
+        wanted = self._wants(self.step)
+        logged = wanted or self.step == 1 or self.step % self.config.logging.log_interval == 0
         self.meter.add(report, step_s=0.0)
-        if self._wants(self.step):
+        self.meter.stop(before_row=logged)
+        if wanted:
             self._due[self.step] = self._row()
             if self.strategy.server_has_weights:
                 self._arrived(self.step)
-        elif self.step == 1 or self.step % self.config.logging.log_interval == 0:
+        elif logged:
             self.observer.emit(self._row())
         if self.journal.should_snapshot:
             self._snapshot_journal()
@@ -482,8 +519,9 @@ class Server(Role):
                 if save:
                     self._save(snapshot, best=False, final=final)
                 return
-            improved = result["val_loss"] < self.best_val_loss
-            self.best_val_loss = min(result["val_loss"], self.best_val_loss)
+            improved = result["val_loss"] < self.best_val_loss  # NaN is not, and leaves the best as it was
+            if improved:
+                self.best_val_loss = result["val_loss"]
             self.last_evaluation = result
             self.observer.emit(_with(row, result))
             if improved or save:
@@ -533,10 +571,11 @@ class Server(Role):
         if interrupted and self.saver is not None and self.step > 0:
             self._save(self._snapshot(self.step), best=False, final=True)
         stayed = self.roster.in_order()
-        goodbye = Message(kind=Kind.STOP, meta={"reason": "interrupted" if interrupted else "finished"})
-        self.roster.send(stayed, goodbye)
-        self.roster.wait_for_end(timeout_s=GOODBYE_S)
-        self.roster.send(self.roster.newcomers, goodbye)  # they came too late to take part
+        if not (interrupted and self.channel.orphaned):  # a server that is started again needs them
+            goodbye = Message(kind=Kind.STOP, meta={"reason": "interrupted" if interrupted else "finished"})
+            self.roster.send(stayed, goodbye)
+            self.roster.wait_for_end(timeout_s=GOODBYE_S)
+            self.roster.send(self.roster.newcomers, goodbye)  # they came too late to take part
         if self.saver is not None:
             self.saver.close()
         agree = None if interrupted else self._replicas_agree(stayed)
@@ -623,6 +662,15 @@ class Server(Role):
         return not different
 
 
+def _end_of(recovered: Recovered) -> tuple[int, Mapping[str, Any]]:
+    """The last step of a journal, and what had been read by then."""
+    assert recovered.meta is not None
+    if not recovered.records:
+        return int(recovered.meta["step"]), recovered.meta["leases"]
+    line = recovered.records[-1].meta["line"]
+    return int(line["step"]), line["data"]
+
+
 def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:
     """Name, type and shape of every tensor: what two sides must agree on."""
     return [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in weights.items()]
@@ -632,6 +680,14 @@ def replica_sha256(strategy: Strategy) -> str:
     """Of the weights that all replicas share. Buffers are not among them: running means are each worker's own."""
     own = {name for name, _ in strategy.model.named_buffers()}
     return weights_sha256({n: t.cpu() for n, t in strategy.state().weights.items() if n not in own})
+
+
+def _check_seat(peer: Peer, address: Any) -> None:
+    """Every worker reads every other's name and address in a view, and fails where one cannot be read."""
+    try:
+        Seated.from_meta({"rank": peer.rank, "instance": peer.instance, "host": peer.host, "address": address})
+    except ValueError as error:
+        raise Refusal(f"no other worker could reach it: {error}") from error
 
 
 def _difference(ours: list[list[Any]], theirs: Any) -> str:

@@ -26,7 +26,7 @@ import json
 import math
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -271,6 +271,20 @@ def check_compatible(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> N
         raise UserError(
             f"the checkpoint of step {snapshot.step} is of another model ({'; '.join(found)}); "
             "use the config.yaml of the run that saved it, or start afresh without --resume"
+        )
+
+
+def check_whole(snapshot: Snapshot, without: Sequence[str]) -> None:
+    """Raises UserError if optimizer state was lost: `without` are the trained parameters that have none.
+
+    Elsewhere such a parameter may be one that never had a gradient. `fsdp` on the elastic plane gives each one in every step,
+    and puts the state together from its members' parts.
+    """
+    lent = "holes" in (snapshot.state.get("sampler") or {})  # as the elastic plane lends samples
+    if without and snapshot.optimizer and lent and snapshot.info.get("strategy") == "fsdp":
+        raise UserError(
+            f"the checkpoint of step {snapshot.step} has no optimizer state for {len(without)} parameters: "
+            f"{_first(list(without))}; a worker was lost while it was saved: name another with --resume FOLDER"
         )
 
 

@@ -6,6 +6,11 @@ import dataclasses
 import json
 from typing import Any
 
+# Around a process before it imports torch: what becomes of connections is told in our words, once.
+ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+SIGNALS_TOGETHER_S = 0.02  # signals to stop that come so close are one: `timeout` sends two
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:

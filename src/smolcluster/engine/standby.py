@@ -4,8 +4,6 @@
 before it knows where their server listens, and keeps a second server ready to take the place of one that dies.
 """
 
-import torch._dynamo  # noqa: F401 - optimizers import it when they are made: a second, or several on a busy machine
-
 import smolcluster.engine.member
 import smolcluster.engine.server
 import smolcluster.strategies.edp

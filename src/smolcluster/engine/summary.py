@@ -48,6 +48,18 @@ def join_ranks(ranks: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]
     return summary | fields
 
 
+def last_known(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """For processes that found only the end of a run left to do: what was logged at its last step, None where nothing was."""
+    end = max((row["step"] for row in rows), default=None)
+    last = list({row["rank"]: row for row in rows if row["step"] == end}.values())
+    samples = sum(row["samples"] for row in last)
+    return {
+        "train_loss": sum(row["loss"] * row["samples"] for row in last) / samples if samples else None,
+        "tokens_per_s": sum(row["tokens_per_s"] for row in last) if last else None,
+        "samples_per_s": sum(row["samples_per_s"] for row in last) if last else None,
+    }
+
+
 def failed_summary(*, strategy: str, world_size: int, last_row: dict[str, Any] | None, **fields: Any) -> dict[str, Any]:
     """What is known when a run dies: the last logged row of rank 0."""
     row = last_row or {}

@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import math
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from smolcluster.comm.backends import check_backend
 from smolcluster.comm.bulletin import Bulletin
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
-from smolcluster.comm.rendezvous import Place, choose_backend, connect
+from smolcluster.comm.rendezvous import Place, connect
 from smolcluster.comm.watch import Watch
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.data.sampler import Sampler, ShardedSampler
-from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_same_config
+from smolcluster.engine.checks import (
+    OWN_TO_A_HOST,
+    batch_size_of,
+    check_enough_samples,
+    check_same_config,
+    check_same_task,
+    identify_task,
+)
 from smolcluster.engine.identity import must_agree
+from smolcluster.engine.length import last_step, more_of, samples_read
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import StreamReader
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.saver import Saver, Store
-from smolcluster.engine.snapshot import Snapshot, manifest_sha256, open_checkpoint, read_manifest
+from smolcluster.engine.snapshot import (
+    Snapshot,
+    check_compatible,
+    check_whole,
+    manifest_sha256,
+    open_checkpoint,
+    read_manifest,
+)
 from smolcluster.engine.stored import StoredTensors
-from smolcluster.engine.summary import join_ranks, write_summary
+from smolcluster.engine.summary import join_ranks, last_known, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.together import LeadStore, PartStore, all_see
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
-from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
+from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
 from smolcluster.strategies.base import Context, Node, Strategy
 
 log = logging.getLogger(__name__)
@@ -47,6 +64,7 @@ class Worker(Role):
     saver: Saver | None = None
     bulletin: Bulletin | None = None
     watch: Watch | None = None
+    found: Snapshot | None = None  # the checkpoint to go on from, where this rank has read it
 
     @property
     def lead(self) -> bool:
@@ -55,6 +73,8 @@ class Worker(Role):
     def run(self) -> int:
         self._prepare()
         self._connect()
+        if self.resuming:
+            self._find()
         self._build()
         if self.resuming:
             self._resume()
@@ -73,7 +93,7 @@ class Worker(Role):
     def _prepare(self) -> None:
         spec, training = self.spec, self.config.training
         self._choose(lead=self.lead)
-        self.backend = choose_backend(spec.backend, self.device, local_world_size=spec.local_world_size)
+        check_backend(spec.backend)
         hosts = self.config.cluster.workers
         nodes = [
             Node(
@@ -103,20 +123,24 @@ class Worker(Role):
             master_addr=spec.master_addr,
             master_port=spec.master_port
             or (0 if self.lead or spec.world_size == 1 else self.channel.rendezvous_port()),
+            join_timeout_s=self.config.cluster.join_timeout,
         )
         self.group: Group = connect(
             place,
             device=self.device,
-            backend=self.backend,
+            backend=spec.backend,
             announce=self.channel.announce,
             versions=must_agree(),
             stop_requested=(lambda: False) if spec.watched else self.channel.stop_requested,  # a launcher ends its own
         )
         if not spec.watched and spec.world_size > 1:
             self._watch_each_other()
-        everyone = gather_json(self.group, public_dict(self.config))
+        task = identify_task(self.config.task, name=type(self.task).__name__)
+        everyone = gather_json(self.group, {"config": public_dict(self.config), "task": task})
         for rank, theirs in enumerate(everyone):  # all ranks see all, and end alike
-            check_same_config(everyone[0], theirs, rank=rank)
+            own = OWN_TO_A_HOST | {"task"}
+            check_same_config(everyone[0]["config"], theirs["config"], rank=rank, own=own)
+            check_same_task(everyone[0]["task"], theirs["task"], rank=rank)
         # What the lead rank says holds: the others may be on machines without the run directory.
         named, self.resuming = gather_json(self.group, [spec.run_dir, spec.resume is not None])[0]
         if not spec.run_dir:
@@ -163,9 +187,41 @@ class Worker(Role):
         if not watch.claim():
             threading.Event().wait()
 
+    def _find(self) -> None:
+        """The lead rank reads and checks the checkpoint, before anything is built: how many steps are left follows from it."""
+        head: dict[str, Any] | None = None
+        if self.lead:
+            try:
+                path, self.found = self._find_checkpoint(Path(self.spec.resume or ""), lazily=True)
+                head = {
+                    "step": self.found.step,
+                    "state": self.found.state,
+                    "metrics": self.found.metrics,
+                    "path": str(path),
+                    "sha256": manifest_sha256(path),
+                }
+            except DamagedCheckpoint as error:
+                head = {
+                    "problem": f"{error}; this checkpoint is damaged: name the run directory, to go on from one before it"
+                }
+            except SmolclusterError as error:
+                head = {"problem": str(error)}
+        head = gather_json(self.group, head)[0]
+        assert head is not None
+        if "problem" in head:
+            raise UserError(head["problem"])
+        self.head = head
+
+    def _last_step(self) -> int:
+        training, samples, batch = self.config.training, len(self.train_data), sum(self.counts)
+        if not self.resuming:
+            return last_step(training, samples=samples, batch=batch)
+        with self._strange_state():
+            read = samples_read(self.head["state"]["sampler"], with_holes=True)
+        return last_step(training, samples=samples, batch=batch, step=self.head["step"], read=read)
+
     def _build(self) -> None:
-        training = self.config.training
-        total_steps = training.steps or math.ceil((training.epochs or 1) * len(self.train_data) / sum(self.counts))
+        training, total_steps = self.config.training, self._last_step()
         self.context = Context(
             config=self.config,
             seat=self.seat,
@@ -237,28 +293,21 @@ class Worker(Role):
         return PartStore(self.store.folder, self.bulletin, rank=self.spec.rank)
 
     def _resume(self) -> None:
-        """The lead rank reads and checks the checkpoint. Others that see its files read what they need of them; if one of them
-        does not, all get it over the wire."""
-        found: Snapshot | None = None
-        head: dict[str, Any] | None = None
-        if self.lead:
+        """Ranks that see the checkpoint's files read what they need of them; if one does not, all get it over the wire."""
+        head, found, problem = self.head, self.found, None
+        if found is not None:
             try:
-                path, found = self._find_checkpoint(Path(self.spec.resume or ""), self.loop.strategy, lazily=True)
-                head = {"step": found.step, "state": found.state, "path": str(path), "sha256": manifest_sha256(path)}
-            except DamagedCheckpoint as error:
-                head = {
-                    "problem": f"{error}; this checkpoint is damaged: name the run directory, to go on from one before it"
-                }
-            except SmolclusterError as error:
-                head = {"problem": str(error)}
-        head = gather_json(self.group, head)[0]
-        assert head is not None
-        if "problem" in head:
-            raise UserError(head["problem"])
+                check_compatible(found, self.loop.strategy.layout())
+                check_whole(found, self.loop.strategy.without_state(found.optimizer))
+            except UserError as error:
+                problem = str(error)
+        problem = gather_json(self.group, problem)[0]
+        if problem is not None:
+            raise UserError(problem)
         if head["step"] >= self.context.total_steps and not self.spec.again:
             raise UserError(
                 f"the checkpoint is at step {head['step']} and the run ends at {self.context.total_steps}: nothing is left "
-                "to train; raise --steps or training.epochs"
+                f"to train; {more_of(self.config.training)}"
             )
         path = Path(head["path"])
         if all(gather_json(self.group, manifest_sha256(path) == head["sha256"])):
@@ -269,14 +318,15 @@ class Worker(Role):
                 weights=broadcast_tensors(self.group, found.weights if found else None),
                 optimizer=broadcast_tensors(self.group, found.optimizer if found else None),
                 state=head["state"],
+                metrics=head["metrics"],
             )
-        try:
+        with self._strange_state():
             self.loop.load(found)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"state.json of {self.spec.resume} is not what this version writes ({type(error).__name__}: {error}); "
-                "resume from another checkpoint"
-            ) from error
+        # What was known at that step is still known at the end, where this process trains no step itself.
+        if self.val_data is not None:
+            self.loop.last_evaluation = dict(found.metrics)
+        if self.saver is not None and path.parent.resolve() == self.run_dir.checkpoints.resolve():
+            self.checkpoint = str(path)
         if self.lead:
             dropped = truncate_metrics(self.run_dir.metrics, after_step=head["step"])
             if self.saver is not None:
@@ -286,10 +336,21 @@ class Worker(Role):
         for tensors in (found.weights, found.optimizer):
             if isinstance(tensors, StoredTensors):
                 tensors.close()
+        self.found = None
         self.group.barrier()  # nobody opens the metrics file before it is cut
         if not self.lead:  # on another machine there is another file; this one is cut already
             truncate_metrics(self.run_dir.metrics, after_step=head["step"])
         self.group.barrier()
+
+    @contextlib.contextmanager
+    def _strange_state(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"state.json of {self.spec.resume} is not what this version writes ({type(error).__name__}: {error}); "
+                "resume from another checkpoint"
+            ) from error
 
     def _announce(self) -> None:
         started = self._started_event(
@@ -301,7 +362,7 @@ class Worker(Role):
             batch_size=batch_size_of(self.config, self.spec.rank),
             global_batch=sum(self.counts),
         )
-        self.observer.add(MetricsFile(self.run_dir.metrics))
+        self.observer.add(MetricsFile(self.run_dir.metrics, warn=self._warn))
         self._add_trackers(started, self.run_dir.path)
         self.observer.emit(started)
 
@@ -332,6 +393,7 @@ class Worker(Role):
         ranks = gather_json(self.group, mine)
         if self.lead:
             assert weights is not None
+            nothing_trained = not any(rank["own_steps"] for rank in ranks)
             summary = join_ranks(
                 ranks,
                 status="interrupted" if loop.interrupted else "finished",
@@ -341,6 +403,7 @@ class Worker(Role):
                 weights_sha256=weights_sha256(weights),
                 checkpoint=self.checkpoint if self.saver is not None else None,
                 run_dir=str(self.run_dir.path),
+                **(last_known(read_metrics(self.run_dir.metrics)) if nothing_trained else {}),
             )
             try:
                 write_summary(self.run_dir.summary, summary)
@@ -360,8 +423,13 @@ class Worker(Role):
         drawing = self.loop.strategy.drawing()
         if drawing is None and getattr(self.options, "draw_schedule", False) and not self.loop.interrupted:
             self._warn("no schedule was drawn: the run ended before a step could be, or has one stage only")
-        if drawing is not None:
-            picture = self.run_dir.path / f"{drawing.name}.svg"
+        if drawing is None:
+            return
+        picture = self.run_dir.path / f"{drawing.name}.svg"
+        try:
             picture.write_text(drawing.svg, encoding="utf-8")
             picture.with_suffix(".json").write_text(json.dumps(drawing.numbers) + "\n", encoding="utf-8")
-            self.observer.emit(Notice(level="INFO", message=f"{picture}: {drawing.says}", rank=0))
+        except OSError as error:  # the run has come to its end all the same
+            self._warn(f"{picture} could not be drawn: {error.strerror or error}")
+            return
+        self.observer.emit(Notice(level="INFO", message=f"{picture}: {drawing.says}", rank=0))

@@ -13,10 +13,12 @@ So s - v <= K always, replicas stay bit-identical for any optimizer, and K = 0 i
 what is in flight, before evaluation and checkpoints; the delay then builds up again from 0. Since v follows from s alone, a
 gradient beyond the bound cannot arise here; `on_stale` matters only where workers may be late or lost.
 
-Weights start as rank 0's. Gradients are weighted by samples, so unlike batch sizes stay exact. A parameter that got no
-gradient counts as zero. Buffers (running means) are rank 0's whenever the model is evaluated or saved.
+Weights start as rank 0's. Gradients are weighted by samples, so unlike batch sizes stay exact. What a worker did not use
+counts as zero there; a parameter that none of them used is left alone. Buffers (running means) are rank 0's whenever the model
+is evaluated or saved.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S
+and one number for each tensor of the model, which says how many workers used it.
 Memory: K + 1 sets of gradients.
 
 The ring that makes this bandwidth-optimal: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of

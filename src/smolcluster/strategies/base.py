@@ -8,7 +8,7 @@ sees a socket. The loop in `engine/` calls these methods and knows no strategy b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -258,6 +258,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def load_state(self, state: State) -> None: ...
+
+    def without_state(self, optimizer: Iterable[str]) -> list[str]:
+        """Parameters trained on this rank that have no optimizer state under these names, as far as that can be told."""
+        return []
 
     @property
     @abstractmethod

@@ -133,6 +133,8 @@ class Coordinated(Elastic):
             # Nobody waits any longer for members that are gone, or for a step that nobody can commit.
             self._newest = 0  # epoch of the newest view that was announced; older ones are over
             self._away = False  # the coordinator is: no view holds
+            self._settled = False  # I have what is mine in the present view
+            self._donated: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # a state for a view that is to come
             self._line.at_once(Kind.VIEW, self._announced)
             self._line.at_once(None, self._lost_the_line)
             self._flights: deque[Flight] = deque()
@@ -210,7 +212,7 @@ class Coordinated(Elastic):
                 self._regroup(message)
             case Kind.COMMIT if self._flights and message.step == self._flights[0].step:
                 self._take_step(samples=int(message.meta["samples"]), norm=float(message.meta["norm"]))
-            case Kind.PULL:
+            case Kind.PULL if self._settled:  # or it is asked again in the next view
                 self._upload(message.step, first=bool(message.meta["first"]))
             case _:
                 pass
@@ -266,20 +268,22 @@ class Coordinated(Elastic):
         view = View.from_meta(meta["view"])
         ranks, steps = [member.rank for member in view.members], [flight.step for flight in self._flights]
         log.debug("view %d: members %s from step %d on; in flight here: %s", view.epoch, ranks, view.step + 1, steps)
-        self._epoch = view.epoch
+        self._epoch, self._settled = view.epoch, False
         self._group = self._peers.form(view)
         if self._is_over(view):
             self._group.abort(ViewChanged("a later view is on its way"))
-        try:
-            self.reduction.formed(self._group, view, meta["established"])
-        except ViewChanged:
-            return  # the next view is on its way
         donations = {int(joiner): int(donor) for joiner, donor in meta["donations"].items()}
         for joiner, donor in donations.items():
-            if donor == me:
+            if donor == me and not self._is_over(view):
                 self._donate(next(member for member in view.members if member.rank == joiner))
         if me in donations and not self._receive_state(view):
             return  # the next view names another donor
+        try:
+            # After the donation, which replaces all that is here: what is handed out now must stay.
+            self.reduction.formed(self._group, view, meta["established"])
+        except ViewChanged:
+            return  # the next view is on its way
+        self._settled = True
         if me in meta["idle"]:
             # The others have computed these steps, or hold the samples for them.
             last = min(view.step + self.num_slots, self.context.total_steps)
@@ -294,10 +298,16 @@ class Coordinated(Elastic):
         while not self._is_over(view):
             self._check_stop()
             try:
-                said, tensors = self._peers.receive_state(STATE_POLL_S)
+                said, tensors = self._donated or self._peers.receive_state(STATE_POLL_S)
             except PeerLost:
                 continue
-            if said.get("epoch") == view.epoch:
+            epoch = said.get("epoch")
+            if isinstance(epoch, int) and epoch > view.epoch:
+                # Its sender has heard of the next view before me, and sends it only once.
+                self._donated = said, tensors
+                return False
+            self._donated = None
+            if epoch == view.epoch:
                 self.load_state(unpack_state(tensors, said["numbers"]))
                 self._flights.clear()
                 return True
@@ -311,6 +321,8 @@ class Coordinated(Elastic):
         """The coordinator wants to evaluate or save this step."""
         part = self.reduction.upload(first=first)
         numbers = self.state().numbers
+        if not part:  # also who has nothing is waited for
+            self._line.send(Kind.STATE, step=step, epoch=self._epoch, meta={"last": True, "numbers": numbers})
         for channel, (name, tensor) in enumerate(part.items()):
             meta = {"name": name, "last": channel == len(part) - 1, "numbers": numbers}
             tensor = tensor.to("cpu", copy=True).contiguous()

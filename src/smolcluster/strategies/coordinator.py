@@ -41,6 +41,7 @@ class Upload:
     """The state of one step, as it comes from the workers that hold it."""
 
     step: int
+    epoch: int
     missing: list[Member]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -55,6 +56,7 @@ class Coordinator:
         # The step whose state is in this process; what a run begins with is made from its seed, also a second time.
         self._has = strategy.replica.updates if self._office.fresh or self._committed == 0 else -1
         self._view_due = False
+        self._view_epoch = -1  # of the present view; the roster's is beyond it as soon as anybody comes or goes
         self._seated: set[str] = set()  # instances of the present view
         self._suspicions: dict[tuple[int, int], float] = {}  # ranks that cannot reach each other -> when to act
         self._put_out: dict[int, int] = {}  # rank -> how often
@@ -68,6 +70,7 @@ class Coordinator:
         self._established = list(self._office.established)  # instances of the last view that committed a step
         self._upload: Upload | None = None
         self._wanted: list[int] = []  # steps whose state is asked for next
+        self._torn = 0  # how many states in a row came with a part missing
 
     def run(self) -> None:
         weights = self._strategy.replica.weights().values()
@@ -107,6 +110,8 @@ class Coordinator:
         roster, committed = self._roster, self._committed
         self._view_due = False
         self._suspicions.clear()
+        if not self._whole:
+            self._give_up_upload()  # the parts would be those of two deals
         staying = [member for member in roster.in_order() if member.rank not in self._needy]
         newcomers = sorted(filter(self._may_come, roster.newcomers), key=lambda member: member.rank)
         for member in newcomers:
@@ -144,6 +149,8 @@ class Coordinator:
         for member in members:
             said = {**meta, "leases": leases[member.rank]}
             member.link.send(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=said))
+        self._view_epoch = roster.epoch
+        self._ask()
 
     def _is_lent(self, members: list[Member]) -> bool:
         """Whether somebody has samples for each of the next steps."""
@@ -203,6 +210,13 @@ class Coordinator:
         return donations
 
     def _lost(self) -> SmolclusterError:
+        ahead = [member for member in self._roster.in_order() if member.rank in self._needy and self._is_ahead(member)]
+        if ahead:
+            member, updates = ahead[0], ahead[0].said["updates"]
+            return SmolclusterError(
+                f"the record of this run ends at step {self._committed} and {member.name} has applied {updates} steps: "
+                "the disk has lost the last records, as in a power cut; continue from the last checkpoint with --resume"
+            )
         return SmolclusterError(
             f"every worker that held the weights of step {self._committed} is gone; "
             "continue from the last checkpoint with --resume"
@@ -213,15 +227,22 @@ class Coordinator:
         updates, held = member.said.get("updates"), member.said.get("held")
         if self._has == self._committed or not isinstance(updates, int) or not isinstance(held, list):
             return False
+        if updates <= 0 or self._is_ahead(member):
+            return False
         missing = range(updates + 1, self._committed + 1)
-        return updates > 0 and all(step in self._recent and [step, self._recent[step][0]] in held for step in missing)
+        return all(step in self._recent and [step, self._recent[step][0]] in held for step in missing)
+
+    def _is_ahead(self, member: Member) -> bool:
+        """It has applied steps that the record does not have, and cannot take them back."""
+        updates = member.said.get("updates")
+        return isinstance(updates, int) and updates > self._committed
 
     def _lose(self, member: Member) -> None:
         self._office.leases.give_back(member.instance)
-        self._view_due = self._view_due or member.instance in self._seated
-        if self._upload is not None and member in self._upload.missing:
-            self._wanted.append(self._upload.step)
-            self._upload = None
+        seated = member.instance in self._seated
+        self._view_due = self._view_due or seated
+        if self._upload is not None and (member in self._upload.missing or (seated and not self._whole)):
+            self._give_up_upload()
             self._ask()
 
     def _take_suspicion(self, member: Member, message: Message) -> None:
@@ -268,7 +289,14 @@ class Coordinator:
         if not members or self._view_due or not done.keys() >= members:
             return False
         sums = [float(said["held"]) for said in done.values()]
-        if not self._whole or max(sums) - min(sums) <= SAME_SUM * max(sums):
+        finite = [math.isfinite(held) for held in sums]
+        if not (any(finite) if self._whole else all(finite)):
+            # Each gradient is finite, or it would have been refused; reduced again, the sum would be the same.
+            raise SmolclusterError(
+                f"the gradients of step {step} are so large that their sum has overflowed; look at the data, or lower "
+                "training.learning_rate"
+            )
+        if not self._whole or (all(finite) and max(sums) - min(sums) <= SAME_SUM * max(sums)):
             return True
         # The sum is the same everywhere, or memory or a program is broken: nothing is applied.
         self._context.warn(
@@ -328,7 +356,7 @@ class Coordinator:
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
         if self._office.wants(step):
             self._wanted.append(step)
-            self._ask()
+        self._ask()
         self._office.committed(
             StepReport(
                 loss=torch.tensor(loss / max(samples, 1.0)),
@@ -348,33 +376,66 @@ class Coordinator:
 
     def _ask(self) -> None:
         """For the newest state that is wanted, which is what the workers have right now."""
-        members = [member for member in self._roster.in_order() if member.rank not in self._needy]
-        if self._upload is None and self._wanted and members:
+        asked = self._holders()
+        if self._upload is None and self._wanted and asked:
             step = self._committed
             self._wanted.clear()
-            asked = members[:1] if self._whole else members
-            self._upload = Upload(step, list(asked))
+            self._upload = Upload(step, self._roster.epoch, list(asked))
             for number, member in enumerate(asked):
                 meta = {"first": number == 0}
                 member.link.send(Message(kind=Kind.PULL, step=step, epoch=self._roster.epoch, meta=meta))
 
+    def _holders(self) -> list[Member]:
+        """Whose parts make up the whole state; nobody, while it cannot be told.
+
+        A part is what a member owns in its view. When somebody has gone, its part is nobody's until the next view, where its
+        buddy has handed it on; then it may belong to one that has just come. A question behind the VIEW is read after that.
+        """
+        if self._whole:
+            return [member for member in self._roster.in_order() if member.rank not in self._needy][:1]
+        return [] if self._view_due or self._view_epoch != self._roster.epoch else self._roster.in_order()
+
+    def _give_up_upload(self) -> None:
+        """It is asked for again."""
+        if self._upload is not None:
+            self._wanted.append(self._upload.step)
+            self._upload = None
+
     def _take_state(self, member: Member, message: Message) -> None:
         upload = self._upload
-        if upload is None or member not in upload.missing or upload.step != message.step or message.payload is None:
+        if upload is None or member not in upload.missing or upload.step != message.step:
             return
-        upload.tensors[str(message.meta.get("name"))] = message.payload
+        if not self._whole and upload.epoch != message.epoch:
+            return  # it answers a question from before this view
+        if message.payload is not None:
+            upload.tensors[str(message.meta.get("name"))] = message.payload
         if message.meta.get("last"):
             upload.missing.remove(member)
         if not upload.missing:
             self._upload = None
             try:
-                self._strategy.load_state(unpack_state(upload.tensors, message.meta["numbers"]))
+                state = unpack_state(upload.tensors, message.meta["numbers"])
+                if lacking := [] if self._whole else self._strategy.replica.lacking(state.optimizer, state.numbers):
+                    self._refuse_state(upload.step, lacking)
+                    return
+                self._strategy.load_state(state)
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 self._roster.evict(member, f"the state that it sent is no use: {error}")
                 return
-            self._has = upload.step
+            self._has, self._torn = upload.step, 0
             self._office.arrived(upload.step)
             self._ask()  # for what was wanted meanwhile
+
+    def _refuse_state(self, step: int, lacking: list[str]) -> None:
+        """Saved or handed out, it would train on as if nothing were missing. It is asked for again after the next step."""
+        what = (
+            f"the state of step {step} came without the optimizer's for {len(lacking)} parameters, such as {lacking[0]}"
+        )
+        self._torn += 1
+        if self._torn > TRIES:
+            raise SmolclusterError(f"{what}, {TRIES} times in a row; continue from the last checkpoint with --resume")
+        self._context.warn(f"{what}: it is not used")
+        self._wanted.append(step)
 
     def _fetch_last(self) -> None:
         """The run ends with its weights here."""

@@ -23,7 +23,7 @@ synchronous strategy, whoever delivers it: a fast worker fills in for a slow one
 Staleness weights are relative: if all that has arrived is equally old, it counts in full. `staleness_bound` refuses what is
 older.
 
-A worker's death costs its unfinished step. Samples whose gradient was never counted are lent again.
+A worker's death costs its unfinished step. Samples whose gradient came to nothing, by that or by its age, are lent again.
 
 Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:   sent S, received W / interval
 
@@ -213,7 +213,7 @@ class EDP(Served):
                 return
             staleness = self.replica.updates - version
             if bound is not None and staleness > bound:
-                self.refuse(member, step, f"it is {staleness} versions old, more than {bound}")
+                self.refuse(member, step, f"it is {staleness} versions old, more than {bound}", again=True)
             else:
                 push.weight = 1 / (1 + staleness) if self.options.staleness_weighting == "inverse" else 1.0
                 push.extra["staleness"] = answer["staleness"] = staleness

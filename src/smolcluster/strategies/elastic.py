@@ -144,12 +144,14 @@ class Elastic(Replicated):
             "look at the data, or lower training.learning_rate"
         )
 
-    def refuse(self, member: Member, step: int, reason: str) -> None:
-        """This gradient does not count. Its samples are set aside: whoever tried them next might fail in the same way."""
+    def refuse(self, member: Member, step: int, reason: str, *, again: bool = False) -> None:
+        """This gradient does not count. Its samples are set aside: whoever tried them next might fail in the same way. `again`:
+        it was not for their sake, and they are lent again."""
         self.stale_rejected += 1
         self._roster.refused[member.name] += 1
         self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}")
-        self.office.leases.set_aside(member.instance, step)
+        put = self.office.leases.give_back if again else self.office.leases.set_aside
+        put(member.instance, step)
 
 
 def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: int, meta: dict[str, Any]) -> None:

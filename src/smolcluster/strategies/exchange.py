@@ -96,7 +96,8 @@ class Owned(Exchange):
     """Stage 1. Gradients go to the owners of their parameters and updated parameters come back, a buffer full at a time.
 
     Row r of the buffer takes what rank r owns; shares are padded to the largest. Sums are put where the owner's own gradients
-    were, so that beside them there is only the buffer.
+    were, so that beside them there is only the buffer. After the gradients of a share come as many numbers: how many ranks used
+    each parameter. One that nobody used has no gradient, as in `comm/buckets.py`.
 
     With a `lower` type the matrices that autocast would round at every use are kept rounded, and their gradients are. Only the
     owner has such a matrix in full besides, its master, which takes the place of the other while it is updated and saved.
@@ -128,17 +129,22 @@ class Owned(Exchange):
                 parameter.data = parameter.data.to(rounded[parameter])
 
         shares = [[i for i, place in enumerate(owner) if place == rank] for rank in range(group.size)]
+        self._shares = shares
         # Nothing is rounded on its way: sums are taken in the widest type, and updates travel as the bytes they are.
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         used = [local(p.detach()).nbytes for p in replica.parameters]
-        longest = max(sum(sizes[i] for i in share) for share in shares)
+        longest = max(sum(sizes[i] + 1 for i in share) for share in shares)
         room = self._bucket_bytes // (2 * group.size * dtype.itemsize)  # gloo works on a copy of it
         width = max(1, min(longest, room))
-        self._to_owners = deal_turns([[(i, sizes[i]) for i in share] for share in shares], width)
+        counts = [[(len(sizes) + rank, len(share))] for rank, share in enumerate(shares)]
+        gradients = [[(i, sizes[i]) for i in share] for share in shares]
+        self._to_owners = deal_turns([mine + used for mine, used in zip(gradients, counts, strict=True)], width)
         self._to_all = deal_turns([[(i, used[i]) for i in share] for share in shares], width * dtype.itemsize)
         home = group.buffer_device(parts[0].device)
         self._buffer = torch.zeros(group.size * width, dtype=dtype, device=home)
         self._row = torch.zeros(width, dtype=dtype, device=home)
+        self._all_used = [torch.ones(len(share), dtype=dtype, device=home) for share in shares]
+        self._counts = torch.zeros(len(shares[group.rank]), dtype=dtype, device=home)  # ranks that used what I own
 
     def compute(self, batch: Batch) -> Tensor:
         try:
@@ -157,7 +163,8 @@ class Owned(Exchange):
     @torch.no_grad()
     def finish(self) -> None:
         parameters, me = self._replica.parameters, self._group.rank
-        gradients = [self._flat_gradient(p) for p in parameters]
+        unused = {i for i, parameter in enumerate(parameters) if parameter.grad is None}
+        gradients = [self._flat_gradient(p) for p in parameters] + self._used(unused)
         sums: dict[int, Tensor] = {}  # of what this rank owns
         for rows, row, pieces in self._each_turn(self._to_owners, self._buffer, self._row):
             for piece in pieces:
@@ -165,6 +172,10 @@ class Owned(Exchange):
                 there.zero_() if flat is None else there.copy_(piece.of(flat)).mul_(self._weight)
             self._group.reduce_scatter(row, rows.view(-1)).wait()
             for piece in pieces:
+                if piece.parameter >= len(parameters):
+                    if piece.owner == me:
+                        piece.of(self._counts).copy_(row[piece.at : piece.at + piece.length])
+                    continue
                 number, parameter = piece.parameter, parameters[piece.parameter]
                 if piece.owner == me:
                     if number not in sums:
@@ -177,6 +188,19 @@ class Owned(Exchange):
             parameter = parameters[number]
             if parameter.grad is None:
                 parameter.grad = summed.view(parameter.shape)
+        own = self._shares[me]
+        if not unused.isdisjoint(own):  # else there is nothing to learn from the counts
+            for i, count in zip(own, self._counts.tolist(), strict=True):
+                if i in unused and count == 0:
+                    parameters[i].grad = None
+
+    def _used(self, unused: set[int]) -> list[Tensor | None]:
+        """For the owner of each share: which of its parameters this rank used."""
+        rows: list[Tensor | None] = []
+        for share, ones in zip(self._shares, self._all_used, strict=True):
+            row = ones if unused.isdisjoint(share) else ones.new_tensor([float(i not in unused) for i in share])
+            rows.append(row)
+        return rows
 
     def _flat_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """As one row that shares its memory; an owner has one in any case."""

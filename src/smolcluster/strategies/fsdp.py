@@ -49,14 +49,16 @@ from smolcluster.comm.scatter_sum import ScatterSum
 from smolcluster.compute.replica import Batch
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors, ranks_per_machine
+from smolcluster.strategies.base import Options
 from smolcluster.strategies.exchange import Exchange, Owned, Summed, everything_in
-from smolcluster.strategies.parallel import Parallel, ParallelOptions
+from smolcluster.strategies.parallel import Parallel
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FSDPOptions(ParallelOptions):
+class FSDPOptions(Options):
+    bucket_mb: float = Field(25.0, gt=0, description="stages 0, 1: gradients travel in buckets of this size")
     fsdp_stage: int = Field(3, ge=0, le=3, description="ZeRO stage: what is cut up; 0 nothing, 3 all")
     shard_size: Annotated[int, Field(ge=1)] | Literal["node"] | None = Field(
         None, description="hybrid: workers that share one set of pieces; node: those of a machine; null: all of them"
@@ -263,12 +265,23 @@ class Sharded(Exchange):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: the longest list of modules in it, or the children of a sequence; each once."""
+    """The repeated parts of a model: the longest list of modules in it, or the children of a sequence; each once.
+
+    Without those that share a parameter with other parts: it can be in one group only, and that is the model's own.
+    """
     if isinstance(model, nn.Sequential):
-        return [child for child in model.children() if any(True for _ in child.parameters())]
+        return _apart([child for child in model.children() if any(True for _ in child.parameters())], model)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
     longest = max(lists, key=len, default=None)
-    return [] if longest is None else _called_in(longest)
+    return [] if longest is None else _apart(_called_in(longest), model)
+
+
+def _apart(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
+    owners: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(module)
+    return [block for block in blocks if all(owners[id(p)] <= set(block.modules()) for p in block.parameters())]
 
 
 def _called_in(modules: nn.Module) -> list[nn.Module]:

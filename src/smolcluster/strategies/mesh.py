@@ -43,6 +43,7 @@ class MeshOptions(PipelineOptions, FSDPOptions):
     fsdp_stage: int = Field(0, ge=0, le=3, description="ZeRO stage along dp: what is cut up; 0 nothing, 3 all")
     dp: int | None = Field(None, ge=1, description="data shards; null: what tp and pp leave")
     tp: int = Field(1, ge=1, description="ranks that share each layer")
+    sequence_parallel: bool = Field(True, description="tp: the stream between layers is cut along the sequence")
     pp: int = Field(1, ge=1, description="ranks that layers are dealt out to")
     cp: int = Field(1, ge=1, description="ranks that have a piece of each sequence")
 
@@ -74,6 +75,10 @@ class Mesh(Parallel):
         return cut_up(Axes(pp=pp, shards=dp * cp, cp=cp, tp=tp), options, hosts, "dp {}" if cp == 1 else "dp x cp = {}")
 
     @classmethod
+    def cuts_sequences(cls, options: MeshOptions) -> bool:
+        return options.sequence_parallel
+
+    @classmethod
     def parts(cls, options: MeshOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
         return [shared_shapes(model, part, axes.tp) for part in parts_of_ranks(options, model, axes.pp)]
 
@@ -94,7 +99,7 @@ class Mesh(Parallel):
     def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
         assert isinstance(options, MeshOptions)
         axes = cls.axes(options, machines(nodes))
-        check_stages(options, model, pp=axes.pp, batch_size=nodes[0].batch_size)
+        check_stages(options, model, nodes, pp=axes.pp)
         check_table(model, axes.tp)
 
     def make_exchange(self) -> Exchange:

@@ -19,12 +19,11 @@ Names stay those of the whole model, and what is saved is whole: any strategy re
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from smolcluster.comm.group import Group, collect_tensors, gather_json
 from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
 from smolcluster.comm.watcher import EngineTraffic
+from smolcluster.compute.optim import without_state
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
@@ -42,7 +42,6 @@ from smolcluster.strategies.base import (
     Cost,
     Drawing,
     Node,
-    Options,
     Seat,
     Shape,
     Share,
@@ -65,13 +64,7 @@ Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 COPY = "@copy"  # ends the name of a weight that another stage of this rank has too
 
 
-class ParallelOptions(Options):
-    bucket_mb: float = Field(25.0, gt=0, description="stages 0, 1: gradients travel in buckets of this size")
-    sequence_parallel: bool = Field(True, description="tensor: the stream between layers is cut along the sequence")
-
-
 class Parallel(Strategy):
-    options: ParallelOptions
     replica: Replica
 
     @classmethod
@@ -83,6 +76,11 @@ class Parallel(Strategy):
     def stage(cls, options: Any) -> int:
         """The ZeRO stage along the data axis."""
         return 0
+
+    @classmethod
+    def cuts_sequences(cls, options: Any) -> bool:
+        """Whether each rank along tp has its own part of the stream between layers, and so numbers of its own."""
+        return True
 
     @classmethod
     def gathers(cls, options: Any, axes: Axes, nodes: Sequence[Node]) -> int:
@@ -111,7 +109,7 @@ class Parallel(Strategy):
 
     @classmethod
     def seats(cls, options: Any, nodes: Sequence[Node]) -> list[Seat]:
-        return cls.axes(options, machines(nodes)).seats(nodes, alike=not options.sequence_parallel)
+        return cls.axes(options, machines(nodes)).seats(nodes, alike=not cls.cuts_sequences(options))
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
         """The type that each parameter and buffer of this part of a model has in forward."""
@@ -442,7 +440,11 @@ class Parallel(Strategy):
                     mine[f"{kind}/{name}"] = like(parameter, part)
                 else:
                     mine[f"{kind}/{name}"] = full.clone()  # a counter
-        replica.load_optimizer(mine, state.numbers)
+        replica.load_optimizer(mine, state.numbers, bare=not state.optimizer)
+
+    def without_state(self, optimizer: Iterable[str]) -> list[str]:
+        names = without_state(self.replica.model, self.replica.optimizer, optimizer)
+        return [name for name in names if not name.endswith(COPY)]
 
     def _part(self, name: str, full: Tensor, tensor: Tensor) -> Tensor:
         """What of `full` belongs into this rank's part of `tensor`."""

@@ -51,7 +51,7 @@ from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.axes import Axes, machines
 from smolcluster.strategies.base import Context, Drawing, Node, Options
 from smolcluster.strategies.exchange import everything_in
-from smolcluster.strategies.parallel import Parallel, ParallelOptions, Shapes
+from smolcluster.strategies.parallel import Parallel, Shapes
 from smolcluster.strategies.split import measured_split
 from smolcluster.strategies.stages import (
     Answering,
@@ -88,7 +88,7 @@ WATCHED = {
 }
 
 
-class PipelineOptions(ParallelOptions):
+class PipelineOptions(Options):
     schedule: str = Field("1f1b", description=f"one of {', '.join(SCHEDULES)}")
     num_microbatches: int | None = Field(None, ge=1, description="per batch; null: twice the stages, if they divide it")
     stages_per_rank: int = Field(2, ge=1, description="interleaved, zero-bubble: pieces of the model on each rank")
@@ -120,15 +120,18 @@ class Pipeline(Parallel):
     @classmethod
     def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
         assert isinstance(options, PipelineOptions)
-        check_stages(options, model, pp=cls.axes(options, machines(nodes)).pp, batch_size=nodes[0].batch_size)
+        check_stages(options, model, nodes, pp=cls.axes(options, machines(nodes)).pp)
 
 
-def check_stages(options: PipelineOptions, model: nn.Module, *, pp: int, batch_size: int) -> None:
+def check_stages(options: PipelineOptions, model: nn.Module, nodes: Sequence[Node], *, pp: int) -> None:
     """Whether `pp` ranks can have the layers of this model one after the other. One that must be traced is not looked at."""
     layers = layers_of(model)
     if pp > 1 and layers is not None:
         cut = Cut.plan(layers.count, pp, options)
-        num_microbatches(options, batch_size, len(cut.layers))
+        for batch_size in sorted(
+            {node.batch_size for node in nodes}
+        ):  # pipelines beside each other may have unlike ones
+            num_microbatches(options, batch_size, len(cut.layers))
 
 
 def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) -> Pipe | None:
@@ -157,7 +160,7 @@ def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) ->
         group=strategy.pp,
         process_group=strategy.mesh["pp"].get_group(),
         pair=pair,
-        sequence_shards=axes.tp if options.sequence_parallel else 1,
+        sequence_shards=axes.tp if strategy.cuts_sequences(options) else 1,
         used_in=strategy.used_in,
     )
 
@@ -314,13 +317,6 @@ class Pipe:
         """The schedule is made when the first batch is here: it shows the shapes that travel."""
         name, length = self._options.schedule, length_of(part)
         self._num_microbatches = num_microbatches(self._options, length, len(self.cut.layers))
-        if name == "1f1b" and self._num_microbatches < len(self.cut.layers):
-            raise UserError(
-                f"schedule 1f1b on {len(self.cut.layers)} ranks needs as many micro-batches, and a batch of {length} samples "
-                f"is cut into {self._num_microbatches}; raise "
-                f"{'training.batch_size' if self._options.num_microbatches is None else 'strategy.num_microbatches'}, "
-                "or use strategy.schedule=gpipe"
-            )
         size = length // self._num_microbatches
         self.shapes = self._measure(tree_map_only(Tensor, lambda t: t[:size], part))
         stages = [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
+from smolcluster.compute.optim import without_state
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.strategies.base import State, StepReport, Strategy, build_replica
 from smolcluster.tasks.base import Task
@@ -24,6 +27,9 @@ class Replicated(Strategy):
 
     def load_state(self, state: State) -> None:
         self.replica.load_state_dict(state.weights, state.optimizer, state.numbers)
+
+    def without_state(self, optimizer: Iterable[str]) -> list[str]:
+        return without_state(self.replica.model, self.replica.optimizer, optimizer)
 
     def gradient_norms(self) -> dict[str, Tensor]:
         return self.replica.gradient_norms

@@ -93,7 +93,9 @@ class Served(Elastic):
         bucket_bytes = int(self.options.bucket_mb * 2**20)
         trained = [(n, tuple(p.shape)) for n, p in self.replica.model.named_parameters() if p.requires_grad]
         floats = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if t.is_floating_point()]
-        parameters = dict(self.replica.model.named_parameters())
+        parameters = dict(
+            self.replica.model.named_parameters(remove_duplicate=False)
+        )  # also those that are there twice
         buffers = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if n not in parameters]
         self._gradients = Parcels(trained, codec=codec, bucket_bytes=bucket_bytes)
         self._weights = Parcels(floats, codec=make_codec("fp32"), bucket_bytes=bucket_bytes)
@@ -170,8 +172,10 @@ class Served(Elastic):
         """A bucket of a gradient has come; returns the push once it is whole and fit to count."""
         member, message = said.member, said.message
         key = (member.rank, message.step)
-        if message.epoch != member.epoch:
-            return None  # sent before the member was welcomed again
+        if message.epoch != member.epoch:  # sent before the member was welcomed again
+            if message.payload is not None:
+                self._roster.release(message.payload)
+            return None
         if message.step not in self.office.leases.held(member.instance):
             self._roster.evict(member, f"it pushed step {message.step}, of which it was lent nothing")
             return None

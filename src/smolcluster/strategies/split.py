@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from smolcluster.comm.group import gather_json
-from smolcluster.compute.device import free_memory_bytes, synchronize
+from smolcluster.compute.device import synchronize
+from smolcluster.compute.memory import free_bytes
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import to_device
 from smolcluster.errors import UserError
@@ -169,7 +170,7 @@ def measured_split(strategy: Parallel, options: PipelineOptions, model: nn.Modul
     everyone = gather_json(context.group, said)
     lines = [[everyone[rank] for rank in line] for line in zip(*axes.lines("pp"), strict=True)]  # by place along pp
     seconds = [[max(times) for times in zip(*(one["seconds"] for one in line), strict=True)] for line in lines]
-    memory = [min(math.inf if one["memory"] is None else one["memory"] for one in line) for line in lines]
+    memory = [min(one["memory"] for one in line) for line in lines]
     need = [max(bytes_) for bytes_ in zip(*(one["need"] for one in everyone), strict=True)]
     if layers.count < len(ranks):
         return [0] * len(ranks)  # the plan refuses it
@@ -185,11 +186,8 @@ def measured_split(strategy: Parallel, options: PipelineOptions, model: nn.Modul
     return list(counts)
 
 
-def _memory(context: Context, model: nn.Module) -> float | None:
+def _memory(context: Context, model: nn.Module) -> float:
     """What this rank may use, when the parts of the model that it will not keep are gone."""
-    free = free_memory_bytes(context.device)
-    if free is None:
-        return None
     here = machines(context.seats)
     sharing = 1 if context.device.type == "cuda" else here.count(here[context.seat.rank])
-    return USABLE * free / sharing + sum(p.nbytes for p in model.parameters())
+    return USABLE * free_bytes(context.device) / sharing + sum(p.nbytes for p in model.parameters())

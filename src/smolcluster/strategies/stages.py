@@ -81,6 +81,7 @@ def _evenly(num_layers: int, count: int) -> list[int]:
 
 
 def num_microbatches(options: PipelineOptions, batch_size: int, num_stages: int) -> int:
+    """Into how many a batch of so many samples is cut; an error where the schedule cannot run with as many."""
     if options.schedule == "sequential":
         return 1
     ranks = num_stages // options.stages_per_rank if options.schedule in ("interleaved", "zero-bubble") else 0
@@ -90,19 +91,25 @@ def num_microbatches(options: PipelineOptions, batch_size: int, num_stages: int)
         return ranks == 0 or count % max(1, count // ranks) == 0
 
     possible = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and in_rounds(m)]
-    if options.num_microbatches is None:
-        return max(m for m in possible if m <= 2 * num_stages)
-    if batch_size % options.num_microbatches == 0 and not in_rounds(options.num_microbatches):
+    said = options.num_microbatches
+    if said is not None and batch_size % said:
         raise UserError(
-            f"strategy.num_microbatches = {options.num_microbatches} cannot be dealt out in equal rounds of {ranks} or more, "
-            f"as {options.schedule} needs them; try {', '.join(map(str, possible))}"
-        )
-    if batch_size % options.num_microbatches:
-        raise UserError(
-            f"strategy.num_microbatches = {options.num_microbatches} does not divide a batch of {batch_size} samples; "
+            f"strategy.num_microbatches = {said} does not divide a batch of {batch_size} samples; "
             f"try {divisors(batch_size)}"
         )
-    return options.num_microbatches
+    if said is not None and not in_rounds(said):
+        raise UserError(
+            f"strategy.num_microbatches = {said} cannot be dealt out in equal rounds of {ranks} or more, "
+            f"as {options.schedule} needs them; try {', '.join(map(str, possible))}"
+        )
+    count = max(m for m in possible if m <= 2 * num_stages) if said is None else said
+    if options.schedule == "1f1b" and count < num_stages:
+        raise UserError(
+            f"schedule 1f1b on {num_stages} ranks needs as many micro-batches, and a batch of {batch_size} samples "
+            f"is cut into {count}; raise {'training.batch_size' if said is None else 'strategy.num_microbatches'}, "
+            "or use strategy.schedule=gpipe"
+        )
+    return count
 
 
 # Taking layers out of a model

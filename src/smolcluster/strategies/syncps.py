@@ -183,10 +183,10 @@ class SyncPS(Served):
     def _collect(self, step: int) -> list[Push]:
         """The gradients of this step, in rank order, from all members or those that came in time."""
         arrived: dict[int, Push] = {}
-        done: set[int] = set()  # ranks that have answered, refused ones included
+        done: set[Member] = set()  # those that have answered, refused ones included
         deadline: float | None = None
         while not self.context.stop_requested():
-            awaited = {member.rank for member in self._roster.in_order() if member not in self._behind}
+            awaited = {member for member in self._roster.in_order() if member not in self._behind}
             if arrived and (done >= awaited or (deadline and time.monotonic() >= deadline)):
                 break
             if not awaited:  # nobody is here, or who is here has not read what it was sent
@@ -201,8 +201,12 @@ class SyncPS(Served):
             if isinstance(event, Gone):
                 self._gone(event)
                 self._behind.discard(event.member)
+                done.discard(event.member)
                 arrived = {rank: push for rank, push in arrived.items() if push.member is not event.member}
             elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
+                if (known := arrived.get(event.member.rank)) is not None and known.member is event.member:
+                    self._again(event, step)
+                    continue
                 push = self._arrived_for(step, event, done)
                 if push is not None:
                     arrived[push.member.rank] = push
@@ -216,7 +220,14 @@ class SyncPS(Served):
                     self._too_late(member, step)
         return [arrived[rank] for rank in sorted(arrived)]
 
-    def _arrived_for(self, step: int, said: Said, done: set[int]) -> Push | None:
+    def _again(self, said: Said, step: int) -> None:
+        """More from a member whose gradient of this step is here."""
+        if said.message.payload is not None:
+            self._roster.release(said.message.payload)
+        if said.message.step == step and said.message.epoch == said.member.epoch:
+            self._roster.evict(said.member, f"it pushed step {step} twice")
+
+    def _arrived_for(self, step: int, said: Said, done: set[Member]) -> Push | None:
         member, message = said.member, said.message
         if message.step != step:
             if message.payload is not None:
@@ -227,7 +238,7 @@ class SyncPS(Served):
         refused = self.stale_rejected
         push = self._arrived(said)
         if push is not None or self.stale_rejected > refused:
-            done.add(member.rank)
+            done.add(member)
         if push is not None:
             compute_s = float(push.meta.get("compute_s", 0.0))
             sent = self._sent.get(member)
@@ -250,7 +261,13 @@ class SyncPS(Served):
         for member in members:
             if step in self.office.leases.held(member.instance):
                 self.refuse(member, step, why)
+            self._renew(member)
             self._send_state(member, state, numbers, leases=[self.lend(member, step)])
+
+    def _renew(self, member: Member) -> None:
+        """It is to begin this step anew: nothing that it has pushed of it counts, nor what is on its way."""
+        self._roster.renew(member)
+        self._pushes.pop((member.rank, self.replica.updates + 1), None)
 
     def _encode_average(self, step: int, average: dict[str, Tensor]) -> list[Tensor]:
         """The payloads for the workers; `average` becomes what they will decode."""
@@ -310,6 +327,7 @@ class SyncPS(Served):
         """Members that were behind, and have read all they were sent, get the whole state."""
         for member in [member for member in self._behind if member.link.queued_bytes == 0]:
             self._behind.discard(member)
+            self._renew(member)
             state, numbers = self.copied_state()
             self._send_state(member, state, numbers, leases=[self.lend(member, self.replica.updates + 1)])
 

@@ -47,10 +47,11 @@ from torch.utils._pytree import tree_leaves
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, divisors, machines
 from smolcluster.strategies.base import Node, Options
-from smolcluster.strategies.parallel import COPY, Parallel, ParallelOptions, Shapes
+from smolcluster.strategies.parallel import COPY, Parallel, Shapes
 
 
-class TensorOptions(ParallelOptions):
+class TensorOptions(Options):
+    sequence_parallel: bool = Field(True, description="the stream between layers is cut along the sequence")
     tp: int | None = Field(None, ge=1, description="ranks that share a layer; null: all")
 
 
@@ -70,6 +71,10 @@ class TensorParallel(Parallel):
                 f"strategy.tp = {tp} on {num_ranks} workers: tensor has one group of all; for several use --strategy mesh"
             )
         return Axes(tp=tp)
+
+    @classmethod
+    def cuts_sequences(cls, options: TensorOptions) -> bool:
+        return options.sequence_parallel
 
     @classmethod
     def parts(cls, options: TensorOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
@@ -118,7 +123,7 @@ def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
     if strategy.mesh_axes.tp == 1:
         return None
     assert strategy.mesh is not None
-    mesh, sequence_parallel = strategy.mesh["tp"], strategy.options.sequence_parallel
+    mesh, sequence_parallel = strategy.mesh["tp"], strategy.cuts_sequences(strategy.options)
     size = mesh.size()
     if sequence_parallel:
         check_sequence(strategy.context.example(1), size)

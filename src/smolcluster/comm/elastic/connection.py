@@ -8,6 +8,10 @@ Writing. `send` puts a frame into the queue, from any thread, and wakes the loop
 as the socket takes them. asyncio's own buffer is kept empty: once a payload's last slice is gone nobody holds its memory
 any more, and its `Work` is done. Messages leave in the order of `send`; only a BEAT may go between two of them.
 
+Too slow. What waits is memory of ours, so there is a limit to it. A state is sent in one go and may be larger than any
+fixed number: a link may have as much as several of the largest set that it was given, where a set is what one sender
+would call one thing, messages of one kind and step with rising channels. A peer that takes nothing at all is given up too.
+
 The end. `close` says BYE behind what is queued, and the other side hangs up. A fault on either side ends it at once.
 """
 
@@ -38,6 +42,7 @@ LINGER_S = 1.0  # a link that is being closed ends when nothing has moved for so
 READ_AT_BYTES = 1 << 16  # of a payload: read when so much has come
 TLS_HOLDS_BYTES = 20_000  # what the TLS layer may have of a record that is not complete, and a little more
 TURN_BYTES = 1 << 22  # what one link may write before the others have their turn
+SETS_WAITING = 4  # a worker has three pushes on their way, and a joiner's state is followed by averages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +51,13 @@ class Limits:
 
     meta_bytes: int = frames.META_BYTES
     payload_bytes: int = frames.PAYLOAD_BYTES  # of one message
-    queued_bytes: int = 1 << 33  # of one link; these are references to the sender's tensors, not copies
+    queued_bytes: int = 1 << 33  # of one link, or `SETS_WAITING` sets; references to the sender's tensors, not copies
     messages_per_s: int = 50_000
     unauthenticated: int = 256  # connections at once
     handshake_s: float = 4.5
     beat_s: float = 0.3
     silence_s: float = 1.75
+    stuck_s: float = 300.0  # the socket takes nothing; on a slow line a large buffer is full for minutes
 
 
 class _Sending:
@@ -116,6 +122,8 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         self._awake = False  # the loop knows that there is something in the queue
         self._accepting = False
         self._accepted_bytes = 0
+        self._last: tuple[Kind, int, int, int] | None = None  # kind, epoch, step and channel of the last payload
+        self._set_bytes = self._largest_set_bytes = 0
 
         self._chunks: Iterator[bytes | memoryview] | None = None  # of the frame that is being written
         self._sending: _Sending | None = None
@@ -123,6 +131,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         self._handed: deque[tuple[int, _Sending]] = deque()  # asyncio has all of these up to here, and may hold a part
         self._handed_bytes = self._handed_at_beat = 0
         self._paused = False
+        self._taken_bytes, self._taken_at = 0, time.monotonic()  # by the socket, and when it last took some
 
     # For any thread
 
@@ -134,6 +143,8 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             if accepting:
                 self._queue.append((frame, work))
                 self._accepted_bytes += frame.nbytes
+                if message.payload is not None:
+                    self._add_to_set(message, frame.nbytes)
                 wake, self._awake = not self._awake, True
         if not accepting:
             if sent is not None:
@@ -141,11 +152,26 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             lost = _Sending(None)
             lost.finish(lost=self._name(self.reason))
             return lost
-        if self.queued_bytes > self._owner.limits.queued_bytes:
-            self._owner.post(self.end, f"too slow: {self.queued_bytes} bytes are waiting to be sent")
+        if self.queued_bytes > self._most_queued_bytes:
+            self._owner.post(self.end, f"{self._too_slow()}, and at most {self._most_queued_bytes} may")
         elif wake:
             self._owner.post(self._pump)
         return work if work is not None else Done()
+
+    def _add_to_set(self, message: Message, nbytes: int) -> None:
+        """Whoever sends the same thing twice begins a new set: a peer that asks again and again is not given room for it."""
+        this = (message.kind, message.epoch, message.step, message.channel)
+        goes_on = self._last is not None and this[:3] == self._last[:3] and this[3] > self._last[3]
+        self._set_bytes = nbytes + (self._set_bytes if goes_on else 0)
+        self._largest_set_bytes = max(self._largest_set_bytes, self._set_bytes)
+        self._last = this
+
+    def _too_slow(self) -> str:
+        return f"too slow: {self.queued_bytes} bytes are waiting to be sent"
+
+    @property
+    def _most_queued_bytes(self) -> int:
+        return max(self._owner.limits.queued_bytes, SETS_WAITING * self._largest_set_bytes)
 
     @property
     def queued_bytes(self) -> int:
@@ -179,7 +205,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         self._heard_at_beat = self._heard
 
     def check_life(self, now: float, *, stood_still_s: float) -> None:
-        """End the link if the peer has been silent for too long.
+        """End the link if the peer has been silent, or has taken nothing of what waits, for too long.
 
         Time in which we stood still ourselves does not count, and after it everybody has half the time anew: the peer may
         have stood still with us.
@@ -187,9 +213,20 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         limits = self._owner.limits
         if stood_still_s > limits.beat_s:
             self._heard = max(self._heard + stood_still_s, now - limits.silence_s / 2)
+            self._taken_at = min(now, self._taken_at + stood_still_s)
         silent_s = now - self._heard
         if silent_s > limits.silence_s:
             self.end(f"silent for {silent_s:.1f} s")
+        elif (stuck_s := self._stuck_s(now)) > limits.stuck_s:
+            self.end(f"{self._too_slow()}, and none has left for {stuck_s:.1f} s")
+
+    def _stuck_s(self, now: float) -> float:
+        """For how long bytes have waited and the socket has taken none."""
+        if self._transport is not None:
+            taken_bytes = self._handed_bytes - self._transport.get_write_buffer_size()
+            if taken_bytes != self._taken_bytes or self.queued_bytes == 0:
+                self._taken_bytes, self._taken_at = taken_bytes, now
+        return now - self._taken_at
 
     # Writing
 
@@ -457,7 +494,10 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         elif exc is not None:
             self.end(f"the connection broke: {exc}")
         elif self._dialing and self.traffic.bytes_received == 0:
-            self.end("it hung up without a word" + ("" if self._encrypted else "; does it want a token?"))
+            self.end(
+                "it hung up without a word"
+                + ("" if self._encrypted else "; does it want a token? (smolcluster token add)")
+            )
         else:
             self.end("the connection was closed")
         self._let_go()

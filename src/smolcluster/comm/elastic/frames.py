@@ -79,12 +79,13 @@ DTYPES: Mapping[str, torch.dtype] = {
 DTYPE_NAMES = tuple(DTYPES)
 CODECS = ("fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd")
 
-WITH_PAYLOAD = frozenset({Kind.STATE, Kind.PUSH, Kind.AVERAGE, Kind.WEIGHTS, Kind.CHUNK})
+WITH_PAYLOAD = frozenset({Kind.STATE, Kind.PUSH, Kind.AVERAGE, Kind.WEIGHTS, Kind.CHUNK, Kind.ROWS})
 OF_THE_HANDSHAKE = frozenset({Kind.HELLO, Kind.PROOF, Kind.ACCEPT, Kind.REFUSE, Kind.BYE})
 ONLY_IN_THE_HANDSHAKE = frozenset({Kind.HELLO, Kind.PROOF, Kind.ACCEPT})
 META_BYTES = 1 << 20
 HANDSHAKE_META_BYTES = 4096
 META_DEPTH = 32
+META_BRACKETS = 1 << 16  # lists and objects: more of them, all empty, would keep a thread busy for half a second
 PAYLOAD_BYTES = 1 << 32
 
 BLOCK_BYTES = 1 << 18  # of the checksum, and of a slice that is written at once
@@ -145,7 +146,9 @@ def memory(tensor: Tensor) -> memoryview:
         )
     assert tensor.is_cpu, "a payload is a CPU tensor"
     assert tensor.is_contiguous(), "a payload is contiguous"
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    if tensor.dtype is torch.bfloat16:  # numpy has no such thing
+        tensor = tensor.view(torch.int16)
+    return tensor.detach().numpy().reshape(-1).view(np.uint8).data
 
 
 class Checksum:
@@ -215,13 +218,16 @@ def _check_depth(data: bytes) -> None:
     """Before the parser goes down with it."""
     if data.count(b"[") + data.count(b"{") <= META_DEPTH:
         return
-    depth = 0
+    depth = brackets = 0
     for token in _BRACKETS.finditer(data):
         first = data[token.start()]
         if first in b"[{":
             depth += 1
+            brackets += 1
             if depth > META_DEPTH:
                 raise TooLarge(f"meta is nested deeper than {META_DEPTH}")
+            if brackets > META_BRACKETS:
+                raise TooLarge(f"meta has more than {META_BRACKETS} lists and objects")
         elif first in b"]}":
             depth -= 1
 

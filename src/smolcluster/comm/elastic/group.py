@@ -12,9 +12,9 @@ called; any number may be under way. On the wire it is made of CHUNK messages:
 A piece that is to be copied is received straight into the tensor; one that is to be added lands in a staging buffer, is added
 while it is still in the cache, and passed on. What comes before its operation was called here is kept.
 
-After `abort` every `wait` raises. A piece half-way in may still be written into its tensor then: the memory of aborted
-operations is the caller's again when `Peers.form` has made the next view's group. What was queued may still leave with
-whatever is in that memory by then; it carries the old epoch, so a sum counts only once the coordinator says so.
+After `abort` every `wait` raises. A piece half-way in may still be written into its tensor then, and one half-way out is
+still read: were that memory changed, its checksum would not fit and the link would end. So the memory of aborted operations
+is the caller's again when `Peers.form` has made the next view's group.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ next one is a WELCOME, since the line has joined again. Leases travel in the met
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 from smolcluster.comm.elastic.handshake import MAX_REASON
 from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Payload, Received, Refused, Unlinked
 from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.sockets import split_address
+from smolcluster.comm.elastic.sockets import own_host
 from smolcluster.comm.elastic.transport import Link, Transport
 from smolcluster.comm.group import Done, PeerLost, Work
 from smolcluster.errors import UserError
@@ -109,11 +108,7 @@ class Line:
     @property
     def own_host(self) -> str:
         """The address of this machine on its way to the server: there other workers reach it, too."""
-        host, port = split_address(self.address)
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as asked:
-            asked.connect(address)  # sends nothing: the system only chooses the way
-            return str(asked.getsockname()[0])
+        return own_host(self.address)
 
     # Receiving
 

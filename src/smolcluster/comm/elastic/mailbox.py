@@ -2,10 +2,14 @@
 
 Payloads are received only where they were expected: `expect` says which messages may carry one, and its size. What was not
 announced is refused before a byte of it is read. Memory of payloads that were handed back by `release` is used again.
+
+What nobody has read yet is limited, all of it together. The limit follows from what was announced: a model of any size
+must find room for what honest peers send while the reader is busy.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -14,10 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from smolcluster.comm.elastic.frames import NotWanted
 from smolcluster.comm.elastic.messages import Head, Kind, Message
 from smolcluster.comm.elastic.transport import Link
 
 _FREE_PER_SIZE = 16
+_UNREAD_PER_SENDER = 4  # of everything that is expected: a worker has three pushes on their way before it waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +59,24 @@ class Payload:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class Mailbox:
     """A transport's handler. `get` is for one thread; everything else may be called from any."""
 
-    def __init__(self, *, most_unread_bytes: int = 4 << 30) -> None:
+    def __init__(self, *, unread_bytes: int = 4 << 30) -> None:
+        """`unread_bytes`: how much may always wait to be read; more if what is expected or allowed needs more."""
+        self.num_senders = 1  # that send what is expected; whoever knows better says so
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._expected: dict[Kind, Sequence[Payload]] = {}
         self._allowed: dict[Kind, int] = {}
         self._at_once: dict[Kind | None, Callable[[int], None]] = {}
         self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = {}
         self._lock = threading.Lock()
-        self._most_unread_bytes, self._unread_bytes = most_unread_bytes, 0
+        self._limit_bytes, self._unread_bytes = unread_bytes, 0
 
     def expect(self, kind: Kind, payloads: Sequence[Payload]) -> None:
         """Messages of this kind may come; channel i carries `payloads[i]`."""
@@ -82,6 +94,13 @@ class Mailbox:
         For a reader that may be waiting for something else: it must be able to wake up.
         """
         self._at_once[kind] = callback
+
+    @property
+    def most_unread_bytes(self) -> int:
+        """Several of everything that is expected, from each sender; or once the largest that is allowed."""
+        expected = sum(payload.nbytes for payloads in self._expected.values() for payload in payloads)
+        several = _UNREAD_PER_SENDER * self.num_senders * expected
+        return max(self._limit_bytes, several, *self._allowed.values())
 
     def get(self, timeout_s: float | None = None) -> Event | None:
         """The next event; None when none came in time. `timeout_s` 0: do not wait."""
@@ -124,8 +143,8 @@ class Mailbox:
 
     def place(self, link: Link, head: Head) -> Tensor | None:
         with self._lock:
-            if self._unread_bytes + head.nbytes > self._most_unread_bytes:
-                return None
+            if self._unread_bytes + head.nbytes > self._limit_bytes:
+                self._check_room(head)
             if head.nbytes <= self._allowed.get(head.kind, -1):
                 return torch.empty(head.shape, dtype=getattr(torch, head.dtype))
             expected = self._expected.get(head.kind, ())
@@ -138,3 +157,9 @@ class Mailbox:
             if free:
                 return free.pop()
         return torch.empty(want.shape, dtype=want.dtype)
+
+    def _check_room(self, head: Head) -> None:
+        unread_bytes, most = self._unread_bytes + head.nbytes, self.most_unread_bytes
+        if unread_bytes > most:
+            name = f"{head.kind.name} of step {head.step}"
+            raise NotWanted(f"{name}: with it {unread_bytes} bytes would wait to be read here, more than {most}")

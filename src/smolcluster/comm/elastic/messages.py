@@ -49,6 +49,16 @@ class Kind(enum.IntEnum):
     COMMIT = 49  # coordinator: this step counts, with these samples
     SUSPECT = 51  # worker: I cannot reach this peer
 
+    # Inference.
+    LAYERS = 80  # front: hold these layers of the model; step numbers the assignment
+    HELD = 81  # stage: I hold them, or why not, or that I need their weights
+    ROWS = (
+        82  # a batch on its way: tokens or activations (payload, encoded); step is its number, meta its rows and route
+    )
+    CHOSEN = 83  # last stage: the next token of each sequence in the batch, and where its time went
+    FAILED = 84  # stage: this batch ends here, and why
+    FORGET = 85  # front: these sequences are over
+
     # Groups.
     CHUNK = 64  # a piece of a collective (payload); step is the operation, channel the piece
 
@@ -57,7 +67,7 @@ class Kind(enum.IntEnum):
 class Peer:
     """Who is at an end of a link. Names itself in the handshake; the token proves only that it belongs to the cluster."""
 
-    role: str  # worker, server
+    role: str  # worker, server; of inference stage, front
     rank: int
     host: str
     instance: str  # of the process: 16 hex digits, new at every start

@@ -18,6 +18,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -31,11 +32,20 @@ from smolcluster.comm.group import PeerLost, Work
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 5.0  # for a piece that is half-way in when the view changes
+SETTLE_S = 5.0  # for pieces that are half-way in or out when the view changes
 STATE_ORDER = 1 << 62  # after every operation
 
 MOST_FOR_A_STRANGER_BYTES = 16 << 20  # chunks of a later view, from a process that is in no view yet
 MOST_STATES = 4  # received and not yet taken
+
+
+@dataclass(slots=True)
+class _Settling:
+    """The memory of the view before, until it is its owner's again."""
+
+    receiving: set[Link]  # that write into it
+    settled: threading.Event
+    sending: bool = True  # wait for links that read it, too
 
 
 class Peers:
@@ -53,14 +63,14 @@ class Peers:
         self.dropped_chunks = 0  # of older views
         self._transport = transport
         self._timeout_s, self._connect_s, self._limit_bytes = timeout_s, connect_s, limit_bytes
-        self._wires = Wires(transport, limit_bytes=limit_bytes)
+        self._wires = Wires(transport, limit_bytes=limit_bytes, chunks_left=self._settle)
         self._on_lost: Callable[[Member, str], None] | None = None
         self._exchange: Exchange | None = None
         self._index: dict[str, int] = {}  # instance -> place in the view
         self._dialers: dict[str, Dialer] = {}  # by instance
         self._landings: dict[Link, Landing] = {}
         self._ahead: dict[int, list[tuple[Link, Head, Tensor]]] = {}  # chunks by epoch
-        self._settling: tuple[set[Link], threading.Event] | None = None
+        self._settling: _Settling | None = None
         self._expected: Layout | None = None
         self._incoming: dict[Link, IncomingState] = {}
         self._states: queue.SimpleQueue[IncomingState | PeerLost] = queue.SimpleQueue()
@@ -76,7 +86,8 @@ class Peers:
     def form(self, view: View) -> ElasticGroup:
         """The group of this view; the one before it is aborted. Does not wait for links: operations do.
 
-        Not on the transport's thread: it waits for the pieces that are half-way into the memory of the view before.
+        Not on the transport's thread: it waits for the pieces that are half-way into the memory of the view before, or out
+        of it.
         """
         rank = view.index(self._transport.me.instance)
         if rank is None:
@@ -257,25 +268,32 @@ class Peers:
             for chunk in self._ahead.pop(epoch):
                 self._adopt(*chunk)
 
-        # The memory of the view before is its owner's again when nothing is being received into it.
-        busy = {link for link, landing in self._landings.items() if landing.callers_memory}
-        self._settling = (busy, settled)
-        self._settle(None)
+        # The memory of the view before is its owner's again when nothing is being received into it, or sent from it.
+        # All chunks on their way out are of that view: what no link had accepted was cancelled when it was aborted.
+        receiving = {link for link, landing in self._landings.items() if landing.callers_memory}
+        self._settling = _Settling(receiving, settled)
+        self._settle()
 
-    def _settle(self, link: Link | None) -> None:
-        if self._settling is None:
+    def _settle(self, link: Link | None = None) -> None:
+        """`link`: nothing is half-way in over this one any more."""
+        settling = self._settling
+        if settling is None:
             return
-        busy, settled = self._settling
         if link is not None:
-            busy.discard(link)
-        if not busy:
+            settling.receiving.discard(link)
+        if not settling.receiving and not (settling.sending and self._wires.chunks_leave()):
             self._settling = None
-            settled.set()
+            settling.settled.set()
 
     def _cut_off(self) -> None:
-        """Links whose peer stopped in the middle of a piece."""
-        for link in list(self._settling[0]) if self._settling is not None else ():
+        """Links whose peer stopped in the middle of a piece. One that is only slow to take ours is not at fault."""
+        settling = self._settling
+        if settling is None:
+            return
+        settling.sending = False
+        for link in list(settling.receiving):
             link.close(f"a piece of the view before did not come to its end within {SETTLE_S:g} s")
+        self._settle()
 
     def _dial(self, member: Member) -> None:
         """Unless there is a link, or one is being made."""

@@ -153,7 +153,12 @@ class Roster:
 
     def _join(self, link: Link, meta: Mapping[str, Any]) -> None:
         peer = link.peer
-        holder = next((m for m in (*self.members.values(), *self.newcomers) if m.rank == peer.rank), None)
+        known = [*self.members.values(), *self.newcomers]
+        holder = next((m for m in known if m.rank == peer.rank), None)
+        twin = next((m for m in known if m.instance == peer.instance and m.rank != peer.rank), None)
+        if twin is not None:  # what is lent and who holds what is kept by instance
+            self.refuse(link, f"it calls itself instance {peer.instance}, as {twin.name} does")
+            return
         if holder is not None and holder.instance != peer.instance and holder.link.open:
             self.refuse(link, f"rank {peer.rank} is taken by {holder.name}; give this worker another rank")
             return
@@ -187,9 +192,15 @@ class Roster:
         self.epoch += 1
         member.epoch = self.epoch
         self.members[member.rank] = member
+        self._mailbox.num_senders = len(self.members)
         self.joined += 1
         self._on_change("joined", member, "")
         log.info("%s joined", member.name)
+
+    def renew(self, member: Member) -> None:
+        """It is welcomed again: what it sent before that does not count."""
+        self.epoch += 1
+        member.epoch = self.epoch
 
     def evict(self, member: Member, reason: str) -> None:
         """Put a member out: it must join again to take part. `get` tells that it is gone."""
@@ -202,13 +213,14 @@ class Roster:
             self.newcomers = [m for m in self.newcomers if m is not member]
             return
         del self.members[member.rank]
+        self._mailbox.num_senders = len(self.members)
         self.epoch += 1
         if member.report:  # it said good-bye
             self.reports.append(member.report)
             log.info("%s has left", member.name)
         else:
             self.lost += 1
-            log.info("%s is gone: %s", member.name, reason)
+            log.warning("%s is gone: %s", member.name, reason)
         self._news.append(Gone(member, reason))
         self._on_change(what, member, reason)
 

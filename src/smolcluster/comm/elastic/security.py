@@ -307,6 +307,7 @@ def open_credentials() -> Credentials:
     return NoToken()
 
 
+# Other reasons, a record that does not fit its checksum say, may be gone at the next attempt. These stay.
 _REASONS = {
     "CERTIFICATE_VERIFY_FAILED": "the other side does not have our token",
     "TLSV1_ALERT_UNKNOWN_CA": "the other side does not have our token",
@@ -318,6 +319,8 @@ _REASONS = {
     "HTTP_REQUEST": "the other side speaks HTTP",
     "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",
     "TLSV1_ALERT_PROTOCOL_VERSION": "the other side does not speak TLS 1.3",
+    "NO_SHARED_CIPHER": "the other side has no cipher in common with us",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the other side has no cipher in common with us",
 }
 
 
@@ -325,6 +328,11 @@ def explain(error: ssl.SSLError) -> str:
     """A failed handshake in words."""
     reason = getattr(error, "reason", None)  # not all have one
     return _REASONS.get(reason or "", f"TLS failed: {reason or error}")
+
+
+def will_stay(error: ssl.SSLError) -> bool:
+    """Whether another attempt would fail in the same way: the tokens or the protocols do not fit."""
+    return isinstance(error, ssl.SSLCertVerificationError) or getattr(error, "reason", None) in _REASONS
 
 
 # Where tokens are kept

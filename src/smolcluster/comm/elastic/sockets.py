@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
@@ -10,6 +11,7 @@ import socket
 import sys
 from typing import Any
 
+from smolcluster.comm.addresses import refuse_itself
 from smolcluster.errors import UserError
 
 BACKLOG = 1024
@@ -129,3 +131,35 @@ def _listener(family: int, kind: int, protocol: int, name: Any, buffer_size: int
         sock.close()
         raise
     return sock
+
+
+async def dial(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
+    """Connected to whoever listens at one of the addresses that `host` stands for, the first first."""
+    problem: OSError | None = None
+    for family, kind, protocol, _, name in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, name)
+            refuse_itself(sock)
+        except OSError as error:
+            sock.close()
+            problem = error
+        except BaseException:  # there is no more time
+            sock.close()
+            raise
+        else:
+            return sock
+    raise problem or OSError(f"'{host}' has no address")
+
+
+def own_host(address: str) -> str:
+    """The address of this machine on its way to another: others of that network reach it there, too."""
+    host, port = split_address(address)
+    try:
+        family, kind, protocol, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as asked:
+            asked.connect(found)  # sends nothing: the system only chooses the way
+            return str(asked.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"there is no way from here to {address}: {error.strerror or error}") from error

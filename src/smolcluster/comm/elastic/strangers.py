@@ -150,7 +150,7 @@ class Strangers:
             problem = explain(error)
             self.note(link.address, problem)
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = error.strerror or str(error) or "hung up"
             if context is not None:
                 self.note(link.address, f"{problem} in the TLS handshake: it may have another token, or none")
         finally:

@@ -4,7 +4,7 @@ Life. Every `beat_s` a link that was quiet sends a BEAT. Any byte from the peer 
 `silence_s` ends. Time in which this process itself stood still does not count.
 
 Dialing. Pauses between attempts grow to a second and are drawn at random, so that a hundred workers do not come back to a
-restarted server all at once. A refusal is final.
+restarted server all at once. A refusal is final; a TLS handshake that was damaged on the way is none.
 
 `strangers.py` has what becomes of those who connect to us; `connection.py` what happens on one connection.
 """
@@ -25,8 +25,8 @@ from typing import Any
 
 from smolcluster.comm.elastic import frames
 from smolcluster.comm.elastic.connection import LINGER_S, Limits, TcpLink
-from smolcluster.comm.elastic.security import Keyring, explain
-from smolcluster.comm.elastic.sockets import join_address, listen_on, split_address
+from smolcluster.comm.elastic.security import Keyring, explain, will_stay
+from smolcluster.comm.elastic.sockets import dial, join_address, listen_on, split_address
 from smolcluster.comm.elastic.strangers import Strangers
 from smolcluster.comm.elastic.transport import LEFT, Dialer, Handler, Peer, Transport
 from smolcluster.comm.group import Traffic
@@ -36,6 +36,7 @@ __all__ = ["Limits", "TcpTransport"]
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+TELL_AFTER_S = 4.0  # both may have been started just now
 TELL_EVERY_S = 10.0
 LONGEST_LINGER_S = 10.0
 
@@ -58,7 +59,7 @@ class TcpDialer(Dialer):
     def __init__(self, owner: TcpTransport, address: str, handler: Handler) -> None:
         self._owner, self._handler, self.address = owner, handler, address
         self._host, self._port = split_address(address)
-        self._told_at = -TELL_EVERY_S
+        self._told_at = time.monotonic() + TELL_AFTER_S - TELL_EVERY_S
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -105,14 +106,17 @@ class TcpDialer(Dialer):
         owner, problem = self._owner, "given up"
         try:
             async with asyncio.timeout(owner.limits.handshake_s):
-                await owner.loop.create_connection(lambda: link, self._host, self._port, **tls)
+                sock = await dial(owner.loop, self._host, self._port)
+                await owner.loop.create_connection(lambda: link, sock=sock, **tls)
                 await asyncio.wait([link.decided])
         except TimeoutError:
             problem = "no answer"
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             problem = "hung up in the middle of the TLS handshake"
         except ssl.SSLError as error:
-            problem = link.refusal = explain(error)
+            problem = explain(error)
+            if will_stay(error):
+                link.refusal = problem
             return isinstance(error, ssl.SSLCertVerificationError)
         except ConnectionError as error:
             problem = (

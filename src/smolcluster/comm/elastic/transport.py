@@ -72,7 +72,10 @@ class Handler(Protocol):
         """A peer is here, with handshake and versions in order."""
 
     def place(self, link: Link, head: Head) -> Tensor | None:
-        """The tensor to receive this payload into, of exactly its dtype and size; None ends the link."""
+        """The tensor to receive this payload into, of exactly its dtype and size.
+
+        None ends the link, and so does `frames.NotWanted`, which says why.
+        """
 
     def received(self, link: Link, message: Message) -> None: ...
 

@@ -42,9 +42,12 @@ class _Waiting:
 class _Outlet:
     """What goes to one member: in order of importance, and never far ahead of what its link can carry."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks_left: Callable[[], None]) -> None:
+        """`chunks_left`: called when the last chunk that a link has accepted is gone, one way or the other."""
         self.links: list[Link] = []  # the first one is used; there is another only when both sides have dialled
         self.waiting: list[_Waiting] = []  # a heap
+        self.leaving_chunks = 0  # that a link has accepted: it may read their memory
+        self._chunks_left = chunks_left
         self._queued_bytes = 0
 
     @property
@@ -59,24 +62,30 @@ class _Outlet:
     def _send(self, item: _Waiting) -> None:
         payload = item.message.payload
         nbytes = 0 if payload is None else payload.nbytes
+        is_chunk = item.message.kind is Kind.CHUNK
 
         def sent(whole: bool) -> None:
             self._queued_bytes -= nbytes
+            self.leaving_chunks -= is_chunk
             if whole:
                 item.left()
             else:
                 item.lost()
             self.pump()
+            if self.leaving_chunks == 0:
+                self._chunks_left()
 
         self._queued_bytes += nbytes
+        self.leaving_chunks += is_chunk
         self.links[0].send(item.message, sent=sent)
 
 
 class Wires:
     """All links, and the memory for what comes over them."""
 
-    def __init__(self, transport: Transport, *, limit_bytes: int) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, *, limit_bytes: int, chunks_left: Callable[[], None]) -> None:
+        """`chunks_left`: called when a link has no chunk any more; `chunks_leave` says whether another has."""
+        self._transport, self._chunks_left = transport, chunks_left
         self._outlets: dict[str, _Outlet] = {}  # by instance
         self._numbers = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
@@ -96,7 +105,7 @@ class Wires:
     # Links
 
     def add(self, link: Link) -> None:
-        outlet = self._outlets.setdefault(link.peer.instance, _Outlet())
+        outlet = self._outlet(link.peer.instance)
         outlet.links.append(link)
         outlet.pump()
 
@@ -108,6 +117,11 @@ class Wires:
         outlet.pump()
         if not outlet.links and not outlet.waiting:
             del self._outlets[link.peer.instance]
+
+    def _outlet(self, instance: str) -> _Outlet:
+        if instance not in self._outlets:
+            self._outlets[instance] = _Outlet(self._chunks_left)
+        return self._outlets[instance]
 
     def linked_to(self, member: Member) -> bool:
         return (outlet := self._outlets.get(member.instance)) is not None and outlet.linked
@@ -144,7 +158,7 @@ class Wires:
             item = _Waiting(order, next(self._numbers), message, _nothing, _nothing)
         else:
             item = _Waiting(order, next(self._numbers), message, left, left if lost is None else lost)
-        outlet = self._outlets.setdefault(member.instance, _Outlet())
+        outlet = self._outlet(member.instance)
         heapq.heappush(outlet.waiting, item)
         outlet.pump()
         if small:
@@ -155,6 +169,10 @@ class Wires:
         for outlet in self._outlets.values():
             outlet.waiting = [i for i in outlet.waiting if i.message.kind is not Kind.CHUNK or i.message.epoch > epoch]
             heapq.heapify(outlet.waiting)
+
+    def chunks_leave(self) -> bool:
+        """Whether a link that is to stay has chunks that it still reads. On one that is being closed nothing depends."""
+        return any(outlet.leaving_chunks and outlet.linked for outlet in self._outlets.values())
 
     # Memory
 
