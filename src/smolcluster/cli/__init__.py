@@ -12,6 +12,7 @@ import typer
 
 from smolcluster.cli import (
     bench,
+    chat,
     cluster,
     compose,
     config,
@@ -19,13 +20,16 @@ from smolcluster.cli import (
     doctor,
     down,
     export,
+    generate,
     import_model,
     join,
     k8s,
     logs,
     plan,
+    serve,
     server,
     slurm,
+    stage,
     status,
     strategies,
     token,
@@ -63,6 +67,10 @@ app.command("join", epilog=join.EXAMPLES)(join.join)
 app.command("dashboard", epilog=dashboard.EXAMPLES)(dashboard.dashboard)
 app.command("top", epilog=top.EXAMPLES)(top.top)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
+app.command("stage", epilog=stage.EXAMPLES)(stage.stage)
+app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
+app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("import", epilog=import_model.EXAMPLES)(import_model.import_model)

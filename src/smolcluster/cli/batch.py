@@ -18,7 +18,8 @@ Seed = Annotated[int | None, typer.Option(help="Seed of weights, data order and 
 Name = Annotated[str | None, typer.Option(help="Of the job, and of its run. Default: as gpt-allreduce.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here. Default: to the screen.")]
 
-Nodes = Annotated[int, typer.Option(help="Machines.", rich_help_panel=JOB)]
+MOST_NODES = 4096
+Nodes = Annotated[int, typer.Option(max=MOST_NODES, help="Machines.", rich_help_panel=JOB)]
 WorkersPerNode = Annotated[
     int | None, typer.Option(help="Workers on each. Default: one for each GPU, or one.", rich_help_panel=JOB)
 ]

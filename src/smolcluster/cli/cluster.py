@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from smolcluster.cli import options
+
 if TYPE_CHECKING:
     from smolcluster.launch.discovery import Offer
+
+AcceptNew = Annotated[
+    bool, typer.Option("--accept-new", help="Trust machines that ssh has not seen before, and remember their keys.")
+]
 
 app = typer.Typer(
     help="A cluster file: write one, check one; take machines that offer themselves.",
@@ -25,6 +31,7 @@ def init(
         "cluster.yaml"
     ),
     ssh_config: Annotated[Path | None, typer.Option(help="Whose hosts are tried. Default: ~/.ssh/config.")] = None,
+    accept_new: AcceptNew = False,
 ) -> int:
     """Write a cluster file from what is found: this machine, hosts of ~/.ssh/config that answer, machines that `join`."""
     from smolcluster.errors import UserError
@@ -32,25 +39,35 @@ def init(
 
     if out.exists():
         raise UserError(f"{out} is there already; choose another with --out")
-    found = find_machines(ssh_config, told=lambda text: typer.echo(text))
+    found = find_machines(ssh_config, accept_new=accept_new, told=lambda text: typer.echo(text))
     out.write_text(write_file(found), encoding="utf-8")
     answered = [machine.name for machine in found if not machine.problem]
     typer.echo(f"written: {out}, with {', '.join(answered)}; look at it, then: smolcluster cluster check {out}")
     return 0
 
 
-@app.command("check", epilog="Example: smolcluster cluster check cluster.yaml")
+@app.command("check", epilog="Example: smolcluster cluster check cluster.yaml gpt --strategy edp")
 def check(
     file: Annotated[Path, typer.Argument(metavar="CLUSTER.yaml")],
-    accept_new: Annotated[
-        bool, typer.Option("--accept-new", help="Trust machines that ssh has not seen before.")
-    ] = False,
+    sources: Annotated[
+        list[str] | None, typer.Argument(metavar="CONFIG", help="What `up` will train, instead of its run.train.")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="As it will be given to `up`: it decides who leads.")] = None,
+    override: options.Override = None,
+    accept_new: AcceptNew = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> int:
     """Validate a cluster file and probe its machines: each layer, and the ways to the one that leads. Changes nothing."""
     from smolcluster.cli.doctor import examine_cluster, report
 
-    return report(examine_cluster(file, accept_new=accept_new), as_json=as_json)
+    found = examine_cluster(
+        file,
+        train=sources or [],
+        overrides=override or [],
+        sets={"strategy.name": strategy},
+        accept_new=accept_new,
+    )
+    return report(found, as_json=as_json)
 
 
 @app.command("accept", epilog="Example: smolcluster cluster accept pi5")
@@ -65,6 +82,10 @@ def accept(
     address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where the machine waits, if it is not found by itself.")
     ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Its number as a worker. Default: the next of a cluster started from here."),
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="Name or file of the cluster. Default: started last.")] = None,
 ) -> int:
     """Take a machine that runs `smolcluster join`: type the code that it shows, and it gets the token and works."""
@@ -73,7 +94,7 @@ def accept(
     from smolcluster.launch.pairing import accept as pair
 
     place = _place(name, address)
-    given = _given(server, cluster)
+    given = _given(server, cluster, rank)
     try:
         with socket.create_connection(place, timeout=10.0) as line:
             facts = pair(line, given, ask=_ask)
@@ -81,7 +102,9 @@ def accept(
         raise UserError(f"not taken: {error}") from error
     except OSError as error:
         raise UserError(f"{place[0]}:{place[1]} cannot be reached: {error.strerror or error}") from error
-    typer.echo(f"{facts.get('name')} is taken, as worker {given['rank']}")
+    from smolcluster.observe.text import printable
+
+    typer.echo(f"{printable(str(facts.get('name')))[:60]} has the token, and joins as worker {given['rank']}")
     return 0
 
 
@@ -104,18 +127,19 @@ def _place(name: str | None, address: str | None) -> tuple[str, int]:
     return chosen.addresses[0], chosen.port
 
 
-def _given(server: str | None, cluster: str | None) -> dict[str, Any]:
+def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[str, Any]:
     """What a machine gets: the cluster's name, its server, a token where one is needed, and a rank nobody has."""
     import os
 
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.comm.elastic.security import find_tokens
     from smolcluster.errors import UserError
+    from smolcluster.launch.cluster.read import known_cluster
     from smolcluster.launch.cluster.record import recall, remember, state_folder
 
     record: dict[str, Any] = {}
     if server is None or cluster is not None:
-        record = recall(Path(cluster).stem if cluster is not None else None)
+        record = recall(known_cluster(cluster).name)
         server = server or record.get("server")
     if not server:
         raise UserError("that cluster has no server that others could reach; give --server HOST:PORT")
@@ -126,8 +150,13 @@ def _given(server: str | None, cluster: str | None) -> dict[str, Any]:
         token = own.read_text(encoding="utf-8").strip()
     if token is None and not is_loopback(server.rpartition(":")[0]):
         raise UserError("there is no token on this machine, and that server needs one; see `smolcluster token`")
-    rank = int(record.get("next_rank", len(record.get("seats", [])) or 1))
-    if record:
+    if rank is None:
+        if not record:
+            raise UserError(
+                f"which numbers the workers of {server} have is not known here: give a new one with --rank N"
+            )
+        workers = [seat for seat in record.get("seats", []) if str(seat.get("name")).startswith("worker")]
+        rank = int(record.get("next_rank", len(workers)))
         remember(record | {"next_rank": rank + 1})
     return {"cluster": record.get("name", "the cluster"), "server": server, "token": token, "rank": rank}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +16,8 @@ smolcluster dashboard
 
 smolcluster dashboard runs/my-run --port 8300
 
+smolcluster dashboard --cluster cluster.yaml
+
 smolcluster dashboard --bind 0.0.0.0 --allow-host mini.local
 """
 
@@ -22,6 +26,13 @@ def dashboard(
     run_dir: Annotated[
         Path | None,
         typer.Argument(metavar="RUN_DIR", help="A run, or a folder of runs. Default: the newest run in ./runs."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The run of a cluster that `up` started, with the logs of all machines; its name or its file.",
+        ),
     ] = None,
     port: Annotated[
         int | None,
@@ -50,8 +61,6 @@ def dashboard(
     from smolcluster.dashboard.server import Place, choose, give_way, serve
     from smolcluster.engine.run_dir import RUNS
 
-    folder, run = choose(run_dir, RUNS)
-
     def ready(url: str) -> None:
         typer.echo(f"dashboard  {url}")
         if not is_loopback(bind):
@@ -62,10 +71,25 @@ def dashboard(
 
             webbrowser.open(url)
 
-    place = Place(folder=folder, run=run, bind=bind, port=port, token=token, allow_hosts=tuple(allow_host or ()))
-    give_way()
-    try:
-        serve(place, ready=ready)
-    except KeyboardInterrupt:
-        pass  # how it is meant to end
+    with contextlib.ExitStack() as stack:
+        if cluster is not None:
+            run_dir = stack.enter_context(of_cluster(run_dir, cluster))
+        folder, run = choose(run_dir, RUNS)
+        place = Place(folder=folder, run=run, bind=bind, port=port, token=token, allow_hosts=tuple(allow_host or ()))
+        give_way()
+        with contextlib.suppress(KeyboardInterrupt):  # how it is meant to end
+            serve(place, ready=ready)
     return 0
+
+
+def of_cluster(run_dir: Path | None, cluster: str) -> AbstractContextManager[Path]:
+    """The run of a cluster, copied here for as long as it is looked at."""
+    from smolcluster.errors import UserError
+    from smolcluster.launch.cluster.mirror import mirrored
+    from smolcluster.launch.cluster.read import known_cluster
+
+    if run_dir is not None:
+        raise UserError(f"{run_dir} and --cluster {cluster} are two runs; give one of them")
+    known = known_cluster(cluster)
+    typer.echo(f"{known.name}: reading {known.run} from {', '.join(dict.fromkeys(known.hosts.values()))}")
+    return mirrored(known)

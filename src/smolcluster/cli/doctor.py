@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +16,9 @@ EXAMPLES = """Examples:
 
 smolcluster doctor
 
-smolcluster doctor 192.168.1.10:65432
+smolcluster doctor 192.168.1.10
+
+smolcluster doctor mini1:5000
 
 smolcluster doctor cluster.yaml
 """
@@ -24,33 +27,54 @@ smolcluster doctor cluster.yaml
 def doctor(
     what: Annotated[
         str | None,
-        typer.Argument(metavar="[CLUSTER.yaml|HOST:PORT]", help="A cluster, or a server. Default: this machine."),
+        typer.Argument(
+            metavar="[CLUSTER.yaml|HOST[:PORT]]",
+            help="A cluster, or a server (its port, if nothing else is said, is 65432). Default: this machine.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> int:
-    """Name the layer that fails (name, route, firewall, port, ..., token) and the remedy. Changes nothing. Status 1 if any is
-    bad."""
-    from smolcluster.launch.doctor import here, there
-
+    """Name the layer that fails (name, route, ..., token) and the remedy. Changes nothing. Status 1 if any is bad."""
     if what is None:
+        from smolcluster.launch.doctor import here
+
         found = list(here.examine())
     elif what.endswith((".yaml", ".yml")):
         found = examine_cluster(Path(what))
     else:
-        from smolcluster.comm.elastic.sockets import split_address
+        from smolcluster.launch.doctor import there
 
-        found = list(there.examine(*split_address(what)))
+        found = list(there.examine(*place_of(what)))
     return report(found, as_json=as_json)
 
 
-def examine_cluster(file: Path, *, accept_new: bool = False) -> list[Finding]:
+def place_of(said: str) -> tuple[str, int]:
+    """`host`, `host:port`, and the same for an IPv6 address, which is in brackets where a port follows."""
+    from smolcluster.comm.elastic.sockets import join_address, split_address
+    from smolcluster.config.schema import ClusterConfig
+
+    if said.count(":") == 1 or "]:" in said:
+        return split_address(said)
+    host = said.removeprefix("[").removesuffix("]")
+    return split_address(join_address(host, ClusterConfig.model_fields["port"].default))
+
+
+def examine_cluster(
+    file: Path,
+    *,
+    train: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    sets: Mapping[str, Any] | None = None,
+    accept_new: bool = False,
+) -> list[Finding]:
+    """As `up` would be given it: which machine leads, and where it listens, depends on the strategy."""
     import asyncio
 
     from smolcluster.launch.cluster.layout import lay_out
     from smolcluster.launch.cluster.read import read_cluster
     from smolcluster.launch.doctor import cluster
 
-    wish = read_cluster(file)
+    wish = read_cluster(file, train=train, overrides=overrides, sets=sets)
     layout = lay_out(wish.config, name=wish.name, run="check")
     return asyncio.run(cluster.examine(layout, accept_new=accept_new))
 

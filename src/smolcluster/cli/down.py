@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,9 +38,15 @@ async def _down(known: Recorded, *, now: bool) -> int:
     from smolcluster.launch.cluster import control
 
     async with control.connected(known.machines) as (hosts, problems):
+        running: dict[str, str] = {}
+        with contextlib.suppress(control.ClusterError):  # one that cannot be asked does not keep the others from ending
+            states = await control.states(known, hosts)
+            running = {name: state["host"] for name, state in states.items() if state["alive"]}
         stopped = await control.down(known, hosts, now=now, told=print_note)
     for name, seats in stopped.items():
-        print_note(name, f"ended {', '.join(seats)}" if seats else "nothing was running")
+        # Workers end with their server, and need not be asked any more.
+        ended = sorted({*seats, *(seat for seat, host in running.items() if host == name)})
+        print_note(name, f"ended {', '.join(ended)}" if ended else "nothing was running")
     if problems:
         raise control.ClusterError(
             problems.values(), also="what runs on these machines goes on; try again when they answer"

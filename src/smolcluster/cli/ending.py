@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -23,7 +24,10 @@ def leave_after(work: Callable[[], int]) -> NoReturn:
     The ordinary end of an interpreter would run the destructors of a backend whose threads still wait for other ranks, and
     they abort: a refusal with status 2 would now and then become a crash.
     """
-    from smolcluster.engine.process import leave
+    from smolcluster.engine.spec import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT | os.environ)
+    from smolcluster.engine.process import leave  # and torch with it
 
     try:
         status = work()

@@ -32,13 +32,13 @@ def join(
 ) -> int:
     """Offer this machine on the local network, show a pairing code, and work for the cluster that takes it."""
     import platform
-    import re
 
+    from smolcluster.config.checks import HOST_NAME
     from smolcluster.errors import UserError
     from smolcluster.launch.discovery import announced, own_addresses
 
     called = name or socket.gethostname().partition(".")[0]
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", called):
+    if not HOST_NAME.fullmatch(called):
         raise UserError(f"'{called}' is no name for a machine; use letters, digits, '-', '_' and '.'")
     addresses = [address] if address is not None else own_addresses()
     facts = {"name": called, "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}

@@ -32,7 +32,7 @@ def k8s(
     name: batch.Name = None,
     out: batch.Out = None,
     submit: Annotated[bool, typer.Option("--submit", help="Give it to `kubectl apply`.")] = False,
-    nodes: Annotated[int, typer.Option(help="Pods.", rich_help_panel=batch.JOB)] = 1,
+    nodes: Annotated[int, typer.Option(max=batch.MOST_NODES, help="Pods.", rich_help_panel=batch.JOB)] = 1,
     workers_per_node: batch.WorkersPerNode = None,
     gpus: batch.Gpus = 0,
     cpus: batch.Cpus = None,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from smolcluster.launch.cluster.host import HostError
+    from smolcluster.launch.cluster.layout import Recorded
 
 EXAMPLES = """Examples:
 
@@ -46,27 +50,42 @@ def logs(
         return _stack(node)
     if node == "push":
         return _push(run_dir, url)
-    from smolcluster.cli.screen import print_line, print_note
     from smolcluster.errors import unknown_name
-    from smolcluster.launch.cluster import control
     from smolcluster.launch.cluster.read import known_cluster
 
     known = known_cluster(cluster)
-    seats = None
+    seats = list(known.hosts)  # others may be left of a run before
     chosen = list(dict.fromkeys(known.hosts.values()))
     if node is not None:
         if node not in known.hosts and node not in known.machines:
             raise unknown_name("node", node, [*known.machines, *known.hosts])
-        seats = [node] if node in known.hosts else None
+        seats = [node] if node in known.hosts else seats
         chosen = [known.hosts.get(node, node)]
-    wish = control.follow(
-        known, known.machines, chosen=chosen, seats=seats, past=lines, on=follow, show=print_line, told=print_note
-    )
     try:
-        asyncio.run(wish)
+        missing = asyncio.run(_show(known, chosen, seats=seats, past=lines, on=follow))
     except KeyboardInterrupt:
         return 130
-    return 0
+    for problem in missing:
+        typer.echo(f"smolcluster: {problem}", err=True)
+    return 1 if missing else 0
+
+
+async def _show(known: Recorded, chosen: list[str], *, seats: list[str], past: int, on: bool) -> list[HostError]:
+    """What processes print, on all machines that can be asked. Returns what is wrong with the others."""
+    from smolcluster.cli.screen import print_line, print_note
+    from smolcluster.launch.cluster import control
+    from smolcluster.launch.cluster.host import HostError
+
+    async def one(host: str) -> HostError | None:
+        try:
+            await control.follow(
+                known, known.machines, chosen=[host], seats=seats, past=past, on=on, show=print_line, told=print_note
+            )
+        except HostError as error:
+            return error
+        return None
+
+    return [problem for problem in await asyncio.gather(*map(one, chosen)) if problem is not None]
 
 
 def _stack(wish: str) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 
-from smolcluster.observe.text import printable
+from smolcluster.observe.text import number, printable
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red")
 _given: dict[str, str] = {}
@@ -16,12 +19,23 @@ def print_line(host: str, process: str, line: str) -> None:
     """A line that a process printed."""
     colour = _given.setdefault(process, _COLOURS[len(_given) % len(_COLOURS)])
     name = process if process.endswith(host) else f"{process}@{host}"
-    typer.echo(f"{typer.style(name, fg=colour) if _coloured() else name} | {printable(line)}")
+    typer.echo(f"{typer.style(name, fg=colour) if _coloured() else name} | {printable(advised(line))}")
 
 
 def print_note(host: str, text: str) -> None:
     """What we do ourselves, on that machine or on all."""
     typer.echo(f"{host}: {printable(text)}" if host else printable(text))
+
+
+def advised(line: str) -> str:
+    """A process that was stopped says how to go on with it by hand; `up` has started this one."""
+    return re.sub(r"(continue with: smolcluster) (?:server|train) .*", r"\1 up --resume", line)
+
+
+def outcome(summary: Mapping[str, Any]) -> str:
+    """How a run ended, in a line."""
+    loss = summary.get("val_loss")
+    return f"{summary['status']}: {summary['steps']} steps" + ("" if loss is None else f", val loss {number(loss)}")
 
 
 def _coloured() -> bool:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from smolcluster.observe.events import plain
+from smolcluster.observe.text import number
 
 if TYPE_CHECKING:
     from smolcluster.launch.cluster.layout import Recorded
@@ -33,7 +37,7 @@ def status(
     known = known_cluster(cluster)
     found = asyncio.run(_status(known))
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(plain(found), indent=1, allow_nan=False))
     else:
         for line in table(found):
             typer.echo(line)
@@ -54,32 +58,49 @@ async def _status(known: Recorded) -> dict[str, Any]:
         for name, state in (states | missing).items()
         if name in known.hosts
     }
-    return {"name": known.name, "run": known.run, "processes": processes, "unreachable": unreachable, **progress}
+    found = {"name": known.name, "run": known.run, "run_directory": known.run_place, "processes": processes}
+    return {**found, "unreachable": unreachable, **progress}
 
 
 def table(found: dict[str, Any]) -> list[str]:
     """For a person."""
+    from smolcluster.cli.screen import advised, outcome
+
     rows = [["process", "host", "state", "since", "restarts", "last line"]]
     for name, state in found["processes"].items():
         since = _age(state.get("started")) if state["state"] == "running" else ""
         code = f" ({state['status']})" if state.get("status") not in (None, 0) else ""
         restarts = str(state["restarts"]) if state.get("restarts") else ""
-        rows.append([name, state["host"], state["state"] + code, since, restarts, state.get("last", "")[:80]])
+        rows.append(
+            [name, state["host"], state["state"] + code, since, restarts, _short(advised(state.get("last", "")))]
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = [f"{found['name']}, run {found['run']}"]
+    lines = [f"{found['name']}, run {found['run']}", f"run directory: {found['run_directory']}"]
     lines += [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in rows
     ]
+    running = any(state.get("alive") for state in found["processes"].values())
     row, summary = found.get("row"), found.get("summary")
-    if summary is not None:
-        lines.append(f"{summary['status']}: {summary['steps']} steps, val loss {summary.get('val_loss')}")
+    if summary is not None and not running:  # else it is of the time before `--resume`
+        lines.append(outcome(summary))
     elif row is not None:
-        lines.append(
-            f"step {row['step']}, loss {row['loss']:.4f}, {row['tokens_per_s']:.0f} tokens/s of rank {row['rank']}"
-        )
+        lines.append(", ".join(_progress(row)))
     lines += [f"not reached: {problem}" for problem in found["unreachable"].values()]
     return lines
+
+
+def _progress(row: Mapping[str, Any]) -> Iterator[str]:
+    """The last row that was logged: by the server for all of them, or by one rank."""
+    yield f"step {row['step']}"
+    if row.get("loss") is not None:
+        yield f"loss {number(row['loss'])}"
+    if row.get("tokens_per_s"):  # not every task has tokens
+        yield f"{row['tokens_per_s']:.0f} tokens/s" + ("" if row.get("role") == "server" else f" of rank {row['rank']}")
+
+
+def _short(line: str, most: int = 80) -> str:
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def _age(began: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,8 @@ smolcluster top
 
 smolcluster top runs/my-run
 
+smolcluster top --cluster cluster.yaml
+
 smolcluster top --once | less
 """
 
@@ -25,21 +28,31 @@ def top(
         Path | None,
         typer.Argument(metavar="RUN_DIR", help="A run, or a folder of runs. Default: the newest run in ./runs."),
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The run of a cluster that `up` started; its name or its file.")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print what is known now, and end.")] = False,
 ) -> int:
     """Watch a run in the terminal: machines, loss, events. Reads the run directory, also after the run."""
     import sys
 
+    from smolcluster.cli.dashboard import of_cluster
+    from smolcluster.dashboard.server import choose
+    from smolcluster.engine.run_dir import RUNS
+
+    with contextlib.ExitStack() as stack:
+        if cluster is not None:
+            run_dir = stack.enter_context(of_cluster(run_dir, cluster))
+        return _show(*choose(run_dir, RUNS), once=once or not sys.stdout.isatty())
+
+
+def _show(folder: Path, run: str | None, *, once: bool) -> int:
     from rich.console import Console
 
     from smolcluster.dashboard.reading import RunReader
     from smolcluster.dashboard.runs import Runs
-    from smolcluster.dashboard.server import choose
     from smolcluster.dashboard.terminal import print_once, watch
-    from smolcluster.engine.run_dir import RUNS
     from smolcluster.errors import UserError
-
-    folder, run = choose(run_dir, RUNS)
 
     def find() -> RunReader | None:
         name = run or Runs(folder).newest()
@@ -47,7 +60,7 @@ def top(
         return RunReader(path) if path is not None and path.is_dir() else None
 
     console = Console(highlight=False, markup=False, emoji=False)
-    if once or not sys.stdout.isatty():
+    if once:
         reader = find()
         if reader is None:
             what = f"{folder / run} does not exist" if run else f"there is no run in {folder}"

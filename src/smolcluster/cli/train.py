@@ -210,7 +210,10 @@ def train(
                 run_dir=prepared.run_dir,
                 resume=prepared.resume,
                 backend=backend,
-                sinks=[ConsoleSink(), EndReport()] if place.rank == 0 else [OnlyNotices(ConsoleSink())],
+                # Its own rows are all it sees: the header says whose they are.
+                sinks=[ConsoleSink(alone=place.world_size > 1), EndReport()]
+                if place.rank == 0
+                else [OnlyNotices(ConsoleSink())],
                 tell=tell,
             )
         )

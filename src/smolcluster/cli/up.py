@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from smolcluster.launch.cluster.control import Order
     from smolcluster.launch.cluster.layout import Recorded
+    from smolcluster.launch.cluster.read import Said
 
 EXAMPLES = """Examples:
 
@@ -21,8 +23,12 @@ smolcluster up cluster.yaml my_task.py:MyTask --override training.steps=1000 --d
 
 smolcluster up --local gpt --strategy edp --workers 3
 
+smolcluster up --resume
+
 Then: smolcluster status, smolcluster logs -f, smolcluster down
 """
+
+_RUNNING: list[str] = []  # what this process has brought up
 
 
 def up(
@@ -47,7 +53,12 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Start and return; do not show what is printed.")
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that was stopped last.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with the run that was stopped last; what was said then need not be said again."
+        ),
+    ] = False,
     accept_new: Annotated[
         bool, typer.Option("--accept-new", help="Trust machines that ssh has not seen before, and remember their keys.")
     ] = False,
@@ -57,40 +68,57 @@ def up(
 ) -> int:
     """Start a run on the machines of a cluster file over ssh, and show what they print. Ctrl-C leaves it running."""
     from smolcluster.errors import UserError
-    from smolcluster.launch.cluster.layout import describe
-    from smolcluster.launch.cluster.read import order_for, read_cluster
+    from smolcluster.launch.cluster.layout import describe, lay_out
+    from smolcluster.launch.cluster.read import Said, new_run, order_for
 
-    said = list(sources or [])
-    file = None
-    if not local:
-        if not said or not said[0].endswith((".yaml", ".yml")):
-            raise UserError(
-                "which machines? Give a cluster file (`smolcluster cluster init` writes one), or use --local"
-            )
-        file = Path(said.pop(0))
-    wish = read_cluster(
-        file,
-        train=said or (["gpt"] if local else []),
+    words = list(sources or [])
+    file = words.pop(0) if not local and words and words[0].endswith((".yaml", ".yml")) else None
+    if not local and not resume and file is None:
+        raise UserError("which machines? Give a cluster file (`smolcluster cluster init` writes one), or use --local")
+    said = Said(
+        file=file,
+        folder=str(Path.cwd()),
+        train=words,
         overrides=override or [],
-        sets={"strategy.name": strategy, "training.steps": steps},
-        local_workers=workers,
+        strategy=strategy,
+        steps=steps,
+        workers=workers,
     )
+    if resume:
+        said = _resumed(said, local=local)
+    wish = said.read()
     before = _before(wish.name)
     run = before.run if before is not None and resume else None
     if resume and run is None:
         raise UserError(f"--resume: no run of {wish.name} was started from this machine")
     if dry_run:
-        for line in describe(order_for(wish, run=run, resume=resume).layout):
+        for line in describe(lay_out(wish.config, name=wish.name, run=run or new_run(wish.config))):
             typer.echo(line)
         return 0
-    order = order_for(wish, run=run, resume=resume, panes=local)
+    order = order_for(wish, run=run, resume=resume, panes=said.file is None)
     try:
-        return asyncio.run(_up(order, before, accept_new=accept_new, detach=detach))
+        return asyncio.run(_up(order, said, before, accept_new=accept_new, detach=detach))
     except KeyboardInterrupt:
-        typer.echo(
-            f"\n{wish.name} goes on; look at it with `smolcluster logs -f`, end it with `smolcluster down`", err=True
-        )
+        on = f"{wish.name} goes on; look at it with `smolcluster logs -f`, end it with `smolcluster down`"
+        typer.echo(f"\n{on}" if _RUNNING else "\ninterrupted; what was started has been stopped again", err=True)
         return 130
+
+
+def _resumed(said: Said, *, local: bool) -> Said:
+    """What was said when the run began, and what is said now on top of it."""
+    from smolcluster.errors import UserError
+    from smolcluster.launch.cluster.read import Said
+
+    if said.file is None and not local:
+        before = Said.recall(None)
+    else:
+        with contextlib.suppress(UserError):  # that there is no run is told with the cluster's name
+            before = Said.recall(said.read().name)
+            return said if before is None else said.after(before)
+        return said
+    if before is None:
+        raise UserError("--resume: give the cluster file, or --local; this one was brought up by an older version")
+    return said.after(before)
 
 
 def _before(name: str) -> Recorded | None:
@@ -104,11 +132,11 @@ def _before(name: str) -> Recorded | None:
         return None
 
 
-async def _up(order: Order, before: Recorded | None, *, accept_new: bool, detach: bool) -> int:
+async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: bool, detach: bool) -> int:
     from smolcluster.cli.screen import print_line, print_note
     from smolcluster.launch.cluster import control
     from smolcluster.launch.cluster.layout import as_record, from_record
-    from smolcluster.launch.cluster.record import remember
+    from smolcluster.launch.cluster.record import put_back, recorded_as, remember
 
     layout = order.layout
     print_note(
@@ -122,8 +150,14 @@ async def _up(order: Order, before: Recorded | None, *, accept_new: bool, detach
         if alive and before is not None and before.run != layout.run:
             order = _again(order, before)
             layout = order.layout
-        remember(as_record(layout))
-        begun = await control.up(order, hosts, told=print_note)
+        former = recorded_as(layout.name)
+        try:
+            record = {**as_record(layout), "said": said.record()}
+            begun = await control.up(order, hosts, told=print_note, begins=lambda: remember(record))
+        except BaseException:  # what was started is stopped again: the cluster is what it was
+            put_back(layout.name, former)
+            raise
+        _RUNNING.append(layout.name)
     started = sum(map(len, begun.values()))
     if alive:
         print_note("", f"already running: {', '.join(alive)}" + ("" if started else "; nothing was started"))
@@ -132,13 +166,14 @@ async def _up(order: Order, before: Recorded | None, *, accept_new: bool, detach
             print_note(name, f"started {', '.join(seats)}")
     if detach:
         print_note("", "look at it with `smolcluster logs -f`, end it with `smolcluster down`")
+        print_note("", f"a page with its curves: smolcluster dashboard --cluster {layout.name}")
         return 0
     recorded = from_record(as_record(layout))
     await control.follow(
         recorded,
         layout.machines,
         chosen=[name for name in layout.machines if layout.on(name)],
-        seats=None,
+        seats=list(recorded.hosts),
         past=1000,
         on=True,
         show=print_line,
@@ -158,7 +193,7 @@ def _again(order: Order, before: Recorded) -> Order:
 
 async def _result(recorded: Recorded) -> int:
     """How the run ended."""
-    from smolcluster.cli.screen import print_note
+    from smolcluster.cli.screen import advised, outcome, print_note
     from smolcluster.launch.cluster import control
 
     async with control.connected(recorded.machines) as (hosts, _):
@@ -167,11 +202,11 @@ async def _result(recorded: Recorded) -> int:
     lead = states.get(recorded.lead, {})
     summary = found.get("summary")
     if summary is not None:
-        host = recorded.hosts[recorded.lead]
-        folder = recorded.machines[host].folder
-        print_note("", f"{summary['status']}: {summary['steps']} steps, val loss {summary.get('val_loss')}")
-        print_note("", f"run directory: {host}:{folder}/clusters/{recorded.name}/runs/{recorded.run}")
+        print_note("", outcome(summary))
+        print_note("", f"run directory: {recorded.run_place}")
     status = lead.get("status")
     if status not in (0, None):
-        print(f"smolcluster: {recorded.lead} ended with status {status}: {lead.get('last', '')}", file=sys.stderr)
+        print(
+            f"smolcluster: {recorded.lead} ended with status {status}: {advised(lead.get('last', ''))}", file=sys.stderr
+        )
     return int(status or 0)

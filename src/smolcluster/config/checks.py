@@ -10,7 +10,9 @@ from typing import NamedTuple
 from smolcluster.config.schema import ClusterConfig, Config
 from smolcluster.config.tree import KeyPath
 
-_HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class Conflict(NamedTuple):
@@ -90,6 +92,9 @@ def _machines(config: Config) -> Iterator[Conflict]:
 
 def _hosts(cluster: ClusterConfig) -> Iterator[Conflict]:
     hosts, known = cluster.hosts, ", ".join(sorted(cluster.hosts))
+    if cluster.name is not None and not _CLUSTER_NAME.fullmatch(cluster.name):
+        text = f"cluster.name = '{cluster.name[:80]}' is no name for a cluster; use letters, digits, '-' and '_'"
+        yield Conflict((("cluster", "name"),), text)
     if not hosts:
         return
     if cluster.server is not None and cluster.server not in hosts:
@@ -97,12 +102,18 @@ def _hosts(cluster: ClusterConfig) -> Iterator[Conflict]:
     places: dict[tuple[str, int | None], str] = {}
     for name, host in hosts.items():
         path: KeyPath = ("cluster", "hosts", name)
-        if not _HOST_NAME.fullmatch(name):
+        if not HOST_NAME.fullmatch(name):
             text = f"cluster.hosts: '{name}' is no name for a host; use letters, digits, '-', '_' and '.'"
             yield Conflict((path,), text)
         if host.via is not None and (host.via not in hosts or name in _way(cluster, host.via)):
             why = "is not in hosts" if host.via not in hosts else "leads back to itself"
             yield Conflict(((*path, "via"),), f"cluster.hosts.{name}.via '{host.via}' {why}; known: {known}")
+        for variable, value in host.environment.items():
+            if not _VARIABLE.fullmatch(variable) or "\0" in value:
+                text = (
+                    f"cluster.hosts.{name}.environment: '{variable[:80]}' is no variable; use letters, digits and '_'"
+                )
+                yield Conflict(((*path, "environment"),), text)
         place = (host.address or name, host.port)
         if place[0] != "local" and (other := places.setdefault(place, name)) != name:
             text = f"cluster.hosts: '{other}' and '{name}' have one address, {place[0]}; use `workers: 2` for two on a machine"

@@ -92,7 +92,15 @@ def _number(limit: float) -> str:
     return "2^63" if limit == 2**63 else f"{limit:g}"
 
 
+def hide_credentials(url: str) -> str:
+    """The URL without user and password. Of one that is malformed, rather too much is left out than too little."""
+    scheme, colon, rest = url.rpartition("://") if "://" in url else ("", "", url)
+    return scheme.rpartition("@")[2] + colon + rest.rpartition("@")[2]
+
+
 def show(value: Any) -> str:
-    """A value as it would stand in YAML, shortened."""
+    """A value as it would stand in YAML, shortened. What may be a password in an address is left out."""
+    if isinstance(value, str) and "://" in value:
+        value = hide_credentials(value)
     text = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 80 else text[:76] + " ..."

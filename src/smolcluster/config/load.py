@@ -2,11 +2,13 @@
 
     load_config(["gpt", "my.yaml"], overrides=["training.steps=50"])
 
-Sources merge left to right, then overrides, then `sets`. Mappings merge, lists and scalars replace.
+Sources merge left to right, then overrides, then `sets`. Mappings merge, lists and scalars replace. Epochs that an override or
+`sets` names count even where a source has steps.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -63,6 +65,7 @@ def load_config(
         tree, found = into_sections(layer, below=merged)
         problems += found
         merged = merge(merged, tree)
+    merged = _without_steps_of_files(merged, num_files=len(sources))
     known, found = _known(merged)
     problems += found
     config, found = _validate(known)
@@ -138,6 +141,17 @@ def _implied_strategy(path: Path, place: Place) -> Node:
     match = re.fullmatch(r"cluster_config_(.+)", path.stem)
     name = {"name": Node(match[1], place, "strategy.name")} if match else {}
     return Node({"strategy": Node(name, place, "strategy")}, place)
+
+
+def _without_steps_of_files(merged: Node, *, num_files: int) -> Node:
+    """Steps win over epochs, but not a file's over those of the command line, which is there to have the last word."""
+    steps, epochs = merged.find(("training", "steps")), merged.find(("training", "epochs"))
+    if steps is None or epochs is None or epochs.value is None:
+        return merged
+    if epochs.place.order < num_files or steps.place.order >= num_files:
+        return merged
+    nothing = Node({"steps": dataclasses.replace(steps, value=None)}, epochs.place, "training")
+    return merge(merged, Node({"training": nothing}, merged.place))
 
 
 def _known(merged: Node) -> tuple[Node, list[Problem]]:

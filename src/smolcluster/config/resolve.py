@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from smolcluster.config.describe import hide_credentials
 from smolcluster.config.names import canonical_strategy
 from smolcluster.config.schema import Config
 from smolcluster.config.tree import to_yaml
@@ -25,7 +26,8 @@ def resolve(config: Config) -> Config:
     _resolve_training(config)
     _resolve_data(config)
 
-    config.cluster.num_workers = config.cluster.num_workers or len(config.cluster.workers) or 1
+    on_hosts = sum(host.workers for host in config.cluster.hosts.values())
+    config.cluster.num_workers = config.cluster.num_workers or len(config.cluster.workers) or on_hosts or 1
     if "name" not in config.strategy.model_fields_set and config.cluster.num_workers == 1:
         config.strategy.name = "single"
     config.strategy.name = canonical_strategy(config.strategy.name)
@@ -74,12 +76,6 @@ def _resolve_data(config: Config) -> None:
     if config.logging.project_name is None:
         on_wikitext2 = config.model.type == "gpt" and data.name in _WIKITEXT2
         config.logging.project_name = "smolcluster-gpt-wikitext2" if on_wikitext2 else "smolcluster"
-
-
-def hide_credentials(url: str) -> str:
-    """The URL without user and password. Of one that is malformed, rather too much is left out than too little."""
-    scheme, colon, rest = url.rpartition("://") if "://" in url else ("", "", url)
-    return scheme.rpartition("@")[2] + colon + rest.rpartition("@")[2]
 
 
 def public_dict(config: Config) -> dict[str, Any]:

@@ -110,13 +110,13 @@ class TrainingConfig(Section):
 
     batch_size: Count | None = Field(
         None,
-        description="samples per worker and micro-step; null: 4096 tokens' worth, at most 32 "
+        description="samples that a worker works on in a micro-step; null: 4096 tokens' worth, at most 32 "
         "(32 at length 128, 16 at 256); 32 for SimpleNN",
     )
     epochs: Count | None = Field(
         None,
         description="passes over the data; null: 30 for WikiText, 20 for SNLI, 2 for MNIST, else 1. "
-        "Ignored when steps is set",
+        "Ignored when steps is set, unless only epochs are said on the command line",
     )
     steps: Count | None = Field(None, description="optimizer steps; wins over epochs")
     optimizer: Annotated[Literal["adamw", "sgd"], Lower] = Field("adamw", description="adamw, or sgd with momentum")
@@ -224,7 +224,9 @@ class HostConfig(Section):
     user: str | None = Field(None, description="null: as ~/.ssh/config says, or yours")
     key: str | None = Field(None, description="private key file; null: ~/.ssh/config, the agent, the usual files")
     via: str | None = Field(None, description="another host of the cluster, through which ssh reaches this one")
-    workers: Natural = Field(1, description="workers on this machine; 0: none, only the server")
+    workers: Annotated[int, Field(ge=0, le=1024), Number] = Field(
+        1, description="workers on this machine; 0: none, only the server"
+    )
     device: str | None = Field(None, description="cpu, cuda, mps; null: the best one there")
     batch_size: Count | Auto | None = Field(None, description="per worker here; null: training.batch_size")
     buffer_size: Count | None = Field(None, description="socket buffer in bytes")
@@ -257,6 +259,18 @@ class RunConfig(Section):
     elastic: str | None = Field(
         None, description="MIN:MAX, mesh plane: start again from the last checkpoint when a worker dies"
     )
+    serve: str | None = Field(
+        None,
+        description="serve this model instead of training: what `serve` takes, as the server's machine finds it; every worker "
+        "holds layers",
+    )
+    stages: Count | None = Field(
+        None, description="serve: parts that the layers are cut into; null: workers / replicas"
+    )
+    replicas: Count = Field(1, description="serve: workers that hold each part alike")
+    layers: str | None = Field(None, description="serve: layers of each part, as 10,10,10, or auto; null: evenly")
+    bind: str = Field("127.0.0.1", description="serve: address of the page and the API on the server's machine")
+    page_port: Annotated[int, Field(ge=0, le=65535), Number] = Field(5050, description="serve: port of the page")
 
 
 def _host(value: Any) -> Any:
@@ -300,6 +314,7 @@ class ClusterConfig(Section):
         description="keep a second server process ready (about 250 MB), with train --elastic one for every worker: who dies "
         "is back seconds sooner",
     )
+    join_timeout: Positive = Field(120.0, description="mesh: seconds that ranks wait for each other at the start")
     seed: Seed | None = Field(None, description="as in the cluster files; training.seed wins")
 
 
@@ -383,7 +398,7 @@ class StrategyConfig(Section):
     )
     pp: Count | None = Field(None, description="mesh: pipeline stages")
     cp: Count | None = Field(None, description="mesh: context-parallel size: ranks that have a piece of each sequence")
-    inner_steps: Count | None = Field(None, description="diloco: local steps between exchanges")
+    inner_steps: Count | None = Field(None, description="for strategies that are still to come: no effect yet")
     options: dict[str, Any] = Field(default_factory=dict, description="options of strategies from other packages")
 
 

@@ -16,6 +16,8 @@ import yaml
 
 KeyPath = tuple[str | int, ...]
 
+MOST_NODES = 100_000  # of one document
+
 
 class Place(NamedTuple):
     """Where something was said. `order` is the position of its source among all, so that problems can be sorted."""
@@ -141,10 +143,28 @@ def parse(text: str, *, place: Place, name: str = "") -> tuple[Node, list[Proble
             loader.dispose()
     except yaml.YAMLError as error:
         return Node(None, place, name), [_syntax_problem(error, text, place)]
+    except RecursionError:
+        return Node(None, place, name), [Problem(place, "this is nested too deep")]
     problems: list[Problem] = []
     if root is None:
         return Node(None, place, name), problems
+    if _count(root) > MOST_NODES:
+        return Node(None, place, name), [Problem(place, f"more than {MOST_NODES} values, aliases filled in")]
     return _build(root, place=place, name=name, problems=problems, above=frozenset()), problems
+
+
+def _count(root: yaml.Node) -> int:
+    """How many values there are when every alias is filled in. One that contains itself counts once: it is told later."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 0
+            inside = [v for _, v in node.value] if isinstance(node, yaml.MappingNode) else node.value
+            sizes[id(node)] = 1 + sum(map(size, inside)) if isinstance(node, yaml.CollectionNode) else 1
+        return sizes[id(node)]
+
+    return size(root)
 
 
 def _syntax_problem(error: yaml.YAMLError, text: str, place: Place) -> Problem:

@@ -1,0 +1,77 @@
+"""`smolcluster chat`: a conversation with a served model, in the terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+EXAMPLES = """Examples:
+
+smolcluster chat
+
+smolcluster chat http://mini1:5050 --system "Answer in one sentence." --temperature 0.7
+
+echo "Why is the sky blue?" | smolcluster chat > answer.txt
+"""
+
+Key = Annotated[
+    str | None,
+    typer.Option(envvar="SMOLCLUSTER_API_KEY", show_envvar=True, help="The server's key, where it has one."),
+]
+Model = Annotated[str | None, typer.Option(help="Which of the server's models. Default: its first.")]
+Temperature = Annotated[float | None, typer.Option(help="0: always the likeliest token. Default: the server's.")]
+TopP = Annotated[float | None, typer.Option(help="Only the likeliest tokens that make up this share.")]
+TopK = Annotated[int | None, typer.Option(help="Only so many of the likeliest tokens.")]
+MaxTokens = Annotated[int | None, typer.Option(help="The longest answer, in tokens.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed, the same answer.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: fewer repetitions.")]
+
+
+def chat(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="Where the server is: what smolcluster serve printed.")
+    ] = "http://127.0.0.1:5050",
+    system: Annotated[str, typer.Option(help="How the model should behave.")] = "",
+    model: Model = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    max_tokens: MaxTokens = None,
+    seed: Seed = None,
+    repetition_penalty: RepetitionPenalty = None,
+    key: Key = None,
+) -> int:
+    """Talk to a served model. In a pipe: one question from stdin, the answer and nothing else to stdout."""
+    from smolcluster.serve.client import Client
+    from smolcluster.serve.terminal import Chat, given, is_coloured, line_reader, print_pieces, read_all
+
+    options = given(
+        {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "repetition_penalty": repetition_penalty,
+        }
+    )
+    client = Client(url, key=key)
+    if not sys.stdin.isatty():
+        question = read_all(sys.stdin, what="the question")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": question})
+        print_pieces(client.chat(messages, options={"model": model or client.models()[0], **options}), sys.stdout)
+        return 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it stops an answer, also where a script ignores it
+    talk = Chat(
+        client=client,
+        model=model or client.models()[0],
+        options=options,
+        system=system,
+        read=line_reader(),
+        colour=is_coloured(sys.stdout),
+    )
+    return talk.run()

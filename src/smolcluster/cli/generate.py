@@ -1,0 +1,86 @@
+"""`smolcluster generate`: what follows a text."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from smolcluster.cli.chat import Key, MaxTokens, Model, RepetitionPenalty, Seed, Temperature, TopK, TopP
+
+if TYPE_CHECKING:
+    from smolcluster.serve.client import Completes
+
+EXAMPLES = """Examples:
+
+smolcluster generate "Once upon a time" --max-tokens 60
+
+smolcluster generate - --temperature 0 < prompt.txt
+
+smolcluster generate "def fib(n):" --url http://mini1:5050 --stop "def " --no-stream
+
+smolcluster generate "Once upon a time" --from runs/demo            (without a server)
+"""
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="A text to be continued; - reads it from stdin.")],
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:5050",
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="MODEL",
+            help="Without a server: load this model here, for this one text. What `smolcluster serve` takes.",
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="With --from: cpu, cuda, mps. Default: the best one here.")] = None,
+    model: Model = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    max_tokens: MaxTokens = None,
+    seed: Seed = None,
+    repetition_penalty: RepetitionPenalty = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text. May be given several times.")] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="Print as it comes, or when it is whole.")
+    ] = True,
+    key: Key = None,
+) -> int:
+    """Continue a text with a served model, or with one that is loaded for it, and print what follows."""
+    from smolcluster.errors import UserError
+    from smolcluster.serve.terminal import given, print_pieces, read_all
+
+    options = given(
+        {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "repetition_penalty": repetition_penalty,
+            "stop": stop or None,
+        }
+    )
+    text = read_all(sys.stdin, what="the prompt") if prompt == "-" else prompt
+    if not text:
+        raise UserError("the prompt is empty; write the text that is to be continued, or - to read it from stdin")
+    source, name = _here(from_, device) if from_ is not None else _there(url, key, model)
+    print_pieces(source.complete(text, options={"model": name, **options}, stream=stream), sys.stdout)
+    return 0
+
+
+def _there(url: str, key: str | None, model: str | None) -> tuple[Completes, str]:
+    from smolcluster.serve.client import Client
+
+    client = Client(url, key=key)
+    return client, model or client.models()[0]
+
+
+def _here(model: str, device: str | None) -> tuple[Completes, str]:
+    from smolcluster.serve.life import load_alone
+
+    service = load_alone(model, device)
+    return service, service.name

