@@ -13,8 +13,13 @@ BENCHMARKS = {
     "p6": ("benchmarks.p6", "memory of a rank, ZeRO stages 0 to 3, against the formula, FSDP2 alone and the forecast"),
     "ddp": ("benchmarks.ddp", "step time of allreduce against torch DDP, on loopback or a limited link"),
     "p7": ("benchmarks.p7", "one worker through the loop and a strategy against the bare PyTorch loop"),
+    "p8": (
+        "benchmarks.p8",
+        "inference over 1, 2 and 4 stages, 1 and 8 streams, against the same weights in one process",
+    ),
     "p9": ("benchmarks.p9", "kill -9 one of 4 workers: time to the next step, against elastic torchrun"),
     "p10": ("benchmarks.p10", "how long a checkpoint stops training, against torch.save and DCP"),
     "p12": ("benchmarks.p12", "bytes that each strategy moves in a step, against its formula"),
     "p13": ("benchmarks.p13", "start-up: `smolcluster --help`, and `train` to the first step on 2 workers"),
+    "watched": ("benchmarks.watched", "what the dashboard with 50 viewers, and logs pushed to Loki, cost training"),
 }

@@ -1,4 +1,4 @@
-"""Whatever bytes come over the elastic plane's wire, nothing happens but a refusal.
+"""Whatever bytes come over the wire, in an HTTP body or in a file of weights, nothing happens but a refusal.
 
     python -m tools.fuzz                                        every target, a minute each
     python -m tools.fuzz parser roster --seconds 600            these, longer
@@ -13,6 +13,9 @@
     roster      strangers, newcomers and members of a server say anything in any order
     line        a worker's server says anything
     peers       one that is no member says anything to a worker
+    serving     what fronts and stages of inference read: models, offers, assignments, batches, answers
+    requests    HTTP bodies of every route of inference
+    gguf        files of weights
 
 A target turns bytes into such a situation and raises if something happens that must not. It returns what did happen in a few
 words: inputs with the same words are alike, so one of each is kept in tests/corpus, where the tests play them again.
@@ -28,6 +31,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import random
 import re
@@ -47,7 +51,13 @@ GUIDED = importlib.util.find_spec("atheris") is not None and __name__ == "__main
 if GUIDED:
     import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-with atheris.instrument_imports(include=["smolcluster.comm"]) if GUIDED else contextlib.nullcontext():
+with (
+    atheris.instrument_imports(
+        include=["smolcluster.comm", "smolcluster.serve", "smolcluster.web", "smolcluster.models"]
+    )
+    if GUIDED
+    else contextlib.nullcontext()
+):
     import torch
     from torch import Tensor
 
@@ -69,6 +79,10 @@ with atheris.instrument_imports(include=["smolcluster.comm"]) if GUIDED else con
     from smolcluster.comm.group import PeerLost
     from smolcluster.engine.server import Server
     from smolcluster.errors import UserError
+    from smolcluster.models.gguf import GGUF
+    from smolcluster.serve import api_types, wire
+    from smolcluster.serve.service import BadRequest
+    from smolcluster.web.bodies import Unreadable, parse_object
 
 CORPUS = Path(__file__).parent.parent / "tests" / "corpus"
 MOST_INPUTS = 60  # of a target in the corpus
@@ -442,6 +456,7 @@ class _Office:
         server = cast(Server, SimpleNamespace())
         server.config = cast(Any, SimpleNamespace(cluster=SimpleNamespace(workers=[])))
         server.layout, server.train_data = LAYOUT, cast(Any, range(SAMPLES))
+        server.strategy = cast(Any, SimpleNamespace(server_has_weights=False))  # then addresses are looked at, too
         server.metrics = cast(Any, SimpleNamespace(handle=lambda _: None))
         self.roster = Roster(
             self.box,
@@ -609,8 +624,92 @@ def _formed(peers: Peers, view: View, network: Switchboard) -> Any:
     return made[0]
 
 
+# Inference
+
+NUM_LAYERS = 6
+READERS: Mapping[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Any], dict[str, Any]]]] = {
+    "model": (wire.read_model, wire.model_meta),
+    "offer": (wire.read_offer, wire.offer_meta),
+    "assignment": (lambda meta: wire.read_assignment(meta, num_layers=NUM_LAYERS), wire.assignment_meta),
+    "batch": (wire.read_batch, wire.batch_meta),
+    "chosen": (wire.read_chosen, lambda value: wire.chosen_meta(*value)),
+    "sequences": (wire.read_sequences, lambda value: {"sequences": value}),
+}
+
+
+def serving(data: bytes) -> str:
+    """What is let in can be sent on, and is the same then; its numbers are whole where they count something."""
+    source = Source(data)
+    name = list(READERS)[source.byte() % len(READERS)]
+    read, write = READERS[name]
+    try:
+        found = read(_blown_up(frames.decode_meta(source.rest())))
+    except FrameError:
+        return "not meta"
+    except ValueError as error:
+        return f"{name} {words(error)}"
+    again = frames.decode_meta(frames.encode_meta(write(found)))
+    insist(read(again) == found, f"another {name} when it is sent on")
+    if isinstance(found, wire.Model):
+        sizes = (found.config.vocab_size, found.config.model_dim, found.config.num_layers, found.config.max_seq_len)
+        insist(all(type(size) is int for size in sizes), f"a model of {sizes}")
+    if isinstance(found, wire.Assignment):
+        insist(found.first_layer + found.num_layers <= NUM_LAYERS, f"{found} of {NUM_LAYERS} layers")
+    if isinstance(found, wire.Batch):
+        insist(0 < found.num_tokens <= wire.MOST_TOKENS, f"a batch of {found.num_tokens} tokens")
+    return f"{name} read, {min(2, len(again.get('rows', again)))} in it"
+
+
+ROUTES: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "chat": api_types.read_chat,
+    "completion": api_types.read_completion,
+    "simple chat": api_types.read_simple_chat,
+    "simple query": api_types.read_simple_query,
+    "key": api_types.read_key,
+}
+
+
+def requests(data: bytes) -> str:
+    """A request whose texts can be written anywhere, or a refusal that can be told."""
+    source = Source(data)
+    name = list(ROUTES)[source.byte() % len(ROUTES)]
+    try:
+        found = ROUTES[name](parse_object(source.rest()))
+    except (Unreadable, BadRequest) as error:
+        field = error.field if isinstance(error, BadRequest) else None
+        json.dumps(api_types.error_body(str(error), status=400, field=field), ensure_ascii=False).encode()
+        insist(len(str(error)) < 2000, "a refusal that is longer than what it refuses")
+        return f"{name} {words(error)}"
+    if isinstance(found, str):
+        found.encode()
+        return f"{name} read"
+    request = found.request
+    json.dumps([request.messages, request.prompts, request.stop, request.model], ensure_ascii=False).encode()
+    insist(type(request.n) is int, f"{request.n} choices")
+    return f"{name} read, {'messages' if request.messages else 'prompts'}{', streamed' if found.stream else ''}"
+
+
+def gguf(data: bytes) -> str:
+    """Weights that are numbers, all of a model and no more, or a refusal with the file's name."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        path = Path(folder) / "m.gguf"
+        path.write_bytes(data)
+        try:
+            file = GGUF(path)
+            found = file.load(range(file.config.num_layers), first=True, last=True)
+        except ValueError as error:
+            insist(str(error).startswith(f"{path}: "), f"a refusal without the file's name: {error}")
+            told = str(error).removeprefix(f"{path}: ").partition(":")[0]
+            return " ".join(word for word in told.split() if word.isascii() and word.isalpha())[:60]  # without names
+    for name, tensor in found.items():
+        insist(bool(tensor.isfinite().all()), f"{name} has numbers that are none")
+        insist(tensor.numel() <= 8 * len(data), f"{name} is larger than the file")
+    return f"{file.architecture} read, {len(found)} tensors"
+
+
 TARGETS: Mapping[str, Callable[[bytes], str]] = {
-    target.__name__: target for target in (parser, meta, handshake, view, codecs, roster, line, peers)
+    target.__name__: target
+    for target in (parser, meta, handshake, view, codecs, roster, line, peers, serving, requests, gguf)
 }
 
 

@@ -1,0 +1,339 @@
+"""P8: inference over 1, 2 and 4 stages, 1 and 8 streams, against the same weights in one process.
+
+Every stage is a process with one thread, on loopback, or each on a host of its own behind a limited link (network
+namespaces; then with a token and TLS). Peers have one thread too: our own GPT with its cache in one process,
+`transformers` generate where it is installed, and as many processes with bare sockets and nothing around them, which show
+what it costs that a process sleeps while another computes. Greedy, the same prompts; activations travel in fp16.
+
+    one stream      seconds per token, after the first
+    eight streams   the same, of all together
+    first token     of a prompt of 256 tokens
+
+Beside it, for one stream: the time of a token's way in which no stage computed, by the stages' own clocks. It is what sockets
+and everything of ours cost, and no part of it is the layers', whose time differs from sample to sample.
+
+Limit for S stages and one stream: what one process computes, and S + 1 hops of a plain TCP message of the activations' size,
+to a process that has slept for 20 ms, as a stage has between two tokens (waking up takes longer than the way).
+Here all stages share this machine's cores: with one stream they work one after the other, as on machines of their own; with
+eight at most as many at once as there are cores.
+
+Target: one stream at 95 % of the limit or more; eight streams at least 0.9 S times one stream's tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Comparison, Measured, Session, Variant
+from benchmarks.network import Network, check_possible, hosts
+from benchmarks.workload import ROOT, child_environment
+from smolcluster.comm.elastic.security import new_token
+from smolcluster.engine.export import write_folder
+from smolcluster.errors import SmolclusterError
+from smolcluster.models import GPT, GPTConfig
+from smolcluster.models.hugging_face import export_config, export_weights
+from smolcluster.serve.sources import find_source
+
+EXAMPLE = "python -m benchmarks p8 --model smollm2 --link 100mbit"
+PORT = 29700
+HOPS = 100
+START_S = 180.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", choices=["smollm2", "gpt2"], default="smollm2", help="gpt2: its shape, random weights"
+    )
+    parser.add_argument("--link", default="loopback", help="loopback, or a rate such as 100mbit (needs root)")
+    parser.add_argument("--stages", default="1,2,4", help="(default: 1,2,4; quick: 1,2)")
+    parser.add_argument("--count", type=int, help="tokens of a sample (default: 48; quick: 6)")
+
+
+def run(session: Session, arguments: argparse.Namespace) -> None:
+    numbers = [1, 2] if session.quick else [int(word) for word in arguments.stages.split(",")]
+    count = arguments.count or (6 if session.quick else 48)
+    session.name = f"p8-{arguments.model}-{arguments.link}"
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = _tiny(folder) if session.quick else "smollm2" if arguments.model == "smollm2" else _gpt2(folder)
+        network = None
+        if arguments.link != "loopback":
+            check_possible()
+            network = stack.enter_context(hosts(1 + max(numbers), rate=arguments.link))
+        clusters = {n: stack.enter_context(_cluster(model, n, network)) for n in numbers}
+        peers = {"one process": stack.enter_context(_peer(model, "ours"))}
+        with contextlib.suppress(SmolclusterError):
+            peers["transformers"] = stack.enter_context(_peer(model, "transformers"))
+        bare = {_bare_name(n): stack.enter_context(_bare(model, n, network)) for n in numbers}
+        config = find_source(model).config
+        hop_s = _hop_s(network, size=2 * config.model_dim + 400)
+        session.parameters = {"config": asdict(config), "link": arguments.link, "count": count, "hop_s": hop_s}
+        outside: dict[str, list[float]] = {}
+        alone = session.compare(_compare("1 stream", clusters, peers | bare, session, outside, streams=1, count=count))
+        together = session.compare(_compare("8 streams", clusters, peers, session, {}, streams=8, count=count))
+        length = min(256, config.max_seq_len - 8)
+        session.compare(_first_token(clusters, peers | bare, session, length=length))
+        _judge(session, alone, together, numbers, hop_s, {name: statistics.median(o) for name, o in outside.items()})
+
+
+# What is compared
+
+
+class Asked:
+    """A process that is asked by lines."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._read()  # it is ready
+
+    def ask(self, **said: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(said).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with contextlib.suppress(ValueError):
+                told: dict[str, Any] = json.loads(line)
+                return told
+        raise SmolclusterError(f"a process of the benchmark has ended with status {self._process.wait()}")
+
+
+def _compare(
+    name: str,
+    clusters: dict[int, Asked],
+    peers: dict[str, Asked],
+    session: Session,
+    outside: dict[str, list[float]],
+    *,
+    streams: int,
+    count: int,
+) -> Comparison:
+    names = {asked: _name(n) for n, asked in clusters.items()}
+
+    def timed(asked: Asked) -> Callable[[], float]:
+        def sample() -> float:
+            told = asked.ask(what="tokens", streams=streams, count=count)
+            if asked in names:
+                outside.setdefault(names[asked], []).append(told["outside_s"])
+            return float(told["seconds"] / told["tokens"])
+
+        return sample
+
+    return _comparison(f"{name}: seconds per token", clusters, peers, session, timed)
+
+
+def _first_token(clusters: dict[int, Asked], peers: dict[str, Asked], session: Session, *, length: int) -> Comparison:
+    def timed(asked: Asked) -> Callable[[], float]:
+        return lambda: float(asked.ask(what="first", prompt=length)["seconds"])
+
+    return _comparison(f"a prompt of {length} tokens: seconds to the first token", clusters, peers, session, timed)
+
+
+def _comparison(
+    name: str,
+    clusters: dict[int, Asked],
+    peers: dict[str, Asked],
+    session: Session,
+    timed: Callable[[Asked], Callable[[], float]],
+) -> Comparison:
+    first, *others = peers.items()
+    variants = [Variant(name=first[0], run=timed(first[1]), role="peer")]
+    variants += [Variant(name=_name(n), run=timed(asked)) for n, asked in clusters.items()]
+    variants += [Variant(name=other, run=timed(asked), role="extra") for other, asked in others]
+    variants += [Variant(name=f"{first[0]} again", run=timed(first[1]), role="noise")]
+    return Comparison(name=name, variants=variants, rounds=1 if session.quick else 2)
+
+
+def _name(stages: int) -> str:
+    return f"{stages} stage{'s' * (stages > 1)}"
+
+
+def _judge(
+    session: Session,
+    alone: Measured,
+    together: Measured,
+    numbers: list[int],
+    hop_s: float,
+    outside: dict[str, float],
+) -> None:
+    rows, base = [], alone.comparison.peers[0].name
+    for n in numbers:
+        name = _name(n)
+        pairs = zip(alone.medians(base), alone.medians(name), strict=True)
+        share = statistics.median((one + (n + 1) * hop_s) / ours for one, ours in pairs)
+        pairs = zip(alone.medians(_bare_name(n)), alone.medians(name), strict=True)
+        of_bare = statistics.median(bare / ours for bare, ours in pairs)
+        ratios = zip(alone.medians(name), together.medians(name), strict=True)
+        gain = statistics.median(single / eight for single, eight in ratios)
+        figures = {
+            "share_of_limit": share,
+            "share_of_bare": of_bare,
+            "outside_s": outside[name],
+            "eight_over_one": gain,
+        }
+        rows.append({"stages": n, **figures})
+        print(
+            f"{name}: {share:.1%} of the limit (target 95 %: {'met' if share >= 0.95 else 'missed'}), "
+            f"{of_bare:.1%} of bare sockets between the same processes, {outside[name] * 1e3:.2f} ms outside the layers, "
+            f"8 streams {gain:.2f} x one (target {0.9 * n:g}: {'met' if gain >= 0.9 * n else 'missed'})"
+        )
+    print(f"a hop of a plain TCP message: {hop_s * 1e3:.3f} ms\n")
+    session.parameters["tables"] = rows
+
+
+# Processes
+
+
+@contextlib.contextmanager
+def _process(command: list[str], *, host: int | None, network: Network | None, token: str | None) -> Iterator[Any]:
+    environ = child_environment() | ({"SMOLCLUSTER_TOKEN": token} if token is not None else {})
+    inside = [] if network is None or host is None else ["ip", "netns", "exec", network.namespace(host)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*inside, *command], env=environ, cwd=ROOT, stdin=pipe, stdout=pipe)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for end in (process.stdin, process.stdout):
+            if end is not None:
+                end.close()
+
+
+@contextlib.contextmanager
+def _cluster(model: str, stages: int, network: Network | None) -> Iterator[Asked]:
+    port = PORT + stages
+    token = None if network is None else new_token()
+    address = f"{'127.0.0.1' if network is None else network.address(0)}:{port}"
+    front = [sys.executable, "-m", "benchmarks.p8_front", model, str(stages), address]
+    stage = [sys.executable, "-m", "smolcluster", "stage", "--server", address, "--device", "cpu", "--threads", "1"]
+    with contextlib.ExitStack() as stack:
+        led = stack.enter_context(_process(front, host=0, network=network, token=token))
+        for number in range(stages):
+            command = [*stage, "--name", f"s{number}", "--with-parent"]
+            stack.enter_context(_process(command, host=1 + number, network=network, token=token))
+        yield _within(lambda: Asked(led))
+
+
+def _bare_name(stages: int) -> str:
+    return f"{stages} bare"
+
+
+@contextlib.contextmanager
+def _bare(model: str, stages: int, network: Network | None) -> Iterator[Asked]:
+    """The front is the first of the circle, as it is of ours."""
+    port = PORT + 100 + 10 * stages
+    hosts_of = ["127.0.0.1" if network is None else network.address(host) for host in range(stages + 1)]
+    addresses = [f"{host}:{port + place}" for place, host in enumerate(hosts_of)]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for host in range(stages + 1):
+            here, behind = addresses[host], addresses[(host + 1) % (stages + 1)]
+            command = [sys.executable, "-m", "benchmarks.peers.bare_stages", model, str(stages), str(host - 1)]
+            started.append(
+                stack.enter_context(_process([*command, here, behind], host=host, network=network, token=None))
+            )
+        yield _within(lambda: Asked(started[0]))
+
+
+@contextlib.contextmanager
+def _peer(model: str, kind: str) -> Iterator[Asked]:
+    command = [sys.executable, "-m", "benchmarks.peers.one_process", model, kind]
+    with _process(command, host=None, network=None, token=None) as process:
+        yield _within(lambda: Asked(process))
+
+
+def _within(make: Callable[[], Asked]) -> Asked:
+    found: list[Asked | SmolclusterError] = []
+
+    def work() -> None:
+        try:
+            found.append(make())
+        except SmolclusterError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(START_S)
+    if not found or isinstance(found[0], SmolclusterError):
+        raise found[0] if found and isinstance(found[0], SmolclusterError) else SmolclusterError("not ready in time")
+    return found[0]
+
+
+_ECHO = """
+import socket, sys
+door = socket.create_server((sys.argv[1], int(sys.argv[2])))
+print("ready", flush=True)
+line, _ = door.accept()
+line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+while True:
+    data = b""
+    while len(data) < int(sys.argv[3]):
+        more = line.recv(65536)
+        if not more: sys.exit()
+        data += more
+    line.sendall(data)
+"""
+_CALL = """
+import socket, statistics, sys, time
+line = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+size, times = int(sys.argv[3]), []
+for _ in range(int(sys.argv[4])):
+    time.sleep(0.02)
+    began = time.perf_counter()
+    line.sendall(bytes(size))
+    got = 0
+    while got < size:
+        got += len(line.recv(65536))
+    times.append(time.perf_counter() - began)
+print(statistics.median(times) / 2)
+"""
+
+
+def _hop_s(network: Network | None, *, size: int) -> float:
+    """One way of a plain TCP message of this size, between two hosts or on loopback."""
+    host = "127.0.0.1" if network is None else network.address(0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with _process([sys.executable, "-c", _ECHO, host, port, str(size)], host=0, network=network, token=None) as echo:
+        echo.stdout.readline()
+        call = [sys.executable, "-c", _CALL, host, port, str(size), str(HOPS)]
+        with _process(call, host=1, network=network, token=None) as calling:
+            return float(calling.stdout.read())
+
+
+# Models
+
+
+def _gpt2(folder: Path) -> str:
+    return _random(folder, GPTConfig.gpt2("small"))
+
+
+def _tiny(folder: Path) -> str:
+    return _random(folder, GPTConfig(model_dim=64, num_layers=4, num_heads=4, vocab_size=256, max_seq_len=128))
+
+
+def _random(folder: Path, config: GPTConfig) -> str:
+    torch.manual_seed(0)
+    path = folder / "random"
+    write_folder(path, export_config(config), export_weights(config, GPT(config).state_dict()))
+    return str(path)

@@ -1,0 +1,81 @@
+"""A front for `p8`: one line in asks for a measurement, one line out tells it.
+
+python -m benchmarks.p8_front MODEL STAGES HOST:PORT        waits for its stages, then says {"ready": true}
+{"what": "tokens", "streams": 8, "count": 64}          ->   {"seconds": ..., "tokens": ..., "outside_s": ...}
+{"what": "first", "prompt": 256}                       ->   {"seconds": ...}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+from smolcluster.comm.elastic.security import load_keyring
+from smolcluster.comm.elastic.sockets import split_address
+from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.engine.identity import new_peer
+from smolcluster.serve.ask import Ask, Sampling
+from smolcluster.serve.front import LINKS, Front
+from smolcluster.serve.layout import Wish
+from smolcluster.serve.sources import find_source
+
+PROMPT = 16  # tokens before those that are timed
+
+
+def prompt(length: int, stream: int = 0) -> tuple[int, ...]:
+    return tuple((37 * n + 101 * stream) % 255 + 1 for n in range(length))
+
+
+async def tokens(front: Front, *, streams: int, count: int) -> dict[str, Any]:
+    """From the moment in which all have their first token until the first has all of them. `outside_s`: of a batch's way, the
+    time in which no stage computed."""
+    front.hops.clear()
+    times: list[list[float]] = [[] for _ in range(streams)]
+
+    async def one(number: int) -> None:
+        ask = Ask(tokens=prompt(PROMPT, number), max_tokens=count, sampling=Sampling(temperature=0.0))
+        async for _ in front.stream(ask):
+            times[number].append(time.perf_counter())
+
+    await asyncio.gather(*map(one, range(streams)))
+    began, ended = max(row[0] for row in times), min(row[-1] for row in times)
+    made = sum(sum(began < when <= ended for when in row) for row in times)
+    outside_s = statistics.median(whole - sum(one.computed_s for one in spent) for whole, spent in front.hops)
+    return {"seconds": ended - began, "tokens": made, "outside_s": outside_s}
+
+
+async def first(front: Front, *, length: int) -> dict[str, Any]:
+    began = time.perf_counter()
+    async for _ in front.stream(Ask(tokens=prompt(length), max_tokens=1, sampling=Sampling(temperature=0.0))):
+        break
+    return {"seconds": time.perf_counter() - began}
+
+
+def main() -> None:
+    model, stages, listen = sys.argv[1:4]
+    transport = TcpTransport(
+        new_peer(role="front", rank=0, host="front"), keyring=load_keyring(None, os.environ), limits=LINKS
+    )
+    front = Front(transport, find_source(model), wish=Wish(stages=int(stages)), listen=split_address(listen))
+    try:
+        if not front.wait_ready(120):
+            sys.exit(f"not ready: {front.problems()}")
+        print(json.dumps({"ready": True}), flush=True)
+        for line in sys.stdin:
+            said = json.loads(line)
+            if said["what"] == "first":
+                told = asyncio.run(first(front, length=said["prompt"]))
+            else:
+                told = asyncio.run(tokens(front, streams=said["streams"], count=said["count"]))
+            print(json.dumps(told), flush=True)
+    finally:
+        front.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The same weights in one process, for `p8`: our GPT with its cache, or `transformers`. Asked as `p8_front` is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.p8_front import PROMPT, prompt
+from smolcluster.models import GPT
+from smolcluster.models.hugging_face import export_config, export_weights
+from smolcluster.serve.sources import Source, find_source
+
+Generate = Callable[[Tensor, int], None]
+
+
+def ours(source: Source) -> Generate:
+    config = source.config
+    with torch.device("meta"):
+        model = GPT(config)
+    weights = source.load(range(config.num_layers), first=True, last=True, dtype=torch.float32, device="cpu")
+    model.load_state_dict(weights, assign=True)
+    model.eval()
+
+    @torch.inference_mode()
+    def generate(tokens_BT: Tensor, count: int) -> None:
+        """Only the logits behind the last token, as the stages do it."""
+        cache = model.new_cache(tokens_BT.size(0), tokens_BT.size(1) + count)
+        for _ in range(count):
+            x = model.run_blocks(model.embed(tokens_BT, cache.length), model.blocks, cache=cache)
+            cache.length += tokens_BT.size(1)
+            tokens_BT = model.head(x[:, -1:]).argmax(dim=-1)
+
+    return generate
+
+
+def theirs(source: Source) -> Generate:
+    import transformers
+
+    config = source.config
+    weights = source.load(range(config.num_layers), first=True, last=True, dtype=torch.float32, device="cpu")
+    said = export_config(config)
+    kind = getattr(
+        transformers, said["architectures"][0].replace("ForCausalLM", "Config").replace("LMHeadModel", "Config")
+    )
+    model = getattr(transformers, said["architectures"][0])(kind(**said)).eval()
+    model.load_state_dict(export_weights(config, weights), strict=False)
+    model.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    def generate(tokens_BT: Tensor, count: int) -> None:
+        model.generate(
+            tokens_BT,
+            attention_mask=torch.ones_like(tokens_BT),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    return generate
+
+
+def main() -> None:
+    model, kind = sys.argv[1:3]
+    generate = {"ours": ours, "transformers": theirs}[kind](find_source(model))
+
+    def timed(tokens_BT: Tensor, count: int) -> float:
+        began = time.perf_counter()
+        generate(tokens_BT, count)
+        return time.perf_counter() - began
+
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        said: dict[str, Any] = json.loads(line)
+        if said["what"] == "first":
+            told = {"seconds": timed(torch.tensor([prompt(said["prompt"])]), 1)}
+        else:
+            tokens_BT = torch.tensor([prompt(PROMPT, stream) for stream in range(said["streams"])])
+            begun = timed(tokens_BT, 1)
+            made = said["streams"] * (said["count"] - 1)
+            told = {"seconds": timed(tokens_BT, said["count"]) - begun, "tokens": made}
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

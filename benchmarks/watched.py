@@ -1,0 +1,270 @@
+"""What being watched costs training.
+
+Dashboard: one run of `edp` on 2 workers goes on all the time, `smolcluster dashboard` beside it on the same machine, and a
+process with 50 viewers that read its events. Windows of seconds per committed step, in turn: both stopped (SIGSTOP), both
+running, both stopped. What the viewers cost counts against us; at a user's they are on other machines.
+
+Logs: short runs on 1 worker that log every step, in turn: with a file alone, and with `logging.loki_url` (a server that
+takes everything) and `logging.prometheus_port` (asked once a second).
+
+Target: at most 1 % over the run that nobody watches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import http.server
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.harness import Comparison, Session, Target, Variant
+from benchmarks.p13 import smolcluster_command
+from benchmarks.processes import started
+from benchmarks.workload import SHAPES
+from smolcluster.errors import SmolclusterError
+
+EXAMPLE = "python -m benchmarks watched --only logs"
+SHAPE = SHAPES["0.8m"]
+LIMIT = Target(limit=1.01)
+START_S = 120.0
+SETTLE_S = 1.0  # after SIGCONT the page catches up with what it missed
+VIEWERS = """
+import os, selectors, socket, sys
+os.nice(19)
+chosen = selectors.DefaultSelector()
+for _ in range(int(sys.argv[2])):
+    line = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    line.sendall(b"GET /api/run/watched/events HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+    chosen.register(line, selectors.EVENT_READ)
+while True:
+    for key, _ in chosen.select():
+        if not key.fileobj.recv(1 << 20):
+            sys.exit("the dashboard closed a connection")
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=["dashboard", "logs"], help="one of the two (default: both)")
+    parser.add_argument("--viewers", type=int, default=50, help="of the dashboard (default: 50)")
+    parser.add_argument("--window", type=float, help="seconds of a window (default: 8; quick: 1)")
+
+
+def run(session: Session, arguments: argparse.Namespace) -> None:
+    if arguments.only != "logs":
+        _dashboard(session, viewers=arguments.viewers, window_s=arguments.window or (1.0 if session.quick else 8.0))
+    if arguments.only != "dashboard":
+        _logs(session, steps=20 if session.quick else 400)
+
+
+def _train(run_dir: Path, *, strategy: str, workers: int, steps: int, **sets: object) -> list[str]:
+    sets = {
+        **{key: value for key, value in SHAPE.sets().items() if value is not None},
+        "training.device": "cpu",
+        "training.eval_steps": 0,
+        "training.eval_batches": 1,
+        "training.checkpoint_steps": 0,
+        "data.cache_dir": run_dir.parent / "cache",
+        **{key.replace("__", "."): value for key, value in sets.items()},
+    }
+    command = [*smolcluster_command(), "train", "gpt", "--strategy", strategy, "--workers", str(workers)]
+    command += ["--steps", str(steps), "--run-dir", str(run_dir)]
+    return [*command, "--override", *(f"{key}={value}" for key, value in sets.items())]
+
+
+# The dashboard
+
+
+def _dashboard(session: Session, *, viewers: int, window_s: float) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "watched"
+        port = _free_port()
+        endless = _train(folder, strategy="edp", workers=2, steps=10**7, cluster__standby=False)
+        page = [*smolcluster_command(), "dashboard", str(folder), "--port", str(port), "--no-browser"]
+        audience = [sys.executable, "-c", VIEWERS, str(port), str(viewers)]
+        with started(endless) as training:
+            history = folder / "history.jsonl"
+            _until(lambda: history.exists() and _commits(history) > 20, training, "20 steps")
+            with started(page) as shown:
+                _until(lambda: _listens(port), shown, "the page")
+                with started(audience) as watching:
+                    commands = (shown, watching)
+                    used = _Used([shown.pid])
+
+                    def window(*, watched: bool) -> Callable[[], float]:
+                        def sample() -> float:
+                            for command in commands:
+                                command.send_signal(signal.SIGCONT if watched else signal.SIGSTOP)
+                            time.sleep(SETTLE_S)
+                            with used.counted(on=watched):
+                                first, began = _commits(history), time.monotonic()
+                                time.sleep(window_s)
+                                steps, took = _commits(history) - first, time.monotonic() - began
+                            if any(command.poll() is not None for command in (training, *commands)) or steps < 1:
+                                raise SmolclusterError("something ended while it was measured")
+                            return took / steps
+
+                        return sample
+
+                    try:
+                        session.compare(
+                            Comparison(
+                                name=f"edp on 2 workers, the dashboard with {viewers} viewers: time per step",
+                                variants=[
+                                    Variant(name="alone", run=window(watched=False), role="peer"),
+                                    Variant(name="watched", run=window(watched=True), target=LIMIT),
+                                    Variant(name="alone again", run=window(watched=False), role="noise"),
+                                ],
+                                rounds=1 if session.quick else 4,
+                                parameters={**SHAPE.sets(), "window_s": window_s, "viewers": viewers},
+                            )
+                        )
+                    finally:
+                        for command in commands:
+                            command.send_signal(signal.SIGCONT)
+                    session.parameters["dashboard_cpu_of_one_core"] = used.share
+                    print(f"the dashboard takes {used.share:.1%} of one core while it is watched\n")
+
+
+class _Used:
+    """CPU seconds of processes per second of the windows that count."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids, self._cpu_s, self._wall_s = pids, 0.0, 0.0
+
+    @contextlib.contextmanager
+    def counted(self, *, on: bool) -> Iterator[None]:
+        cpu, began = self._cpu(), time.monotonic()
+        yield
+        if on:
+            self._cpu_s += self._cpu() - cpu
+            self._wall_s += time.monotonic() - began
+
+    @property
+    def share(self) -> float:
+        return self._cpu_s / self._wall_s
+
+    def _cpu(self) -> float:
+        ticks = 0
+        for pid in self._pids:
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _commits(history: Path) -> int:
+    return history.read_bytes().count(b'"commit"')
+
+
+def _until(true: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
+    deadline = time.monotonic() + START_S
+    while not true():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SmolclusterError(f"waited in vain for {what}")
+        time.sleep(0.05)
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# Logs and metrics
+
+
+class _Loki(http.server.BaseHTTPRequestHandler):
+    """Takes everything, and counts the lines."""
+
+    protocol_version = "HTTP/1.1"
+    lines = 0
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        type(self).lines += sum(len(stream["values"]) for stream in json.loads(body)["streams"])
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _logs(session: Session, *, steps: int) -> None:
+    loki = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Loki)
+    threading.Thread(target=loki.serve_forever, daemon=True).start()
+    port = _free_port()
+    pushed = {"logging__loki_url": f"http://127.0.0.1:{loki.server_port}", "logging__prometheus_port": port}
+    counter = itertools.count()
+    with tempfile.TemporaryDirectory() as name:
+
+        def training(**sets: object) -> Callable[[], float]:
+            def sample() -> float:
+                folder = Path(name) / f"run{next(counter)}"
+                command = _train(folder, strategy="single", workers=1, steps=steps, logging__log_interval=1, **sets)
+                with started(command) as process, _asked(port if sets else None):
+                    if process.wait() != 0:
+                        raise SmolclusterError("a run failed")
+                return _median_step(folder / "metrics.jsonl")
+
+            return sample
+
+        session.compare(
+            Comparison(
+                name="one worker that logs every step, to Loki and Prometheus: time per step",
+                variants=[
+                    Variant(name="files alone", run=training(), role="peer"),
+                    Variant(name="pushed and scraped", run=training(**pushed), target=LIMIT),
+                    Variant(name="files alone again", run=training(), role="noise"),
+                ],
+                parameters={**SHAPE.sets(), "steps": steps},
+            )
+        )
+    loki.shutdown()
+    loki.server_close()
+    session.parameters["lines_pushed"] = _Loki.lines
+    if not _Loki.lines:
+        raise SmolclusterError("no line came to Loki")
+
+
+@contextlib.contextmanager
+def _asked(port: int | None) -> Iterator[None]:
+    """As Prometheus would, but every second."""
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.wait(1.0):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                answer.read()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    if port is not None:
+        thread.start()
+    yield
+    done.set()
+
+
+def _median_step(metrics: Path) -> float:
+    """Over the second half of a run, by the clock and not by the loop's own measure."""
+    times = [json.loads(line)["time"] for line in metrics.read_text(encoding="utf-8").splitlines()]
+    half = times[len(times) // 2 :]
+    return float((half[-1] - half[0]) / (len(half) - 1))

@@ -1,0 +1,435 @@
+"""A model that is served, and a witness who asks it the same questions all the time.
+
+    run            processes                                  listening sockets
+    serve          a front, a stage of its own, another one   the front's, one of each stage, HTTP's
+    serve-token    the same                                   the same behind TLS, and a key for HTTP
+
+Text is greedy, so the same question must have the same answer before, during and after an attack: what one process says that
+has all the weights. The log probabilities are held against the first ones: a cache that was touched shows there first.
+
+    attack (beside those on any run)
+    forge       a guest that is no stage sends what is in order, with the numbers of batches and sequences that are under way
+    requests    damaged HTTP requests, one a connection
+    bodies      HTTP bodies that are announced to be huge, and some without an end
+    origins     every verb on every path, from pages of other sites and under other names (DNS rebinding)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import os
+import random
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.security import Keyring, new_token
+from smolcluster.config import dump, load_config
+from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.models import GPT
+from smolcluster.models.parts import shapes
+from smolcluster.serve import wire
+from smolcluster.serve.ask import Sampling, Token
+from smolcluster.serve.part import Row
+from smolcluster.serve.sources import find_source
+from smolcluster.serve.wire import Assignment, Batch, Offer, Opening, Spent
+from smolcluster.tasks.gpt import gpt_config
+from smolcluster.web.server import Patience
+from tools.abuse.doors import HANG_S, Door, Ended, Guest, alive, listening_ports, until_the_end
+from tools.abuse.elastic import Abuse, Speech, harm
+from tools.abuse.report import QUIET_S, Report, Result, Target, besiege, hold_times
+from tools.abuse.web import Site, Web
+
+RUNS = ("serve", "serve-token")
+DOORS = ("front", "stage", "by-hand", "http")
+PROMPTS = ("The ", "It is a truth", "And then ")
+TOKENS = 24  # of an answer
+PACE_S = 0.02  # between questions
+CLOSE = 1e-3  # log probabilities: sums in another order differ by 1e-6
+START_S = 120.0
+DIM = 32
+VOCAB = 256
+MODEL = {"model_dim": DIM, "num_layers": 2, "num_heads": 2, "max_seq_len": 64, "vocab_size": VOCAB}
+SITE = Site(
+    gets=("/", "/health", "/config", "/metrics", "/events", "/v1/models"),
+    posts=("/v1/chat/completions", "/v1/completions", "/chat", "/query", "/login"),
+    pages=("/",),
+    body={"prompt": "The ", "max_tokens": 2, "temperature": 0},
+    open=("/health", "/login"),
+)
+HOP = ("0123456789abcdef", "127.0.0.1:1")
+
+
+# What is said
+
+
+def _rows(sequence: int, *, activations: bool, route: tuple[tuple[str, str], ...] = ()) -> Message:
+    opening = Opening(sampling=Sampling(temperature=0.0), position=2)
+    batch = Batch(
+        rows=(Row(sequence=sequence, start=0, count=2, answer=True),), route=route, samplings={sequence: opening}
+    )
+    payload = torch.ones(2, DIM) if activations else torch.tensor([1, 2])
+    return Message(kind=Kind.ROWS, step=1, meta=wire.batch_meta(batch), payload=payload)
+
+
+def _offer() -> Message:
+    offer = Offer(
+        name="x",
+        host="x",
+        address="127.0.0.1:1",
+        device="cpu",
+        cores=1,
+        host_cores=1,
+        memory_bytes=1 << 33,
+        layer_s=0.001,
+    )
+    return Message(kind=Kind.JOIN, meta=wire.offer_meta(offer))
+
+
+def _chosen(batch: int, sequences: Sequence[int]) -> Message:
+    spent = (Spent(name="x", waited_s=0.0, computed_s=0.1),)
+    return Message(
+        kind=Kind.CHOSEN, step=batch, meta=wire.chosen_meta({n: Token(token=0, logprob=-1.0) for n in sequences}, spent)
+    )
+
+
+def speech(canary: Path) -> Speech:
+    """As fronts and stages speak."""
+    assignment = Assignment(first_layer=0, num_layers=1, first=True, last=False, secret="", name="x", next=(HOP,))
+    command = harm(canary)
+    weights = {"tensors": [["blocks.0.attention.out.weight", "float32", [DIM, DIM]]], "meta": {"assignment": 1}}
+    honest = [
+        Message(kind=Kind.BEAT),
+        Message(kind=Kind.ASK),
+        _offer(),
+        Message(kind=Kind.HELD, step=1, meta={"room": 100}),
+        Message(kind=Kind.HELD, step=1, meta={"need": True}),
+        _chosen(1, (1, 2)),
+        Message(kind=Kind.FAILED, step=1, meta={"why": command.decode()}),
+        _rows(1, activations=True),
+        _rows(1, activations=False, route=(HOP,)),
+        Message(kind=Kind.LAYERS, step=1, meta=wire.assignment_meta(assignment)),
+        Message(kind=Kind.FORGET, meta={"sequences": list(range(20))}),
+        Message(kind=Kind.STATE, meta=weights),
+        Message(kind=Kind.STATE, payload=torch.frombuffer(bytearray(command), dtype=torch.uint8)),
+        Message(kind=Kind.PLAN, meta={"name": "x", "config": {}, "reference": {"__reduce__": command.decode()}}),
+        Message(kind=Kind.STOP),
+    ]
+    return Speech(
+        honest=honest,
+        large=_rows(1, activations=True),
+        written=(Kind.ASK, Kind.JOIN, Kind.CHOSEN, Kind.FAILED, Kind.LAYERS, Kind.FORGET, Kind.STATE, Kind.ROWS),
+        tensors=(Kind.ROWS, Kind.STATE),
+        hoards=(
+            lambda n: _rows(10**6 + n, activations=True),
+            lambda n: _rows(10**6 + n, activations=False, route=(HOP,)),
+            lambda _: Message(kind=Kind.STATE, meta={"tensors": [], "meta": {"a": "x" * 500_000}}),
+            lambda _: _offer(),
+            lambda _: Message(kind=Kind.ASK),
+        ),
+    )
+
+
+class Forger(Abuse):
+    """All attacks on the elastic plane, and one that knows what is under way."""
+
+    names = (*Abuse.names, "forge")
+
+    def __init__(self, canary: Path, answers: Callable[[], int]) -> None:
+        """`answers`: so many questions were answered. That tells about which numbers are in use."""
+        super().__init__(canary, speech(canary))
+        self._answers = answers
+
+    def forge(self, door: Door, result: Result, rng: random.Random, count: int) -> None:
+        for _ in range(min(40, max(2, count // 50))):
+            done = self._answers()
+            sequences = range(max(1, done - 3), done + 6)
+            forged: list[Message] = []
+            for number in sequences:
+                forged += [_rows(number, activations=True), _rows(number, activations=False, route=(HOP,))]
+            for batch in range(max(1, done * TOKENS - 2 * TOKENS), (done + 3) * TOKENS):
+                forged += [_chosen(batch, sequences), Message(kind=Kind.FAILED, step=batch, meta={"why": "x"})]
+            forged += [Message(kind=Kind.FORGET, meta={"sequences": list(sequences)}), Message(kind=Kind.STOP)]
+            for start in range(0, len(forged), 10):  # the first that is refused ends a connection
+                result.count += len(forged[start : start + 10])
+                self._say(door, result, forged[start : start + 10])
+
+    def _say(self, door: Door, result: Result, messages: Sequence[Message]) -> None:
+        try:
+            guest = Guest(door).greet()
+            opening = [Message(kind=Kind.ASK)] if door.asks else []
+            guest.sock.sendall(b"".join(guest.encoded(message) for message in (*opening, *messages)))
+            until_the_end(guest.sock)
+        except TimeoutError:
+            result.wrong.append(f"no end within {HANG_S:g} s of forged messages")
+        except (ConnectionError, ssl.SSLError, Ended):
+            pass  # put out in the middle of it
+
+
+# The witness
+
+
+class Witness(threading.Thread):
+    """Asks the same questions in turn, each on a connection of its own, and is content with the same answers only."""
+
+    def __init__(self, door: Door, expected: Mapping[str, str]) -> None:
+        super().__init__(name="witness", daemon=True)
+        self._door, self._expected = door, expected
+        self._logprobs: dict[str, list[float]] = {}
+        self._stopped = threading.Event()
+        self.times: list[float] = []  # of answers, by the wall clock
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        while not self._stopped.wait(PACE_S) and len(self.wrong) < 5:
+            self.ask(PROMPTS[len(self.times) % len(PROMPTS)])
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(HANG_S + START_S)
+
+    def ask(self, prompt: str) -> None:
+        try:
+            text, logprobs = self._asked(prompt)
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            self.wrong.append(f"after {len(self.times)} answers there was none: {error!r}")
+            return
+        self.times.append(time.time())
+        first = self._logprobs.setdefault(prompt, logprobs)
+        if text != self._expected[prompt]:
+            self.wrong.append(f"{text!r} was the answer where {self._expected[prompt]!r} is right")
+        elif max(abs(a - b) for a, b in zip(first, logprobs, strict=True)) > CLOSE:
+            self.wrong.append(f"log probabilities of {text!r} were {first} and are {logprobs}")
+
+    def _asked(self, prompt: str) -> tuple[str, list[float]]:
+        line = http.client.HTTPConnection("127.0.0.1", self._door.port, timeout=HANG_S)
+        fields = {"Content-Type": "application/json"}
+        if self._door.key is not None:
+            fields["Authorization"] = f"Bearer {self._door.key}"
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "logprobs": 1}
+        with contextlib.closing(line):
+            line.request("POST", "/v1/completions", json.dumps(body), fields)
+            answer = line.getresponse()
+            said = answer.read()
+        if answer.status != 200:
+            raise ValueError(f"{answer.status} {said[:300]!r}")
+        choice = json.loads(said)["choices"][0]
+        return choice["text"], choice["logprobs"]["token_logprobs"]
+
+
+# A model that is served
+
+
+@dataclass(frozen=True)
+class Served:
+    """Its processes and their sockets."""
+
+    doors: Mapping[str, Door]
+    log: Path
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: door.pid for name, door in self.doors.items() if name != "http"}
+
+
+def written(folder: Path) -> Path:
+    """A run of a tiny model whose weights are random: its text is nonsense, and the same every time."""
+    run = folder / "run"
+    if run.exists():
+        return run
+    config = load_config(["gpt"], sets={"data.tokenizer": "bytes", **{f"model.{name}": n for name, n in MODEL.items()}})
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: 0.3 * torch.randn(shape, generator=generator) + float(name.endswith("norm.weight"))
+        for name, shape in shapes(gpt_config(config.model, vocab_size=VOCAB)).items()
+    }
+    RunDir(run).create(dump(config), resume=False)
+    CheckpointStore(RunDir(run).checkpoints, keep=1).save(Snapshot(step=1, weights=weights))
+    return run
+
+
+def expected_of(run: Path) -> dict[str, str]:
+    """What one process says that has all the weights."""
+    source = find_source(str(run))
+    model = GPT(source.config)
+    whole = range(source.config.num_layers)
+    model.load_state_dict(source.load(whole, first=True, last=True, dtype=torch.float32, device="cpu"))
+    model.eval()
+    text, answers = source.text(), {}
+    for prompt in PROMPTS:
+        tokens = text.prompt(prompt)
+        made = model.generate(torch.tensor([tokens]), TOKENS, temperature=0.0)
+        answers[prompt] = text.decode(made[0, len(tokens) :].tolist())
+    return answers
+
+
+def _environment(folder: Path, **said: str) -> dict[str, str]:
+    """Of a user who has set nothing."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SMOLCLUSTER_")}
+    return kept | {"XDG_CONFIG_HOME": str(folder / "no-token"), "OMP_NUM_THREADS": "1"} | said
+
+
+@contextlib.contextmanager
+def served(folder: Path, run: Path, *, token: str) -> Iterator[Served]:
+    """A front with one stage of its own, and another stage that was started by hand. Ready."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environ = _environment(folder, **({"SMOLCLUSTER_TOKEN": token} if token else {}))
+    keyring, key = (Keyring([token]), new_token()) if token else (None, None)
+    log, processes = folder / "serving.log", list[subprocess.Popen[bytes]]()
+    log.write_bytes(b"")
+
+    def start(*arguments: str) -> int:
+        with log.open("ab") as out:
+            command = [sys.executable, "-m", "smolcluster", *arguments, "--device", "cpu"]
+            process = subprocess.Popen(
+                command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        processes.append(process)
+        return process.pid
+
+    try:
+        port = _free_port()
+        options = ["--stages", "2", "--workers", "1", "--listen", f"127.0.0.1:{port}", "--codec", "fp32", "--port", "0"]
+        front = start("serve", str(run), *options, "--no-browser", *(["--api-key", key] if key else []))
+        page = int(_told(log, front, r"chat  http://127.0.0.1:(\d+)/"))
+        by_hand = start("stage", "--server", f"127.0.0.1:{port}", "--name", "by-hand")
+        http_door = Door("http", front, page, gone_s=Patience().request_s, key=key)
+        _until(lambda: _ready(http_door), "the model is served", log)
+        (stage,) = _children(front)
+        doors = {
+            "front": Door("front", front, port, keyring, role="stage", asks=True),
+            "stage": Door("stage", stage, _port_of(stage), keyring, role="stage"),
+            "by-hand": Door("by-hand", by_hand, _port_of(by_hand), keyring, role="stage"),
+            "http": http_door,
+        }
+        yield Served(doors, log)
+    finally:
+        _end(processes)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    for process in processes:
+        try:
+            process.wait(HANG_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _told(log: Path, pid: int, words: str) -> str:
+    def found() -> re.Match[str] | None:
+        if not alive(pid):
+            raise RuntimeError(f"it has ended: {log.read_text()[-2000:]}")
+        return re.search(words, log.read_text())
+
+    return str(_until(found, words, log)[1])
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _port_of(pid: int) -> int:
+    (port,) = listening_ports(pid)
+    return port
+
+
+def _until(question: Callable[[], Any], what: str, log: Path) -> Any:
+    """The first answer that is none of the empty ones."""
+    deadline = time.monotonic() + START_S
+    while not (answer := question()):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: not within {START_S:g} s\n{log.read_text()[-2000:]}")
+        time.sleep(0.02)
+    return answer
+
+
+def _ready(door: Door) -> bool:
+    line = http.client.HTTPConnection("127.0.0.1", door.port, timeout=HANG_S)
+    with contextlib.closing(line):
+        line.request("GET", "/health")
+        return line.getresponse().status == 200
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that this one has started."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(int(folder.name))
+    return found
+
+
+# An attack
+
+
+def attack(
+    run: str,
+    folder: Path,
+    *,
+    attacks: Sequence[str],
+    frames_each: int,
+    seed: int,
+    quiet_s: float = QUIET_S,
+    doors: Sequence[str] = DOORS,
+    most_s: float = math.inf,
+) -> Report:
+    """`frames_each`: damaged frames at each listening socket, or as many as `most_s` is time for. `quiet_s`: between attacks,
+    to hold them against."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report, canary = Report(run), folder / f"{run}-canary"
+    model = written(folder)
+    with served(folder / run, model, token=new_token() if run.endswith("-token") else "") as world:
+        witness = Witness(world.doors["http"], expected_of(model))
+        for prompt in PROMPTS:
+            witness.ask(prompt)
+        forger, web = Forger(canary, lambda: len(witness.times)), Web(canary, SITE)
+        forger.most_s = web.most_s = most_s
+        targets: list[Target] = [(web if name == "http" else forger, world.doors[name]) for name in doors]
+        witness.start()
+        try:
+            quiet = besiege(
+                report, targets, world.pids, attacks=attacks, frames_each=frames_each, seed=seed, quiet_s=quiet_s
+            )
+        finally:
+            witness.stop()
+        for prompt in PROMPTS:
+            witness.ask(prompt)
+        report.wrong += witness.wrong
+        report.steps = len(witness.times)
+        _judge(report, world, canary)
+    hold_times(report, witness.times, quiet, what="answering")
+    return report
+
+
+def _judge(report: Report, world: Served, canary: Path) -> None:
+    said = world.log.read_text(errors="replace")
+    if "Traceback" in said:
+        at = said.index("Traceback")
+        report.wrong.append(f"an error that nobody expected: {said[max(0, at - 300) : at + 1500]}")
+    report.silences = len(re.findall(r"is gone: silent for", said))
+    lost = re.findall(r"(?:stage-0|by-hand) is gone: .*", said)
+    if len(lost) > report.silences:
+        report.wrong.append(f"the front has lost stages: {lost[:3]}")
+    if canary.exists():
+        report.wrong.append("code was executed")
