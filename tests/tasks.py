@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
+import math
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -242,6 +244,37 @@ class Unused(Double):
         return loss + (model.extra**2).sum().double() * 0.01 if use else loss
 
 
+class _TwoHeads(nn.Module):
+    """A sample goes to the head that its last number names. A batch without samples for a head does not touch it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(12, 12)
+        self.heads = nn.ModuleList(nn.Linear(12, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, second = torch.tanh(self.body(x)), x[:, -1] > 0
+        out = x.new_zeros(len(x), 2)
+        for head, mine in zip(self.heads, (~second, second), strict=True):
+            if mine.any():
+                out = out.index_put((mine,), head(hidden[mine]))
+        return out
+
+
+class TwoHeads(Double):
+    def model(self) -> nn.Module:
+        return _TwoHeads().to(self.dtype)
+
+
+class NeverUsed(OneWeight):
+    """More of its parameters are not used than are: where they are dealt out, somebody has only such."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_parameter("extra", nn.Parameter(torch.ones(40, 2, dtype=self.dtype)))
+        return model
+
+
 class Failing(Tiny):
     """Raises in the third step."""
 
@@ -323,6 +356,30 @@ class MaskedGPT(DoubleGPT):
         return _Masked(super().val_data())
 
 
+class _Shifted:
+    """Augmented: each sequence is turned round by a random number of tokens, whenever it is read."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._data.batch(indices)
+        shifts = torch.randint(inputs.shape[1], (len(inputs),)) + random.randrange(8) + np.random.randint(8)
+        where = (torch.arange(inputs.shape[1]) + shifts[:, None]) % inputs.shape[1]
+        return inputs.gather(1, where), targets.gather(1, where)
+
+
+class AugmentedGPT(DoubleGPT):
+    def train_data(self) -> Any:
+        return _Shifted(super().train_data())
+
+    def val_data(self) -> Any:
+        return _Shifted(super().val_data())
+
+
 class ResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -389,6 +446,14 @@ class Paced(GPTTask):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if model.training:
             time.sleep(float(os.environ["PACE_S"]))
+        return super().loss(model, batch)
+
+
+class Metered(Tiny):
+    """Every training loss takes 20 ms, every batch of an evaluation 500."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        time.sleep(0.02 if model.training else 0.5)
         return super().loss(model, batch)
 
 
@@ -494,6 +559,41 @@ class TurnsToNan(Tiny):
         return super().loss(model, batch) * (float("nan") if TurnsToNan.calls > 3 else 1.0)
 
 
+class NanInBetween(Tiny):
+    """Its first evaluation is the best, the second has no result, and the others become better again."""
+
+    calls = 0
+
+    def val_data(self) -> tuple[Tensor, Tensor]:
+        x, y = super().val_data()
+        return x[:1], y[:1]
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        NanInBetween.calls += 1
+        return {"loss": torch.tensor([1.0, math.nan, 3.0, 2.0][min(NanInBetween.calls, 4) - 1])}
+
+
+class SavedBeforeEvaluated(Tiny):
+    """An evaluation goes on as soon as there is a checkpoint in the folder SAVED, and fails if none comes."""
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        deadline = time.monotonic() + 20.0
+        while not any(Path(os.environ["SAVED"]).glob("step-*")):
+            assert time.monotonic() < deadline, "nothing is saved yet"
+            time.sleep(0.01)
+        return super().metrics(model, batch)
+
+
+class LongEvaluation(Tiny):
+    """Evaluations begin when the file ASKED is there, and have fifty batches of a fifth of a second."""
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        while not Path(os.environ["ASKED"]).exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        return super().metrics(model, batch)
+
+
 class FailingGPT(GPTTask):
     """Rank 1 fails in its third step."""
 
@@ -517,9 +617,13 @@ class SlowDoubleGPT(DoubleGPT):
 
 def another_size(*args: Any, **kwargs: Any) -> dict[str, str]:
     """What a rank says of itself that was started with another --world-size."""
-    return {"backend": "gloo", "world size": "5"}
+    return {"world size": "5"}
 
 
-def nccl(*args: Any, **kwargs: Any) -> str:
-    """What `choose_backend` says where each worker has a GPU."""
-    return "nccl"
+def gpu_of_its_own(*args: Any, **kwargs: Any) -> str:
+    """What a rank says of itself that could use NCCL."""
+    return f"cuda {os.getpid()}"
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    pass

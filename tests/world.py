@@ -10,7 +10,6 @@ every event of every process, and its exit status.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import multiprocessing as mp
@@ -25,13 +24,17 @@ from typing import Any, Literal
 
 from smolcluster.config.schema import Config
 from smolcluster.observe.events import Event, Failed, Notice, RunFinished, StepLogged, from_json, to_json
+from tests.warm import enter_namespace
 
 Tweak = tuple[str, str, Any]
 
 TASKS = Path(__file__).parent / "tasks.py"
 PRELOAD = [
-    "torch._dynamo",  # optimizers import it when they are made: a second in every process
+    "torch._dynamo",  # FSDP and pipelines import it: a second in every process
     "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental",
     "smolcluster.engine.process",
     "smolcluster.tasks.gpt",
     "smolcluster.strategies.allreduce",
@@ -40,6 +43,8 @@ PRELOAD = [
     "smolcluster.engine.member",
     "smolcluster.strategies.allreduce_elastic",
     "smolcluster.strategies.edp",
+    "smolcluster.strategies.fsdp",
+    "smolcluster.strategies.mesh",
     "smolcluster.strategies.syncps",
 ]
 
@@ -85,12 +90,13 @@ def run_world(
     resume: Path | None = None,
     backend: str | None = None,
     hook: tuple[str, Any] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 250.0,
     on_event: Callable[[int, Event, Sequence[mp.process.BaseProcess]], None] | None = None,
     places: Sequence[tuple[str, str]] = (),
     absent: Collection[int] = (),
     tweaks: Mapping[int, Sequence[Tweak]] | None = None,
     environ: Mapping[str, str] | None = None,
+    again: bool = False,
 ) -> World:
     """Train in `size` processes. `config` has dotted names; `hook` is (kind, argument) for `_Channel`.
 
@@ -98,6 +104,7 @@ def run_world(
     absent    ranks that never come
     tweaks    by rank: (module, attribute, value) that are set in its process before it begins
     environ   set in every process
+    again     the run goes on by itself, as when a launcher starts all ranks again
     """
     from smolcluster.engine.spec import WorkerSpec
 
@@ -117,6 +124,7 @@ def run_world(
             backend=backend,
             master_addr=places[0][1] if places else "127.0.0.1",
             watched=not places,
+            again=again,
         )
         ours, theirs = context.Pipe()
         namespace = places[rank][0] if places else None
@@ -194,6 +202,8 @@ def _forkserver() -> mp.context.ForkServerContext:
 class _Channel:
     """What a launcher would say. `("stop_after", n)`: ask to stop once n steps are logged, on the last rank only."""
 
+    orphaned = False
+
     def __init__(self, pipe: Any, rank: int, size: int, hook: tuple[str, Any] | None) -> None:
         self._pipe, self._steps = pipe, 0
         self._stop_after = hook[1] if hook and hook[0] == "stop_after" and rank == size - 1 else None
@@ -246,7 +256,7 @@ def _be_rank(
     torch.set_num_threads(1)
     os.environ.update(environ, OMP_NUM_THREADS="1")
     if namespace is not None:
-        _enter_namespace(namespace)
+        enter_namespace(namespace)
     for module, attribute, value in tweaks:
         setattr(importlib.import_module(module), attribute, value)
     spec = WorkerSpec.from_json(spec_json)
@@ -400,7 +410,7 @@ class ElasticWorld:
         lives = self.seat(who).lives
         return bool(lives) and lives[-1].process.is_alive()
 
-    def wait(self, question: Callable[[], bool], *, what: str, within_s: float = 30.0) -> None:
+    def wait(self, question: Callable[[], bool], *, what: str, within_s: float = 120.0) -> None:
         """Until the answer is yes: asked at every event, and a few times a second for what is no event."""
         deadline = time.monotonic() + within_s
         with self._news:
@@ -409,11 +419,11 @@ class ElasticWorld:
                 assert left > 0, f"{what}: not within {within_s:g} s; {self.story()}"
                 self._news.wait(min(left, 0.1))
 
-    def wait_for_step(self, step: int, who: Who = "server", *, within_s: float = 30.0) -> None:
+    def wait_for_step(self, step: int, who: Who = "server", *, within_s: float = 120.0) -> None:
         """Until it has logged this step or a later one."""
         self.wait(lambda: self.seat(who).step >= step, what=f"step {step} of {who}", within_s=within_s)
 
-    def wait_for_exit(self, who: Who, *, within_s: float = 30.0) -> int | None:
+    def wait_for_exit(self, who: Who, *, within_s: float = 120.0) -> int | None:
         """Until its process is gone; returns the status of that life."""
         self.wait(lambda: not self.alive(who), what=f"the end of {who}", within_s=within_s)
         life = self.seat(who).lives[-1]
@@ -508,7 +518,7 @@ class ElasticWorld:
         # A server without workers has a few seconds to end: it would wait for others for ever.
         for who in ("server", *ranks):
             if self.seat(who).lives:
-                self.wait_for_exit(who, within_s=min(15.0, max(0.1, deadline - time.monotonic())))
+                self.wait_for_exit(who, within_s=min(60.0, max(0.1, deadline - time.monotonic())))
 
     def _end(self) -> None:
         """Nothing is left running."""
@@ -538,7 +548,7 @@ def run_elastic_world(
     slow: Mapping[Who, float] | None = None,
     via: Callable[[int, str], str] | None = None,
     places: Mapping[Who, tuple[str, str]] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 250.0,
 ) -> ElasticWorld:
     """Train with a server and `workers` workers on loopback, until the server and every worker that lives have left.
 
@@ -596,6 +606,8 @@ def run_elastic_world(
 class _ElasticChannel:
     """What a launcher would say. The pipe's end means that the test is gone."""
 
+    orphaned = False
+
     def __init__(self, pipe: Any) -> None:
         self._pipe, self._stop = pipe, False
         self.announce = lambda port: pipe.send(("port", port))
@@ -625,13 +637,6 @@ class _FaultySink(_Sink):
             time.sleep(self._slow_s)
 
 
-def _enter_namespace(name: str) -> None:
-    """From here on this process is on another host, as far as the network goes."""
-    with Path("/run/netns", name).open() as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
-
-
 def _be_member(
     spec_json: str, pipe: Any, faults: dict[str, Any], environ: dict[str, str], namespace: str | None
 ) -> None:
@@ -641,7 +646,7 @@ def _be_member(
     from smolcluster.engine.spec import WorkerSpec
 
     if namespace is not None:
-        _enter_namespace(namespace)
+        enter_namespace(namespace)
     spec = WorkerSpec.from_json(spec_json)
     os.environ.update(environ, OMP_NUM_THREADS="1", TEST_RANK=str(spec.rank))
     torch.set_num_threads(1)

@@ -46,7 +46,7 @@ _FOREIGN = (
 )
 
 
-def eventually(question: Callable[[], T | None], *, within_s: float = 30.0, what: str) -> T:
+def eventually(question: Callable[[], T | None], *, within_s: float = 150.0, what: str) -> T:
     """The first answer that is neither None nor false."""
     deadline = time.monotonic() + within_s
     while True:
@@ -135,7 +135,7 @@ class Running:
         found = eventually(all_there, what=f"{count} workers")
         return sorted(found, key=lambda process: (int(process.started), process.pid))
 
-    def until(self, question: Callable[[], T | None], *, what: str, within_s: float = 60.0) -> T:
+    def until(self, question: Callable[[], T | None], *, what: str, within_s: float = 120.0) -> T:
         """Like `eventually`, but a command that ends in the meantime is an error at once."""
 
         def ask() -> T | None:
@@ -145,7 +145,7 @@ class Running:
 
         return eventually(ask, within_s=within_s, what=what)
 
-    def end(self, *, within_s: float = 60.0) -> Ended:
+    def end(self, *, within_s: float = 120.0) -> Ended:
         status = self.process.wait(within_s)
         out, err = (p.read_text(encoding="utf-8", errors="replace") for p in (self._out, self._err))
         return Ended(status, out, err)
@@ -191,7 +191,7 @@ class Smol:
         self._stack.callback(running.close)
         return running
 
-    def run(self, *arguments: str | Path, cwd: Path, within_s: float = 90.0, **options: Any) -> Ended:
+    def run(self, *arguments: str | Path, cwd: Path, within_s: float = 180.0, **options: Any) -> Ended:
         running = self.start(*arguments, cwd=cwd, **options)
         try:
             return running.end(within_s=within_s)

@@ -16,7 +16,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def smol(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Smol]:
+def smol(warm: None, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Smol]:
     runner = Smol(cache, tmp_path_factory.mktemp("output"))
     yield runner
     runner.close()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.e2e.command import TINY, Beside, Ended, Smol, read_rows, read_summary
+from tests.world import TASKS
 
 STEPS = 8
 COMMANDS = ["", "train", "strategies", "export", "config", "config check", "config show", "config schema"]
@@ -288,6 +289,28 @@ def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
     for rank in ended:
         assert (rank.status, rank.err) == (2, f"smolcluster: {expected}\n")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_file_of_a_task_may_be_in_another_folder_on_each_machine(smol: Smol, tmp_path: Path) -> None:
+    def train(*, alike: bool) -> list[Ended]:
+        port, ranks = free_port(), []
+        for rank in (0, 1):
+            folder = tmp_path / f"host-{rank}"
+            folder.mkdir(exist_ok=True)
+            extra = "" if alike or rank == 0 else "# another\n"
+            (folder / "my_task.py").write_text(TASKS.read_text(encoding="utf-8") + extra, encoding="utf-8")
+            command = ["train", "my_task.py:Tiny", "--world-size", "2", "--rank", str(rank), "--master-port", port]
+            command += ["--steps", "2", "--run-dir", "same" if alike else "other", "--override", "training.device=cpu"]
+            command += [f"data.tokenizer_root={folder}", "training.batch_size=4"]
+            ranks.append(smol.start(*command, cwd=folder))
+        return [rank.end(within_s=120) for rank in ranks]
+
+    for ended in train(alike=True):
+        ended.ok()
+    here, there = (tmp_path / f"host-{rank}" / "my_task.py" for rank in (0, 1))
+    for ended in train(alike=False):
+        assert ended.status == 2, ended.err
+        assert f"in {there}:Tiny on rank 1 and in {here}:Tiny on rank 0, and these files differ" in ended.err
 
 
 # Resuming

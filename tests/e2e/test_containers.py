@@ -25,7 +25,6 @@ from smolcluster.engine.history import check, read
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc"),
-    pytest.mark.timeout(300),
 ]
 PATIENCE_S = 120.0
 STEPS = 20
@@ -164,6 +163,7 @@ def test_pods_of_ranks(smol: Smol, pods: Pods) -> None:
     assert len(list(run_dir.parent.glob("gpt-allreduce-nothing-saved-*"))) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_with_its_pod(smol: Smol, pods: Pods) -> None:
     """Its workers wait for the next one, which goes on from the journal."""
     (pods.folder / "tasks.py").write_text(TASKS, encoding="utf-8")
@@ -189,6 +189,7 @@ def test_a_server_that_is_lost_with_its_pod(smol: Smol, pods: Pods) -> None:
     assert not list(run_dir.parent.glob("*-nothing-saved-*"))
 
 
+@pytest.mark.slow
 def test_pods_with_several_workers(smol: Smol, pods: Pods) -> None:
     words = ("k8s", "gpt", "--strategy", "fsdp", "--nodes", "1", "--workers-per-node", "2")
     stream = written(smol, pods.folder, *words).replace("gpt-fsdp-0.gpt-fsdp", "127.0.0.1")

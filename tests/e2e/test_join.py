@@ -47,7 +47,10 @@ def test_a_machine_joins_by_its_code(smol: Smol, tmp_path: Path) -> None:
             "--steps",
             "5",
         )
-        serving = smol.start(*command, "--override", *TINY, **where[0])
+        serving = smol.start(*command, "--override", *TINY, "cluster.workers=[mini9]", **where[0])  # pi5 is a newcomer
+        refused = smol.run("cluster", "accept", "--address", "127.0.0.1:9", "--server", f"{server}:{port}", **where[0])
+        assert refused.status == 2
+        assert "give a new one with --rank N" in refused.err
         joining = smol.start("join", "pi5", "--address", network.address(1), "--device", "cpu", **where[1])
         joining.until(lambda: "pi5 offers itself" in joining.output, what="the offer")
         accepting = subprocess.Popen(
@@ -64,6 +67,8 @@ def test_a_machine_joins_by_its_code(smol: Smol, tmp_path: Path) -> None:
                 "pi5",
                 "--server",
                 f"{server}:{port}",
+                "--rank",
+                "1",
             ],
             cwd=homes[0],
             env=smol.env | where[0]["env"],  # type: ignore[operator]
@@ -78,7 +83,7 @@ def test_a_machine_joins_by_its_code(smol: Smol, tmp_path: Path) -> None:
         finally:
             accepting.kill()
             accepting.communicate()
-        assert "pi5 is taken, as worker 1" in said
+        assert "pi5 has the token, and joins as worker 1" in said
         assert serving.end(within_s=60).status == 0
         ended = joining.end(within_s=30)
         assert ended.status == 0, ended

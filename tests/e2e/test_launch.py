@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from tests.e2e.command import TINY, Beside, Process, Running, Smol, eventually, read_rows, read_summary
 
+from smolcluster.comm.addresses import reach
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc")
 
 STEPS = 120
@@ -119,7 +121,7 @@ def test_a_killed_worker_ends_the_run_with_one_message(smol: Smol, folder: Path)
     rank = random.randrange(3)
     killed = time.monotonic()
     workers[rank].kill()
-    ended = running.end(within_s=10)
+    ended = running.end(within_s=60)
 
     assert time.monotonic() - killed < 5
     assert ended.status == 1
@@ -128,7 +130,7 @@ def test_a_killed_worker_ends_the_run_with_one_message(smol: Smol, folder: Path)
     last_lines = rf"  \| .*rank {rank}, starts as process {workers[rank].pid}\n"
     assert re.search(last_lines, ended.err)
     assert "Traceback" not in ended.err
-    all_gone(workers, within_s=1)
+    all_gone(workers, within_s=10)
     summary = read_summary(run_dir)
     assert summary["status"] == "failed"
     assert summary["members_lost"] == 1
@@ -166,6 +168,18 @@ def test_a_worker_that_is_stopped_is_named_and_goes_on_to_save_when_the_run_ends
     assert list((run_dir / "checkpoints").glob("step-*"))
 
 
+def test_two_signals_at_once_are_one(smol: Smol, folder: Path) -> None:
+    """As `timeout` sends them: to the process, and to its group."""
+    run_dir = folder / "runs" / "timeout"
+    running = smol.start("train", "tasks.py:Endless", "--workers", "1", "--run-dir", run_dir, *FOREVER, cwd=folder)
+    wait_for_step(running, run_dir, 3)
+    for _ in range(2):
+        running.process.send_signal(signal.SIGTERM)
+    ended = running.end(within_s=20)
+    assert "nothing was saved" not in ended.err
+    assert list((run_dir / "checkpoints").glob("step-*"))
+
+
 def test_the_second_interrupt_ends_even_a_worker_that_hangs(smol: Smol, folder: Path) -> None:
     run_dir = folder / "runs" / "frozen"
     running = smol.start("train", "tasks.py:Stuck", "--workers", "2", "--run-dir", run_dir, *FOREVER, cwd=folder)
@@ -176,11 +190,11 @@ def test_the_second_interrupt_ends_even_a_worker_that_hangs(smol: Smol, folder: 
     assert all(worker.alive() for worker in workers)
     interrupted = time.monotonic()
     running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=5)
+    ended = running.end(within_s=30)
     assert time.monotonic() - interrupted < 2
     assert ended.status == 130
     assert ended.err == "smolcluster: interrupted; nothing was saved\n"
-    all_gone(workers, within_s=1)
+    all_gone(workers, within_s=10)
     assert read_summary(run_dir)["status"] == "interrupted"
 
 
@@ -190,7 +204,7 @@ def test_workers_leave_when_the_launcher_is_killed(smol: Smol, folder: Path) -> 
     workers = running.workers(2)
     wait_for_step(running, run_dir, 5, ranks=2)
     running.process.kill()
-    all_gone(workers, within_s=5)
+    all_gone(workers, within_s=30)
     # They saved before they left, so nothing is lost.
     assert list((run_dir / "checkpoints").glob("step-*"))
 
@@ -213,22 +227,26 @@ def test_a_rank_that_waits_for_the_others_can_be_interrupted(smol: Smol, folder:
     running = by_hand(smol, folder, "lonely", 0, port)
 
     def listens() -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        with contextlib.suppress(OSError), reach("127.0.0.1", port, within_s=1):
             return True
         return False
 
     running.until(listens, what="rank 0 to listen")
+    running.process.send_signal(signal.SIGINT)  # enough until it waits in the backend; then a second one is needed
+
+    def answered() -> bool:
+        return "once more to stop at once" in running.output or running.process.poll() is not None
+
+    eventually(answered, what="the answer to the first interrupt")
     running.process.send_signal(signal.SIGINT)
-    running.until(lambda: "once more to stop at once" in running.output, what="the answer to the first interrupt")
-    running.process.send_signal(signal.SIGINT)
-    assert running.end(within_s=2).status == 130
+    assert running.end(within_s=60).status == 130
 
 
 def test_a_rank_that_waits_for_rank_0_says_so_and_can_be_interrupted(smol: Smol, folder: Path) -> None:
     running = by_hand(smol, folder, "nobody", 1, free_port())
     running.until(lambda: "waiting for rank 0 at 127.0.0.1:" in running.output, what="a word of what it waits for")
     running.process.send_signal(signal.SIGINT)
-    ended = running.end(within_s=10)
+    ended = running.end(within_s=60)
     assert ended.status == 130
     assert "Traceback" not in ended.err
     assert "c10d" not in ended.err
@@ -283,7 +301,7 @@ def test_a_rank_whose_peer_is_killed_says_so(smol: Smol, folder: Path) -> None:
     run_dir = folder / "runs" / "widow"
     wait_for_step(ranks[0], run_dir, 3, ranks=2)
     ranks[1].process.kill()
-    ended = ranks[0].end(within_s=5)
+    ended = ranks[0].end(within_s=30)
     assert ended.status == 1
     assert ended.err.startswith("smolcluster: rank 0 failed: lost another rank: ")
     assert ended.err.count("\n") == 1
@@ -329,7 +347,7 @@ def interrupt(running: Running, run_dir: Path, number: int, *, workers: int) -> 
     ended = running.end()
     assert ended.status == 130
     assert ended.err == f"smolcluster: interrupted; continue with: smolcluster train --resume runs/{run_dir.name}\n"
-    all_gone(processes, within_s=1)
+    all_gone(processes, within_s=10)
     summary = read_summary(run_dir)
     assert summary["status"] == "interrupted"
     assert 20 <= summary["steps"] < 70
@@ -345,7 +363,7 @@ def kill_everything(running: Running, run_dir: Path, *, workers: int) -> None:
     for process in processes:
         process.kill()
     running.process.wait()
-    all_gone(processes, within_s=5)
+    all_gone(processes, within_s=30)
 
 
 def flip_a_bit(file: Path) -> None:
@@ -405,6 +423,6 @@ def interrupt_early(smol: Smol, folder: Path) -> None:
     ended = running.end(within_s=30)
     assert ended.status == 130
     assert "continue with: smolcluster train --resume" in ended.err
-    all_gone(workers, within_s=1)
+    all_gone(workers, within_s=10)
     assert read_summary(run_dir)["status"] == "interrupted"
     assert {row["step"] for row in read_rows(run_dir)} == {1}

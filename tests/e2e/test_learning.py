@@ -8,6 +8,7 @@ import pytest
 from tests.world import run_world
 
 
+@pytest.mark.slow
 def test_a_gpt_learns_the_embedded_text(tmp_path: Path) -> None:
     """Bytes start at ln 256 = 5.55. Letter frequencies alone give about 3.2; below 2.5 it knows which letters follow which."""
     shape = {"model_dim": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 64}
@@ -20,7 +21,7 @@ def test_a_gpt_learns_the_embedded_text(tmp_path: Path) -> None:
         "logging.log_interval": 50,
         "data.cache_dir": str(tmp_path / "cache"),
     }
-    world = run_world(2, tmp_path / "run", config, timeout_s=110)
+    world = run_world(2, tmp_path / "run", config)
     losses = world.global_losses()
     assert losses[0] == pytest.approx(5.55, abs=0.2)
     assert world.summary["val_loss"] < 2.5

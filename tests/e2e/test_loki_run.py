@@ -13,7 +13,7 @@ from tests.world import ElasticWorld, run_elastic_world, run_world
 
 from smolcluster.observe.loki import push_rest
 
-CONFIG = {"training.steps": 6, "training.batch_size": 8, "logging.level": "DEBUG"}
+CONFIG = {"training.steps": 6, "training.batch_size": 8, "logging.level": "DEBUG", "logging.log_interval": 2}
 
 
 @pytest.fixture
@@ -29,6 +29,9 @@ def check(loki: StrictLoki, run_dir: Path, hosts: set[str]) -> None:
     for path in logs:
         text = path.read_text(encoding="utf-8", errors="replace")
         assert "ends with status 0" in text
+        rows = [json.loads(line) for line in text.splitlines() if ": loss " in line]
+        assert rows
+        assert all(f"step {row['step']}: loss " in row["message"] and row["loss"] > 0 for row in rows)
         every_line_once(loki, text, path.stem)
     assert {dict(labels)["host"] for labels in loki.streams} == hosts
     jobs = {(dict(labels)["job"], dict(labels)["component"]) for labels in loki.streams}
@@ -66,7 +69,7 @@ def test_a_clean_run_leaves_nothing_to_send(loki: StrictLoki, tmp_path: Path) ->
 
 def test_training_does_not_wait_for_a_loki_that_is_silent(loki: StrictLoki, tmp_path: Path) -> None:
     loki.always = "say nothing"
-    world = run_world(2, tmp_path / "run", CONFIG | {"logging.loki_url": loki.url}, task="Tiny", timeout_s=40)
+    world = run_world(2, tmp_path / "run", CONFIG | {"logging.loki_url": loki.url}, task="Tiny")
     assert [rank.status for rank in world.ranks] == [0, 0]
     assert loki.lines() == []
 

@@ -24,7 +24,6 @@ from smolcluster.errors import UserError
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc"),
-    pytest.mark.timeout(500),
 ]
 ROOT = Path(__file__).parents[2]
 
@@ -148,6 +147,7 @@ def cluster(network: Network, smol: Smol, tmp_path: Path) -> Iterator[Cluster]:
     cluster.close()
 
 
+@pytest.mark.slow
 def test_machines_leave_and_come_and_the_curve_stays(cluster: Cluster, tmp_path: Path) -> None:
     """Three machines, two, three again. Every step reads the same samples: in fp64 only the order of sums differs."""
     sets = {

@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Slurm runs on Linux"),
     pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: apt-get install slurm-wlm munge"),
     pytest.mark.skipif(not MISSING and os.getuid() != 0, reason="slurmd must be root to start jobs"),
-    pytest.mark.timeout(300),
 ]
 
 PATIENCE_S = 120.0
@@ -222,6 +221,7 @@ def test_allreduce_on_two_nodes(finished: Path) -> None:
     assert {row["rank"] for row in read_rows(finished)} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_saves_and_is_submitted_again(smol: Smol, slurm: Cluster, finished: Path) -> None:
     gate(slurm, open=False)
     run_dir = slurm.folder / "runs/cancelled"
@@ -245,6 +245,7 @@ def test_a_cancelled_job_saves_and_is_submitted_again(smol: Smol, slurm: Cluster
     assert summary["weights_sha256"] == read_summary(finished)["weights_sha256"]  # as if nobody had cancelled it
 
 
+@pytest.mark.slow
 def test_edp_saves_before_its_time_limit_and_is_queued_again(smol: Smol, slurm: Cluster) -> None:
     gate(slurm, open=False)
     run_dir = slurm.folder / "runs/limited"

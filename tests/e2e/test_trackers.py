@@ -32,8 +32,6 @@ def test_wandb_is_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.Monk
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    world = run_world(
-        1, tmp_path / "run", CONFIG | {"logging.wandb": True}, task="Tiny", strategy="single", timeout_s=90
-    )
+    world = run_world(1, tmp_path / "run", CONFIG | {"logging.wandb": True}, task="Tiny", strategy="single")
     assert world.ranks[0].status == 0
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))

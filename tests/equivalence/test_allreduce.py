@@ -21,6 +21,7 @@ from smolcluster.compute.rng import seed_everything
 from smolcluster.data.sampler import Sampler
 
 
+@pytest.mark.usual(when=lambda size, clip, accumulation: size == 3 or (clip, accumulation) == (0.05, 3))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("clip", "accumulation"), [(None, 1), (0.05, 1), (None, 3), (0.05, 3)])
 def test_equals_single_at_the_same_global_batch(
@@ -53,6 +54,19 @@ def test_unlike_batch_sizes_are_weighted_by_samples(tmp_path: Path) -> None:
     one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 12}, task="Double", strategy="single")
     many = run_world(3, tmp_path / "many", COMMON | hosts, task="Double")
     assert [rank.rows()[0].samples for rank in many.ranks] == [7, 2, 3]
+    assert_same_run(one, many, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "fsdp"])
+def test_what_earlier_micro_batches_gave_a_head_that_the_last_does_not_use_counts(
+    tmp_path: Path, strategy: str
+) -> None:
+    """Micro-batches of one sample: each uses one head of the two."""
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 12}, task="TwoHeads", strategy="single")
+    parts = COMMON | {"training.batch_size": 1, "training.grad_accumulation": 6}
+    if strategy == "fsdp":
+        parts |= {"strategy.fsdp_stage": 0}
+    many = run_world(2, tmp_path / "many", parts, task="TwoHeads", strategy=strategy)
     assert_same_run(one, many, tolerance=1e-10)
 
 
@@ -161,7 +175,35 @@ def test_running_means_are_those_of_rank_0_everywhere(tmp_path: Path) -> None:
     assert world.summary["val_loss"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_parameter_without_gradient_counts_as_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("allreduce", {}), ("fsdp", {"fsdp_stage": 0}), ("fsdp", {"fsdp_stage": 1})],
+    ids=["allreduce", "stage 0", "stage 1"],
+)
+def test_a_head_that_no_rank_used_is_left_alone(tmp_path: Path, strategy: str, options: dict[str, int]) -> None:
+    """Of two samples in a step both may be for the same head: the other does not decay, as with `single`."""
+    one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 2}, task="TwoHeads", strategy="single")
+    parts = {f"strategy.{key}": value for key, value in options.items()} | {"training.batch_size": 1}
+    many = run_world(2, tmp_path / "many", COMMON | parts, task="TwoHeads", strategy=strategy)
+    assert_same_run(one, many, tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("allreduce", {}), ("fsdp", {"fsdp_stage": 1})], ids=["allreduce", "stage 1"]
+)
+def test_a_parameter_that_is_never_used_needs_no_state(tmp_path: Path, strategy: str, options: dict[str, int]) -> None:
+    """It stays as it is. In stage 1 its owner has no optimizer state at all to save, and none to go on with."""
+    parts = {f"strategy.{key}": value for key, value in options.items()} | {"training.batch_size": 4}
+    config = COMMON | parts | {"training.checkpoint_steps": 4}
+    many = run_world(2, tmp_path / "many", config, task="NeverUsed", strategy=strategy)
+    assert weights(many)["extra"].eq(1.0).all()
+    half = tmp_path / "many" / "checkpoints" / "step-00000004"
+    resumed = run_world(2, tmp_path / "resumed", config, task="NeverUsed", strategy=strategy, resume=half)
+    assert [rank.failed for rank in resumed.ranks] == [None] * 2
+    assert resumed.summary["weights_sha256"] == many.summary["weights_sha256"]
+
+
+def test_two_types_and_a_parameter_that_some_ranks_use(tmp_path: Path) -> None:
     world = run_world(2, tmp_path / "run", COMMON | {"training.batch_size": 5}, task="Unused")
     assert world.ranks[0].status == 0
     assert weights(world)["extra"].shape == (3,)

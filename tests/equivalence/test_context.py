@@ -19,6 +19,7 @@ LLAMA = GPT2 | {
 }
 
 
+@pytest.mark.usual(when=lambda shape, size, options: "fsdp_stage" in options)
 @pytest.mark.parametrize(
     ("shape", "size", "options"),
     [

@@ -126,6 +126,14 @@ def test_accumulated_gradients_equal_one_large_batch(tmp_path: Path, single: Sin
     assert_same_run(one, many, tolerance=TOLERANCE[strategy])
 
 
+def test_a_head_that_nobody_used_is_left_alone(tmp_path: Path, single: Single) -> None:
+    """Of two samples in a step both may be for the same head."""
+    one = single(COMMON | {"training.batch_size": 2}, task="TwoHeads")
+    config = COMMON | SYNCHRONOUS["allreduce"] | {"training.batch_size": 1}
+    many = run_elastic_world(2, tmp_path, config, task="TwoHeads", strategy="allreduce")
+    assert_same_run(one, many, tolerance=TOLERANCE["allreduce"])
+
+
 @pytest.mark.parametrize("strategy", ["syncps", "allreduce"])
 def test_many_small_buckets_equal_single(tmp_path: Path, single: Single, strategy: str) -> None:
     one = single(COMMON | {"training.batch_size": 12})
@@ -310,6 +318,9 @@ def _any_world(plane: str, strategy: str, run_dir: Path, config: dict[str, Any],
     )
 
 
+@pytest.mark.usual(
+    when=lambda strategy, fixed: (strategy, fixed) in [("syncps", "fsdp"), ("edp", "pipeline"), ("allreduce", "single")]
+)
 @pytest.mark.parametrize("fixed", ["single", "allreduce", "fsdp", "pipeline"])
 @pytest.mark.parametrize("strategy", ["syncps", "edp", "allreduce"])
 def test_checkpoints_resume_across_planes(tmp_path: Path, single: Single, strategy: str, fixed: str) -> None:
@@ -395,3 +406,23 @@ def test_a_checkpoint_has_read_what_its_steps_have_read(tmp_path: Path) -> None:
     assert saved[-1].step == 40
     read = [(s.step, s.state["sampler"]["position"], s.state["sampler"]["holes"]) for s in saved]
     assert read == [(step, 12 * step, []) for step, _, _ in read]
+
+
+def test_an_epoch_ends_where_it_would_have_with_another_batch(tmp_path: Path) -> None:
+    """Also when the server dies on the way, and reads how far it goes in its journal."""
+    config = AT_ONCE | {"training.epochs": 1, "training.batch_size": 16, "training.checkpoint_steps": 4}
+    config |= {"training.eval_steps": 0}
+    whole = run_elastic_world(2, tmp_path / "whole", config, task="Tiny")
+    assert_good_end(whole)
+    assert whole.summary["steps"] == 8
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_exit("server")
+        world.restart("server")
+
+    saved = tmp_path / "whole" / "checkpoints" / "step-00000004"
+    ended = run_elastic_world(
+        1, tmp_path / "ended", config, task="Tiny", resume=saved, die_at={"server": 6}, script=script
+    )
+    assert_good_end(ended)
+    assert (ended.summary["steps"], ended.summary["samples"]) == (4 + 128 // 16, 256)

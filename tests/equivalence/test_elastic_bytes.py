@@ -41,6 +41,7 @@ def config_of(case: Case, *, workers: int) -> Config:
     return resolve(load_config([], sets=CONFIG | case.sets() | run))
 
 
+@pytest.mark.usual(when=lambda workers, **_: workers == 2)
 @pytest.mark.parametrize(
     ("case", "workers"),
     [

@@ -21,6 +21,7 @@ CASES = [
     for size, dp, tp, pp in SHAPES
     for stage in ((0,) if dp == 1 else (0, 1, 2, 3) if size == 4 else (0, 3))
 ]
+USUAL = [(8, 2, 2, 2, 3), (4, 1, 2, 2, 0), (4, 2, 1, 2, 2), (4, 2, 2, 1, 1)]  # every axis, and every pair of them
 CONFIG = COMMON | GPT | {"training.steps": 4, "model.num_heads": 4, "model.num_layers": 4}
 
 
@@ -30,6 +31,21 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> World:
     return run_world(1, tmp_path_factory.mktemp("one"), config, task="DoubleGPT", strategy="single")
 
 
+@pytest.mark.usual(when=lambda strategy, options: strategy != "tensor")
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("pipeline", {}), ("tensor", {}), ("mesh", {"cp": 2})], ids=["pipeline", "tensor", "cp"]
+)
+def test_ranks_that_share_samples_augment_them_alike(tmp_path: Path, strategy: str, options: dict[str, int]) -> None:
+    """Inputs and targets are cut from a random place of each sequence: those of the first rank fit those of the last."""
+    config = CONFIG | {"training.batch_size": 4, "training.grad_accumulation": 2}
+    alone = run_world(1, tmp_path / "one", config, task="AugmentedGPT", strategy="single")
+    parts = {f"strategy.{key}": value for key, value in options.items()}
+    many = run_world(2, tmp_path / "many", config | parts, task="AugmentedGPT", strategy=strategy)
+    assert_same_run(alone, many, tolerance=1e-9)
+    assert alone.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
+
+
+@pytest.mark.usual(when=lambda strategy, **_: strategy in ("pipeline", "mesh"))
 @pytest.mark.parametrize(
     ("size", "strategy", "options"),
     [
@@ -56,6 +72,7 @@ def test_the_norm_of_every_gradient(tmp_path: Path, size: int, strategy: str, op
     assert many.ranks[0].rows()[0].grad_norm == pytest.approx(sum(n**2 for n in expected.values()) ** 0.5, rel=1e-9)
 
 
+@pytest.mark.usual(when=lambda **case: tuple(case.values()) in USUAL)
 @pytest.mark.parametrize(("size", "dp", "tp", "pp", "stage"), CASES, ids=lambda v: str(v))
 def test_every_shape_equals_single(
     tmp_path: Path, one: World, size: int, dp: int, tp: int, pp: int, stage: int

@@ -42,6 +42,7 @@ def ones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
     }
 
 
+@pytest.mark.usual(when=lambda way, precision: way in ("tensor", "pipeline", "pieces of sequences", "dp x pp"))
 @pytest.mark.parametrize(("way", "precision"), [*((way, "bf16") for way in WAYS), ("dp x pp", "fp16")])
 def test_follows_single(tmp_path: Path, ones: dict[str, World], way: str, precision: str) -> None:
     size, strategy, options = WAYS[way]

@@ -19,6 +19,7 @@ GPT4 = GPT | {"model.num_layers": 4}
 SCHEDULES = ["sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 
 
+@pytest.mark.usual(when=lambda size, **_: size == 3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_gpt_equals_single(tmp_path: Path, schedule: str, size: int) -> None:
@@ -110,6 +111,16 @@ def test_a_picture_of_a_step(tmp_path: Path, schedule: str) -> None:
         assert sorted(shown) == sorted(expected)
     told = [e.message for e in drawn.ranks[0].events if isinstance(e, Notice) and "schedule.svg" in e.message]
     assert "2 ranks, 4 micro-batches: idle" in told[0]
+
+
+def test_a_picture_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
+    (tmp_path / "schedule.svg").mkdir()  # in its way
+    config = COMMON | GPT4 | {"training.steps": 4, "training.batch_size": 8, "strategy.draw_schedule": True}
+    world = run_world(2, tmp_path, config, strategy="pipeline")
+    assert [rank.status for rank in world.ranks] == [0, 0], [rank.failed for rank in world.ranks]
+    assert world.summary["status"] == "finished"
+    told = [e for e in world.ranks[0].events if isinstance(e, Notice) and "schedule.svg" in e.message]
+    assert [(e.level, "could not be drawn: Is a directory" in e.message) for e in told] == [("WARNING", True)]
 
 
 def test_what_a_stage_gives_may_lie_in_memory_as_it_likes(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ In fp64, so that only the order of sums differs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,32 +48,38 @@ def train(way: str, run_dir: Path, *, resume: Path | None = None, **more: Any) -
     return world
 
 
+Whole = Callable[[str], World]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
-    """Each strategy, from beginning to end."""
-    return {way: train(way, tmp_path_factory.mktemp(way)) for way in WAYS}
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Each strategy that is asked for, from beginning to end."""
+    return functools.cache(lambda way: train(way, tmp_path_factory.mktemp(way)))
 
 
-@pytest.mark.parametrize("first", WAYS)
-@pytest.mark.parametrize("then", WAYS)
-def test_any_goes_on_from_any(whole: dict[str, World], tmp_path: Path, first: str, then: str) -> None:
+# Each way once as the first and once as the second.
+USUAL = list(zip(WAYS, [*list(WAYS)[3:], *list(WAYS)[:3]], strict=True))
+
+
+@pytest.mark.usual(when=lambda first, then: (first, then) in USUAL)
+@pytest.mark.parametrize(("first", "then"), list(itertools.product(WAYS, repeat=2)))
+def test_any_goes_on_from_any(whole: Whole, tmp_path: Path, first: str, then: str) -> None:
     if first == then == "single":
         pytest.skip("nothing changes")
-    saved = whole[first].run_dir / "checkpoints" / f"step-{HALF:08d}"
+    saved = whole(first).run_dir / "checkpoints" / f"step-{HALF:08d}"
     resumed = train(then, tmp_path, resume=saved)
-    assert resumed.global_losses() == pytest.approx(whole["single"].global_losses()[HALF:], rel=1e-9)
-    expected, found = weights(whole["single"]), weights(resumed)
+    assert resumed.global_losses() == pytest.approx(whole("single").global_losses()[HALF:], rel=1e-9)
+    expected, found = weights(whole("single")), weights(resumed)
     assert expected.keys() == found.keys()
     for name, tensor in found.items():
         assert (tensor - expected[name]).abs().max() < 1e-9, name
 
 
+@pytest.mark.usual(when=lambda first, then: "mesh" in (first, then))
 @pytest.mark.parametrize(("first", "then"), list(itertools.pairwise([*WAYS, "single"])))
-def test_what_is_loaded_is_what_was_saved_to_the_last_bit(
-    whole: dict[str, World], tmp_path: Path, first: str, then: str
-) -> None:
+def test_what_is_loaded_is_what_was_saved_to_the_last_bit(whole: Whole, tmp_path: Path, first: str, then: str) -> None:
     """One step with a rate that changes nothing, and the weights are saved again."""
-    saved = whole[first].run_dir / "checkpoints" / f"step-{HALF:08d}"
+    saved = whole(first).run_dir / "checkpoints" / f"step-{HALF:08d}"
     rate = {"training.learning_rate": 1e-300, "training.steps": HALF + 1}
     again = train(then, tmp_path, resume=saved, **rate)
     expected, found = read_checkpoint(saved).weights, weights(again)
@@ -79,10 +87,10 @@ def test_what_is_loaded_is_what_was_saved_to_the_last_bit(
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def test_each_rank_saves_its_part(whole: dict[str, World]) -> None:
+def test_each_rank_saves_its_part(whole: Whole) -> None:
     """And no rank all of it."""
     for way in ("fsdp-1", "fsdp-3", "tensor", "pipeline", "mesh"):
-        folder = whole[way].run_dir / "checkpoints" / f"step-{HALF:08d}"
+        folder = whole(way).run_dir / "checkpoints" / f"step-{HALF:08d}"
         files = json.loads((folder / "manifest.json").read_text())["files"]
         ranks = range(WAYS[way][0])
         assert {f"weights-{rank}.safetensors" for rank in ranks} == {name for name in files if "weights" in name}, way
@@ -97,9 +105,70 @@ def test_one_rank_saves_all_when_asked_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", TIED)
-def test_what_two_stages_share_is_saved_once(whole: dict[str, World], tmp_path: Path, way: str) -> None:
+def test_what_two_stages_share_is_saved_once(whole: Whole, tmp_path: Path, way: str) -> None:
     saved = Path(train(way, tmp_path).summary["checkpoint"])
-    expected, found = weights(whole["single"]), read_checkpoint(saved).weights
+    expected, found = weights(whole("single")), read_checkpoint(saved).weights
     assert expected.keys() == found.keys()
     for name, tensor in found.items():
         assert (tensor - expected[name]).abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize("all_see_the_files", [True, False])
+def test_only_the_end_is_left_and_nothing_that_is_known_is_lost(tmp_path: Path, all_see_the_files: bool) -> None:
+    """A worker died after the last step was saved, and all start again."""
+    config = {"training.steps": 4, "training.eval_steps": 2, "training.batch_size": 8}
+    whole = run_world(2, tmp_path, config, task="Tiny").summary
+    blind = {} if all_see_the_files else {1: [("smolcluster.engine.worker", "manifest_sha256", str)]}
+    again = run_world(2, tmp_path, config, task="Tiny", resume=tmp_path / "checkpoints", again=True, tweaks=blind)
+    assert [rank.status for rank in again.ranks] == [0, 0], [rank.failed for rank in again.ranks]
+    assert again.ranks[0].rows() == []
+    known = ("status", "steps", "samples", "train_loss", "val_loss", "checkpoint", "weights_sha256")
+    assert {name: again.summary[name] for name in known} == {name: whole[name] for name in known}
+    assert again.summary["samples_per_s"] > 0
+    assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] == whole["val_loss"]
+
+
+# `training.epochs` is about what is read, however many read it
+
+
+ONE_EPOCH = {
+    "training.epochs": 1,
+    "training.batch_size": 16,
+    "training.eval_steps": 0,
+    "lr_schedule.min_lr": 1e-5,
+    "lr_schedule.warmup_iters": 2,
+}
+
+
+def position(world: World) -> int:
+    return int(read_checkpoint(Path(world.summary["checkpoint"])).state["sampler"]["position"])
+
+
+@pytest.mark.parametrize(("before", "after", "half"), [(2, 1, 4), (1, 2, 8)])
+def test_an_epoch_ends_where_it_would_have(tmp_path: Path, before: int, after: int, half: int) -> None:
+    config = ONE_EPOCH | {"training.checkpoint_steps": half}
+    whole = run_world(before, tmp_path / "whole", config, task="Tiny")
+    assert position(whole) == 256
+    saved = whole.run_dir / "checkpoints" / f"step-{half:08d}"
+    resumed = run_world(after, tmp_path / "resumed", config, task="Tiny", resume=saved)
+    assert [rank.status for rank in resumed.ranks] == [0] * after, [rank.failed for rank in resumed.ranks]
+    assert (resumed.summary["steps"], position(resumed)) == (half + 128 // (16 * after), 256)
+    assert resumed.ranks[0].rows()[-1].lr == pytest.approx(1e-5)  # the schedule ends with the run
+
+    # Once more from the middle of that: the batch is kept, and so is the end.
+    at = half + 3
+    stopped = run_world(after, tmp_path / "cut", config, task="Tiny", resume=saved, hook=("stop_after", 3))
+    assert stopped.summary["steps"] == at
+    ended = run_world(after, tmp_path / "cut", config, task="Tiny", resume=stopped.run_dir / "checkpoints")
+    assert ended.summary["weights_sha256"] == resumed.summary["weights_sha256"]
+
+
+def test_an_epoch_that_is_read_leaves_nothing_to_train(tmp_path: Path) -> None:
+    whole = run_world(2, tmp_path / "whole", ONE_EPOCH, task="Tiny")
+    again = run_world(1, tmp_path / "again", ONE_EPOCH, task="Tiny", resume=whole.run_dir / "checkpoints")
+    failed = again.ranks[0].failed
+    assert failed is not None
+    assert "at step 8 and the run ends at 8: nothing is left to train; raise training.epochs" in failed.message
+    more = ONE_EPOCH | {"training.epochs": 2}
+    further = run_world(1, tmp_path / "further", more, task="Tiny", resume=whole.run_dir / "checkpoints")
+    assert (further.summary["steps"], position(further)) == (8 + 256 // 16, 512)

@@ -19,6 +19,7 @@ LLAMA = GPT2 | {
 }
 
 
+@pytest.mark.usual(when=lambda shape, size, sequence_parallel: size == 2 and sequence_parallel == (shape is LLAMA))
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize(("shape", "size"), [(GPT2, 2), (GPT2, 4), (LLAMA, 2)], ids=["gpt2-2", "gpt2-4", "llama-2"])
 def test_a_gpt_equals_single(tmp_path: Path, shape: dict[str, Any], size: int, sequence_parallel: bool) -> None:

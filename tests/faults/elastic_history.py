@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 from tests.world import ElasticWorld, Who
 
 from smolcluster.engine import history
+
+RECORD = b"SJ1R"  # a frame of a journal begins with it
 
 Lines = list[dict[str, Any]]
 
@@ -47,7 +51,7 @@ def first_commit(lines: Lines, *, after: float, without: str = "") -> dict[str, 
 
 
 def wait_for_history(
-    world: ElasticWorld, question: Callable[[Lines], object], *, what: str, within_s: float = 30.0
+    world: ElasticWorld, question: Callable[[Lines], object], *, what: str, within_s: float = 90.0
 ) -> None:
     world.wait(lambda: bool(question(lines_of(world))), what=what, within_s=within_s)
 
@@ -60,7 +64,7 @@ def wait_for_next_step(world: ElasticWorld, *, after: float, without: str = "") 
     return line
 
 
-def wait_for_counted(world: ElasticWorld, rank: int, *, after: float, within_s: float = 30.0) -> None:
+def wait_for_counted(world: ElasticWorld, rank: int, *, after: float, within_s: float = 120.0) -> None:
     """Until a step committed after this time has counted a gradient of this rank."""
 
     def counted(lines: Lines) -> bool:
@@ -77,6 +81,13 @@ def longest_pause(lines: Lines, *, since: float = 0.0, until: float = float("inf
     return max(pauses, default=0.0)
 
 
+def bound(lines: Lines, seconds: float, *, steps: int) -> float:
+    """How long something may take: `seconds`, or `steps` of this run where the machine is so slow that they take longer."""
+    times = [line["time"] for line in commits(lines)]
+    usual: float = statistics.median(b - a for a, b in itertools.pairwise(times))
+    return max(seconds, steps * usual)
+
+
 def assert_sound(world: ElasticWorld, *, steps: int) -> None:
     """The run ended well, kept every rule of a history, and every replica agrees."""
     lines = lines_of(world)
@@ -90,3 +101,12 @@ def assert_sound(world: ElasticWorld, *, steps: int) -> None:
 def log_of(world: ElasticWorld, who: Who = "server") -> str:
     name = "server-*" if who == "server" else f"worker-rank{who}-*"
     return "".join(path.read_text() for path in sorted(Path(world.run_dir, "logs").glob(f"{name}.log")))
+
+
+def forget_records(folder: Path, count: int) -> None:
+    """What a power cut does to a server's journal: the last records have not reached the disk."""
+    path = max(folder.glob("log-*"))
+    data = path.read_bytes()
+    starts = [found.start() for found in re.finditer(re.escape(RECORD), data)]
+    assert len(starts) > count
+    path.write_bytes(data[: starts[-count]])

@@ -26,8 +26,10 @@ from safetensors.torch import load_file
 from tests.faults.elastic_history import (
     Lines,
     assert_sound,
+    bound,
     changes,
     commits,
+    forget_records,
     instance_of,
     lines_of,
     longest_pause,
@@ -58,9 +60,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce-2": ("allreduce", {"cluster.plane": "elastic", "strategy.staleness_bound": 2}),
 }
 EVERY = pytest.mark.parametrize("kind", KINDS)
+
+
+def usually(*kinds: str) -> pytest.MarkDecorator:
+    """The others are slow. Each kind is in some of the tests."""
+    return pytest.mark.usual(when=lambda kind, **_: kind in kinds)
+
+
 MARGIN = {"syncps": 0.02, "edp": 0.03, "allreduce": 0.02, "allreduce-2": 0.02}
 PACE = dict.fromkeys(range(4), 0.01)  # seconds a worker rests after a step: time for faults
 NEXT_STEP_S = 2.0  # from a death to the next committed step
+DETECTION_S = 2.05  # at most, from 1.75: somebody has fallen silent
 
 
 def run(kind: str, workers: int, run_dir: Path, config: dict[str, Any] | None = None, **options: Any) -> ElasticWorld:
@@ -85,9 +95,10 @@ def clean_loss(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], floa
 # Workers die
 
 
+@usually("syncps", "edp")
 @EVERY
 def test_killed_workers_cost_their_unfinished_step(
-    tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
+    tmp_path: Path, kind: str, clean_loss: Callable[[str], float], slower: Callable[[], float]
 ) -> None:
     """kill -9 a random one, again and again; each comes back."""
     dice = random.Random(f"workers of {kind}")
@@ -108,13 +119,14 @@ def test_killed_workers_cost_their_unfinished_step(
     assert_sound(world, steps=STEPS)
     lost = changes(lines_of(world), "left")
     assert sum("closed" in line["reason"] or "broke" in line["reason"] for line in lost) >= 4, "no kill was noticed"
-    assert max(pauses) <= NEXT_STEP_S, pauses
+    assert max(pauses) <= bound(lines_of(world), NEXT_STEP_S * slower(), steps=50), pauses
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
 # The server dies
 
 
+@usually("allreduce", "edp")
 @EVERY
 def test_a_killed_server_comes_back_and_loses_nothing(
     tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
@@ -135,12 +147,13 @@ def test_a_killed_server_comes_back_and_loses_nothing(
     begun = [line for line in lines_of(world) if line["kind"] == "begin"]
     assert len(begun) == 4, "the server was not killed"
     assert len({line["server"] for line in begun}) == 4
-    assert max(pauses) <= 5.0, pauses
+    assert max(pauses) <= bound(lines_of(world), 5.0, steps=125), pauses
     assert [seat.status for seat in world.workers] == [0] * 4, "a worker was lost"
     assert world.summary["members_joined"] >= 4 * 4, "a server does not know whom the one before it had"
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
+@usually("allreduce")
 @pytest.mark.parametrize(("kind", "workers"), [("syncps", 1), ("syncps", 2), ("allreduce", 2)])
 def test_a_killed_server_changes_no_bit_of_a_synchronous_run(tmp_path: Path, kind: str, workers: int) -> None:
     config = {"training.steps": 80}
@@ -212,11 +225,35 @@ def test_when_nobody_has_the_weights_any_more_the_run_says_so(tmp_path: Path) ->
     assert "--resume" in failed.message
 
 
+def test_workers_that_are_ahead_of_the_record_are_not_taken_for_what_they_are_not(tmp_path: Path) -> None:
+    """The power goes, and the server's disk has not got the last steps, which the workers have applied."""
+    config = {"training.checkpoint_steps": 20, "training.steps": 39}
+
+    def script(world: ElasticWorld) -> None:
+        world.wait(lambda: (tmp_path / "checkpoints" / "step-00000020").exists(), what="a checkpoint")
+        world.wait_for_step(24)
+        world.kill("server")
+        forget_records(tmp_path / "journal", 3)
+        world.start("server")
+        world.wait_for_exit("server")
+        for rank in range(2):  # they wait for a server, as they must
+            world.kill(rank)
+
+    world = run("allreduce", 2, tmp_path, config, script=script, slow={0: 0.05, 1: 0.05})
+    failed = world.server.failed
+    assert failed is not None
+    assert "the record of this run ends at step " in failed.message
+    assert "--resume" in failed.message
+    again = run("allreduce", 2, tmp_path, config, resume=tmp_path / "checkpoints")
+    assert_sound(again, steps=39)
+
+
 # A worker stands still
 
 
+@usually("syncps", "allreduce")
 @EVERY
-def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str) -> None:
+def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slower: Callable[[], float]) -> None:
     """SIGSTOP for a few seconds. Nothing it says afterwards of its old place counts: it joins again."""
     seen: dict[str, Any] = {}
 
@@ -243,14 +280,15 @@ def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str) -> 
     reason = put_out(lines)[0]["reason"]
     assert "silent" in reason or "cannot reach each other" in reason, "it was not frozen"
     assert [line["instance"] for line in changes(lines, "joined", 1)] == [seen["instance"]] * 2
-    assert seen["pause"] <= 2.0 + 0.5, seen  # detection is 1.75 to 2.05 s; a busy machine adds to it
-    assert seen["back"] <= 5.0, seen
+    assert seen["pause"] <= DETECTION_S * slower() + bound(lines, 0.45, steps=25), seen
+    assert seen["back"] <= bound(lines, 5.0, steps=125), seen
     assert world.workers[1].status == 0
 
 
 # Workers come
 
 
+@usually("edp", "allreduce-2")
 @EVERY
 def test_workers_join_in_the_middle_without_a_stall(tmp_path: Path, kind: str) -> None:
     """Ranks 2 and 3 come and are killed, six times in all; ranks 0 and 1 never wait long for them."""
@@ -271,13 +309,14 @@ def test_workers_join_in_the_middle_without_a_stall(tmp_path: Path, kind: str) -
     lines = lines_of(world)
     assert_sound(world, steps=STEPS)
     assert len(changes(lines, "joined")) == 2 + 6
-    assert longest_pause(lines) <= 1.0, "a join held the others up"
+    assert longest_pause(lines) <= bound(lines, 1.0, steps=25), "a join held the others up"
     assert set(world.statuses.values()) == {0}
 
 
 # A worker computes nonsense
 
 
+@usually("allreduce", "syncps")
 @EVERY
 def test_absurd_gradients_are_refused_and_harm_nobody(
     tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
@@ -298,6 +337,7 @@ def test_absurd_gradients_are_refused_and_harm_nobody(
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
+@usually("syncps")
 @pytest.mark.parametrize("kind", ["syncps", "edp"])
 def test_what_a_codec_left_out_of_a_refused_gradient_does_not_come_later(tmp_path: Path, kind: str) -> None:
     """A hundredth of it is sent and refused; error feedback would make the next gradients as absurd as that one."""
@@ -394,16 +434,14 @@ def test_a_second_worker_of_a_rank_is_refused(tmp_path: Path) -> None:
     assert len(changes(lines_of(world), "joined")) == 2, "the others were disturbed"
 
 
-def test_a_worker_from_an_unknown_host_is_refused(tmp_path: Path) -> None:
+def test_a_newcomer_beyond_the_list_takes_part(tmp_path: Path) -> None:
+    """As one that was taken by its code. Under the number of a listed host it would be refused: test_elastic_cli.py."""
     config = {"cluster.workers": ["a", "b"], "training.steps": 60}
-    world = run("edp", 3, tmp_path, config | {"cluster.num_workers": 2}, hosts=["a", "b", "stranger"])
+    world = run("edp", 3, tmp_path, config | {"cluster.num_workers": 2}, hosts=["a", "b", "newcomer"])
     assert_sound(world, steps=60)
-    failed = world.workers[2].failed
-    assert failed is not None
-    assert failed.kind == "user"
-    assert "host 'stranger' is not in cluster.workers; known: a, b" in failed.message
-    assert world.summary["refused"] == {"worker 2 (stranger)": 1}
-    assert len(changes(lines_of(world), "joined")) == 2, "the others were disturbed"
+    assert world.workers[2].failed is None
+    assert world.summary["refused"] == {}
+    assert len(changes(lines_of(world), "joined")) == 3
 
 
 # The network is cut
@@ -420,8 +458,11 @@ def network() -> Iterator[Network]:
         yield network
 
 
+@usually("allreduce-2")
 @pytest.mark.parametrize("kind", ["syncps", "allreduce", "allreduce-2"])
-def test_a_cut_network_heals_and_only_one_side_commits(tmp_path: Path, kind: str, network: Network) -> None:
+def test_a_cut_network_heals_and_only_one_side_commits(
+    tmp_path: Path, kind: str, network: Network, slower: Callable[[], float]
+) -> None:
     """The link of a worker's host goes down, without a word to anybody; then that of the server's host."""
     seen: dict[str, float] = {}
 
@@ -460,12 +501,13 @@ def test_a_cut_network_heals_and_only_one_side_commits(tmp_path: Path, kind: str
         who: (network.namespace(host), network.address(host)) for host, who in enumerate(("server", 0, 1, 2))
     }
     world = run(kind, 3, tmp_path, script=script, places=places, environ={"SMOLCLUSTER_TOKEN": new_token()})
+    lines = lines_of(world)
     assert_sound(world, steps=STEPS)
     assert set(world.statuses.values()) == {0}
-    assert len({line["instance"] for line in changes(lines_of(world), "joined")}) == 3, "a worker was restarted"
-    assert seen["worker cut"] <= 2.5, seen  # detection is 1.75 to 2.05 s; a busy machine adds to it
-    assert seen["worker healed"] <= 5.0, seen
-    assert seen["server healed"] <= 5.0, seen
+    assert len({line["instance"] for line in changes(lines, "joined")}) == 3, "a worker was restarted"
+    assert seen["worker cut"] <= DETECTION_S * slower() + bound(lines, 0.45, steps=25), seen
+    assert seen["worker healed"] <= bound(lines, 5.0, steps=125), seen
+    assert seen["server healed"] <= bound(lines, 5.0, steps=125), seen
 
 
 def _members(lines: Lines) -> set[str]:
@@ -492,6 +534,7 @@ def test_chaos_schedules_follow_from_the_seed() -> None:
     assert min(gaps) > 8 + 1 + chaos.RESTART_S, "a fault could meet another that is not over"
 
 
+@pytest.mark.slow
 def test_chaos_in_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The program itself: rules and hashes are held to the letter, figures that need a quiet machine are not."""
     short = [

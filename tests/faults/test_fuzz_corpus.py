@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools import abuse, fuzz
+from tools import fuzz
+from tools.abuse import outside, serving, training
 from tools.fuzz import TARGETS, Kind, Message, Peers, Seated, Switchboard, View
 
 
@@ -100,7 +101,7 @@ def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at other processes in /proc")
 def test_a_run_bears_abuse(tmp_path: Path) -> None:
-    report = abuse.attack(
+    report = training.attack(
         "syncps", tmp_path, attacks=("flood", "bombs", "impostors"), frames_each=300, seed=2, quiet_s=0.2
     )
     assert [(r.attack, r.count) for r in report.results] == [("flood", 300), ("bombs", 84), ("impostors", 5)]
@@ -110,10 +111,37 @@ def test_a_run_bears_abuse(tmp_path: Path) -> None:
     json.dumps(report.growth_mb)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at other processes in /proc")
+def test_a_model_that_is_served_bears_abuse(tmp_path: Path) -> None:
+    """In short: damaged and forged frames at the front's port and those of stages, and all sorts of HTTP requests."""
+    pytest.importorskip("starlette")
+    attacks = ("flood", "forge", "impostors", "requests", "origins")
+    report = serving.attack("serve", tmp_path, attacks=attacks, frames_each=100, seed=2, quiet_s=0.05)
+    counts = {(r.attack, r.door): r.count for r in report.results}
+    assert [counts["flood", door] for door in ("front", "stage", "by-hand")] == [100] * 3
+    assert (counts["requests", "http"], counts["origins", "http"]) == (10, 100)
+    assert report.violations == []
+    assert report.steps > 6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at other processes in /proc")
+def test_a_model_that_is_served_behind_a_token_bears_abuse(tmp_path: Path) -> None:
+    pytest.importorskip("starlette")
+    pytest.importorskip("cryptography")
+    report = serving.attack(
+        "serve-token", tmp_path, attacks=("flood", "impostors"), frames_each=20, seed=2, quiet_s=0.05
+    )
+    counts = {(r.attack, r.door): r.count for r in report.results}
+    assert counts["impostors", "front"] == counts["impostors", "by-hand"] == 6
+    assert counts["impostors", "http"] == 104
+    assert report.violations == []
+
+
 def test_nothing_on_the_wire_is_decompressed() -> None:
-    assert abuse.unpacks_nothing() == []
+    assert outside.unpacks_nothing() == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="abuse runs on Linux")
 def test_without_a_token_nobody_listens_beyond_loopback(tmp_path: Path) -> None:
-    assert abuse.opens_without_a_token(tmp_path) == []
+    assert outside.opens_without_a_token(tmp_path) == []

@@ -518,7 +518,7 @@ class TestMembers:
         assert "nested deeper" in field.server.end_of(member.me.instance)
 
 
-@pytest.mark.timeout(max(120, COUNT // 50))
+@pytest.mark.timeout(max(600, COUNT // 50))
 def test_fuzz(field: Field) -> None:
     """Thousands of damaged streams from strangers and members: no crash, no hang, no growth, nothing false delivered."""
     rng = random.Random(3)

@@ -240,7 +240,7 @@ def test_the_log_is_flushed_and_sealed_in_the_background(tmp_path: Path) -> None
     for _ in range(3):
         flushed.clear()
         server.append()
-        assert flushed.wait(10)
+        assert flushed.wait(60)
     server.close()
 
 
@@ -767,7 +767,7 @@ def test_a_flush_that_fails_in_the_background_is_told_once(tmp_path: Path, caplo
     server = Server(tmp_path, files=Failing(), sync_s=0.001)
     for _ in range(3):
         server.append()
-        assert tried.acquire(timeout=10)
+        assert tried.acquire(timeout=60)
     server.close()
     messages = [r.getMessage() for r in caplog.records if "a power cut could lose" in r.getMessage()]
     assert len(messages) == 1

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests.world import run_elastic_world, run_world
 
+from smolcluster.compute.memory import free_bytes
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 SHAPE = {"model_dim": 64, "num_layers": 2, "num_heads": 4, "max_seq_len": 64}
@@ -96,3 +98,15 @@ def test_precision_is_each_hosts_own(tmp_path: Path, strategy: str) -> None:
     world = run_elastic_world(2, tmp_path / "run", COMMON | changes, strategy=strategy, overrides=own, timeout_s=200)
     assert world.server.losses()[-1] < 4.2
     assert world.summary["stale_rejected"] == 0
+
+
+def test_memory_that_torch_keeps_for_later_is_free_memory() -> None:
+    device = torch.device("cuda")
+    torch.zeros(1, device=device)
+    before = free_bytes(device)
+    taken = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+    during = free_bytes(device)
+    del taken
+    after = free_bytes(device)
+    assert before - during >= 255 << 20
+    assert abs(after - before) < 32 << 20

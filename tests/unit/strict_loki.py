@@ -3,8 +3,10 @@
     POST /loki/api/v1/push    Content-Type application/json, perhaps gzipped; {"streams": [{"stream": {label: value},
                               "values": [["<nanoseconds>", "<line>"], ...]}]}; 204 when stored
     an entry it knows         the same stream, time and text: dropped as a duplicate, and counted
-    a bad entry               too old or too long: 400, and the good ones of the same push are stored, as Loki does
-    anything else             400 and a note in `violations`, also what Loki itself would let pass: entries out of order
+    a bad entry               too old, too new or too long: 400, and the good ones of the same push are stored, as Loki does
+    what it dislikes          an entry with this text in it: the same, in words that are in no documentation
+    anything else             400 and a note in `violations`, also what Loki itself would let pass unless `unordered`: entries
+                              out of order
 
 The answers to coming pushes can be scripted: `plan.append(status)`, `(429, seconds)`, or
 
@@ -35,8 +37,18 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 class StrictLoki:
     """Use it in a `with` block; `url` is where it listens."""
 
-    def __init__(self, *, longest: int = 256 * 1024, oldest_ns: int = 0, auth: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        longest: int = 256 * 1024,
+        oldest_ns: int = 0,
+        auth: str = "",
+        dislikes: str = "",
+        unordered: bool = False,
+    ) -> None:
         self.longest, self.oldest_ns, self.auth = longest, oldest_ns, auth
+        self.dislikes, self.unordered = dislikes, unordered
+        self.newest_ns: int | None = None
         self.streams: dict[Labels, list[tuple[int, str]]] = {}
         self.duplicates = 0
         self.violations: list[str] = []
@@ -93,7 +105,7 @@ class StrictLoki:
             ]
         return [text for _, text in sorted(found)]
 
-    def wait(self, question: Callable[[], bool], *, what: str, within_s: float = 20.0) -> None:
+    def wait(self, question: Callable[[], bool], *, what: str, within_s: float = 90.0) -> None:
         deadline = time.monotonic() + within_s
         with self._news:
             while not question():
@@ -101,12 +113,12 @@ class StrictLoki:
                 assert left > 0, f"{what}: not within {within_s:g} s; {self.statuses[-20:]}, {self.violations[:3]}"
                 self._news.wait(min(left, 0.05))
 
-    def wait_for(self, lines: int, *, within_s: float = 20.0) -> None:
+    def wait_for(self, lines: int, *, within_s: float = 90.0) -> None:
         self.wait(
             lambda: len(self.lines()) >= lines, what=f"{lines} lines, {len(self.lines())} came", within_s=within_s
         )
 
-    def wait_for_requests(self, count: int, *, within_s: float = 20.0) -> None:
+    def wait_for_requests(self, count: int, *, within_s: float = 90.0) -> None:
         self.wait(lambda: len(self.times) >= count, what=f"{count} requests", within_s=within_s)
 
     # Taking a push
@@ -144,9 +156,13 @@ class StrictLoki:
                     bad.append(f"entry with timestamp {time_ns} ignored, reason: 'timestamp too old'")
                 elif len(text.encode()) > self.longest:
                     bad.append(f"Max entry size '{self.longest}' bytes exceeded for stream {dict(labels)}")
+                elif self.newest_ns is not None and time_ns > self.newest_ns:
+                    bad.append(f"entry for stream '{dict(labels)}' has timestamp too new: {time_ns}")
+                elif self.dislikes and self.dislikes in json.loads(text)["message"].split():
+                    bad.append("I do not like it")
                 elif (time_ns, text) in known:
                     self.duplicates += 1
-                elif time_ns <= last:
+                elif time_ns <= last and not self.unordered:
                     self.violations.append(
                         f"out of order: {time_ns} is not after {last} in {dict(labels)}: {text[:80]}"
                     )
@@ -250,6 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _say(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
         body = text.encode()
+        self.loki.answered(status)  # before the client knows: a test looks when that is done
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -258,7 +275,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-        self.loki.answered(status)
 
     def log_message(self, *_: object) -> None:
         """Quiet."""

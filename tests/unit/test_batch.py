@@ -548,6 +548,7 @@ def test_ranks_are_the_indexes_of_a_job() -> None:
         *("smolcluster", "train", "/etc/smolcluster/config.yaml", "--run-dir", f"/data/runs/{name}"),
         *("--world-size", "4", "--rank", "$(JOB_COMPLETION_INDEX)"),
         *("--master-addr", f"{name}-0.{name}", "--master-port", "29500"),
+        *("--override", "cluster.join_timeout=900"),  # one node may still pull the image
     ]
     assert "SMOLCLUSTER_TOKEN" not in str(found)
     config = found[f"ConfigMap {name}-config"]["data"]["config.yaml"]
@@ -649,7 +650,14 @@ def test_the_token_is_in_a_secret_only_when_asked_for() -> None:
         (job(name="Big"), {}, "--name 'Big' becomes the name of a host"),
         (job(name="1st"), {}, "a letter first"),
         (job(name="a" * 51), {}, "50 at most"),
-        (job(), {"namespace": "a/b"}, "--namespace 'a/b' is not a name in Kubernetes"),
+        (job(), {"namespace": "a/b"}, "--namespace 'a/b' is not a namespace in Kubernetes"),
+        (
+            job(),
+            {"namespace": "a.b"},
+            "--namespace 'a.b' is not a namespace in Kubernetes: small letters, digits and '-'",
+        ),
+        (job(), {"namespace": "a" * 64}, "63 at most"),
+        (job(), {"namespace": "a-"}, "--namespace 'a-'"),
         (job(), {"claim": "A"}, "--claim 'A'"),
         (job(), {"image": "a b"}, "--image 'a b' is not the name of an image"),
         (job(), {"max_restarts": -1}, "--max-restarts -1"),
@@ -761,6 +769,7 @@ def test_compose_fills_in_nothing_of_ours() -> None:
     assert not re.search(r"(?<!\$)(\$\$)*\$(?!\$)", text)
     found = yaml.safe_load(text.replace("$$", "$"))
     assert found["services"]["server"]["entrypoint"][2] == containers.START
+    assert "JOB_COMPLETION_INDEX" not in text  # that is Kubernetes'
     assert yaml.safe_load(found["configs"]["config"]["content"])["logging"]["project_name"] == "a $HOME b"
 
 

@@ -236,7 +236,7 @@ def test_p7_in_its_smallest_form(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("name", "options", "shown"),
     [

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from smolcluster.cli import main
+from smolcluster.cli.cluster import _given
+from smolcluster.cli.down import down
+from smolcluster.cli.logs import logs
+from smolcluster.cli.status import status, table
+from smolcluster.comm.elastic.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import LinkConfig
 from smolcluster.errors import UserError
-from smolcluster.launch.cluster import keeper
-from smolcluster.launch.cluster.control import problems_of
-from smolcluster.launch.cluster.finding import Found, hosts_of_ssh, write_file
-from smolcluster.launch.cluster.layout import Layout, as_record, describe, from_record, lay_out, with_run
+from smolcluster.launch.cluster import control, finding, keeper
+from smolcluster.launch.cluster.control import Order, problems_of
+from smolcluster.launch.cluster.finding import find_machines, hosts_of_ssh, machines_of_ssh, write_file
+from smolcluster.launch.cluster.host import HostError
+from smolcluster.launch.cluster.layout import Layout, Machine, as_record, describe, from_record, lay_out, with_run
 from smolcluster.launch.cluster.links import find_way
-from smolcluster.launch.cluster.parcel import package_parcel, requirements, user_parcel
-from smolcluster.launch.cluster.record import recall, remember
+from smolcluster.launch.cluster.parcel import Parcel, package_parcel, requirements, user_parcel
+from smolcluster.launch.cluster.read import Said, known_cluster
+from smolcluster.launch.cluster.record import recall, remember, state_folder
 
 ROOT = Path(__file__).parents[2]
 KEEPER = Path(keeper.__file__)
@@ -68,6 +81,19 @@ def test_the_elastic_plane(tmp_path: Path) -> None:
     assert layout.config.cluster.workers == ["pi5", "win", "win"]
     assert layout.config.cluster.batch_size == {"win": 8}
     assert layout.config.cluster.hosts == {}
+
+
+def test_without_a_strategy_several_workers_are_several(tmp_path: Path) -> None:
+    for hosts in ("{a: 10.0.0.1, b: 10.0.0.2}", "{a: {address: 10.0.0.1, workers: 2}}"):
+        assert laid_out(f"hosts: {hosts}\n", tmp_path).config.strategy.name == "allreduce"
+    assert laid_out("hosts: {a: 10.0.0.1}\n", tmp_path).config.strategy.name == "single"
+    with pytest.raises(UserError, match="strategy single has one worker, not 2; leave it out"):
+        laid_out("hosts: {a: 10.0.0.1, b: 10.0.0.2}\nstrategy: single\n", tmp_path)
+
+
+def test_this_machine_is_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a and b are both this machine"):
+        laid_out("hosts: {a: {address: local}, b: {address: local}}\n", tmp_path)
 
 
 def test_the_mesh_plane(tmp_path: Path) -> None:
@@ -133,7 +159,8 @@ def test_another_run_keeps_everything_else(tmp_path: Path) -> None:
     layout = laid_out("hosts: {a: 10.0.0.1, b: 10.0.0.2}\nstrategy: edp\n", tmp_path)
     other = with_run(layout, "r0")
     assert other.lead.arguments[-4:] == ("--run-dir", "runs/r0", "--resume", "runs/r0")
-    assert other.seats[1] == layout.seats[1]
+    assert other.seats[1].arguments[-2:] == ("--log-dir", "logs/r0")
+    assert other.seats[1].arguments[:-2] == layout.seats[1].arguments[:-2]
 
 
 def test_a_record_is_read_again(tmp_path: Path) -> None:
@@ -171,10 +198,31 @@ def test_a_common_link_is_taken_and_a_gateway_is_named() -> None:
     assert (direct.address, direct.through, direct.commands()) == ("10.10.0.1", (), [])
     around = find_way(known, "pi4", "mini1")
     assert around is not None
-    assert (around.address, around.through, around.hop) == ("10.10.0.1", ("mini3",), "192.168.51.2")
-    assert around.commands()[0] == "on pi4: sudo ip route add 10.10.0.1/32 via 192.168.51.2"
+    assert (around.address, around.through) == ("10.10.0.1", ("mini3",))
+    assert around.commands() == [
+        "on pi4: sudo ip route add 10.10.0.1/32 via 192.168.51.2",
+        "on mini1: sudo ip route add 192.168.51.4/32 via 10.10.0.3",
+        "on mini3: sudo sysctl -w net.ipv4.ip_forward=1",
+    ]
     assert find_way(known, "pi4", "pi9") is None
     assert find_way(known, "pi4", "pi4") is None
+
+
+def test_every_machine_on_a_long_way_learns_both_ends() -> None:
+    known = links(
+        one={"a": "10.1.0.1", "b": "10.1.0.2"},
+        two={"b": "10.2.0.2", "c": "10.2.0.3"},
+        three={"c": "10.3.0.3", "d": "10.3.0.4"},
+    )
+    way = find_way(known, "a", "d")
+    assert way is not None
+    assert way.commands() == [
+        "on a: sudo ip route add 10.3.0.4/32 via 10.1.0.2",
+        "on b: sudo ip route add 10.3.0.4/32 via 10.2.0.3",
+        "on d: sudo ip route add 10.1.0.1/32 via 10.3.0.3",
+        "on c: sudo ip route add 10.1.0.1/32 via 10.2.0.2",
+        "on b, c: sudo sysctl -w net.ipv4.ip_forward=1",
+    ]
 
 
 def test_the_server_is_reached_over_the_link_that_both_have(tmp_path: Path) -> None:
@@ -188,6 +236,7 @@ def test_the_server_is_reached_over_the_link_that_both_have(tmp_path: Path) -> N
     assert layout.addresses == {"mini1": "127.0.0.1", "mini2": "10.10.0.1", "pi4": "10.10.0.1"}
     assert layout.listens[0] == "10.10.0.1"
     assert "  on pi4: sudo ip route add 10.10.0.0/24 via 192.168.51.2" in describe(layout)
+    assert "  on mini1: sudo ip route add 192.168.51.0/24 via 10.10.0.2" in describe(layout)
 
 
 # What is looked at before anything is changed
@@ -258,6 +307,21 @@ def test_what_the_package_needs() -> None:
     assert any(text.startswith("cryptography") for text in requirements(extras=["cluster"]))
 
 
+def test_another_device_or_environment_is_not_the_same_cluster(tmp_path: Path) -> None:
+    """What runs would keep the old one in silence. Another run is the same cluster."""
+
+    def key(host: str, run: str = "r1") -> str:
+        layout = with_run(laid_out(f"hosts: {{a: 10.0.0.1, b: {host}}}\nstrategy: edp\n", tmp_path), run)
+        nothing = Parcel(b"")
+        return Order(layout=layout, package=nothing, files=nothing, requirements=[]).parcel
+
+    same = key("{address: 10.0.0.2}")
+    assert key("10.0.0.2", run="r2") == same
+    others = ("device: cpu", "environment: {A: b}", "python: python3.13", "workers: 2")
+    keys = {key(f"{{address: 10.0.0.2, {other}}}") for other in others}
+    assert len(keys - {same}) == len(others)
+
+
 # A keeper
 
 
@@ -283,7 +347,7 @@ def state(folder: Path) -> dict[str, Any]:
     return found
 
 
-def until(question: Any, within_s: float = 20.0) -> None:
+def until(question: Any, within_s: float = 90.0) -> None:
     deadline = time.monotonic() + within_s
     while not question():
         assert time.monotonic() < deadline
@@ -350,15 +414,296 @@ def test_a_log_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Mon
 # What init finds
 
 
-def test_hosts_of_an_ssh_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "config"
-    path.write_text("Host mini1 mini2\n  User me\nhost=pi5\nHost *.lan !x ??\n# Host no\n")
-    assert hosts_of_ssh(path) == ["mini1", "mini2", "pi5"]
-    assert hosts_of_ssh(tmp_path / "none") == []
+SSH = """\
+Host mini1 m1
+  HostName 10.10.0.1
+  User me
+  Port=2222
+  IdentityFile "~/.ssh/two words"
+host pi5
+  HostName %h.local
+  ProxyJump mini1
+Host far
+  ProxyJump someone@bastion.example.org
+Host odd
+  HostName 10.9.9.9
+  ProxyCommand nc %h %p
+Host *.lan !x ??
+  User nobody
+Match user root
+  Port 99
+Host * !pi5
+  User you
+# Host no
+"""
 
 
-def test_a_file_that_init_writes_is_one_that_up_reads(tmp_path: Path) -> None:
+def test_hosts_of_an_ssh_configuration_are_written_as_what_is_meant() -> None:
+    assert hosts_of_ssh(SSH) == ["mini1", "m1", "pi5", "far", "odd"]
+    found = machines_of_ssh(SSH)
+    mini1 = Machine(name="mini1", address="10.10.0.1", port=2222, user="me", key="~/.ssh/two words")
+    assert found["mini1"] == mini1
+    assert found["m1"] == replace(mini1, name="m1")
+    assert found["pi5"] == Machine(name="pi5", address="pi5.local", via="mini1")
+    # Only ssh knows how to get there.
+    assert found["far"] == Machine(name="far", address="far")
+    assert found["odd"] == Machine(name="odd", address="odd")
+
+
+def test_a_jump_that_leads_nowhere_is_left_to_ssh() -> None:
+    circle = machines_of_ssh("Host a\n ProxyJump b\nHost b\n ProxyJump a\n")
+    assert {name: machine.via for name, machine in circle.items()} == {"a": None, "b": None}
+    assert machines_of_ssh("Host a b\n HostName x\n ProxyJump a\n")["a"] == Machine(name="a", address="x")
+
+
+def found_by(answers: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """What init writes for an ssh configuration of which these hosts have these problems."""
     facts = {"system": "Linux", "machine": "x86_64", "cpus": 4, "memory": 8 * 10**9, "gpus": []}
-    text = write_file([Found("mini1", None, facts), Found("pi5", None, {}, "does not answer in 10 s")])
-    assert [seat.name for seat in laid_out(text, tmp_path).seats] == ["server", "worker-0"]
-    assert "# pi5: {}  # does not answer in 10 s" in text
+
+    async def ask(machines: dict[str, Machine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
+        assert accept_new
+        return {name: ({} if answers.get(name) else facts, answers.get(name, "")) for name in machines}
+
+    monkeypatch.setattr(finding, "_ask", ask)
+    monkeypatch.setattr(finding, "_offers", lambda: [])
+    monkeypatch.setattr(
+        finding, "own_host", lambda address: {"10.10.0.1:2222": "10.10.0.9"}.get(address, "192.168.1.9")
+    )
+    monkeypatch.setattr("socket.gethostname", lambda: "desk.example.org")
+    path = tmp_path / "config"
+    path.write_text(SSH)
+    told: list[str] = []
+    text = write_file(find_machines(path, accept_new=True, told=told.append))
+    assert told[0] == "looking at 5 machine(s), and 0 that offer themselves"
+    return text
+
+
+def test_a_file_that_init_writes_is_one_that_up_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = found_by({"far": "it is not in known_hosts; use --accept-new"}, monkeypatch, tmp_path)
+    layout = laid_out(text, tmp_path)
+    assert [(seat.name, seat.host) for seat in layout.seats] == [
+        *(("server", "desk"), ("worker-0", "desk"), ("worker-1", "mini1"), ("worker-2", "pi5"), ("worker-3", "odd")),
+    ]
+    assert layout.machines["desk"].local
+    assert layout.machines["mini1"] == Machine(
+        name="mini1", address="10.10.0.1", port=2222, user="me", key="~/.ssh/two words"
+    )
+    assert layout.machines["pi5"].via == "mini1"
+    # Each finds this machine where this machine finds it, or the one before it.
+    assert layout.addresses == {"desk": "127.0.0.1", "mini1": "10.10.0.9", "pi5": "10.10.0.9", "odd": "192.168.1.9"}
+    assert "  # far: {server_address: 192.168.1.9}  # it is not in known_hosts; use --accept-new\n" in text
+    assert re.search("^  # m1: .*  # the same machine as mini1$", text, re.M)
+    other = laid_out(re.sub(", server_address: [0-9.]+", "", text).replace("server: desk", "server: mini1"), tmp_path)
+    assert other.addresses["pi5"] == "10.10.0.1"
+
+
+def test_this_machine_alone_needs_no_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    alone = found_by(dict.fromkeys(("mini1", "pi5", "far", "odd"), "gone"), monkeypatch, tmp_path)
+    assert laid_out(alone, tmp_path).listens[0] == "127.0.0.1"
+
+
+# What the commands say
+
+
+def status_of(**said: Any) -> list[str]:
+    processes = said.pop("processes", {"server": {"state": "stopped", "host": "a", "alive": False}})
+    whole = {"name": "lab", "run": "r1", "run_directory": "a:~/r1", "processes": processes, "unreachable": {}, **said}
+    return table(whole)
+
+
+def test_status_says_what_is_known_and_no_more() -> None:
+    row = {"step": 7, "loss": 5.336422759208601, "tokens_per_s": 1411.2, "rank": 2, "role": "server"}
+    assert status_of(row=row)[-1] == "step 7, loss 5.3364, 1411 tokens/s"
+    assert status_of(row=row | {"role": "worker"})[-1] == "step 7, loss 5.3364, 1411 tokens/s of rank 2"
+    assert status_of(row=row | {"tokens_per_s": 0.0})[-1] == "step 7, loss 5.3364"
+    summary = {"status": "interrupted", "steps": 314, "val_loss": 5.336422759208601}
+    assert status_of(row=row, summary=summary)[-1] == "interrupted: 314 steps, val loss 5.3364"
+    assert status_of(summary=summary | {"val_loss": None})[-1] == "interrupted: 314 steps"
+    running = {"server": {"state": "running", "host": "a", "alive": True, "started": time.time()}}
+    assert status_of(processes=running, row=row, summary=summary)[-1].startswith("step 7, ")
+
+
+def test_status_says_where_the_run_is(known: None) -> None:
+    place = known_cluster(None).run_place
+    assert place == "mini1:~/.smolcluster/clusters/lab/runs/r1"
+    assert status_of(run_directory=place)[1] == f"run directory: {place}"
+
+
+def test_a_stopped_process_advises_what_was_typed_here() -> None:
+    last = "smolcluster: interrupted; continue with: smolcluster server --resume runs/gpt-edp-20260101-000000"
+    lines = status_of(processes={"server": {"state": "stopped", "host": "a", "alive": False, "last": last}})
+    assert lines[-1].endswith("  smolcluster: interrupted; continue with: smolcluster up --resume")
+    long = status_of(processes={"server": {"state": "running", "host": "a", "alive": True, "last": "x" * 81}})
+    assert long[-1].endswith("x" * 77 + "...")
+
+
+def dry(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["up", "--dry-run", *words])
+    said = capsys.readouterr()
+    return said.out if ended.value.code == 0 else said.err
+
+
+def test_to_go_on_nothing_need_be_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the options of `up --local`, which are in no file, nor the folder where it was said."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "mine.yaml").write_text("training: {steps: 7}\n")
+    monkeypatch.chdir(tmp_path)
+    assert "no cluster was started from this machine" in dry("--resume", capsys=capsys)
+    assert "no run of local was started from this machine" in dry("--local", "--resume", capsys=capsys)
+    overrides = ["cluster.name=lab", "cluster.token=abc", "cluster.port=7001"]
+    said = Said(file=None, folder=str(tmp_path), train=["mine.yaml"], overrides=overrides, strategy="edp", workers=3)
+    first = said.read()
+    assert (first.config.training.steps, first.name) == (7, "lab")
+    remember({**as_record(lay_out(first.config, name="lab", run="r1")), "said": said.record()})
+    assert "abc" not in (state_folder() / "lab.json").read_text()
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert dry("--resume", capsys=capsys).endswith(": server, worker-0, worker-1, worker-2\n")
+    before = Said.recall("lab")
+    assert before is not None
+    now = Said(file=None, folder=str(Path.cwd()), overrides=["cluster.port=7002"], steps=9).after(before)
+    config = now.read().config
+    assert (config.training.steps, config.cluster.port, config.strategy.name) == (9, 7002, "edp")
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster that was brought up before: mini1 with the server and a worker, pi5 with another. Nothing is contacted."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    @contextlib.asynccontextmanager
+    async def connected(machines: Any, **_: Any) -> AsyncIterator[tuple[dict[str, None], dict[str, HostError]]]:
+        yield dict.fromkeys(machines), {}
+
+    monkeypatch.setattr(control, "connected", connected)
+    remember(as_record(laid_out("hosts: {mini1: 10.0.0.1, pi5: 10.0.0.2}\nstrategy: edp\n", tmp_path)))
+
+
+def test_down_names_all_that_ended_with_it(
+    known: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alive = {"server": "mini1", "worker-1": "pi5"}
+
+    async def states(*_: Any) -> dict[str, Any]:
+        return {name: {"host": host, "alive": True} for name, host in alive.items()}
+
+    async def end(*_: Any, **__: Any) -> dict[str, list[str]]:
+        return {"mini1": ["server"] if alive else [], "pi5": []}  # the worker had ended before it was asked
+
+    monkeypatch.setattr(control, "states", states)
+    monkeypatch.setattr(control, "down", end)
+    assert down(None) == 0
+    assert capsys.readouterr().out == "mini1: ended server\npi5: ended worker-1\n"
+    alive.clear()
+    assert down(None) == 0
+    assert capsys.readouterr().out == "mini1: nothing was running\npi5: nothing was running\n"
+
+
+class Written:
+    """A machine on which a run has written these files."""
+
+    def __init__(self, **files: str) -> None:
+        self.machine, self.files = Machine(name="mini1", address="10.0.0.1"), files
+
+    @contextlib.asynccontextmanager
+    async def agent(self) -> AsyncIterator[Any]:
+        yield self
+
+    async def ask(self, op: str, *, folder: str, place: str) -> str | list[str] | None:
+        text = self.files.get(Path(place).stem)
+        return (text or "").splitlines() if op == "tail" else text
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_training_that_has_diverged_is_told_and_is_no_crash(
+    known: None, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = json.dumps({"step": 7, "rank": 2, "role": "server", "host": "inf", "loss": value, "tokens_per_s": value})
+    summary = json.dumps({"status": "finished", "steps": 9, "val_loss": value})
+    host: Any = Written(metrics=row, summary=summary)
+
+    async def states(*_: Any) -> dict[str, Any]:
+        return {}
+
+    @contextlib.asynccontextmanager
+    async def connected(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield {"mini1": host}, {}
+
+    monkeypatch.setattr(control, "states", states)
+    monkeypatch.setattr(control, "connected", connected)
+    assert status(None) == 0
+    assert f"finished: 9 steps, val loss {value}\n" in capsys.readouterr().out
+    del host.files["summary"]
+    assert status(None) == 0
+    assert f"step 7, loss {value}, {value} tokens/s\n" in capsys.readouterr().out
+    assert status(None, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (told["row"]["loss"], told["row"]["host"]) == (value, "inf")
+
+
+def test_the_row_of_all_workers_is_told_before_that_of_one(known: None) -> None:
+    def rows(*roles: str) -> str:
+        return "\n".join(json.dumps({"step": n, "rank": n, "role": role}) for n, role in enumerate(roles))
+
+    def told(*roles: str) -> Any:
+        host: Any = Written(metrics=rows(*roles))
+        return asyncio.run(control.progress(known_cluster(None), {"mini1": host})).get("row", {}).get("step")
+
+    assert told("worker", "server", "worker") == 1
+    assert told("worker", "worker") == 1
+    assert told() is None
+
+
+@pytest.mark.parametrize("said", ["lab", "my.cluster.yaml", None])
+def test_a_machine_is_taken_into_the_cluster_of_this_name_or_file(
+    known: None, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file says what the cluster is called."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SMOLCLUSTER_TOKEN", new_token())
+    Path("my.cluster.yaml").write_text("cluster: {name: lab}\nhosts: {mini1: 10.0.0.1, pi5: 10.0.0.2}\nstrategy: edp\n")
+    given = [_given("10.0.0.1:7000", said, None) if said else _given(None, None, None) for _ in range(2)]
+    assert [(each["cluster"], each["rank"]) for each in given] == [("lab", 2), ("lab", 3)]
+
+
+def test_logs_of_the_others_are_shown_when_a_machine_is_away(
+    known: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def follow(*_: Any, chosen: list[str], show: Any, **__: Any) -> None:
+        for name in chosen:
+            if name == "mini1":
+                raise HostError("mini1", "10.0.0.1 does not answer in 10 s")
+            show(name, "worker-1", "step 3")
+
+    monkeypatch.setattr(control, "follow", follow)
+    assert logs(lines=20) == 1
+    said = capsys.readouterr()
+    assert said.out == "worker-1@pi5 | step 3\n"
+    assert said.err == "smolcluster: mini1: 10.0.0.1 does not answer in 10 s\n"
+    assert logs("pi5", lines=20) == 0
+
+
+def test_a_cluster_is_checked_for_what_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a file of the documents: the strategy decides who listens where."""
+    path = tmp_path / "lab.yaml"
+    path.write_text("host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1}\nserver: mini1\nworkers: [pi5]\n")
+    seen: list[Layout] = []
+
+    async def examine(layout: Layout, **_: Any) -> list[Any]:
+        seen.append(layout)
+        return []
+
+    monkeypatch.setattr("smolcluster.launch.doctor.cluster.examine", examine)
+    for words in (["gpt", "--strategy", "edp"], ["--strategy", "edp", "--override", "cluster.port=7000"], []):
+        with pytest.raises(SystemExit) as ended:
+            main(["cluster", "check", str(path), *words])
+        assert ended.value.code == 0
+    assert [(layout.lead.host, layout.listens[1]) for layout in seen] == [
+        ("mini1", 65432),
+        ("mini1", 7000),
+        ("pi5", 29500),
+    ]

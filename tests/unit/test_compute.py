@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+import subprocess
+import sys
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from smolcluster.compute.device import choose_device, peak_memory_bytes, share_cores
-from smolcluster.compute.optim import load_named_state, make_optimizer, named_state, warmup_cosine
+from smolcluster.compute.optim import load_named_state, make_optimizer, named_state, warmup_cosine, without_state
 from smolcluster.compute.precision import LossScale
 from smolcluster.compute.replica import Batch, Replica, to_device
 from smolcluster.compute.rng import derive_seed, seed_everything
@@ -22,6 +24,26 @@ from smolcluster.config.schema import TrainingConfig
 from smolcluster.errors import UserError
 
 CPU = torch.device("cpu")
+# What a process of the elastic plane does until its first step, and what it must not have imported then.
+STARTS = """
+import sys
+import torch
+import smolcluster.engine.standby
+from smolcluster.compute.optim import make_optimizer
+from smolcluster.config.schema import TrainingConfig
+from smolcluster.models import GPT, GPTConfig
+
+with torch.device("meta"):
+    GPT(GPTConfig(vocab_size=9, model_dim=8, num_layers=1, num_heads=1, max_seq_len=4))
+model = torch.nn.Linear(2, 2)
+for kind in ("adamw", "sgd"):
+    optimizer = make_optimizer(model, TrainingConfig(optimizer=kind))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+print(*(name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules))
+"""
 
 
 def network() -> nn.Module:
@@ -190,6 +212,37 @@ def test_optimizer_state_of_a_missing_parameter_is_left_fresh() -> None:
     assert named_state(ours.model, ours.optimizer) == {}
 
 
+def test_a_worker_starts_without_torchs_compiler() -> None:
+    """It would be much of the work of starting."""
+    said = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, check=True, timeout=120)
+    assert said.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_our_optimizers_are_torchs_to_the_last_bit(kind: str) -> None:
+    ours, theirs = network(), network()
+    config = TrainingConfig(optimizer=kind, learning_rate=0.05, momentum=0.8, weight_decay=0.1)
+    one = make_optimizer(ours, config)
+    groups = [
+        {**group, "params": list(params)} for group, params in zip(one.param_groups, _grouped(theirs), strict=True)
+    ]
+    other = (torch.optim.AdamW if kind == "adamw" else torch.optim.SGD)(groups)
+    assert isinstance(one, type(other))
+    for step in range(4):
+        for model, optimizer in ((ours, one), (theirs, other)):
+            loss(model, batch(step).parts[0]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, its)
+        assert mine.grad is None
+
+
+def _grouped(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Matrices, then vectors."""
+    return [p for p in model.parameters() if p.ndim >= 2], [p for p in model.parameters() if p.ndim < 2]
+
+
 def test_vectors_do_not_decay() -> None:
     groups = make_optimizer(network(), TrainingConfig(weight_decay=0.5)).param_groups
     assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
@@ -256,3 +309,38 @@ def test_to_device_keeps_the_shape_of_a_batch() -> None:
     moved = to_device(part, CPU)
     assert moved["b"][1] == "text"
     assert isinstance(moved["c"], tuple)
+
+
+def test_which_parameters_have_no_optimizer_state() -> None:
+    ours = replica()
+    ours.compute(batch(1))
+    ours.apply()
+    tensors, numbers = ours.state_dict()
+    names = [name for name, _ in ours.model.named_parameters()]
+    part = {key: tensor for key, tensor in tensors.items() if not key.endswith(f"/{names[0]}")}
+    assert ours.lacking(tensors, numbers) == []
+    assert ours.lacking(part, numbers) == [names[0]]
+    assert ours.lacking({}, {"updates": 0}) == []
+    plain = make_optimizer(ours.model, TrainingConfig(optimizer="sgd", momentum=0.0))
+    assert without_state(ours.model, plain, []) == []
+    assert without_state(ours.model, torch.optim.Adagrad(ours.model.parameters()), []) == []
+
+
+def test_frozen_parameters_need_no_optimizer_state() -> None:
+    model = network()
+    frozen, *others = [name for name, _ in model.named_parameters()]
+    model.get_parameter(frozen).requires_grad_(False)
+    optimizer = make_optimizer(model, TrainingConfig())
+    assert without_state(model, optimizer, [f"exp_avg/{name}" for name in others]) == []
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_to_device_keeps_named_tuples() -> None:
+    """As torch's collate does."""
+    moved = to_device([Pair(torch.ones(2), torch.zeros(1))], CPU)
+    assert type(moved[0]) is Pair
+    assert moved[0].x.tolist() == [1.0, 1.0]

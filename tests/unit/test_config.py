@@ -307,6 +307,32 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     assert "cannot be read" in error(str(tmp_path))[0]
 
 
+def test_files_that_would_take_for_ever(tmp_path: Path) -> None:
+    """Aliases that grow, and brackets without end."""
+    bomb = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 1}]" for n in range(12))
+    (message,) = error(write(tmp_path, bomb))
+    assert "more than 100000 values" in message
+    (message,) = error(write(tmp_path, "a: " + "[" * 5000))
+    assert "nested too deep" in message or "not YAML" in message
+
+
+def test_what_may_be_a_password_is_not_shown(tmp_path: Path) -> None:
+    (message,) = error(write(tmp_path, "logging:\n  loki_ulr: https://me:secret@loki.example.org\n"))
+    assert "secret" not in message
+    assert "https://loki.example.org" in message
+
+
+@pytest.mark.parametrize("name", ["../../x", "a.b", "a:b", "$(touch x)", ""])
+def test_a_cluster_has_a_name_for_folders_and_screens(tmp_path: Path, name: str) -> None:
+    (message,) = error(write(tmp_path, f"cluster:\n  name: '{name}'\n"))
+    assert "is no name for a cluster" in message
+
+
+def test_variables_of_a_host_are_variables(tmp_path: Path) -> None:
+    (message,) = error(write(tmp_path, "hosts:\n  a:\n    environment: {'A=B': x}\n"))
+    assert "'A=B' is no variable" in message
+
+
 def test_a_missing_file_names_the_builtin_ones() -> None:
     (message,) = error("gptt")
     assert "did you mean 'gpt'?" in message
@@ -504,7 +530,7 @@ KEYS = {
 TIED = {"model.model_dim", "model.num_heads", "model.num_kv_heads", "strategy.layer_distribution", "strategy.codec"}
 TIED |= {"training.learning_rate", "lr_schedule.min_lr", "cluster.num_workers", "cluster.token"}
 TIED |= {"cluster.server", "cluster.host_ip", "cluster.batch_size", "cluster.buffer_size"}
-TIED |= {"cluster.hosts", "cluster.links"}
+TIED |= {"cluster.hosts", "cluster.links", "cluster.name"}
 FREE = {key: part for key, part in KEYS.items() if key not in TIED}
 SUBSETS = st.fixed_dictionaries({}, optional=FREE)
 
@@ -568,6 +594,29 @@ def test_json_schema_is_whole() -> None:
             described = SCHEMA["$defs"][SECTION_OF[name]] if "$ref" in field else field
             assert described.get("description"), name
             assert {"type", "anyOf", "enum", "$ref"} & set(field), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sets", "length"),
+    [
+        ([], {"training.epochs": 3}, (3, None)),
+        (["num_epochs=3"], {}, (3, None)),
+        ([], {}, (None, 300)),
+        (["training.epochs=null"], {}, (None, 300)),
+        (["training.epochs=3"], {"training.steps": 7}, (3, 7)),  # both are said there: steps win
+        (["training.steps=7"], {"training.epochs": 3}, (3, 7)),
+    ],
+)
+def test_epochs_of_the_command_line_count_where_a_file_has_steps(
+    overrides: list[str], sets: dict[str, Any], length: tuple[int | None, int | None]
+) -> None:
+    training = resolve(load_config(["default"], overrides=overrides, sets=sets)).training
+    assert (training.epochs, training.steps) == length
+
+
+def test_steps_of_a_file_win_over_epochs_of_files(tmp_path: Path) -> None:
+    first, second = (write(tmp_path, f"training: {{{text}: 5}}", f"{text}.yaml") for text in ("steps", "epochs"))
+    assert load_config([first, second]).training.steps == 5
 
 
 def test_the_reference_page_is_up_to_date() -> None:

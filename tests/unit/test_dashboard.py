@@ -8,6 +8,7 @@ import math
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,8 @@ from smolcluster.dashboard.joining import Joined
 from smolcluster.dashboard.links import Count, links_of, shape_of
 from smolcluster.dashboard.logs import read_page
 from smolcluster.dashboard.machines import GOOD_BYE, Machine, State, known_facts, state_of
-from smolcluster.dashboard.reading import RunReader, flat_config
+from smolcluster.dashboard.pace import Pace
+from smolcluster.dashboard.reading import RunReader, _checkpoint, flat_config
 from smolcluster.dashboard.runs import NoSuchRun, Runs, compare
 from smolcluster.dashboard.server import choose
 from smolcluster.dashboard.telling import Teller
@@ -35,6 +37,7 @@ from smolcluster.errors import UserError
 from smolcluster.observe.board import loss_curve
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.machine import MachineFacts, describe_machine, parse_smi
+from smolcluster.observe.text import number
 
 
 def reader_of(run: Path, *, now: float = T0 + 10) -> RunReader:
@@ -222,6 +225,41 @@ def test_a_rank_that_died_is_not_waited_for() -> None:
     assert joined.curve.columns()["step"][-1] == 39
 
 
+def far_apart(step: int, rank: int, *, apart_s: float) -> dict[str, Any]:
+    """A row of one of two ranks that are about as fast; the second has three times the samples of the first."""
+    when = T0 + step * apart_s + rank * 0.01 * apart_s
+    return row(step, rank, time=when, loss=step + 2.0 * rank, samples=step * (1 + 2 * rank))
+
+
+@pytest.mark.parametrize("apart_s", [0.1, 11.0, 60.0, 3600.0])
+@pytest.mark.parametrize("live", [False, True])
+def test_all_ranks_count_however_far_apart_their_rows_are(tmp_path: Path, apart_s: float, live: bool) -> None:
+    run, steps = configure(tmp_path / "run"), range(1, 6)
+    reader = RunReader(run, now=lambda: T0)
+    for step in steps:
+        for rank in (0, 1) if step % 2 else (1, 0):  # either may be the first to write
+            append(run / "metrics.jsonl", far_apart(step, rank, apart_s=apart_s))
+            if live:
+                reader.poll()
+    reader.poll()
+    columns = reader.joined.curve.columns()
+    assert columns["step"] == list(steps)
+    assert columns["loss"] == [step + 1.5 for step in steps]  # (1 * own + 3 * (own + 2)) / 4
+    assert columns["tokens_per_s"] == [200.0] * 5
+    assert Teller(reader).snapshot()["numbers"]["loss"] == 6.5
+    assert reader.workers_curve.columns()["sent_per_s"][-1] == pytest.approx(2 * 1000 / apart_s, rel=0.1)
+
+
+def test_a_rank_that_died_is_not_waited_for_where_rows_are_far_apart(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run")
+    for step in range(1, 20):
+        for rank in (0, 1) if step < 6 else (0,):
+            append(run / "metrics.jsonl", far_apart(step, rank, apart_s=60.0))
+    columns = reader_of(run).joined.curve.columns()
+    assert columns["step"][-1] == 19
+    assert columns["tokens_per_s"][-1] == 100.0
+
+
 # Links --------------------------------------------------------------------------------------------------------------
 
 
@@ -356,6 +394,49 @@ def test_one_who_comes_back_trains_again_and_is_drawn_at_the_step_of_the_run(ela
     assert told["curves"]["rank1"]["columns"]["step"][-1] >= 6
 
 
+def test_a_row_of_the_server_that_comes_late_moves_no_worker(tmp_path: Path) -> None:
+    """A row that waits for its evaluation is written after rows of later steps."""
+    run = configure(tmp_path / "run", strategy="edp", workers=1, steps=200)
+    for step in range(5, 130, 5):
+        if step != 50:
+            append(run / "metrics.jsonl", row(step, 1, role="server"), row(2 * step, 0, time=T0 + step + 2))
+    append(run / "metrics.jsonl", row(50, 1, role="server", val_loss=2.0))
+    append(run / "metrics.jsonl", *(row(2 * step, 0, time=T0 + step) for step in (128, 129)))
+    told = told_of(run)
+    assert told["curves"]["joined"]["columns"]["step"] == list(range(5, 130, 5))
+    columns = told["curves"]["rank0"]["columns"]
+    assert columns["step"] == sorted(columns["step"])
+    for step, when in zip(columns["step"][1:], columns["time"][1:], strict=True):  # of the first, no pace is known
+        assert step == pytest.approx(when - T0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 1), st.integers(-20, 5)), max_size=60))
+def test_the_steps_of_a_worker_follow_the_server_and_never_go_back(rows: list[tuple[float, int, int]]) -> None:
+    """The server is at step `time`; some of its rows come late."""
+    pace, last = Pace(), 0.0
+    pace.add(0.0, 0)
+    now = 0.0
+    for passed, is_server, late in rows:
+        now += passed
+        if is_server:
+            when = max(0.0, now + min(0, late))
+            pace.add(when, int(when))
+        else:
+            step = pace.step_at(now, rank=0, last=1000)
+            assert last <= step <= 1000
+            last = step
+
+
+def test_where_the_server_goes_back_its_workers_do_too() -> None:
+    pace = Pace()
+    pace.add(0.0, 0)
+    pace.add(10.0, 10)
+    assert pace.step_at(15.0, rank=0) == 15
+    assert pace.step_at(40.0, rank=0) == 20  # not farther than the row that must come next
+    pace.add(50.0, 5)
+    assert pace.step_at(51.0, rank=0) == 5
+
+
 def test_evicted_left_and_a_server_that_came_back(elastic: Path) -> None:
     append(elastic / "history.jsonl", member("evicted", 0, 6, "it is silent"), begin(8, 42))
     told = told_of(elastic, now=T0 + 8)
@@ -363,6 +444,13 @@ def test_evicted_left_and_a_server_that_came_back(elastic: Path) -> None:
     assert told["events"][-1]["text"] == "the server is back, at step 41"
     append(elastic / "history.jsonl", member("joined", 0, 9), member("left", 0, 10, GOOD_BYE))
     assert states(told_of(elastic, now=T0 + 8))["worker 0"] == "left"
+
+
+def test_one_who_is_gone_is_told_of_once(elastic: Path) -> None:
+    gone = log("worker 1 (pi5) is gone: the connection was closed", "WARNING", 5, role="server", rank=2)
+    append(elastic / "logs" / "server-mini.log", gone | {"logger": "smolcluster.comm.elastic.roster"})
+    told = told_of(elastic, now=T0 + 7)
+    assert [event["kind"] for event in told["events"] if "is gone" in event["text"]] == ["lost"]
 
 
 def test_the_end(elastic: Path) -> None:
@@ -375,6 +463,46 @@ def test_the_end(elastic: Path) -> None:
     assert told["numbers"]["elapsed_s"] == 6.0
     assert told["summary"]["val_loss"] == "NaN"
     json.dumps(told, allow_nan=False)
+
+
+def test_a_loss_is_rounded_once_wherever_it_is_told(tmp_path: Path) -> None:
+    loss = 5.01835097  # to six digits, and then to four decimals: 5.0183
+    run = configure(tmp_path / "runs" / "one", workers=1)
+    append(run / "metrics.jsonl", row(1, loss=loss, val_loss=loss))
+    summary = {"status": "finished", "train_loss": loss, "val_loss": loss, "finished": T0 + 2}
+    (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    (line,), told = Runs(run.parent).list(), told_of(run)
+    numbers, (machine,), columns = told["numbers"], told["machines"], told["curves"]["val"]["columns"]
+    shown = [numbers["loss"], numbers["val_loss"], numbers["best_val_loss"], line["train_loss"], line["val_loss"]]
+    shown += [machine["loss"], columns["val_loss"][0], columns["lowest"][0]]
+    assert {number(value) for value in shown} == {number(loss)} == {"5.0184"}
+
+
+def test_time_and_bytes_of_a_run_that_has_ended_are_those_of_its_summary(tmp_path: Path) -> None:
+    run = configure(tmp_path / "runs" / "one", workers=1)
+    append(run / "metrics.jsonl", row(1), row(2))  # 2000 bytes, and after that a checkpoint is gathered
+    summary = {"status": "finished", "wall_s": 28.4, "bytes_sent": 2500, "finished": T0 + 20}
+    (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    (line,), numbers = Runs(run.parent).list(), told_of(run)["numbers"]
+    assert line["wall_s"] == numbers["elapsed_s"] == 28.4
+    assert numbers["bytes"] == 2500
+
+
+def test_bytes_of_processes_that_were_replaced_count(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", row(1, bytes_sent=3000), row(2, bytes_sent=1000))
+    (run / "summary.json").write_text('{"status": "finished", "bytes_sent": 1500}', encoding="utf-8")
+    assert told_of(run)["numbers"]["bytes"] == 4000
+
+
+def test_a_run_begins_before_its_first_row(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", row(10), row(11))
+    aged(run / "metrics.jsonl", T0 + 11)
+    aged(run / "config.yaml", T0)
+    assert told_of(run, now=T0 + 12)["numbers"]["elapsed_s"] == 12
+    aged(run / "config.yaml", T0 + 10.5)  # written anew, to resume
+    assert told_of(run, now=T0 + 12)["numbers"]["elapsed_s"] == 2
 
 
 def test_a_summary_of_an_earlier_attempt_does_not_count(elastic: Path) -> None:
@@ -459,6 +587,26 @@ def test_checkpoints(tmp_path: Path) -> None:
     ]
 
 
+def test_who_watched_a_checkpoint_go_sees_what_one_sees_who_comes_later(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    reader = RunReader(run, now=lambda: T0)
+    teller = Teller(reader)
+    state: dict[str, Any] = {}
+    for step in range(1, 6):
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps({"created": f"2026-01-01T00:00:0{step}+00:00"}))
+        if step > 2:
+            old = run / "checkpoints" / f"step-{step - 2:08d}"
+            (old / "manifest.json").unlink()
+            old.rmdir()
+        aged(run / "checkpoints", T0 + step)
+        reader.poll()
+        state = apply(state, teller.changes() or {})
+        assert state["events"] == told_of(run)["events"]
+    assert [event["step"] for event in state["events"]] == [4, 5]
+
+
 def test_lines_that_are_not_what_they_should_be_are_left_out(tmp_path: Path) -> None:
     run = configure(tmp_path / "run", workers=1)
     append(run / "metrics.jsonl", row(1))
@@ -481,9 +629,69 @@ def test_lines_that_are_not_what_they_should_be_are_left_out(tmp_path: Path) -> 
     assert "x" * 200 not in text
 
 
+ODD: tuple[Any, ...] = (
+    *(0, -1, 1.5, 5e-324, 1e100, 1e308, -1e308, -1e18, 2**63, 10**400, float("nan"), float("inf"), True, None),
+    *("nan", "-inf", "x", [], {}, [1], {"a": 1}, "0001-01-01T00:00:00Z", "9999-12-31T23:59:59Z", {"load": 1e308}),
+)
+FIELDS_OF_A_ROW = (*row(1), "val_loss", "val_accuracy", "val_ppl", "stale_rejected", "machine")
+
+
+def damaged_run(run: Path, chance: random.Random) -> None:
+    """Files of the right kind, with values in them that nothing in a run can have."""
+
+    def odd(*good: Any) -> Any:
+        return chance.choice(ODD) if not good or chance.random() < 0.7 else chance.choice(good)
+
+    steps, workers = chance.choice((0, 5, 10**14, 10**500)), odd(2, "\u00b2")
+    configure(run, steps=steps, workers=json.dumps(workers), strategy=chance.choice(("edp", "pipeline", "allreduce")))
+    for step in range(1, 9):
+        good = row(step, chance.choice((0, 1)), role=chance.choice(("server", "worker", "worker")))
+        append(run / "metrics.jsonl", good | {name: odd() for name in chance.sample(FIELDS_OF_A_ROW, 4)})
+    for event in ("joined", "left", "evicted", 1):
+        said = {"kind": chance.choice(("begin", "member")), "event": event, "time": odd(T0), "rank": odd(0, 1)}
+        append(run / "history.jsonl", said | {"reason": odd(), "next_step": odd(3)})
+    append(run / "logs" / "worker-rank0-x.log", {"level": "ERROR", "message": odd(), "time": odd(), "rank": odd(0)})
+    saved = run / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    sizes = {"a": {"size": odd()}, "b": {"size": odd()}}
+    manifest = {"files": odd(sizes), "metrics": odd({"val_loss": odd()}), "created": odd()}
+    (saved / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    names = ("status", "error", "finished", "steps", "train_loss", "val_loss", "tokens_per_s", "workers", "strategy")
+    if chance.random() < 0.3:
+        (run / "summary.json").write_text(json.dumps({name: odd() for name in names}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_rows_are_drawn_without_what_cannot_be_drawn(seed: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    damaged_run(run, random.Random(seed))
+    told = told_of(run)
+    assert json.dumps(told, allow_nan=False)
+    assert json.dumps(Runs(tmp_path).list(), allow_nan=False)
+    assert drawn(told).startswith("run | ")
+
+
+def test_counts_that_no_machine_can_have_do_not_stop_the_reader(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", *(row(step, bytes_sent=1e308 * (step % 2)) for step in range(1, 7)))
+    append(run / "metrics.jsonl", row(7, loss=10**400), row(8, loss="inf"), row(9, time=1e300), row(10))
+    told = told_of(run)
+    assert (told["numbers"]["step"], told["numbers"]["loss"]) == (10, 0.5)
+    assert told["curves"]["joined"]["columns"]["loss"].count(None) == 2
+
+
 def test_a_configuration_is_flat_bounded_and_without_secrets() -> None:
     flat = flat_config(b"cluster:\n  token: abc\n  port: 5\n  workers: [a, b]\ntask: null\n")
     assert flat == {"cluster.token": "(hidden)", "cluster.port": "5", "cluster.workers": '["a", "b"]', "task": "null"}
+    flat = flat_config(
+        b"data:\n  tokenizer: gpt2\n  tokenizer_root: /t\nlogging:\n  wandb_api_key: k\n  loki_url: http://me:pw@loki:3100\n"
+        b"hub_token: x\nlist: [tcp://u:p@a:1, tcp://b:2]\ncluster:\n  token: null\n"
+    )
+    assert flat == {
+        "data.tokenizer": "gpt2", "data.tokenizer_root": "/t", "logging.wandb_api_key": "(hidden)",
+        "logging.loki_url": "http://loki:3100", "hub_token": "(hidden)", "list": '["tcp://a:1", "tcp://b:2"]',
+        "cluster.token": "null",
+    }  # fmt: skip
     bomb = b"a: &a [x,x,x,x,x,x,x,x]\n" + b"".join(
         b"%c: &%c [%s]\n" % (99 + i, 99 + i, b",".join([b"*%c" % (97 if i == 0 else 98 + i)] * 8)) for i in range(9)
     )
@@ -513,8 +721,10 @@ def apply(state: dict[str, Any], news: dict[str, Any]) -> dict[str, Any]:
         old = state["curves"].get(name, {"columns": {}})["columns"]
         columns = {key: old.get(key, [])[: curve["from"]] + values for key, values in curve["columns"].items()}
         state["curves"][name] = {**curve, "from": 0, "columns": columns}
-    state["events"] = sorted(state["events"] + news.pop("events", []), key=lambda event: event["time"])
-    return state | news
+    saved = news.get("checkpoints", state["checkpoints"])
+    events = [event for event in state["events"] if event["kind"] != "checkpoint"] + news.pop("events", [])
+    events += [{name: c[name] for name in ("time", "text", "step")} | {"kind": "checkpoint"} for c in saved]
+    return state | news | {"events": sorted(events, key=lambda event: event["time"])}
 
 
 def comparable(told: dict[str, Any]) -> dict[str, Any]:
@@ -646,11 +856,39 @@ def folder(tmp_path: Path) -> Path:
 def test_runs_are_listed_the_newest_first(folder: Path) -> None:
     runs = Runs(folder)
     assert [(line["name"], line["status"], line["train_loss"]) for line in runs.list()] == [
-        ("new", "running", 1.0),
+        ("new", "training", 1.0),
         ("old", "finished", 1.5),
     ]
     assert runs.newest() == "new"
     assert Runs(folder / "nowhere").list() == []
+
+
+@pytest.mark.parametrize("after_s", [1, 300])
+@pytest.mark.parametrize("last_bytes", [2000, 1 << 20])
+def test_a_run_without_a_summary_is_listed_as_its_own_page_tells_it(
+    elastic: Path, monkeypatch: pytest.MonkeyPatch, after_s: float, last_bytes: int
+) -> None:
+    monkeypatch.setattr(
+        "smolcluster.dashboard.runs.LAST_BYTES", last_bytes
+    )  # a long run is not read whole for its line
+    append(elastic / "metrics.jsonl", row(6, 2, role="server", val_loss=2.5, time=T0 + 6))
+    aged(elastic / "metrics.jsonl", T0 + 6)
+    told = told_of(elastic, now=T0 + 6 + after_s)
+    (line,) = Runs(elastic.parent, now=lambda: T0 + 6 + after_s).list()
+    assert line["status"] == told["status"] == ("training" if after_s == 1 else "silent")
+    numbers = told["numbers"]
+    assert (line["steps"], line["train_loss"], line["val_loss"]) == (6, numbers["loss"], 2.5)
+    assert (line["tokens_per_s"], line["wall_s"]) == (numbers["tokens_per_s"], numbers["elapsed_s"])
+    assert line["wall_s"] == (7 if after_s == 1 else 6)
+    assert line["workers"] == 2
+
+
+def test_lines_that_there_is_no_time_for_are_judged_by_their_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smolcluster.dashboard.runs.WITHIN_S", -1)
+    assert [line["status"] for line in Runs(folder, now=lambda: T0 + 10).list()] == ["training", "finished"]
+    assert [line["status"] for line in Runs(folder, now=lambda: T0 + 99).list()] == ["silent", "finished"]
 
 
 @pytest.mark.parametrize(
@@ -707,6 +945,17 @@ def test_a_frame_tells_what_the_page_tells(elastic: Path) -> None:
     for words in ("one | edp | training | 2 workers + server", "step 5/100", "loss 1.0000", "worker 1", "lost", "pi5"):
         assert words in text
     assert "worker 1 is gone: the connection was closed" in text
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 90])
+def test_what_does_not_fit_is_left_out_and_nothing_is_cut(elastic: Path, width: int) -> None:
+    append(elastic / "metrics.jsonl", row(6, 2, role="server", val_loss=2.5, time=T0 + 6, bytes_sent=10**8))
+    told = told_of(elastic, now=T0 + 7)
+    assert drawn(told, width=200).count("…") == 0
+    text = drawn(told | {"name": "a-name-of-some-length-as-people-give-them", "events": []}, width=width, height=24)
+    assert "…" not in text
+    assert "loss 0.8333  val 2.5000" in text
+    assert "a-name-" in text
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
@@ -788,3 +1037,13 @@ def test_facts_are_told_now_and_then() -> None:
     for now[0] in (0.0, 1.0, 4.9, 5.0, 5.1, 20.0):
         told.append(facts.due() is not None)
     assert told == [True, False, False, True, False, True]
+
+
+def test_what_a_hostile_run_says_is_bounded(tmp_path: Path) -> None:
+    """Brackets without end in the configuration, sizes with thousands of digits, half a character in a name."""
+    began = time.monotonic()
+    assert flat_config(b"[" * 50_000) == {}
+    assert time.monotonic() - began < 2
+    huge = int("9" * 4000)
+    told = _checkpoint("step-00000001", {"files": {"a": {"size": huge}, "b": {"size": 5}}})
+    assert told["bytes"] == 5

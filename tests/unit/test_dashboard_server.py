@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -15,12 +16,16 @@ from typing import Any
 
 import pytest
 from tests.dashboard_client import Viewer, get, get_json, raw
+from tests.server_thread import served
 from tests.unit.run_folder import append, configure, folder_of_runs, row
 
 from smolcluster.dashboard import app as dashboard_app
 from smolcluster.dashboard import hub, server
-from smolcluster.dashboard.guard import HEADERS, Guard, check_token, cookie_value
+from smolcluster.dashboard.app import RULES
+from smolcluster.dashboard.runs import Runs
 from smolcluster.errors import MissingExtra, UserError
+from smolcluster.web.guard import HEADERS, Guard, check_token
+from smolcluster.web.server import url_of
 
 
 @pytest.fixture
@@ -58,11 +63,11 @@ async def nobody(*_: Any) -> None:
     ],
 )
 def test_hosts(host: str, status: int | None) -> None:
-    assert refusal(Guard(nobody, token=None, allow_hosts=["mini.local"]), host=host) == status
+    assert refusal(Guard(nobody, RULES, token=None, allow_hosts=["mini.local"]), host=host) == status
 
 
 def test_a_request_has_one_host() -> None:
-    guard = Guard(nobody, token=None)
+    guard = Guard(nobody, RULES, token=None)
     assert refusal(guard) == 421
     assert refusal(guard, host=["localhost", "evil.example"]) == 421
 
@@ -79,13 +84,13 @@ def test_a_request_has_one_host() -> None:
     ],
 )
 def test_origins(origin: str, status: int | None) -> None:
-    guard = Guard(nobody, token=None)
+    guard = Guard(nobody, RULES, token=None)
     assert refusal(guard, host="localhost:8265", origin=origin) == status
     assert refusal(guard, path="/", host="localhost:8265", origin=origin) == status
 
 
 def test_pages_of_other_sites_cannot_load_from_the_api() -> None:
-    guard = Guard(nobody, token=None)
+    guard = Guard(nobody, RULES, token=None)
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", None), ("none", None)):
         assert refusal(guard, host="localhost", sec_fetch_site=site) == status
     assert (
@@ -95,13 +100,13 @@ def test_pages_of_other_sites_cannot_load_from_the_api() -> None:
 
 @pytest.mark.parametrize("verb", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "BREW"])
 def test_verbs(verb: str) -> None:
-    assert refusal(Guard(nobody, token=None), verb, host="localhost") == 405
-    assert refusal(Guard(nobody, token=None), verb, "/", host="localhost") == 405
-    assert refusal(Guard(nobody, token=None), verb, host="evil.example") == 421
+    assert refusal(Guard(nobody, RULES, token=None), verb, host="localhost") == 405
+    assert refusal(Guard(nobody, RULES, token=None), verb, "/", host="localhost") == 405
+    assert refusal(Guard(nobody, RULES, token=None), verb, host="evil.example") == 421
 
 
 def test_a_token_opens_the_api_as_header_or_cookie() -> None:
-    guard, token = Guard(nobody, token="a" * 20), "a" * 20
+    guard, token = Guard(nobody, RULES, token="a" * 20), "a" * 20
     assert refusal(guard, host="localhost") == 401
     assert refusal(guard, path="/", host="localhost") is None  # the page has no secrets
     assert refusal(guard, path="/static/app.js", host="localhost") is None
@@ -112,12 +117,23 @@ def test_a_token_opens_the_api_as_header_or_cookie() -> None:
         (token, 401),
     ):
         assert refusal(guard, host="localhost", authorization=given) == status
-    cookie = f"smolcluster_dashboard_8265={cookie_value(token)}"
+    cookie = f"smolcluster_dashboard_8265={RULES.cookie_value(token)}"
     assert refusal(guard, host="localhost", cookie=f"x=1; {cookie}") is None
     assert refusal(guard, host="localhost", cookie=cookie.replace("8265", "8266")) == 401
     assert refusal(guard, host="localhost", cookie=f"smolcluster_dashboard_8265={token}") == 401
     assert refusal(guard, host="localhost", cookie='a="; =;;', authorization="Bearer é") == 401
-    assert token not in cookie_value(token)
+    assert token not in RULES.cookie_value(token)
+
+
+@pytest.mark.parametrize("other", ['prefs={"a":1}', "name=John Smith", "a/b=1", "=", "", "flag", 'open="a', "é=ü"])
+def test_cookies_of_other_applications_do_not_lock_the_page_out(other: str) -> None:
+    """A browser sends those of all ports of a host together."""
+    token = "0123456789abcdef"
+    guard = Guard(nobody, RULES, token=token)
+    ours = f"smolcluster_dashboard_8265={RULES.cookie_value(token)}"
+    for cookie in (f"{other}; {ours}", f"{ours}; {other}", f"{other};{ours};{other}"):
+        assert refusal(guard, host="localhost", cookie=cookie) is None
+    assert refusal(guard, host="localhost", cookie=f"{other}; x{ours}; {ours}x") == 401
 
 
 def test_tokens_are_long_and_fit_an_address() -> None:
@@ -138,28 +154,9 @@ def test_tokens_are_long_and_fit_an_address() -> None:
 @contextlib.contextmanager
 def serving(folder: Path, **options: Any) -> Iterator[int]:
     """A dashboard on a free port of loopback; ended with the block."""
-    ready: list[str] = []
-    there, ended = threading.Event(), threading.Event()
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            place = server.Place(folder=folder, port=0, **options)
-            server.serve(place, ready=lambda url: (ready.append(url), there.set())[1], until=ended)
-        except BaseException as error:  # noqa: BLE001 - told below
-            failed.append(error)
-            there.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert there.wait(30)
-        assert not failed, failed
-        yield int(ready[0].split(":")[2].split("/")[0])
-    finally:
-        ended.set()
-        thread.join(30)
-        assert not thread.is_alive()
+    place = server.Place(folder=folder, port=0, **options)
+    with served(lambda ready, until: server.serve(place, ready=ready, until=until)) as port:
+        yield port
 
 
 @pytest.fixture
@@ -311,6 +308,39 @@ def test_who_fell_behind_the_ring_gets_a_snapshot(folder: Path, monkeypatch: pyt
         watching.close()
 
 
+def test_who_looks_at_a_run_that_cannot_be_followed_is_not_told_that_it_is_live(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "POLL_S", 0.01)
+    monkeypatch.setattr(hub, "BEAT_S", 0.02)
+
+    async def look() -> None:
+        channel = await hub.Hub(Runs(folder)).channel("new")
+        usual, broken = channel.reader.poll, threading.Event()
+
+        def poll() -> bool:
+            if broken.is_set():
+                raise OverflowError("a defect of ours")
+            return usual()
+
+        monkeypatch.setattr(channel.reader, "poll", poll)
+        async with asyncio.timeout(60):
+            async for frame in channel.frames(None):
+                if b"event: beat" in frame:
+                    broken.set()
+            assert broken.is_set(), "it was alive, and then the stream ended"
+            broken.clear()
+            append(folder / "new" / "metrics.jsonl", row(6, loss=0.25))
+            again = channel.frames(None)
+            async for frame in again:
+                if b'"loss":0.25' in frame:
+                    break
+            await again.aclose()
+        await channel.close()
+
+    asyncio.run(look())
+
+
 def test_there_is_a_limit_to_viewers_and_who_leaves_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("starlette")
     monkeypatch.setattr(hub, "MOST_VIEWERS", 2)
@@ -420,8 +450,8 @@ def test_the_usual_port_or_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_address_has_the_token_where_browsers_keep_it() -> None:
     with contextlib.closing(server.listen("127.0.0.1", 0)) as listener:
         number = listener.getsockname()[1]
-        assert server.url_of(listener, None) == f"http://127.0.0.1:{number}/"
-        assert server.url_of(listener, "secret") == f"http://127.0.0.1:{number}/#token=secret"
+        assert url_of(listener, None) == f"http://127.0.0.1:{number}/"
+        assert url_of(listener, "secret") == f"http://127.0.0.1:{number}/#token=secret"
 
 
 # Beside a run

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smolcluster.launch.doctor import here, there
+from smolcluster.cli.doctor import place_of
+from smolcluster.comm.elastic.security import Keyring, new_token
+from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.elastic.transport import Handler, Head, Link, Message
+from smolcluster.engine.identity import new_peer
+from smolcluster.launch.cluster.host import HostError
+from smolcluster.launch.doctor import cluster, here, there
 from smolcluster.launch.doctor.layers import TROUBLES, Finding, Layer, Verdict, markdown
 from smolcluster.launch.doctor.there import classify
 
@@ -76,29 +84,144 @@ def test_a_server_that_is_not_there() -> None:
     assert found[-1].remedy
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_tokens_are_compared(monkeypatch: pytest.MonkeyPatch, same: bool) -> None:
-    pytest.importorskip("cryptography")
-    from smolcluster.comm.elastic.security import Keyring, new_token
+# Who is there
 
-    mine = new_token()
-    theirs = Keyring([mine if same else new_token()])
-    monkeypatch.setenv("SMOLCLUSTER_TOKEN", mine)
+
+class Nobody(Handler):
+    """Whoever gets through the handshake is of no interest; the doctor does not."""
+
+    def __init__(self) -> None:
+        self.came: list[str] = []
+
+    def linked(self, link: Link) -> None:
+        self.came.append("linked")
+
+    def refused(self, address: str, reason: str) -> None:
+        self.came.append(reason)
+
+    def unlinked(self, link: Link, reason: str) -> None: ...
+    def received(self, link: Link, message: Message) -> None: ...
+    def place(self, link: Link, head: Head) -> None: ...
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Gives this machine a token, or takes it away."""
+    monkeypatch.delenv("SMOLCLUSTER_TOKEN_FILE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return lambda tokens: monkeypatch.setenv("SMOLCLUSTER_TOKEN", tokens)
+
+
+@contextlib.contextmanager
+def server(*tokens: str) -> Iterator[int]:
+    """One as `smolcluster server` opens it; its port. It must not take the doctor for a member, or for a broken one."""
+    handler = Nobody()
+    transport = TcpTransport(new_peer(role="server", rank=1, host="mini1"), keyring=Keyring(tokens) if tokens else None)
+    try:
+        yield int(transport.listen("127.0.0.1", 0, handler).rpartition(":")[2])
+    finally:
+        transport.close()
+    assert handler.came == []
+
+
+MINE, OTHER = new_token(), new_token()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "verdict", "said"),
+    [
+        ([MINE], MINE, Verdict.GOOD, "both have"),
+        ([MINE], f"{OTHER} {MINE}", Verdict.GOOD, "both have"),
+        ([OTHER], MINE, Verdict.BAD, "another token"),
+        ([MINE], "", Verdict.BAD, "wants a token, and there is none here"),
+        ([], "", Verdict.GOOD, "none is wanted"),
+        ([], MINE, Verdict.BAD, "has no token"),
+        ([MINE], "smol1_short", Verdict.BAD, "instead of"),
+    ],
+    ids=["the same", "the second", "another", "only there", "none", "only here", "cannot be read"],
+)
+def test_tokens_are_compared(
+    token: Callable[[str], None], theirs: list[str], mine: str, verdict: Verdict, said: str
+) -> None:
+    pytest.importorskip("cryptography")
+    token(mine)
+    with server(*theirs) as port:
+        found = {finding.layer: finding for finding in there.examine("127.0.0.1", port)}
+    assert found[Layer.SERVER].what == f"a server of smolcluster, with{'' if theirs else 'out'} a token"
+    assert found[Layer.TOKEN].verdict is verdict
+    assert said in found[Layer.TOKEN].what
+
+
+@pytest.mark.parametrize("theirs", [[], [MINE]], ids=["open", "token"])
+def test_another_version_of_the_protocol(
+    monkeypatch: pytest.MonkeyPatch, token: Callable[[str], None], theirs: list[str]
+) -> None:
+    pytest.importorskip("cryptography")
+    token(" ".join(theirs))
+    with server(*theirs) as port:
+        monkeypatch.setattr(there, "VERSION", 7)
+        last = list(there.examine("127.0.0.1", port))[-1]
+    assert (last.layer, last.verdict) == (Layer.SERVER, Verdict.BAD)
+    assert last.what == "that server speaks version 1 of the protocol, and this machine version 7"
+    assert "install the same version" in last.remedy
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [(b"SSH-2.0-OpenSSH_9.2\r\n", "it says 'SSH-2.0-OpenSSH_9.2'"), (b"", "it does not answer")],
+    ids=["ssh", "silent"],
+)
+@pytest.mark.parametrize("mine", ["", MINE], ids=["open", "token"])
+def test_another_program_is_told_from_a_server(token: Callable[[str], None], mine: str, says: bytes, told: str) -> None:
+    token(mine)
     with socket.create_server(("127.0.0.1", 0)) as door:
 
         def serve() -> None:
-            line, _ = door.accept()
-            try:
-                with theirs.server_context().wrap_socket(line, server_side=True) as secure:
-                    secure.recv(1)
-            except OSError:
-                line.close()
+            for _ in range(2):  # is somebody there; who is it
+                with door.accept()[0] as line, contextlib.suppress(OSError):
+                    line.sendall(says)
+                    line.recv(1 << 16)
 
-        server = threading.Thread(target=serve, daemon=True)
-        server.start()
-        found = list(there.examine("127.0.0.1", door.getsockname()[1]))
-        server.join(10)
-    assert verdicts(found)[Layer.TOKEN] == (Verdict.GOOD if same else Verdict.BAD)
+        program = threading.Thread(target=serve, daemon=True)
+        program.start()
+        last = list(there.examine("127.0.0.1", door.getsockname()[1]))[-1]
+        program.join(10)
+    assert (last.layer, last.verdict, last.what) == (
+        Layer.SERVER,
+        Verdict.BAD,
+        f"that is no server of smolcluster: {told}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [
+        ("mini1", ("mini1", 65432)),
+        ("127.0.0.1", ("127.0.0.1", 65432)),
+        ("mini1:5000", ("mini1", 5000)),
+        ("::1", ("::1", 65432)),
+        ("[::1]", ("::1", 65432)),
+        ("[::1]:5000", ("::1", 5000)),
+    ],
+)
+def test_a_port_may_be_left_out(said: str, place: tuple[str, int]) -> None:
+    assert place_of(said) == place
+
+
+@pytest.mark.parametrize(
+    ("error", "layer", "mend"),
+    [
+        (HostError("pi5", "ssh to pi5 failed: Connection lost", layer="login"), Layer.SSH, "ssh -v pi5"),
+        (HostError("pi5", "no answer to 'look': killed", layer="route"), Layer.ROUTE, "Try again"),
+        (HostError("pi5", "Permission denied (/root)", layer="machine"), Layer.SSH, ""),
+        (HostError("pi5", "the host key has CHANGED", "ssh-keygen -R pi5", layer="host key"), Layer.SSH, "ssh-keygen"),
+    ],
+)
+def test_a_machine_gets_the_remedy_for_what_it_has(error: HostError, layer: Layer, mend: str) -> None:
+    found = cluster._problem(error)
+    assert found.layer is layer
+    assert mend in found.remedy
+    assert ("ssh-keygen" in found.remedy) == ("CHANGED" in error.what)
 
 
 def test_the_command_says_what_and_how_to_mend_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from smolcluster.comm.elastic import peers as peers_module
 from smolcluster.comm.elastic import schedule
+from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.group import FAR_AHEAD, ElasticGroup
 from smolcluster.comm.elastic.memory import MemoryTransport, Switchboard
 from smolcluster.comm.elastic.peers import Peers
 from smolcluster.comm.elastic.states import state_messages
-from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.elastic.tcp import Limits, TcpTransport
 from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.view import Member, View, ViewChanged
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
@@ -34,8 +36,8 @@ def instance(rank: int, life: int = 0) -> str:
 class World:
     """Workers of one process, each with a transport and peers of its own."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, **tcp: Any) -> None:
+        self.kind, self.tcp = kind, tcp
         self.network = Switchboard() if kind == "memory" else None
         self.transports: dict[str, Transport] = {}
         self.peers: dict[str, Peers] = {}
@@ -50,7 +52,7 @@ class World:
         return Member(rank, me.instance, "here", address)
 
     def transport(self, me: Peer) -> Transport:
-        made = TcpTransport(me) if self.network is None else self.network.transport(me)
+        made = TcpTransport(me, **self.tcp) if self.network is None else self.network.transport(me)
         self.transports[me.instance] = made
         return made
 
@@ -553,6 +555,87 @@ def test_memory_is_the_callers_again_only_when_no_piece_is_half_way_in(world: Wo
         until(lambda: peers._settling is not None or future.done())
         future.result(SECONDS)  # the link of the member that is gone was closed, and that ended it
     assert link not in peers._landings
+
+
+class HalfWayOut:
+    """Two workers, and pieces of an aborted sum that cannot leave the first: the second reads nothing."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        groups = world.groups(2)
+        everywhere(groups, lambda group: group.barrier())
+        self.view = groups[0].view
+        self.peers = [world.peers[member.instance] for member in self.view.members]
+        (self.link,) = _links(world, *self.view.members)
+        self.tensor = torch.ones(1 << 20)
+        self._release, held = threading.Event(), threading.Event()
+        world.transports[instance(1)].call_later(0, lambda: (held.set(), self._release.wait(SECONDS)))
+        assert held.wait(SECONDS)
+        groups[0].all_reduce(self.tensor)
+        until(lambda: self.link.queued_bytes > 0)
+        for group in groups:
+            group.abort(ViewChanged("another member is gone"))
+
+    def form(self, rank: int) -> ElasticGroup:
+        return self.peers[rank].form(next_view(self.view, self.view.members))
+
+    @property
+    def waits(self) -> bool:
+        """Whether the first worker waits for the end of what it sends."""
+        return _on_thread(self.world.transports[instance(0)], lambda: self.peers[0]._settling is not None)
+
+    def let_go(self) -> None:
+        self._release.set()
+
+
+@pytest.fixture
+def half_way_out() -> Iterator[HalfWayOut]:
+    with contextlib.closing(World("tcp", buffer_size=65536, limits=Limits(silence_s=SECONDS))) as world:
+        made = HalfWayOut(world)
+        yield made
+        made.let_go()
+
+
+def test_memory_is_the_callers_again_only_when_no_piece_is_half_way_out(half_way_out: HalfWayOut) -> None:
+    """Changed while it leaves, a piece would not fit its checksum, and a link between two healthy members would end."""
+    changed = threading.Event()
+
+    def again(rank: int) -> torch.Tensor:
+        group = half_way_out.form(rank)
+        tensor = half_way_out.tensor if rank == 0 else torch.empty(1 << 20)
+        tensor.fill_(5.0)
+        if rank == 0:
+            changed.set()
+        group.all_reduce(tensor).wait()
+        return tensor
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(again, rank) for rank in range(2)]
+        until(lambda: changed.is_set() or half_way_out.waits)
+        half_way_out.let_go()
+        assert all(future.result(SECONDS).eq(10.0).all() for future in futures)
+    assert half_way_out.link.open
+    assert half_way_out.world.lost == []
+
+
+def test_pieces_that_will_never_leave_hold_up_nobody(half_way_out: HalfWayOut, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "SETTLE_S", 2 * SECONDS)  # the end of the link is enough
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(half_way_out.form, 0)
+        until(lambda: half_way_out.waits)
+        assert isinstance(half_way_out.link, TcpLink)
+        half_way_out.world.transports[instance(0)].call_later(0, lambda: half_way_out.link.end("the cable is out"))
+        future.result(SECONDS)
+    assert [(who, member.rank) for who, member, _ in half_way_out.world.lost] == [(instance(0), 1)]
+
+
+def test_a_member_that_is_slow_to_take_pieces_is_not_cut_off(
+    half_way_out: HalfWayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "SETTLE_S", 0.1)
+    half_way_out.form(0)
+    assert half_way_out.link.open
+    assert half_way_out.link.queued_bytes > 0
 
 
 def test_a_piece_may_begin_before_its_view_and_end_after_its_operation_was_called(world: World) -> None:

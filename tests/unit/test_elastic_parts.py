@@ -13,8 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.comm.codecs import make_codec
+from smolcluster.comm.elastic.frames import NotWanted
+from smolcluster.comm.elastic.mailbox import Mailbox, Payload, Received
+from smolcluster.comm.elastic.messages import Head, Kind, Message
 from smolcluster.comm.elastic.parcels import Parcels
-from smolcluster.comm.elastic.roster import Member
+from smolcluster.comm.elastic.roster import Member, Roster
+from smolcluster.comm.elastic.transport import Link
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
 from smolcluster.strategies.elastic import Elastic
@@ -174,3 +178,73 @@ def test_a_payload_does_not_share_memory_with_what_it_was_made_of() -> None:
     [(_, payload)] = list(parcels.encode(tensors))
     tensors["w"].zero_()
     assert torch.equal(payload.view(torch.float32), torch.ones(16))
+
+
+# mailbox
+
+
+class Nobody:
+    """The other end of a link, as far as it matters here."""
+
+    peer = SimpleNamespace(rank=0, name="worker 0", instance="0")
+
+    def close(self, reason: str) -> None:
+        pass
+
+
+LINK = cast(Link, Nobody())
+
+
+def deliver(mailbox: Mailbox, kind: Kind, *, channel: int = 0, size: int = 100) -> None:
+    """A payload of so many bytes, as a transport brings it."""
+    head = Head(
+        kind=kind, step=7, channel=channel, dtype="uint8", shape=(size,), nbytes=size, epoch=0, codec="", meta={}
+    )
+    place = mailbox.place(LINK, head)
+    assert place is not None
+    mailbox.received(LINK, Message(kind=kind, step=7, channel=channel, payload=place))
+
+
+def test_a_whole_model_may_come_while_the_reader_is_busy() -> None:
+    mailbox = Mailbox(unread_bytes=150)
+    mailbox.expect(Kind.WEIGHTS, [Payload(torch.uint8, (100,))] * 5)
+    for channel in range(5):
+        deliver(mailbox, Kind.WEIGHTS, channel=channel)
+    assert [cast(Received, mailbox.get(0)).message.channel for _ in range(5)] == list(range(5))
+
+
+def test_a_whole_state_may_come_while_the_reader_is_busy() -> None:
+    mailbox = Mailbox(unread_bytes=150)
+    mailbox.allow(Kind.STATE, most_bytes=800)
+    for channel in range(8):
+        deliver(mailbox, Kind.STATE, channel=channel)
+    with pytest.raises(NotWanted, match="STATE of step 7: with it 900 bytes would wait to be read here, more than 800"):
+        deliver(mailbox, Kind.STATE)
+    mailbox.get(0)
+    deliver(mailbox, Kind.STATE)
+
+
+def test_more_than_a_few_of_each_is_refused_and_the_reason_told() -> None:
+    mailbox = Mailbox(unread_bytes=150)
+    mailbox.expect(Kind.PUSH, [Payload(torch.uint8, (100,))])
+    for _ in range(4):
+        deliver(mailbox, Kind.PUSH)
+    with pytest.raises(NotWanted, match="500 bytes would wait to be read here, more than 400"):
+        deliver(mailbox, Kind.PUSH)
+
+
+def test_every_member_may_push_while_the_server_is_busy() -> None:
+    mailbox = Mailbox(unread_bytes=150)
+    mailbox.expect(Kind.PUSH, [Payload(torch.uint8, (100,))])
+    roster = Roster(mailbox, plan={}, admit=lambda *_: members[0], on_event=lambda *_: None, on_change=lambda *_: None)
+    members = [Member(rank=rank, link=LINK, batch_size=1) for rank in range(3)]
+    for member in members:
+        roster.newcomers.append(member)
+        roster.welcome(member)
+    for _ in range(12):
+        deliver(mailbox, Kind.PUSH)
+    with pytest.raises(NotWanted, match="more than 1200"):
+        deliver(mailbox, Kind.PUSH)
+    roster.evict(members[0], "slow")
+    with pytest.raises(NotWanted, match="more than 800"):
+        deliver(mailbox, Kind.PUSH)

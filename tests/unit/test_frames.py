@@ -446,3 +446,11 @@ class TestMeta:
     def test_a_sender_is_told_when_it_is_too_much(self) -> None:
         with pytest.raises(ValueError, match="EVENT with 2000011 bytes of meta; at most 1048576"):
             encode(Message(kind=Kind.EVENT, meta={"line": "x" * 2_000_000}))
+
+
+def test_meta_of_nothing_but_brackets() -> None:
+    """A third of a million empty objects take half a second to make: for so long a stage would be silent."""
+    decode_meta(b'{"a":[' + b"{}," * (frames.META_BRACKETS - 3) + b"{}]}")
+    decode_meta(b'{"a":"' + b"[" * 500_000 + b'"}')
+    with pytest.raises(TooLarge, match="lists and objects"):
+        decode_meta(b'{"a":[' + b"{}," * 330_000 + b"{}]}")

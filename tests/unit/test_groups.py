@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import multiprocessing as mp
 import socket
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from smolcluster.comm import rendezvous
+from smolcluster.comm.backends import Wish, agree
 from smolcluster.comm.buckets import GradientBuckets, assign_buckets
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
 from smolcluster.comm.memory_group import Hub, MemoryGroup
@@ -222,11 +228,10 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unknown)
     monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
-    rendezvous._look_up("mini2")
+    rendezvous._look_up(rendezvous.Place(master_addr="mini2"))
     assert asked == ["mini2", "mini2"]
-    monkeypatch.setattr(rendezvous, "JOIN_TIMEOUT_S", 0.0)
     with pytest.raises(UserError, match="mini9: this machine does not know that name"):
-        rendezvous._look_up("mini9")
+        rendezvous._look_up(rendezvous.Place(master_addr="mini9", join_timeout_s=0.0))
 
 
 def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
@@ -260,7 +265,7 @@ def test_a_bucket_leaves_while_backward_still_runs() -> None:
     layers(torch.ones(2, 4, requires_grad=True)).sum().backward()
     buckets.disarm()
     assert sent_when_first_layer_runs == [1]
-    assert group.sent == [12, 16 + 1], "the last bucket also carries the stop count"
+    assert group.sent == [12, 16 + 3], "the last bucket also carries the stop count, and who used which parameter"
 
 
 def test_buckets_leave_in_order_whatever_order_gradients_come_in() -> None:
@@ -271,7 +276,7 @@ def test_buckets_leave_in_order_whatever_order_gradients_come_in() -> None:
     first.sum().backward()
     assert group.sent == [], "the second parameter's bucket must leave first"
     second.sum().backward()
-    assert group.sent == [3, 3]
+    assert group.sent == [3, 2 + 3]
     buckets.disarm()
     buckets.wait(0)
     buckets.give(0)
@@ -291,3 +296,110 @@ def test_gradients_outside_an_armed_step_are_left_alone() -> None:
     buckets.wait(0)
     buckets.give(0)
     assert parameter.grad.tolist() == [2.0, 2.0], "both micro-batches count"
+
+
+def test_the_gradient_of_a_micro_batch_before_the_last_is_sent() -> None:
+    """Of a parameter that the last one does not use. One that none of them uses has none, as without buckets."""
+    early, last, never = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    buckets = GradientBuckets([early, last, never], Recording(), bucket_bytes=1, first_bucket_bytes=1)
+    early.sum().backward()
+    buckets.arm(0, weight=0.5, stop=False)
+    last.sum().backward()
+    buckets.disarm()
+    buckets.wait(0)
+    buckets.give(0)
+    assert [None if p.grad is None else p.grad.tolist() for p in (early, last, never)] == [[0.5] * 2, [0.5] * 2, None]
+
+
+# Which backend
+
+
+def wishes(*said: str) -> list[Wish]:
+    """Each "named gpu", where - is neither; two ranks to a host."""
+    pairs = [[None if word == "-" else word for word in rank.split(" ", 1)] for rank in said]
+    return [Wish(host=f"host{rank // 2}", named=named, gpu=gpu) for rank, (named, gpu) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("said", "backend"),
+    [
+        (["- -", "- -"], "gloo"),
+        (["- cuda a", "- cuda b", "- cuda c"], "nccl"),
+        (["- cuda a", "- cuda a"], "gloo"),  # two workers on one GPU
+        (["- cuda a", "- -"], "gloo"),  # a GPU node and a Raspberry Pi
+        (["- cuda a", "- hip b"], "gloo"),
+        (["gloo cuda a", "- cuda b"], "gloo"),  # one user's word holds for all
+        (["- cuda a", "nccl cuda b"], "nccl"),
+        (["- -", "mpi -"], "mpi"),
+    ],
+)
+def test_ranks_agree_on_a_backend(said: list[str], backend: str) -> None:
+    assert agree(wishes(*said)) == backend
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            ["- -", "gloo -", "mpi -"],
+            "rank 2 on host1 has backend mpi and rank 1 on host0 has gloo; say the same --backend",
+        ),
+        (
+            ["nccl cuda a", "- cuda b", "- -"],
+            "rank 2 on host1 has no GPU that NCCL could use: NCCL needs a GPU for each",
+        ),
+        (["nccl cuda a", "nccl cuda b", "- cuda a"], "ranks 0 and 2 on host1 share a GPU"),
+        (["nccl cuda a", "nccl hip b"], "the GPUs are of several kinds"),
+    ],
+)
+def test_ranks_that_cannot_agree_are_told(said: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        agree(wishes(*said))
+
+
+# Two with one number
+
+
+class Store:
+    """One of torch's, and something that happens before a rank signs."""
+
+    def __init__(self, store: Any, before: Callable[[], Any]) -> None:
+        self._store, self._before = store, before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        self._before()
+        self._store.set(key, value)
+
+
+def sign(store: Any, rank: int, who: str) -> list[str]:
+    """Who all of them are."""
+    place = rendezvous.Place(rank=rank, world_size=2, join_timeout_s=30.0)
+    me = rendezvous.Signature(host="here", named=None, gpu=None, said={}, who=who)
+    return [signed.who for signed in rendezvous._wait_for_all(store, place, me, lambda: False)]
+
+
+def test_of_two_with_one_number_one_is_told_however_they_meet() -> None:
+    """The second has looked and seen nobody; before it signs, the others have met."""
+    store = dist.HashStore()
+
+    def others_meet() -> None:
+        with ThreadPoolExecutor() as pool:
+            met = [pool.submit(sign, store, rank, f"rank {rank}") for rank in range(2)]
+            assert [one.result() for one in met] == [["rank 0", "rank 1"]] * 2
+
+    with pytest.raises(UserError, match="rank 1 is there twice: another process, on here"):
+        sign(Store(store, others_meet), 1, "a twin")
+
+
+def test_one_that_is_started_again_before_all_are_there_takes_its_place() -> None:
+    store = dist.HashStore()
+    left = rendezvous.Signature(host="here", named=None, gpu=None, said={}, who="one that left")
+    store.set("joined/1", json.dumps(dataclasses.asdict(left)))
+    with ThreadPoolExecutor() as pool:
+        again = pool.submit(sign, store, 1, "rank 1")
+        while json.loads(store.get("joined/1"))["who"] != "rank 1":
+            time.sleep(0.001)
+        assert sign(store, 0, "rank 0") == again.result() == ["rank 0", "rank 1"]

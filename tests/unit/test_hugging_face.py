@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from smolcluster.models.hugging_face import (
     import_weights,
     load,
 )
+from smolcluster.models.parts import MOST_LAYERS
 from smolcluster.tasks.gpt import gpt_config
 
 VOCAB, CONTEXT = 61, 24
@@ -189,6 +191,11 @@ def test_shards(tmp_path: Path) -> None:
         write_index(places | {names[0]: place})
         with pytest.raises(ValueError, match="not the name of a safetensors file in this folder"):
             load(folder)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(folder / "pipe.safetensors")
+        write_index(dict.fromkeys(places, "pipe.safetensors"))
+        with pytest.raises(ValueError, match=r"pipe\.safetensors: not a file"):
+            load(folder)
     write_index(places | {names[0]: "gone.safetensors"})
     with pytest.raises(ValueError, match=r"gone\.safetensors: not a readable safetensors file"):
         load(folder)
@@ -241,6 +248,15 @@ def test_what_cannot_be_read_is_told_by_name(tmp_path: Path, change: dict[str, A
     assert str(tmp_path / "out") in str(error.value)
 
 
+def test_more_layers_than_any_model_has_are_not_laid_out(tmp_path: Path) -> None:
+    theirs, tensors = write(tmp_path / "out", LLAMA)
+    count = MOST_LAYERS + 1
+    (tmp_path / "out" / "config.json").write_text(json.dumps(theirs | {"num_hidden_layers": count}), encoding="utf-8")
+    save_file(tensors | {f"x{n}": torch.zeros(1) for n in range(count)}, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ValueError, match=f"says {count} layers; at most {MOST_LAYERS} are read here"):
+        load(tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -284,6 +300,10 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
         load(folder)
     (folder / "config.json").write_text("[1]", encoding="utf-8")
     with pytest.raises(ValueError, match="holds a list, not an object"):
+        load(folder)
+    with (folder / "config.json").open("wb") as file:  # sparse: nothing of it is on the disk
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ValueError, match=r"config\.json: larger than 64 MiB"):
         load(folder)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,12 +17,14 @@ from tests.unit.story import Script, Story
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir, find_resume
+from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
 from smolcluster.launch import elastic
 from smolcluster.launch.elastic import dial_address, invitation, run_elastic
 from smolcluster.launch.joining import worker_spec
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.launch.prepare import choose_plane, prepare
+from smolcluster.launch.processes import end_all, spawn, wait_for
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 
 ROOT = Path(__file__).parents[2]
@@ -229,6 +233,21 @@ def test_the_second_interrupt_ends_all(story: Elastic) -> None:
     assert story.summary()["status"] == "interrupted"
     assert story.summary()["workers"] == 2
     assert all_gone(story)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a console of its own gets no Ctrl-C")
+def test_an_interrupt_does_not_end_a_process_that_has_just_started(tmp_path: Path) -> None:
+    """One that it got before it left our group, or while it imports: the spec is all it waits for, and without one it ends."""
+    seat = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
+    spec = WorkerSpec(config={}, host="here", run_dir=str(tmp_path), **seat)
+    child = spawn(spec, queue.SimpleQueue())
+    os.kill(child.process.pid, signal.SIGINT)
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    wait_for([child], within_s=200)
+    end_all([child], grace_s=0)
+    assert (child.process.returncode, child.log.read_text()) == (1, "")
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # ours is as it was
 
 
 def test_a_server_alone_says_how_to_join(story: Elastic) -> None:

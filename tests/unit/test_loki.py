@@ -5,19 +5,23 @@ Whatever happens on the way, at the end every line of the file has arrived exact
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +42,7 @@ from smolcluster.observe.follow import PRINTED, Entry, Follower, Place, entries_
 from smolcluster.observe.logs import reset_logging, setup_logging
 from smolcluster.observe.loki import (
     Answer,
+    Loki,
     Pace,
     Pusher,
     answer_of,
@@ -49,6 +54,7 @@ from smolcluster.observe.loki import (
 
 QUICK = Pace(look_s=0.01, retry_s=0.01, most_retry_s=0.05, slow_s=0.05, request_s=5.0, patience_s=0.2, close_s=3.0)
 HOST = "worker-rank0-mini2"
+NEEDS_TLS = "Client sent an HTTP request to an HTTPS server."  # so speaks a Loki, and any server written in Go
 
 log = logging.getLogger("smolcluster.test")
 
@@ -267,7 +273,7 @@ def test_a_loki_that_is_not_there_yet_gets_everything_when_it_comes(path: Path, 
     assert text_of(path).count("cannot be reached") == 2, "an outage is told once"
 
 
-def until(question: Callable[[], bool], within_s: float = 20.0) -> None:
+def until(question: Callable[[], bool], within_s: float = 90.0) -> None:
     deadline = time.monotonic() + within_s
     while not question():
         assert time.monotonic() < deadline
@@ -289,8 +295,11 @@ def test_what_answers_mean() -> None:
     assert answer_of(503, "Wed, 21 Oct 2015 07:28:00 GMT", "").after_s == 0.0
     assert answer_of(503, "soon", "") == Answer("later", "answers 503")
     assert answer_of(429, "999999", "").after_s == 300.0
-    assert answer_of(400, None, "entry too old").kind == "refused"
-    assert answer_of(413, None, "").kind == "refused"
+    assert answer_of(400, None, "entry for stream '{}' has timestamp too old: 1").kind == "refused"
+    assert answer_of(400, None, "entry too far behind, entry timestamp is: 1").kind == "refused"
+    assert answer_of(400, None, "entry for stream '{}' has timestamp too new: 1").kind == "early"
+    assert answer_of(400, None, NEEDS_TLS).kind == "unclear"
+    assert answer_of(413, None, "").kind == "unclear"
     assert answer_of(400, None, "<html>plain HTTP was sent to an HTTPS port</html>").kind == "wrong"
     for status in (301, 302, 260, 401, 403, 404, 405):
         assert answer_of(status, None, "").kind == "wrong"
@@ -343,6 +352,87 @@ def test_a_loki_that_takes_nothing_is_no_endless_loop(path: Path) -> None:
         assert loki.lines() == []
         assert text_of(path).count("in no way") == 1
         assert len(loki.times) < 100
+
+
+def test_a_wrong_scheme_is_told_once_and_costs_no_line(loki: StrictLoki, path: Path) -> None:
+    loki.always = (400, NEEDS_TLS)
+    for number in range(50):
+        log.info("line %d", number)
+    rest = push_rest(path, loki.url, pace=QUICK)
+    assert (rest.lines, rest.refused, rest.left) == (0, 0, (path,))
+    assert "HTTPS server" in rest.reason
+    assert "write https:// in logging.loki_url" in rest.reason
+    assert len(loki.times) < 20, "a few tries, not one for each line"
+    loki.always = None
+    assert push_rest(path, loki.url, pace=QUICK).lines == 50
+    every_line_once(loki, text_of(path), HOST)
+
+
+@pytest.mark.parametrize("begins_well", [True, False])
+def test_an_address_that_is_no_loki_for_a_while_costs_no_line(begins_well: bool, path: Path) -> None:
+    """Whenever it is mended: also between the tries for a single batch."""
+    with StrictLoki(unordered=True) as loki:
+        pusher = push(path, loki.url)
+        if begins_well:
+            log.info("taken")
+            loki.wait_for(1)
+        for answers in range(1, 10):
+            loki.plan += [(400, "no such service")] * answers
+            log.info("line %d", answers)
+            log.info("another line %d", answers)
+            until(lambda: pusher.left == 0 and not loki.plan)
+        pusher.close()
+        every_line_once(loki, text_of(path), HOST)
+        told = text_of(path).count("is logging.loki_url the address of a Loki?")
+        assert 0 < told == text_of(path).count("answers again"), "once for each time"
+
+
+@pytest.mark.parametrize("bad", [(0,), (0, 1, 2), (5,), (19,)])
+def test_a_line_that_is_refused_in_unknown_words_does_not_hold_up_the_rest(bad: tuple[int, ...], path: Path) -> None:
+    with StrictLoki(dislikes="poison") as loki:
+        for number in range(20):
+            log.info("line %d %s", number, "poison" if number in bad else "")
+        rest = push_rest(path, loki.url, pace=QUICK)
+        assert (rest.refused, rest.left) == (len(bad), ())
+        numbers = [int(json.loads(line)["message"].split()[1]) for line in loki.lines(level="INFO")]
+        assert numbers == [number for number in range(20) if number not in bad]
+        assert "I do not like it" in text_of(path)
+        assert loki.violations == []
+
+
+def test_a_last_line_in_unknown_words_is_left_out_when_loki_still_takes_the_one_before(path: Path) -> None:
+    with StrictLoki(dislikes="poison") as loki:
+        pusher = push(path, loki.url)
+        log.info("good")
+        loki.wait_for(1)
+        log.info("poison")
+        until(lambda: "in no way" in text_of(path))
+        pusher.close()
+        assert pusher.left == 0
+        assert loki.duplicates > 0, "the line before was sent again"
+
+
+def test_a_line_that_is_too_new_is_sent_when_its_time_has_come(path: Path) -> None:
+    with StrictLoki() as loki:
+        loki.newest_ns = time.time_ns() - 3600 * 10**9
+        for number in range(20):
+            log.info("line %d", number)
+        pusher = push(path, loki.url)
+        until(lambda: "timestamp too new" in text_of(path))
+        loki.newest_ns = None
+        until(lambda: "answers again" in text_of(path))
+        pusher.close()
+        every_line_once(loki, text_of(path), HOST)
+        assert loki.violations == []
+
+
+def test_a_time_from_a_clock_that_was_wrong_by_years_does_not_hold_up_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / f"{HOST}.log"
+    path.write_bytes(record(1.0) + record(2.0).replace(b"2026", b"2126") + record(3.0))
+    with StrictLoki() as loki:
+        loki.newest_ns = time.time_ns() + 10**18
+        rest = push_rest(path, loki.url, pace=QUICK)
+        assert (rest.lines, rest.refused, rest.left) == (2, 1, ())
 
 
 # Never in the way
@@ -459,6 +549,42 @@ def test_another_file_with_the_same_name_begins_anew(loki: StrictLoki, path: Pat
         log.info("of the second run, %d", number)
     push(path, loki.url).close()
     every_line_once(loki, first + text_of(path), HOST)
+
+
+@pytest.mark.parametrize("lines", [1, 50, 300])
+def test_a_log_that_is_emptied_in_place_goes_on_with_what_is_new(lines: int, loki: StrictLoki, path: Path) -> None:
+    """As logrotate does with copytruncate; it may have grown beyond where it was before anybody looks."""
+    pusher, written = push(path, loki.url), ""
+    for life in range(3):
+        for number in range(lines + life if life else 100):
+            log.info("life %d, line %d", life, number)
+        until(lambda: pusher.left == 0)
+        written += text_of(path)
+        os.truncate(path, 0)
+    pusher.close()
+    every_line_once(loki, written, HOST)
+    assert loki.duplicates == 0
+
+
+@pytest.mark.parametrize("lines", [1, 30, 100, 300])
+def test_a_log_that_is_emptied_between_two_looks_is_read_from_its_first_line(lines: int, tmp_path: Path) -> None:
+    path = tmp_path / f"{HOST}.log"
+    path.write_bytes(b"".join(record(number % 60, f"old {number}") for number in range(100)))
+    follower = Follower(path)
+    assert follower.claim()
+    sent = follower.read()
+    follower.acknowledge(sent[-1])
+    path.write_bytes(b"".join(record(number % 60, f"new {number}") for number in range(lines)))
+    assert follower.left() > 0 or lines == 100
+    entries = follower.read()
+    assert [json.loads(entry.text)["message"] for entry in entries] == [f"new {number}" for number in range(lines)]
+    follower.acknowledge(entries[-1])
+    assert (follower.read(), follower.left()) == ([], 0)
+    follower.close()
+    again = Follower(path)
+    assert again.claim()
+    assert again.read() == [], "what was noted is of the new lines"
+    again.close()
 
 
 def test_the_rest_of_a_run_that_is_over(loki: StrictLoki, tmp_path: Path) -> None:
@@ -689,7 +815,7 @@ def test_the_strict_server_is_strict(path: str, headers: dict[str, str], body: d
     with StrictLoki() as loki:
 
         def post(path: str, headers: dict[str, str], body: object) -> int:
-            connection = http.client.HTTPConnection("127.0.0.1", loki.port, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", loki.port, timeout=60)
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"} | headers)
             status = connection.getresponse().status
             connection.close()
@@ -722,7 +848,7 @@ def test_a_real_loki_has_every_line_once(path: Path, tmp_path: Path) -> None:
 
     def arrived() -> list[str]:
         with urllib.request.urlopen(
-            urllib.request.Request(f"{base}/query_range?{asked}", headers=headers), timeout=10
+            urllib.request.Request(f"{base}/query_range?{asked}", headers=headers), timeout=60
         ) as reply:
             streams = json.load(reply)["data"]["result"]
         return [
@@ -737,3 +863,28 @@ def test_an_entry_is_what_it_seems() -> None:
     (entry,) = entries_in(record(1.0, "hello", "ERROR"), Place(100, 0))
     assert isinstance(entry, Entry)
     assert (entry.level, entry.logger, entry.end) == ("ERROR", "x", 100 + len(record(1.0, "hello", "ERROR")))
+
+
+def test_a_server_that_drips_is_cut_off() -> None:
+    """A byte a moment would keep every single read from timing out, and a run from ending."""
+    with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor(1) as pool:
+        done = threading.Event()
+
+        def drip() -> None:
+            line, _ = door.accept()
+            with line, contextlib.suppress(OSError):
+                line.sendall(b"HTTP/1.1 204 No Content\r\nX: ")
+                while not done.wait(0.02):
+                    line.sendall(b" ")
+
+        dripping = pool.submit(drip)
+        pushed = Loki(endpoint_of(f"http://127.0.0.1:{door.getsockname()[1]}"))
+        began = time.monotonic()
+        try:
+            answer = pushed.push({"job": "x"}, list(entries_in(record(1.0), Place(0, 0))), timeout_s=0.5)
+            assert answer.kind == "later"
+            assert time.monotonic() - began < 10
+        finally:
+            done.set()
+            pushed.close()
+            dripping.result(5)

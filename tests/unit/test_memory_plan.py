@@ -13,6 +13,7 @@ from tests.world import TASKS
 from torch import nn
 
 from smolcluster.cli import main
+from smolcluster.compute import memory
 from smolcluster.compute.ledger import Held, Ledger, Peak
 from smolcluster.compute.memory import free_bytes, machine_bytes, parse_size
 from smolcluster.config import load_config, resolve
@@ -32,6 +33,7 @@ from smolcluster.strategies.base import Cost
 from smolcluster.strategies.exchange import deal_turns
 from smolcluster.tasks.find import find_task
 
+pytestmark = pytest.mark.usefixtures("warm")
 CPU = torch.device("cpu")
 GPT = {
     "model.model_dim": 48,
@@ -322,6 +324,12 @@ def test_sizes_as_people_write_them() -> None:
 
 def test_this_machine_has_memory() -> None:
     assert 2**28 < free_bytes(CPU) <= machine_bytes()
+
+
+def test_memory_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.setattr(memory.Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError()))
+    assert free_bytes(CPU) > 1 << 28
 
 
 # The plan

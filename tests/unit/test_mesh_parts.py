@@ -155,7 +155,11 @@ def test_layers_that_do_not_fit(layers: int, ranks: int, options: dict[str, Any]
 def test_micro_batches_divide_the_batch() -> None:
     assert num_microbatches(PipelineOptions(), 12, 2) == 4
     assert num_microbatches(PipelineOptions(), 7, 4) == 7
-    assert num_microbatches(PipelineOptions(), 11, 4) == 1
+    assert num_microbatches(PipelineOptions(schedule="gpipe"), 11, 4) == 1
+    with pytest.raises(
+        UserError, match=r"1f1b on 4 ranks needs as many micro-batches, and a batch of 11 .* is cut into 1"
+    ):
+        num_microbatches(PipelineOptions(), 11, 4)
     assert num_microbatches(PipelineOptions(schedule="sequential", num_microbatches=4), 12, 2) == 1
     with pytest.raises(
         UserError, match="num_microbatches = 5 does not divide a batch of 12 samples; try 1, 2, 3, 4, 6, 12"
@@ -189,6 +193,9 @@ def test_blocks_are_what_a_model_repeats() -> None:
     assert blocks_of(nn.Linear(1, 1)) == []
     twice = nn.Sequential(layer := nn.Linear(2, 2), nn.Tanh(), layer)
     assert blocks_of(twice) == [layer]
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[2].weight = tied[0].weight  # type: ignore[assignment]
+    assert blocks_of(tied) == [tied[1]]
     rows = nn.ModuleList(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]) for _ in range(3))
     holder = nn.Module()
     holder.rows = rows

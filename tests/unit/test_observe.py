@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import logging
@@ -23,9 +24,20 @@ from hypothesis import strategies as st
 
 from smolcluster.errors import MissingExtra
 from smolcluster.observe import events
-from smolcluster.observe.events import Event, Notice, Progress, RunFinished, RunStarted, StepLogged, from_json, to_json
+from smolcluster.observe.events import (
+    CheckpointSaved,
+    Event,
+    Notice,
+    Phase,
+    Progress,
+    RunFinished,
+    RunStarted,
+    StepLogged,
+    from_json,
+    to_json,
+)
 from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
-from smolcluster.observe.logs import log_path, reset_logging, setup_logging, tail
+from smolcluster.observe.logs import LogSink, log_path, reset_logging, setup_logging, tail
 from smolcluster.observe.observer import Observer
 from smolcluster.observe.pipe import PipeSink
 from smolcluster.observe.tensorboard import TensorBoardSink
@@ -316,12 +328,28 @@ def test_a_short_write_costs_a_fragment_and_no_row(tmp_path: Path, monkeypatch: 
     assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == [1, 2, 3]
 
 
-def test_a_disk_that_stays_full_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = MetricsFile(tmp_path / "m.jsonl")
-    monkeypatch.setattr(os, "write", lambda fd, data: 5)
-    with pytest.raises(OSError, match="could not be written whole"):
-        sink.handle(logged(1))
-    sink.close()
+def test_a_full_disk_costs_the_rows_of_that_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, told, room = tmp_path / "m.jsonl", os.write, list[str](), [0, 5, 5, 2, 0]
+
+    def nearly_full(fd: int, data: bytes) -> int:
+        left = room.pop(0) if room else len(data)
+        if left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data[:left])
+
+    observer = Observer([MetricsFile(path, warn=told.append)])
+    observer.emit(logged(1))
+    monkeypatch.setattr(os, "write", nearly_full)
+    for step in (2, 3, 4, 5):  # nothing fits; five bytes, and five again; two bytes and no more; all
+        observer.emit(logged(step))
+    assert room == []
+    observer.emit(logged(6))
+    observer.close()
+    assert [row["step"] for row in read_metrics(path)] == [1, 5, 6]
+    assert told == [
+        f"{path}: the row of step 2 is lost: No space left on device; is the disk full? "
+        "Training goes on, and rows are written again when there is room"
+    ]
 
 
 def test_a_torn_last_line_is_skipped_and_not_joined_by_the_next_row(
@@ -471,6 +499,37 @@ def test_logs_are_json_lines_with_who_and_when(
     assert capsys.readouterr().err == ""
 
 
+def test_rows_and_checkpoints_are_in_the_log(tmp_path: Path, clean_logging: None) -> None:
+    path = tmp_path / "a.log"
+    setup_logging(path, level="INFO", role="worker", rank=1, host="pi5")
+    sink = LogSink()
+    sink.handle(logged(10, rank=1))
+    sink.handle(logged(20, rank=1, loss=math.nan, val_loss=3.25, tokens_per_s=0.0))
+    sink.handle(CheckpointSaved(step=20, path="c/step-20", stall_s=0.0, write_s=0.1, size_bytes=9, best=False))
+    sink.handle(logged(30, rank=1, samples=0, tokens_per_s=0.0, samples_per_s=0.0))  # another rank of its group reads
+    sink.handle(Phase(rank=1, name="finished"))
+    reset_logging()
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line, parse_constant=no_constant) for line in lines]
+    assert [record["message"] for record in records] == [
+        "step 10: loss 2.5000, 100 tok/s",
+        "step 20: loss nan, val 3.2500, 50 samples/s",
+        "checkpoint of step 20: c/step-20",
+        "step 30: loss 2.5000",
+    ]
+    assert [(r.get("step"), r.get("loss"), r.get("val_loss")) for r in records] == [
+        (10, 2.5, None),
+        (20, "nan", 3.25),
+        (None, None, None),
+        (30, 2.5, None),
+    ]
+    assert records[0]["rank"] == 1
+
+
 def test_setting_up_again_replaces_the_file_and_may_add_the_console(
     tmp_path: Path, clean_logging: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -565,9 +624,10 @@ def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wandb_without_a_login_is_an_offline_run_on_disk(
-    tmp_path: Path, no_login: None, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, no_login: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
+    monkeypatch.delitem(sys.modules, "openai", raising=False)  # where another test has it, wandb advertises
     name = run_name(started())
     sink = WandbSink("smolcluster", name, tmp_path, {"training": {"batch_size": 32, "nan": math.nan}})
     sink.handle(logged(10, loss=2.125))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ class Screen:
         self._shown.set()
 
     def read(self, _: Any = None) -> str:
-        assert self._shown.wait(10)
+        assert self._shown.wait(60)
         return self.code
 
 
@@ -143,6 +143,28 @@ def test_strangers_get_nothing(said: bytes) -> None:
         there.shutdown(socket.SHUT_WR)
         assert isinstance(machine.exception(20), PairingFailed)
     assert shown == []
+
+
+def test_letters_of_any_kind_are_only_wrong() -> None:
+    """Neither a stranger's commitment nor a code in other digits ends more than the attempt."""
+    here, there = socket.socketpair()
+    with here, there, ThreadPoolExecutor(1) as pool:
+        machine = pool.submit(offer, here, FACTS, show=lambda _: None)
+        zeros = b"00" * 32
+        there.sendall('{"protocol": "smolcluster-pair-1", "commitment": "\u00fc\\ud800"}\n'.encode())
+        there.sendall(b'{"key": "%s", "nonce": "%s"}\n' % (zeros, zeros))
+        assert "changed its key" in str(machine.exception(20))
+    _, cluster = pair(lambda screen: "\N{ARABIC-INDIC DIGIT ONE}" * 10)
+    assert "a code has ten digits" in str(cluster)
+
+
+def test_one_who_drips_does_not_hold_the_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = socket.socketpair()
+    with here, there, ThreadPoolExecutor(1) as pool:
+        machine = pool.submit(pairing._Line(here).hear, 0.3)
+        while not wait([machine], timeout=0.005).done:
+            there.sendall(b" ")
+        assert "no answer in 0.3 s" in str(machine.exception(0))
 
 
 def test_what_travels_is_sealed() -> None:

@@ -104,7 +104,7 @@ def parse(text: str) -> dict[str, Family]:
 def get(
     sink: PrometheusSink, path: str = "/metrics", *, host: str | None = "127.0.0.1", method: str = "GET"
 ) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", sink.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", sink.port, timeout=60)
     connection.putrequest(method, path, skip_host=True)
     if host is not None:
         connection.putheader("Host", host)

@@ -22,8 +22,10 @@ class Slow(Tiny):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.go, self.begun, self.broken = threading.Event(), threading.Event(), False
+        self.calls = 0
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.calls += 1
         self.begun.set()
         assert self.go.wait(30.0)
         if self.broken:
@@ -68,3 +70,17 @@ def test_a_failure_is_told_to_who_waits_and_to_who_asks(task: Slow, referee: Ref
     assert told == [{}]
     with pytest.raises(ValueError, match="a metric of the user's own"):
         referee.check()
+
+
+def test_a_run_that_leaves_waits_for_no_evaluation(task: Slow, referee: Referee) -> None:
+    """Neither for the rest of the one that runs nor for the one that waits; both are told."""
+    told: list[int] = []
+    for step in (1, 2):
+        referee.submit(step, dict(task.model().state_dict()), lambda result, step=step: told.append(step - len(result)))  # type: ignore[misc]
+        assert task.begun.wait(30.0)
+    referee.leave()
+    task.go.set()
+    referee.close()
+    referee.check()
+    assert told == [1, 2]
+    assert task.calls == 1

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from smolcluster.config.reference import markdown
 from smolcluster.config.schema import StrategyConfig
 from smolcluster.errors import UserError
 from smolcluster.strategies.base import Node, Shape
-from smolcluster.strategies.registry import check_name, find_strategy, known_strategies, read_options
+from smolcluster.strategies.registry import PLANNED, check_name, find_strategy, known_strategies, read_options
 
 NODES = [Node(name=f"n{i}") for i in range(4)]
 
@@ -60,6 +61,24 @@ def test_options_are_the_strategys_own_and_the_others_are_named() -> None:
     assert options.staleness_bound == 3
     assert options.bucket_mb == 25.0
     assert ignored == ["polyak_alpha", "timeout"]
+
+
+@pytest.mark.parametrize(
+    ("option", "takers"),
+    [
+        ("sequence_parallel", {"tensor", "mesh"}),
+        ("bucket_mb", {"allreduce", "edp", "syncps", "fsdp", "mesh"}),
+        ("num_microbatches", {"pipeline", "mesh"}),
+        ("fsdp_stage", {"fsdp", "mesh"}),
+    ],
+)
+def test_a_strategy_lists_what_applies_to_it(option: str, takers: set[str]) -> None:
+    assert {name for name in known_strategies() if option in find_strategy(name).Config.model_fields} == takers
+
+
+def test_the_reference_names_no_strategy_that_is_not_there() -> None:
+    page = markdown().lower()
+    assert [name for name in PLANNED if name in page] == []
 
 
 def test_seats() -> None:

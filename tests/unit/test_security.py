@@ -36,6 +36,7 @@ from smolcluster.comm.elastic.security import (
     open_credentials,
     read_secret,
     token_file,
+    will_stay,
 )
 from smolcluster.errors import MissingExtra, UserError
 
@@ -72,7 +73,7 @@ def shake(
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
         seen: Any
-        with socket.create_connection(listener.getsockname(), timeout=10) as raw:
+        with socket.create_connection(listener.getsockname(), timeout=60) as raw:
             try:
                 with client.wrap_socket(raw, server_hostname=name, session=session) as connection:
                     assert connection.recv(1) == b"!"  # in TLS 1.3 a client learns only now that it was refused
@@ -247,6 +248,8 @@ def test_a_wrong_token_is_refused_and_both_ends_know_why() -> None:
     server, client = Keyring([new_token()]), Keyring([new_token()])
     refused, told = shake(server.server_context(), client.client_context(), name=client.server_name)
     assert explain(refused) == explain(told) == "the other side does not have our token"
+    assert will_stay(refused)
+    assert will_stay(told)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -352,10 +355,13 @@ def test_a_peer_without_tls_is_named_as_such(spoken: bytes, reason: str) -> None
         with pytest.raises(ssl.SSLError) as caught:
             Keyring([FIXED]).server_context().wrap_socket(here, server_side=True)
     assert reason in explain(caught.value)
+    assert will_stay(caught.value)
 
 
-def test_an_error_without_a_sentence_of_ours_keeps_its_reason() -> None:
+def test_an_error_without_a_sentence_of_ours_keeps_its_reason_and_may_pass() -> None:
     assert explain(ssl.SSLError(1, "odd")) == "TLS failed: odd"
+    assert not will_stay(ssl.SSLError(1, "odd"))
+    assert will_stay(ssl.SSLCertVerificationError(1, "odd"))
 
 
 # More than one token

@@ -85,6 +85,23 @@ def test_the_largest_that_can_run_sets_the_step() -> None:
     assert batch_size_of(mesh[2], 0) * mesh[2].training.grad_accumulation == 8, "as four workers read, not five"
 
 
+def test_a_size_with_fewer_micro_batches_than_stages_cannot_run() -> None:
+    """1f1b needs one for each stage, in every pipeline of a mesh."""
+    configs = found("pipeline", range(2, 4), **{"training.batch_size": 2})
+    assert isinstance(configs[2], Config)
+    assert "schedule 1f1b on 3 ranks needs as many micro-batches, and a batch of 2 samples is cut into 2" in str(
+        configs[3]
+    )
+    mesh = found(
+        "mesh", range(2, 7, 2), **{"training.batch_size": 2, "strategy.pp": 2, "training.grad_accumulation": 1}
+    )
+    assert isinstance(mesh[6], Config)
+    hosts = {f"worker-{rank}": 1 if rank % 2 else 2 for rank in range(4)}  # the second pipeline has one sample
+    unlike = {"strategy.pp": 2, "cluster.workers": list(hosts), "cluster.batch_size": hosts}
+    with pytest.raises(UserError, match="a batch of 1 samples is cut into 1"):
+        found("mesh", range(4, 5), **unlike)
+
+
 def test_where_none_can_run_the_reason_of_the_largest_is_told() -> None:
     with pytest.raises(UserError, match="tp = 7 does not divide"):
         found("tensor", range(5, 8))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -115,7 +118,7 @@ def test_notes_do_not_pile_up(tmp_path: Path) -> None:
                 for rank, store in enumerate((lead, other))
             ]
             for saving in saved:
-                saving.result(timeout=10)
+                saving.result(timeout=60)
     assert set(notes._notes) == {"3/folder", "3/end"}
 
 
@@ -146,9 +149,9 @@ def test_parts_that_leave_a_hole_are_not_called_saved(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         saving = [pool.submit(lead.save, snapshot_of(0, ranks=2)), pool.submit(other.save, short)]
         with pytest.raises(DamagedCheckpoint, match=r"do not hold 'a.weight' \(7, 4\) exactly once"):
-            saving[0].result(timeout=10)
+            saving[0].result(timeout=60)
         with pytest.raises(OSError, match="exactly once"):
-            saving[1].result(timeout=10)
+            saving[1].result(timeout=60)
     assert not CheckpointStore(tmp_path, keep=2).list()
 
 
@@ -281,6 +284,39 @@ def test_tied_parts_are_written_once_and_tied_again(tmp_path: Path) -> None:
 @given(st.text(min_size=1), st.lists(st.integers(0, 10**9), max_size=4))
 def test_a_box_is_read_by_its_name(name: str, offsets: list[int]) -> None:
     assert read_box_name(box_name(name, offsets)) == (name, tuple(offsets))
+
+
+def test_who_waits_for_a_note_fills_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    capfd.readouterr()
+    with pytest.raises(PeerLost, match="no word of"):
+        StoreBulletin("127.0.0.1", server.port, name="x").read("never", within_s=0.1)
+    assert capfd.readouterr().err == ""
+
+
+QUIET = """
+import datetime
+from smolcluster.cli.ending import leave_after
+
+def work():
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        store.wait(["never"], datetime.timedelta(milliseconds=10))
+    except RuntimeError:
+        return 7
+
+leave_after(work)
+"""
+
+
+def test_what_torch_says_of_connections_is_not_shown_by_a_rank_that_somebody_else_started() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    ended = subprocess.run([sys.executable, "-c", QUIET], env=environ, capture_output=True, timeout=240, check=False)
+    assert (ended.returncode, ended.stderr.decode()) == (7, "")
 
 
 def test_notes_travel_through_a_store() -> None:

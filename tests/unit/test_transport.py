@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from smolcluster.comm.addresses import reach
 from smolcluster.comm.elastic import frames, sockets, tcp
 from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
@@ -419,6 +420,40 @@ class TestTcp:
             with pytest.raises(PeerLost, match="too slow"):
                 works[-1].wait()
 
+    def test_a_state_may_be_larger_than_what_usually_waits(self, world: World) -> None:
+        """It is sent in one go; the peer is not too slow because the model is large."""
+        server_link, at_server, worker_link, at_worker = world.pair(queued_bytes=20_000_000, silence_s=WAIT_S)
+        part = torch.zeros(2_500_000)
+        with hold(server_link):
+            worker_link.send(Message(kind=Kind.WELCOME))
+            for channel in range(6):
+                worker_link.send(Message(kind=Kind.STATE, step=7, channel=channel, payload=part))
+            assert worker_link.queued_bytes > 40_000_000
+        at_server.wait(lambda r: len(r.messages) == 7 or r.ends)
+        assert at_worker.ends == at_server.ends == []
+
+    def test_a_peer_that_asks_and_does_not_read_is_given_up(self, world: World) -> None:
+        """The same again is another set: however often it asks, no more waits for it than a few of them."""
+        server_link, _, worker_link, at_worker = world.pair(queued_bytes=1_000_000, silence_s=WAIT_S)
+        part = torch.zeros(1_000_000)
+        with hold(server_link):
+            for _ in range(8):
+                for channel in range(3):
+                    worker_link.send(Message(kind=Kind.WEIGHTS, step=7, channel=channel, payload=part))
+            at_worker.wait(lambda r: r.ends)
+        assert "too slow" in at_worker.ends[0]
+        assert "at most 480" in at_worker.ends[0]  # four times 12 MB, and the headers
+
+    def test_a_peer_that_takes_nothing_is_given_up(self, world: World) -> None:
+        """Little waits for it, but nothing leaves."""
+        server_link, _, worker_link, at_worker = world.pair(silence_s=WAIT_S, beat_s=0.05, stuck_s=0.3)
+        with hold(server_link):
+            work = worker_link.send(Message(kind=Kind.PUSH, payload=torch.zeros(10_000_000)))
+            at_worker.wait(lambda r: r.ends)
+            assert "none has left for 0." in at_worker.ends[0]
+            with pytest.raises(PeerLost, match="too slow"):
+                work.wait()
+
     def test_what_had_not_left_when_the_link_ended_is_told(self, world: World) -> None:
         server_link, _, worker_link, at_worker = world.pair(silence_s=WAIT_S)
         told = Told()
@@ -649,7 +684,9 @@ class TestTokens:
         """The other side cannot answer in a way that we could read: we keep trying, and say what may be wrong."""
         caplog.set_level(logging.INFO)
         with self.meeting([new_token()], []) as (at_server, _):
-            wait_until(lambda: "it hung up without a word; does it want a token?" in caplog.text)
+            wait_until(
+                lambda: "it hung up without a word; does it want a token? (smolcluster token add)" in caplog.text
+            )
             assert not at_server.links
 
     def test_a_token_where_none_is_used(self) -> None:
@@ -664,6 +701,26 @@ class TestTokens:
             with self.meeting(server_tokens, worker_tokens) as (at_server, at_worker):
                 at_worker.link()
                 at_server.link()
+
+    @pytest.mark.parametrize("uvloop", [False, True])
+    def test_a_handshake_that_was_damaged_on_the_way_is_tried_again(
+        self, uvloop: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        monkeypatch.setattr(tcp, "TELL_AFTER_S", 0.0)
+        token = new_token()
+        server = TcpTransport(make_peer("server"), keyring=Keyring([token]))
+        worker = TcpTransport(make_peer(), keyring=Keyring([token]), uvloop=uvloop)
+        at_server, at_worker = Recorder(), Recorder()
+        try:
+            with first_damaged(server.listen(HERE, 0, at_server), byte=300) as address:
+                worker.dial(address, at_worker)
+                at_worker.wait(lambda r: r.links or r.refusals)
+                assert at_worker.refusals == []
+                assert f"waiting for a peer at {address}: TLS failed: " in caplog.text
+        finally:
+            worker.close()
+            server.close()
 
     def test_an_impostor_on_the_servers_side_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It has the certificate, by whatever means, and not the proof key."""
@@ -924,6 +981,40 @@ def test_only_small_things_are_needed_to_import_it() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+class AsksItself(socket.socket):
+    """The system gives it the port that it asks for: what happens once in some ten thousand times, every time."""
+
+    def connect(self, address: Any) -> None:
+        if self.family == socket.AF_INET:
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(address)
+        super().connect(address)
+
+
+@TCP
+def test_nobody_is_connected_with_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody listens yet. It would be a refusal for good, and keep the port from the one who is waited for."""
+    port, attempts = free_port(), threading.Event()
+
+    def dialed(*arguments: Any) -> Any:
+        attempts.set()
+        return draw(*arguments)
+
+    draw = tcp.random.uniform
+    monkeypatch.setattr(tcp.random, "uniform", dialed)
+    worker, at_worker = world.transport("worker", 1), Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", AsksItself)
+        with pytest.raises(ConnectionRefusedError):
+            reach(HERE, port, within_s=WAIT_S)
+        worker.dial(join_address(HERE, port), at_worker)
+        assert attempts.wait(WAIT_S)
+    server, at_server = world.transport("server"), Recorder()
+    server.listen(HERE, port, at_server)
+    at_server.link()
+    assert at_worker.refusals == []
+
+
 def test_pauses_between_dials_grow_and_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     enough = threading.Event()
@@ -996,6 +1087,47 @@ def slow_line(address: str, *, bytes_per_s: int) -> Iterator[str]:
             for thread in threads:
                 thread.join(WAIT_S)
             for sock in sockets:
+                sock.close()
+
+
+@contextlib.contextmanager
+def first_damaged(address: str, *, byte: int) -> Iterator[str]:
+    """A relay to `address`. On the first connection one byte of what comes back is another."""
+    threads: list[threading.Thread] = []
+    ends: list[socket.socket] = []
+
+    def relay(source: socket.socket, target: socket.socket, damage: bool) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(4096)):
+                if damage and passed <= byte < passed + len(data):
+                    data[byte - passed] ^= 1
+                passed += len(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = listener.accept()[0]
+                far = socket.create_connection(split_address(address), timeout=WAIT_S)
+                for pair in ((near, far, False), (far, near, not ends)):
+                    threads.append(threading.Thread(target=relay, args=pair))
+                    threads[-1].start()
+                ends.extend((near, far))
+
+    with socket.create_server((HERE, 0)) as listener:
+        threads.append(threading.Thread(target=serve))
+        threads[0].start()
+        try:
+            yield join_address(*listener.getsockname())
+        finally:
+            for sock in (listener, *ends):
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            for thread in list(threads):
+                thread.join(WAIT_S)
+            for sock in ends:
                 sock.close()
 
 

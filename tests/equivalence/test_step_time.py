@@ -1,0 +1,49 @@
+"""The time of a step in the rows is that of training: counted once, and without evaluations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.world import run_elastic_world, run_world
+
+from smolcluster.observe.events import StepLogged
+
+CONFIG = {
+    "training.steps": 9,
+    "training.batch_size": 4,
+    "training.eval_steps": 3,
+    "training.eval_batches": 2,
+    "training.checkpoint_steps": 0,
+}
+
+
+def assert_counted_once(rows: Sequence[StepLogged]) -> None:
+    """Between two rows there is no more time than the clock says, however many steps and evaluations lie between them."""
+    for before, after in itertools.pairwise(rows):
+        counted_s = after.step_time_s * (after.step - before.step)
+        assert 0.01 < counted_s < after.time - before.time + 0.005
+        assert after.compute_s + after.comm_s <= after.step_time_s + 1e-6
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("allreduce", 2)])
+def test_mesh(tmp_path: Path, strategy: str, workers: int, interval: int) -> None:
+    config = CONFIG | {"logging.log_interval": interval}
+    world = run_world(workers, tmp_path, config, task="Metered", strategy=strategy)
+    for rank in world.ranks:
+        rows = rank.rows()
+        assert [row.step for row in rows if row.val_loss is not None] == [3, 6, 9]
+        assert_counted_once(rows)
+        # An evaluation takes half a second or more, a step a twentieth of that.
+        assert max(row.step_time_s for row in rows[1:]) < 0.4
+        assert min(row.samples_per_s for row in rows[1:]) > 4 / 0.4
+    assert world.summary["samples_per_s"] > workers * 4 / 0.4
+
+
+def test_elastic(tmp_path: Path) -> None:
+    world = run_elastic_world(2, tmp_path, CONFIG, task="Metered", strategy="syncps")
+    for seat in (world.server, *world.workers):
+        assert_counted_once(seat.rows())

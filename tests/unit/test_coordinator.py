@@ -1,0 +1,372 @@
+"""The coordinator of the strategies without a parameter server, with members that say what a test lets them say."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.tasks import Tiny
+from torch import Tensor
+
+from smolcluster.comm.elastic.handshake import Peer
+from smolcluster.comm.elastic.mailbox import Mailbox
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.roster import Member, Refusal, Roster
+from smolcluster.comm.elastic.transport import Link
+from smolcluster.comm.elastic.view import View
+from smolcluster.compute.gate import GradientGate
+from smolcluster.compute.optim import make_optimizer
+from smolcluster.compute.replica import Replica
+from smolcluster.config.schema import TrainingConfig
+from smolcluster.data.leases import Leases
+from smolcluster.engine.server import Server
+from smolcluster.errors import SmolclusterError
+from smolcluster.strategies.base import Office, State
+from smolcluster.strategies.coordinated import Coordinated
+from smolcluster.strategies.coordinator import Coordinator
+from smolcluster.strategies.shards import owners
+
+STEPS = 10
+NAMES = [name for name, _ in Tiny(config=None).model().named_parameters()]  # type: ignore[arg-type]
+SIZES = [p.numel() for p in Tiny(config=None).model().parameters()]  # type: ignore[arg-type]
+
+
+class FakeLink:
+    """Keeps what is sent."""
+
+    open, silent_s = True, 0.0
+
+    def __init__(self, rank: int, instance: str) -> None:
+        self.peer = Peer(role="worker", rank=rank, host="testhost", instance=instance, run="run", versions={})
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def close(self, reason: str) -> None:
+        self.open = False
+
+    def last(self, kind: Kind) -> Message:
+        return [message for message in self.sent if message.kind is kind][-1]
+
+    def count(self, kind: Kind) -> int:
+        return sum(message.kind is kind for message in self.sent)
+
+
+class Run:
+    """A coordinator whose events a test makes, one after the other."""
+
+    def __init__(self, *, whole: bool, committed: int = 0, has: bool = True) -> None:
+        self.mailbox = Mailbox()
+        self.warnings: list[str] = []
+        self.saved: dict[int, State] = {}
+        model = Tiny(config=None).model()  # type: ignore[arg-type]
+        self.replica = Replica(
+            model=model,
+            loss=lambda *_: torch.zeros(()),
+            optimizer=make_optimizer(model, TrainingConfig()),
+            learning_rate=lambda _: 0.1,
+            device=torch.device("cpu"),
+        )
+        roster = Roster(
+            self.mailbox,
+            plan={},
+            admit=lambda link, meta: Member(
+                rank=link.peer.rank, link=link, batch_size=4, address=f"127.0.0.1:{1000 + link.peer.rank}", said=meta
+            ),
+            on_event=lambda *_: None,
+            on_change=lambda *_: None,
+            epoch=1,
+        )
+        office = Office(
+            roster=roster,
+            leases=Leases(),
+            expected=0,
+            fresh=has,
+            first_step=committed,
+            record=lambda commit: None,
+            committed=lambda report: None,
+            wants=lambda step: True,
+            arrived=lambda step: self.saved.setdefault(step, self.loaded),
+        )
+        strategy = SimpleNamespace(
+            context=SimpleNamespace(total_steps=STEPS, warn=self.warnings.append, stop_requested=lambda: False),
+            office=office,
+            replica=self.replica,
+            gate=GradientGate(),
+            tokens_per_sample=1,
+            copied_state=lambda: ({"w/x": torch.zeros(1)}, {"updates": 0}),
+            load_state=self._load,
+            note_speed=lambda *_, **__: None,
+            lend=self._lend,
+        )
+        self.roster, self.office = roster, office
+        self.links: dict[int, FakeLink] = {}
+        self.coordinator = Coordinator(cast(Coordinated, strategy), steps_ahead=1, whole=whole)
+
+    def _load(self, state: State) -> None:
+        self.loaded = state
+
+    def _lend(self, member: Member, step: int) -> dict[str, Any]:
+        ranges = self.office.leases.grant(member.instance, step, 4)
+        return {"step": step, "ranges": [list(r) for r in ranges]}
+
+    # What happens
+
+    def join(self, *ranks: int, **said: Any) -> None:
+        for rank in ranks:
+            self.links[rank] = FakeLink(rank, f"{len(self.links):08x}{rank:08x}")
+            self.mailbox.linked(self._link(rank))
+            self.hear(rank, Message(kind=Kind.JOIN, meta=said))
+        self.go_on()
+
+    def leave(self, rank: int) -> None:
+        self.mailbox.unlinked(self._link(rank), "its connection closed")
+
+    def hear(self, rank: int, message: Message) -> None:
+        self.mailbox.received(self._link(rank), message)
+
+    def commit(self, step: int, *, held: float = 1.0, others: float | None = None) -> None:
+        """Everybody has the result of this step; `others`: what all but the first hold."""
+        for place, rank in enumerate(self.roster.members):
+            norm = held if place == 0 or others is None else others
+            meta = {"mine": "1.0", "held": repr(norm), "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0}
+            epoch = self.links[rank].last(Kind.VIEW).epoch
+            self.hear(rank, Message(kind=Kind.DONE, step=step, epoch=epoch, meta=meta))
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Until nothing is left to hear."""
+        while True:
+            before = self.mailbox._queue.qsize() + len(self.roster._news)
+            self.coordinator._go_on()
+            step = self.coordinator._committed + 1
+            while self.coordinator._agreed(step):
+                self.coordinator._commit(step)
+                step += 1
+            if not before and not self.coordinator._view_due:
+                return
+
+    def _link(self, rank: int) -> Link:
+        return cast(Link, self.links[rank])
+
+    # The state of a step, as a member of fsdp sends it
+
+    def part(self, rank: int) -> dict[str, Tensor]:
+        """Weights from the first, optimizer state from each owner, by the member's own view."""
+        pull, view = self.links[rank].last(Kind.PULL), self.links[rank].last(Kind.VIEW)
+        ranks = [member["rank"] for member in view.meta["view"]["members"]]
+        own = [n for n, o in zip(NAMES, owners(SIZES, len(ranks)), strict=True) if o == ranks.index(rank)]
+        state = {f"o/exp_avg/{name}": torch.zeros(1) for name in own}
+        return state | ({"w/x": torch.zeros(1)} if pull.meta["first"] else {})
+
+    def upload(self, rank: int, part: dict[str, Tensor], *, but: int = 0, epoch: int | None = None) -> None:
+        """In answer to the last question; `but`: so many of the last tensors have not arrived yet."""
+        pull = self.links[rank].last(Kind.PULL)
+        for number, (name, tensor) in enumerate(part.items(), start=1):
+            if number <= len(part) - but:
+                meta = {"name": name, "last": number == len(part), "numbers": {"updates": pull.step}}
+                at = pull.epoch if epoch is None else epoch
+                self.hear(rank, Message(kind=Kind.STATE, step=pull.step, epoch=at, meta=meta, payload=tensor))
+        self.go_on()
+
+    def with_state(self) -> dict[int, set[str]]:
+        """For each step that was saved, the parameters with optimizer state."""
+        return {step: {key.split("/", 1)[1] for key in state.optimizer} for step, state in self.saved.items()}
+
+
+# The state of a step, where each member has a part
+
+
+def test_the_state_of_a_step_is_put_together_from_all_owners() -> None:
+    run = Run(whole=False)
+    run.join(0, 1, 2)
+    run.commit(1)
+    for rank in (2, 0, 1):
+        run.upload(rank, run.part(rank))
+    assert run.with_state() == {1: set(NAMES)}
+    assert run.warnings == []
+
+
+def test_when_an_owner_dies_nobody_is_asked_before_its_part_has_a_new_owner() -> None:
+    run = Run(whole=False)
+    run.join(0, 1, 2)
+    run.commit(1)
+    first = {rank: run.part(rank) for rank in (0, 1)}
+    run.upload(0, first[0])
+    run.leave(2)
+    run.coordinator._listen()
+    assert [run.links[rank].count(Kind.PULL) for rank in (0, 1)] == [1, 1], "asked for what nobody owns"
+    run.go_on()
+    assert [[m.kind for m in run.links[rank].sent[-2:]] for rank in (0, 1)] == [[Kind.VIEW, Kind.PULL]] * 2
+
+    # The rest of the first answer, at the same step, is no part of the second.
+    before = run.links[0].sent[0].epoch
+    run.upload(1, first[1], epoch=before)
+    assert run.saved == {}
+    for rank in (0, 1):
+        run.upload(rank, run.part(rank))
+    assert run.with_state() == {1: set(NAMES)}
+
+
+def test_a_newcomer_that_owns_a_part_is_asked_too() -> None:
+    run = Run(whole=False)
+    run.join(0, 1)
+    run.commit(1)
+    run.upload(0, run.part(0), but=1)
+    run.join(2)
+    assert run.links[2].count(Kind.PULL) == 1
+    for rank in (0, 1, 2):
+        run.upload(rank, run.part(rank))
+    assert run.with_state() == {1: set(NAMES)}
+
+
+def test_a_state_with_a_part_missing_is_not_used() -> None:
+    run = Run(whole=False)
+    run.join(0, 1)
+    run.commit(1)
+    run.upload(0, run.part(0))
+    run.upload(1, {"o/exp_avg/nothing": torch.zeros(1)})
+    assert run.saved == {}
+    [warning] = run.warnings
+    assert warning.startswith("the state of step 1 came without the optimizer's for ")
+    run.commit(2)
+    for rank in (0, 1):
+        run.upload(rank, run.part(rank))
+    assert run.with_state() == {2: set(NAMES)}
+
+
+def test_one_that_has_the_whole_state_is_asked_as_soon_as_another_is_lost() -> None:
+    run = Run(whole=True)
+    run.join(0, 1)
+    run.commit(1)
+    assert [run.links[rank].count(Kind.PULL) for rank in (0, 1)] == [1, 0]
+    run.leave(0)
+    run.coordinator._listen()
+    assert run.links[1].count(Kind.PULL) == 1
+    run.upload(1, {"w/x": torch.zeros(1)})
+    assert list(run.saved) == [1]
+
+
+# Who comes back to a coordinator that was started again
+
+
+@pytest.mark.parametrize(("updates", "knows"), [(0, False), (4, False), (5, True), (6, False), (9, False)])
+def test_only_what_leads_to_the_committed_step_is_taken_for_it(updates: int, knows: bool) -> None:
+    run = Run(whole=True, committed=5, has=False)
+    member = Member(rank=0, link=cast(Link, FakeLink(0, "0" * 16)), batch_size=4, said={"updates": updates, "held": []})
+    assert run.coordinator._knows(member) is knows
+
+
+def test_one_that_is_ahead_of_the_record_gets_the_state_of_one_that_is_not() -> None:
+    run = Run(whole=True, committed=5, has=False)
+    for rank, updates in ((0, 6), (1, 5)):
+        run.links[rank] = FakeLink(rank, f"{rank:016x}")
+        run.mailbox.linked(run._link(rank))
+        run.hear(rank, Message(kind=Kind.JOIN, meta={"updates": updates, "held": []}))
+    while len(run.roster.newcomers) < 2:
+        run.roster.get(0)
+    run.go_on()
+    assert run.links[0].last(Kind.VIEW).meta["donations"] == {"0": 1}
+
+
+# Who may not take part
+
+
+@pytest.mark.parametrize(
+    "address", [None, 7, "", "somewhere", "host:", ":5000", "host:99999", "host:5000\n", "h" * 300]
+)
+def test_one_that_the_others_could_not_reach_is_refused(address: Any) -> None:
+    """They would all fail to read the view that it stands in."""
+    server = SimpleNamespace(
+        config=SimpleNamespace(cluster=SimpleNamespace(workers=[])),
+        layout=[],
+        train_data=range(100),
+        strategy=SimpleNamespace(server_has_weights=False),
+    )
+    said = {"layout": [], "samples": 100, "batch_size": 4}
+    link = cast(Link, FakeLink(0, "0" * 16))
+    good = Server._admit(cast(Server, server), link, {**said, "address": "127.0.0.1:5000"})
+    assert good.address == "127.0.0.1:5000"
+    with pytest.raises(Refusal, match="no other worker could reach it: "):
+        Server._admit(cast(Server, server), link, {**said, "address": address})
+    server.strategy.server_has_weights = True  # then nobody needs to
+    assert Server._admit(cast(Server, server), link, {**said, "address": ""}).rank == 0
+
+
+def test_a_second_rank_with_the_instance_of_another_is_refused() -> None:
+    run = Run(whole=True)
+    run.join(0, 1)
+    run.links[2] = FakeLink(2, run.links[1].peer.instance)
+    run.mailbox.linked(run._link(2))
+    run.hear(2, Message(kind=Kind.JOIN))
+    run.go_on()
+    assert (
+        f"instance {run.links[1].peer.instance}, as worker 1 (testhost)"
+        in run.links[2].last(Kind.REFUSE).meta["reason"]
+    )
+    assert sorted(run.roster.members) == [0, 1]
+    run.commit(1)
+    assert run.links[1].last(Kind.COMMIT).step == 1
+
+
+def test_an_empty_run_id_is_none(tmp_path: Path) -> None:
+    """As a power cut may leave it."""
+    server = cast(Server, SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path)))
+    (tmp_path / "run-id").write_text("")
+    run_id = Server._run_id(server)
+    assert len(run_id) == 16
+    assert Server._run_id(server) == run_id
+    assert [path.name for path in tmp_path.iterdir()] == ["run-id"]
+
+
+# Sums
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_sum_that_overflows_everywhere_is_nobodys_fault(whole: bool) -> None:
+    run = Run(whole=whole)
+    run.join(0, 1, 2)
+    with pytest.raises(SmolclusterError, match="the gradients of step 1 are so large that their sum has overflowed"):
+        run.commit(1, held=math.inf)
+    assert run.warnings == []
+    assert sorted(run.roster.members) == [0, 1, 2]
+
+
+def test_a_sum_that_is_infinite_on_one_worker_is_not_agreed() -> None:
+    run = Run(whole=True)
+    run.join(0, 1, 2)
+    run.commit(1, held=math.inf, others=1.0)
+    assert run.coordinator._committed == 0
+    assert sorted(run.roster.members) == [1, 2], "the one that differs stays"
+    assert "differ between workers (1 to inf)" in run.warnings[0]
+
+
+# A worker that joins
+
+
+def test_a_state_that_comes_before_its_view_is_kept() -> None:
+    """The donor may have heard of the next view while this worker waits for a state in the one before."""
+    loaded: list[State] = []
+    sent = [({"epoch": epoch, "numbers": {"updates": epoch}}, {"w/x": torch.zeros(1)}) for epoch in (3, 5)]
+
+    def receive_state(timeout_s: float) -> Any:
+        assert sent, "waits for a state that has come already"
+        return sent.pop(0)
+
+    worker = SimpleNamespace(
+        _donated=None,
+        _flights=deque(),
+        _is_over=lambda view: False,
+        _check_stop=lambda: None,
+        _peers=SimpleNamespace(receive_state=receive_state),
+        load_state=loaded.append,
+    )
+    received = [Coordinated._receive_state(cast(Coordinated, worker), View(epoch, 0, ())) for epoch in (4, 5)]
+    assert received == [False, True]
+    assert [state.numbers["updates"] for state in loaded] == [5]

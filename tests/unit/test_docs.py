@@ -1,0 +1,109 @@
+"""What the README and docs/ tell a reader to type: every command is one that exists, and those that need nobody else do it.
+
+A command that trains is run with `--dry-run` here: data, model, seats and what would be exchanged, but no step. That the steps
+themselves are right is what the rest of the tests is for.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+import yaml
+
+from smolcluster.cli import app, main, spread_overrides
+
+pytestmark = pytest.mark.usefixtures("warm")
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(
+    r"^(?:[\w.-]+[$#] +)?(?:[A-Z_]+=\S+ )*(?:smolcluster|torchrun -m smolcluster) ([a-z][^|\n]*)", re.MULTILINE
+)
+# They wait for other machines or for a person, want a run, data or a cluster that a reader has, or take long (`plan`).
+OF_OTHERS = re.compile(
+    r"--resume|--world-size|--rdzv-endpoint|--dashboard|--profile|data\.root=path|wandb|max_seq_len=32768|gpt2-small|"
+    r"^(?:server|worker|up|status|logs|down|join|plan|serve|stage|chat|generate|cluster|dashboard|top|doctor|export|import|"
+    r"bench|token (?!new)|train\s+the)"
+)
+
+
+class Told(NamedTuple):
+    page: str
+    words: str
+
+
+def told() -> list[Told]:
+    found: dict[str, Told] = {}
+    for page in PAGES:
+        for _, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            for words in COMMAND.findall(block.replace("\\\n", " ")):
+                words = re.sub(r"\s#\s.*", "", words).strip()
+                found.setdefault(words, Told(str(page.relative_to(ROOT)), words))
+    return [command for command in found.values() if "launcher: no torch" not in command.words]
+
+
+TOLD = told()
+RUN = [command for command in TOLD if not OF_OTHERS.search(command.words)]
+
+
+def block_of(page: str, *, language: str, containing: str) -> str:
+    blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    (text,) = (text for name, text in blocks if name == language and containing in text)
+    return str(text)
+
+
+def test_there_is_much_to_try() -> None:
+    assert len(TOLD) > 70
+    assert len(RUN) > 30
+
+
+@pytest.mark.parametrize("command", TOLD, ids=lambda command: command.words)
+def test_a_command_of_the_docs_exists(command: Told) -> None:
+    """With these arguments and options; nothing is done."""
+    parser: Any = typer.main.get_command(app)
+    words = spread_overrides(shlex.split(command.words))
+    context = parser.make_context("smolcluster", words)
+    while hasattr(parser, "commands"):
+        words = [*context._protected_args, *context.args]
+        name, parser, words = parser.resolve_command(context, words)
+        context = parser.make_context(name, words, parent=context)
+
+
+@pytest.mark.usual(when=lambda command: "/strategies/" not in command.page)
+@pytest.mark.parametrize("command", RUN, ids=lambda command: command.words)
+def test_a_command_of_the_docs_works(
+    command: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder that has what the pages say there is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SMOLCLUSTER_TOKEN", raising=False)
+    (tmp_path / "my_task.py").write_text(
+        block_of("README.md", language="python", containing="class Sine").replace("Sine", "MyTask")
+        + "\n\nSine = MyTask\n"
+    )
+    (tmp_path / "my.yaml").write_text("training: {steps: 3}\n")
+    (tmp_path / "my_book.txt").write_text("It was a dark night. " * 400)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "cluster.yaml").write_text("workers: [a, a, b, b]\n")
+    words = shlex.split(command.words)
+    words += {"train": ["--dry-run"], "slurm": ["--shared", str(tmp_path)]}.get(words[0], [])
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0, capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.out or said.err
+
+
+def test_the_cluster_file_of_the_readme(tmp_path: Path) -> None:
+    text = block_of("README.md", language="yaml", containing="hosts:")
+    (tmp_path / "cluster.yaml").write_text(text)
+    assert set(yaml.safe_load(text)["hosts"]) == {"mini1", "mini2", "pi5"}
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "check", str(tmp_path / "cluster.yaml")])
+    assert ended.value.code == 0

@@ -1,0 +1,462 @@
+"""The chat in the terminal and the client below it, against a server on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.command import eventually
+from tests.e2e.fake_chat import STORY, Fake, break_off, err, pieces, refuse, serving
+from tests.unit.scripted_engine import SAID, ScriptedEngine
+from tests.unit.scripted_engine import serving as scripted
+
+from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.serve.ask import NobodyThere
+from smolcluster.serve.client import Client, ServerFailed
+from smolcluster.serve.terminal import Chat, Shown, print_pieces
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+ASKED = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Fake]:
+    with serving(Fake()) as fake:
+        yield fake
+
+
+@pytest.fixture
+def fake(server: Fake) -> Fake:
+    server.reset()
+    return server
+
+
+@contextlib.contextmanager
+def answering(raw: bytes) -> Iterator[str]:
+    """A server that says this to whoever comes first, whatever it is asked."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(raw)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(10)
+
+
+# The client
+
+
+def test_an_answer_comes_in_pieces(fake: Fake) -> None:
+    client = Client(fake.url)
+    assert client.models() == ["smollm2"]
+    found = list(client.chat(ASKED, options={"model": "smollm2", "temperature": 0.5}))
+    assert "".join(piece.text for piece in found) == STORY
+    assert len([piece for piece in found if piece.text]) == len(fake.words)
+    assert [piece.finish for piece in found if piece.finish] == ["stop"]
+    assert found[-1].tokens == len(fake.words)
+    sent = {"model": "smollm2", "temperature": 0.5, "messages": ASKED, "stream": True}
+    assert fake.bodies == [sent | {"stream_options": {"include_usage": True}}]
+
+
+def test_a_completion_streamed_or_whole(fake: Fake) -> None:
+    fake.words = [" upon", " a", " time"]
+    for stream in (True, False):
+        found = list(Client(fake.url).complete("Once", options={"model": "m"}, stream=stream))
+        assert "".join(piece.text for piece in found) == " upon a time"
+        assert [piece.tokens for piece in found if piece.tokens] == [3]
+    assert [body.get("stream") for body in fake.bodies] == [True, None]
+    assert {body["prompt"] for body in fake.bodies} == {"Once"}
+
+
+def test_closing_it_lets_the_server_know(fake: Fake) -> None:
+    fake.hold_at = 2
+    found = Client(fake.url).chat(ASKED, options={})
+    assert next(found).text == "Here"
+    found.close()
+    eventually(lambda: fake.left == 1, what="the server hears that nobody listens")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (400, UserError, "temperature is too high"),
+        (404, UserError, "temperature is too high"),
+        (401, UserError, "needs a key: give it with --key or in SMOLCLUSTER_API_KEY"),
+        (429, ServerFailed, "temperature is too high; try again in 3 s"),
+        (503, ServerFailed, "temperature is too high; try again in 3 s"),
+        (500, ServerFailed, r"failed \(500\): temperature is too high"),
+    ],
+)
+def test_refusals(fake: Fake, status: int, kind: type[SmolclusterError], words: str) -> None:
+    fake.next.append(refuse(status, "temperature is too high", retry_after="3"))
+    with pytest.raises(kind, match=words) as raised:
+        list(Client(fake.url).chat(ASKED, options={}))
+    assert raised.value.exit_code == (2 if kind is UserError else 1)
+    if status in (429, 503):
+        assert isinstance(raised.value, ServerFailed)
+        assert raised.value.retry_after_s == 3
+
+
+def test_a_stream_that_breaks_off_is_no_answer(fake: Fake) -> None:
+    client = Client(fake.url)
+    for turn, words in ((break_off(3), "broke off"), (err(2, "the last machine is gone"), "the last machine is gone")):
+        fake.next.append(turn)
+        found: list[str] = []
+        with pytest.raises(ServerFailed, match=words):
+            found.extend(piece.text for piece in client.chat(ASKED, options={}))
+        assert found == fake.words[: turn.cut_at or turn.error_at]
+
+
+def test_a_key(fake: Fake) -> None:
+    fake.key = "a-key-for-the-test"
+    with pytest.raises(UserError, match="needs a key: give it with"):
+        Client(fake.url).models()
+    with pytest.raises(UserError, match="that is not its key"):
+        Client(fake.url, key="another").models()
+    assert Client(fake.url, key=fake.key).models() == ["smollm2"]
+    printed = Client(f"{fake.url}/#key={fake.key}")  # what `smolcluster serve` prints
+    assert printed.models() == ["smollm2"]
+    assert fake.key not in printed.url
+    with pytest.raises(UserError, match="--key has characters"):
+        Client(fake.url, key="two\r\nlines: x")
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(
+        UserError, match=f"nothing answers at http://127.0.0.1:{port}; start a server with: smolcluster serve smollm2"
+    ):
+        Client(f"http://127.0.0.1:{port}").models()
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "http://x:99999", "http://[::1", "http://a b/", "http://me:secret@x", "http://a\nb"]
+)
+def test_no_address(url: str) -> None:
+    with pytest.raises(UserError, match="address") as raised:
+        Client(url)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["{0}", "http://{0}/", "http://{0}/v1", "http://{0}/v1/"])
+def test_ways_to_write_an_address(fake: Fake, url: str) -> None:
+    assert Client(url.format(fake.url.removeprefix("http://"))).models() == ["smollm2"]
+
+
+def test_what_is_no_server_of_models() -> None:
+    page = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>"
+    with answering(page) as url, pytest.raises(ServerFailed, match=r"no answer|broke off"):
+        Client(url).models()
+    with answering(b"SSH-2.0-OpenSSH_9.2\r\n") as url, pytest.raises(UserError, match="cannot be asked"):
+        Client(url).models()
+    hollow = b'HTTP/1.1 200 OK\r\ncontent-length: 29\r\n\r\n{"data": [{"id": 1}, 2, null]}'
+    with answering(hollow) as url, pytest.raises(ServerFailed, match=r"no answer|no model|broke off"):
+        Client(url).models()
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    for body, words in (
+        (b"data: {nonsense\n\n", "no answer"),
+        (b"data: [1]\n\n", "no answer"),
+        (b"data: " + b"[" * 200_000 + b"\n\n", "no answer"),
+        (b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n', "broke off"),
+        (b"data: " + b"x" * (1 << 20) + b"\n", "without an end"),
+    ):
+        # It hangs up at once, and that may be heard before what it said.
+        with answering(head + body) as url, pytest.raises(ServerFailed, match=f"{words}|broke off"):
+            list(Client(url).chat(ASKED, options={}))
+
+
+# What reaches the terminal
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["\x1b[31mred\x1b[0m"], "red"),
+        (["a\x1b", "[31", "mb"], "ab"),
+        (["a\x1b", "]0;title\x07b"], "a]0;titleb"),
+        (["\x1b", "\x1b", "[2J", "x"], "x"),
+        (["end\x1b["], "end["),
+        (["\x9b31m", "\r", "\x08", "x\n\ty"], "31mx\n\ty"),
+        (["\x1b[" + "1" * 100, "m", "z"], None),
+        (["\u202egnp.exe"], "gnp.exe"),
+        (["\u0645\u06cc\u200c", "\u062e"], "\u0645\u06cc\u200c\u062e"),  # Persian joins, or not
+        (["\ud83d"], ""),
+    ],
+)
+def test_nothing_steers_the_terminal(given: list[str], shown: str | None) -> None:
+    filtered = Shown()
+    found = "".join(map(filtered.push, given)) + filtered.flush()
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", found)
+    if shown is not None:
+        assert found == shown
+
+
+def test_every_way_to_cut_it(fake: Fake) -> None:
+    text = "one \x1b[1;31mtwo\x1b[0m three\x1b[K"
+    for at in range(len(text) + 1):
+        for then in range(at, len(text) + 1):
+            filtered = Shown()
+            parts = (text[:at], text[at:then], text[then:])
+            assert "".join(map(filtered.push, parts)) + filtered.flush() == "one two three"
+
+
+def test_a_terminal_that_knows_few_letters(fake: Fake) -> None:
+    fake.words = ["naïve ", "日本"]
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print_pieces(Client(fake.url).chat(ASKED, options={}), out)
+    out.seek(0)
+    assert out.read() == "na?ve ??\n"
+
+
+# The conversation
+
+
+def talk(fake: Fake, *lines: str | type[BaseException], **options: object) -> tuple[int, str, Chat]:
+    """Says these lines; a type is raised instead of one."""
+    left = iter(lines)
+
+    def read(prompt: str) -> str:
+        line = next(left, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    out = io.StringIO()
+    chat = Chat(client=Client(fake.url), model="smollm2", read=read, out=out, **options)  # type: ignore[arg-type]
+    return chat.run(), out.getvalue(), chat
+
+
+def test_a_conversation_remembers(fake: Fake) -> None:
+    fake.words = ["I ", "see."]
+    status, out, _ = talk(fake, "my name is Ada", "", "who am I?", system="Be kind.")
+    assert status == 0
+    assert [m["role"] for m in fake.bodies[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert fake.bodies[1]["messages"][2]["content"] == "I see."
+    assert out.count("I see.\n") == 2
+    assert "tokens/s, first after" in out
+
+
+def test_several_lines(fake: Fake) -> None:
+    talk(fake, "one\\", "two", '"""', "a", "/quit", 'b"""', '"""all in one"""', "//etc/passwd")
+    asked = [body["messages"][-1]["content"] for body in fake.bodies]
+    assert asked == ["one\ntwo", "a\n/quit\nb", "all in one", "/etc/passwd"]
+
+
+def test_commands(fake: Fake, tmp_path: Path) -> None:
+    fake.words = ["yes"]
+    path = tmp_path / "talk.json"
+    lines = ["/help", "/set temperature 0.7", "/set top-k 5", "/set seed -", "/set", "/system Be brief.", "really?"]
+    status, out, _ = talk(fake, *lines, "/retry", f"/save {path}", f"/save {path}", "/new", "/retry", "/quit", "never")
+    assert status == 0
+    assert [(body["temperature"], body["top_k"], len(body["messages"])) for body in fake.bodies] == [(0.7, 5, 2)] * 2
+    assert [m["role"] for m in json.loads(path.read_text(encoding="utf-8"))] == ["system", "user", "assistant"]
+    assert "is there already; choose another name" in out
+    assert "there is nothing to ask again" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/hlep", "did you mean '/help'?"),
+        ("/set temperatur 1", "did you mean 'temperature'?"),
+        ("/set temperature hot", "'hot' is no number"),
+        ("/set temperature 3", "outside 0 to 2"),
+        ("/set temperature nan", "outside 0 to 2"),
+        ("/set top_k 1.5", "no whole number"),
+        ("/save", "needs one file name"),
+        ("/save /nowhere/at/all/x.md", "cannot be written"),
+        ("/save /tmp/a\0b.md", "cannot be written: embedded null byte"),
+        ("/save ~nosuchuser/x.md", "~nosuchuser/x.md: there is no such home directory"),
+        ('/save "a" "b', '"a" "b is no file name: no closing quotation'),
+    ],
+)
+def test_mistakes_are_told_and_the_conversation_goes_on(fake: Fake, line: str, words: str) -> None:
+    status, out, _ = talk(fake, line, "/quit")
+    assert status == 0
+    assert words in out
+    assert fake.bodies == []
+
+
+def test_a_failure_is_told_and_can_be_retried(fake: Fake) -> None:
+    fake.words = ["fine"]
+    fake.next.extend([refuse(503, "layers 3-5 are on no machine", retry_after="5"), break_off(0)])
+    status, out, chat = talk(fake, "hello", "/retry", "/retry")
+    assert status == 0
+    assert "layers 3-5 are on no machine; try again in 5 s; /retry asks again" in out
+    assert "broke off" in out
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"]
+
+
+def test_a_question_that_is_refused_is_taken_back(fake: Fake) -> None:
+    fake.words = ["fine"]
+    fake.next.append(refuse(400, "messages: 201 tokens; the model's context is 128"))
+    status, out, chat = talk(fake, "much too long", "hi")
+    assert status == 0
+    assert "the model's context is 128; your question was taken back" in out
+    assert [m["content"] for m in chat.messages] == ["hi", "fine"]
+    assert fake.bodies[1]["messages"] == [{"role": "user", "content": "hi"}]
+
+
+def test_ctrl_c_twice_leaves(fake: Fake) -> None:
+    status, out, _ = talk(fake, KeyboardInterrupt, "/set", KeyboardInterrupt, KeyboardInterrupt, "never")
+    assert status == 130
+    assert out.count("Ctrl-C again leaves") == 2
+    assert fake.bodies == []
+
+
+# The commands
+
+MAIN = """
+import sys, typer
+from smolcluster.cli import chat, generate
+from smolcluster.cli.ending import tell
+from smolcluster.errors import SmolclusterError
+app = typer.Typer()
+app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
+app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+try:
+    status = app(standalone_mode=False)
+except SmolclusterError as error:
+    status = tell(error)
+sys.exit(status)
+"""
+
+
+def command(*arguments: str, text: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", MAIN, *arguments]
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8"} | env
+    return subprocess.run(
+        command, input=text, capture_output=True, encoding="utf-8", timeout=60, env=environment, check=False
+    )
+
+
+def test_a_question_through_a_pipe(fake: Fake) -> None:
+    fake.words = ["\x1b[1mbold\x1b", "[0m ", "words"]
+    done = command("chat", fake.url, "--system", "Be brief.", "--max-tokens", "7", text="Why?\nBecause?\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "bold words\n", "")
+    assert [m["content"] for m in fake.bodies[0]["messages"]] == ["Be brief.", "Why?\nBecause?"]
+    assert fake.bodies[0]["max_tokens"] == 7
+
+
+def test_generate(fake: Fake) -> None:
+    fake.key, fake.words = "a-key-for-the-test", [" upon", " a time"]
+    options = ("--url", fake.url, "--temperature", "0", "--seed", "3", "--stop", "x", "--stop", "y")
+    done = command("generate", "Once", *options, SMOLCLUSTER_API_KEY=fake.key)
+    assert (done.returncode, done.stdout, done.stderr) == (0, " upon a time\n", "")
+    sent = {k: fake.bodies[0][k] for k in ("prompt", "temperature", "seed", "stop", "model", "stream")}
+    expected = {"prompt": "Once", "temperature": 0, "seed": 3, "stop": ["x", "y"], "model": "smollm2", "stream": True}
+    assert sent == expected
+    done = command("generate", "-", "--url", fake.url, "--no-stream", "--key", fake.key, text="There was\n")
+    assert (done.stdout, fake.bodies[1]["prompt"], "stream" in fake.bodies[1]) == (" upon a time\n", "There was", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("chat",), "the question is empty"),
+        (("chat", "--temperature", "9"), "--temperature 9.0 is outside 0 to 2"),
+        (("generate", ""), "the prompt is empty"),
+        (("generate", "x", "--max-tokens", "0"), "--max-tokens 0 is outside"),
+        (("generate", "x", "--url", "ftp://x"), "is no address of a server"),
+    ],
+)
+def test_mistakes_end_with_two(arguments: tuple[str, ...], words: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no pseudo-terminals here")
+def test_in_a_terminal(fake: Fake) -> None:
+    """Streams while it is typed; Ctrl-C stops the answer, a second leaves with 130."""
+    import pty
+
+    fake.words, fake.hold_at = pieces("one two three four"), 2
+    main, side = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, "chat", fake.url],
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        start_new_session=True,
+        preexec_fn=_with_terminal,
+        env=os.environ | {"TERM": "xterm", "NO_COLOR": "1"},
+    )
+    os.close(side)
+    seen = bytearray()
+
+    def reading() -> None:
+        with contextlib.suppress(OSError):  # the other side is closed
+            while part := os.read(main, 4096):
+                seen.extend(part)
+
+    thread = threading.Thread(target=reading)
+    thread.start()
+
+    def appears(words: bytes) -> Callable[[], bool]:
+        return lambda: words in seen
+
+    try:
+        eventually(appears(b"> "), what="the prompt", within_s=60)
+        os.write(main, b"count\n")
+        eventually(appears(b"one two"), what="a part of the answer")
+        os.write(main, b"\x03")
+        eventually(appears(b"stopped; Ctrl-C again leaves"), what="that it was stopped")
+        eventually(lambda: fake.left == 1, what="the server hears of it")
+        assert b"three" not in seen
+        os.write(main, b"\x03")
+        assert process.wait(30) == 130
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        thread.join(10)
+        os.close(main)
+
+
+def _with_terminal() -> None:
+    """The terminal of the new session is the one on stdin: so Ctrl-C there becomes a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_before_the_real_service() -> None:
+    engine = ScriptedEngine()
+    with scripted(engine) as port:
+        client = Client(f"http://127.0.0.1:{port}")
+        assert client.models() == ["tiny"]
+        options = {"model": "tiny", "temperature": 0.0, "max_tokens": len(SAID), "seed": 3, "top_k": 5, "stop": ["dog"]}
+        for found in (client.chat(ASKED, options=options), client.complete("hello", options=options, stream=False)):
+            told = list(found)
+            assert "".join(piece.text for piece in told) == SAID.partition("dog")[0]
+            assert "stop" in [piece.finish for piece in told]
+        engine.refuse = NobodyThere("layers 15 to 29 are on no machine")
+        with pytest.raises(ServerFailed, match="layers 15 to 29 are on no machine; try again in 5 s"):
+            list(client.chat(ASKED, options=options))
+        engine.refuse, engine.hold_after = None, 3
+        found = client.chat(ASKED, options=options)
+        assert next(found).text == "T"
+        found.close()
+        eventually(lambda: engine.open == 0, what="the engine is free again")
+        with pytest.raises(UserError, match="'other' is not served here; known: tiny"):
+            list(client.complete("x", options={"model": "other"}))

@@ -1,0 +1,187 @@
+"""What `serve` makes of its options before anything is loaded, and what it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.scripted_engine import ScriptedEngine, service_of
+
+from smolcluster.engine import identity
+from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.serve import http, life, local
+from smolcluster.serve.life import Shape, Wanted, limits_of, shape_of
+from smolcluster.web.server import names_here
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "inference"
+
+
+@pytest.mark.parametrize(
+    ("said", "stages", "replicas", "workers", "distribution"),
+    [
+        ({}, 1, 1, 1, None),
+        ({"stages": 3}, 3, 1, 3, None),
+        ({"stages": 2, "replicas": 2}, 2, 2, 4, None),
+        ({"replicas": 3}, 1, 3, 3, None),
+        ({"workers": 4, "replicas": 2}, 2, 2, 4, None),
+        ({"layers": "10,10,12"}, 3, 1, 3, (10, 10, 12)),
+        ({"layers": "auto", "stages": 2}, 2, 1, 2, "auto"),
+        ({"stages": 3, "workers": 1, "listen": "0.0.0.0:65433"}, 3, 1, 1, None),
+    ],
+)
+def test_how_many_processes_there_are_to_be(
+    said: dict[str, Any], stages: int, replicas: int, workers: int, distribution: Any
+) -> None:
+    shape = shape_of(Wanted(model="m", **said))
+    assert shape == Shape(stages=stages, replicas=replicas, workers=workers, distribution=distribution)
+    assert shape.missing == stages * replicas - workers
+
+
+def test_too_few_without_others_who_could_come() -> None:
+    with pytest.raises(UserError, match=r"--workers 1 is too few for 2 stage\(s\) of 1: .*--listen"):
+        shape_of(Wanted(model="m", stages=2, workers=1))
+    with pytest.raises(UserError, match="give the layers of each stage"):
+        shape_of(Wanted(model="m", layers="10;10"))
+
+
+@pytest.mark.parametrize(("concurrency", "sequences", "requests"), [(1, 64, 128), (32, 64, 128), (500, 1000, 1000)])
+def test_what_is_answered_at_once_is_also_let_in(concurrency: int, sequences: int, requests: int) -> None:
+    limits = limits_of(Wanted(model="m", concurrency=concurrency))
+    assert (limits.sequences, limits.requests) == (sequences, requests)
+
+
+def test_every_local_stage_is_told_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that they spread over the GPUs of the machine."""
+    commands: list[list[str]] = []
+    started = threading.Semaphore(0)
+
+    def popen(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        started.release()
+        return real([sys.executable, "-c", "import sys; sys.stdin.read()"], **options)
+
+    real = subprocess.Popen
+    monkeypatch.setattr(local.subprocess, "Popen", popen)
+    stages = local.LocalStages("127.0.0.1:1", 2, gave_up=lambda words: None, options=["--device", "cuda"])
+    for _ in range(2):
+        assert started.acquire(timeout=20)
+    stages.close()
+    places = sorted(
+        (command[command.index("--name") + 1], command[command.index("--local-rank") + 1]) for command in commands
+    )
+    assert places == [("stage-0", "0"), ("stage-1", "1")]
+    assert all(command[-2:] == ["--device", "cuda"] for command in commands)
+
+
+def test_one_that_cannot_be_started_now_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no memory for another process for a while."""
+    tries: list[int] = []
+    gave_up: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def popen(command: list[str], **options: Any) -> Any:
+        tries.append(1)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(local.subprocess, "Popen", popen)
+    monkeypatch.setattr(local, "AGAIN_S", 0.0)
+    stages = local.LocalStages("127.0.0.1:1", 1, gave_up=gave_up.put)
+    said = gave_up.get(timeout=20)
+    assert len(tries) == local.MOST_DEATHS
+    assert said == "stage-0 died 5 times in a row, the last with status none (Cannot allocate memory)"
+    stages.close()
+
+
+def test_one_that_ends_when_the_end_is_expected_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    there = threading.Semaphore(0)
+
+    def popen(command: list[str], **options: Any) -> Any:
+        process = real([sys.executable, "-c", "import sys; sys.stdin.read()"], **options)
+        started.append(process)
+        there.release()
+        return process
+
+    real = subprocess.Popen
+    monkeypatch.setattr(local.subprocess, "Popen", popen)
+    stages = local.LocalStages("127.0.0.1:1", 1, gave_up=lambda words: None)
+    assert there.acquire(timeout=20)
+    started[0].kill()
+    assert there.acquire(timeout=20), "it was not started again"
+    stages.expect_the_end()
+    started[1].kill()
+    stages.close()
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+
+
+def test_the_scripts_are_the_commands() -> None:
+    """Two stages that wait, and the page above them; what is said goes on to the command."""
+    for name, words, said in (
+        (
+            "launch_api.sh",
+            ["--top-p", "0.5"],
+            ["serve gpt2 --stages 3 --workers 0 --listen 127.0.0.1:9 --port 5050 --top-p 0.5"],
+        ),
+        (
+            "launch_mp_inference.sh",
+            ["--device", "cpu"],
+            [f"stage --server 127.0.0.1:9 --name stage-{n} --device cpu" for n in (1, 2, 3)],
+        ),
+    ):
+        script = SCRIPTS / name
+        environ = {
+            "SMOLCLUSTER": "echo",
+            "STAGES": "3",
+            "FRONT": "127.0.0.1:9",
+            "MODEL": "gpt2",
+            "PATH": "/usr/bin:/bin",
+        }
+        ended = subprocess.run(["bash", script, *words], env=environ, capture_output=True, text=True, check=True)
+        assert sorted(ended.stdout.splitlines()) == said
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_in_the_way_of_our_own_stages_ends_it(alone: bool) -> None:
+    """Where others may come, it goes on without them."""
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    front: Any = SimpleNamespace(wait_ready=lambda _: False, coming=False, problems=lambda: ["stage-0: no memory"])
+    told: list[str] = []
+
+    def ready(url: str) -> None:
+        told.append(url)
+        raise KeyboardInterrupt  # as a user would end it
+
+    place = http.Place(port=0).checked()
+    opened = http.open_port(place)
+    with pytest.raises(SmolclusterError if alone else KeyboardInterrupt, match="no memory" if alone else None):
+        asyncio.run(life._serve(front, service_of(ScriptedEngine()), place, opened, ready, alone=alone))
+    assert bool(told) is not alone
+    assert opened.fileno() == -1
+
+
+def test_names_by_which_a_server_may_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "mini1.example.org")
+    assert names_here("127.0.0.1") == names_here("::1") == ()
+    for bind in ("0.0.0.0", "192.168.1.10"):
+        assert names_here(bind) == ("mini1.example.org", "mini1", "mini1.local")
+
+
+def test_machines_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "raspberrypi")
+    names = set()
+    for number in (1, 2, 2):
+        monkeypatch.setattr(identity, "BOOT_ID", tmp_path / "nowhere")
+        monkeypatch.setattr("uuid.getnode", lambda number=number: number)
+        names.add(identity.this_machine())
+    assert len(names) == 2
+    monkeypatch.undo()
+    assert identity.this_machine() == identity.this_machine()

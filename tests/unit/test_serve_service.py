@@ -1,0 +1,386 @@
+"""The service without HTTP: what is checked, what is asked of the engine, what becomes of its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.scripted_engine import END, SAID, ScriptedEngine, service_of
+
+from smolcluster.serve.ask import Ask, Busy, NobodyThere, Sampling, Token
+from smolcluster.serve.service import Answer, BadRequest, Piece, Request, Service, UnknownModel
+
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def says(text: str, *, end: bool = True) -> ScriptedEngine:
+    """An engine that says this, and then its end."""
+    return ScriptedEngine(lambda ask: [*text.encode(), *([END] if end else [])][: ask.max_tokens + 1])
+
+
+async def answer(service: Service, **fields: Any) -> Answer:
+    job = await service.prepare(Request(**{"prompts": ["hello"], **fields}))
+    return await service.whole(job)
+
+
+async def pieces(service: Service, **fields: Any) -> list[Piece]:
+    job = await service.prepare(Request(**{"prompts": ["hello"], **fields}))
+    return [piece async for piece in service.stream(job)]
+
+
+# What comes back
+
+
+def test_it_ends_where_the_model_ends() -> None:
+    engine = says("well, hello")
+    found = run(answer(service_of(engine)))
+    (choice,) = found.choices
+    assert (choice.text, choice.finish) == ("well, hello", "stop")
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (5, 11)
+    assert choice.timing is not None
+    assert choice.timing.first_token_s is not None
+    assert choice.timing.first_token_s >= 0
+    assert engine.open == 0
+
+
+def test_it_ends_at_max_tokens() -> None:
+    found = run(answer(service_of(ScriptedEngine()), temperature=0, max_tokens=9))
+    assert (found.choices[0].text, found.choices[0].finish) == (SAID[:9], "length")
+    assert found.usage.completion_tokens == 9
+
+
+def test_the_context_ends_it_too() -> None:
+    engine = ScriptedEngine(context=20)
+    found = run(answer(service_of(engine), temperature=0, max_tokens=20))
+    assert engine.asks[0].max_tokens == 15
+    assert (found.choices[0].text, found.choices[0].finish) == (SAID[:15], "length")
+
+
+@pytest.mark.parametrize(("context", "most", "expected"), [(100, 1024, 95), (100, 10, 10)])
+def test_without_max_tokens_there_is_a_usual_number(context: int, most: int, expected: int) -> None:
+    engine = ScriptedEngine(context=context)
+    run(answer(service_of(engine, max_tokens=most)))
+    assert engine.asks[0].max_tokens == expected
+
+
+def test_a_stop_string_ends_it_and_frees_the_sequence_before_the_last_piece() -> None:
+    engine = says("one two three four", end=False)
+
+    async def look() -> list[tuple[str, str | None, int]]:
+        service = service_of(engine)
+        job = await service.prepare(Request(prompts=["x"], stop=["three", "fo"], max_tokens=18))
+        return [(piece.text, piece.finish, engine.open) async for piece in service.stream(job)]
+
+    found = run(look())
+    assert "".join(text for text, _, _ in found) == "one two "
+    assert found[-1] == ("", "stop", 0)
+    assert all(finish is None for _, finish, _ in found[:-1])
+
+
+def test_what_only_looked_like_a_stop_string_is_told() -> None:
+    found = run(answer(service_of(says("one two thr")), stop=["three"]))
+    assert (found.choices[0].text, found.choices[0].finish) == ("one two thr", "stop")
+    found = run(answer(service_of(says("one two thr", end=False)), stop=["three"], max_tokens=11))
+    assert (found.choices[0].text, found.choices[0].finish) == ("one two thr", "length")
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    said = "naïve 🦊 fin"
+    found = run(pieces(service_of(says(said))))
+    assert "".join(piece.text for piece in found) == said
+    assert "�" not in "".join(piece.text for piece in found)
+    cut = run(answer(service_of(says("🦊", end=False)), max_tokens=3))
+    assert cut.choices[0].text == "�"
+    assert cut.usage.completion_tokens == 3
+
+
+def test_an_answer_begins_and_a_prompt_goes_on() -> None:
+    engine = says(" there")
+    assert run(answer(service_of(engine))).choices[0].text == " there"
+    chat = {"prompts": None, "messages": [{"role": "user", "content": "hi"}]}
+    assert run(answer(service_of(engine), **chat)).choices[0].text == "there"
+
+
+def test_a_model_that_ends_at_once() -> None:
+    found = run(answer(service_of(says(""))))
+    assert (found.choices[0].text, found.choices[0].finish, found.usage.completion_tokens) == ("", "stop", 0)
+    assert found.choices[0].timing is not None
+    assert found.choices[0].timing.first_token_s is None
+
+
+@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_text_up_to_the_first_stop_string(said: str, stop: list[str]) -> None:
+    tokens = said.encode()
+    engine = ScriptedEngine(lambda _: [*tokens, END])
+    found = run(pieces(service_of(engine), stop=stop, logprobs=2))
+    ends = [(at + len(s), at) for s in stop if (at := said.find(s)) >= 0]
+    cut = min(ends)[1] if ends else len(said)  # the first that is whole
+    assert "".join(piece.text for piece in found) == said[:cut]
+    told = [token for piece in found for token in piece.logprobs]
+    spelled = b"".join(token.token for token in told)
+    assert spelled.startswith(said[:cut].encode())  # a token that is cut in two is told whole
+    if cut == len(said):
+        assert spelled == said.encode()
+    assert [token.offset for token in told] == sorted(token.offset for token in told)
+
+
+def test_logprobs_wait_for_their_text() -> None:
+    found = run(pieces(service_of(says("ab##c", end=False)), stop=["##"], logprobs=1, max_tokens=5))
+    assert [(piece.text, [t.token for t in piece.logprobs]) for piece in found] == [
+        ("a", [b"a"]),
+        ("b", [b"b"]),
+        ("", []),
+    ]
+    (only,) = found[0].logprobs
+    assert (only.logprob, only.top, only.offset) == (-0.5, ((b"a", -0.5),), 0)
+
+
+# What is asked of the engine
+
+
+def test_choices_are_what_their_seeds_alone_give() -> None:
+    together = run(answer(service_of(ScriptedEngine()), n=3, seed=41, max_tokens=8))
+    alone = [run(answer(service_of(ScriptedEngine()), seed=41 + j, max_tokens=8)).choices[0].text for j in range(3)]
+    assert [choice.text for choice in together.choices] == alone
+    assert len(set(alone)) == 3
+    assert (together.usage.prompt_tokens, together.usage.completion_tokens) == (5, 24)
+
+
+def test_several_prompts_are_several_asks() -> None:
+    engine = ScriptedEngine()
+    found = run(answer(service_of(engine), prompts=["a", [98, 99]], n=2, seed=7, max_tokens=4))
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert sorted(ask.tokens for ask in engine.asks) == [(97,), (97,), (98, 99), (98, 99)]
+    assert found.choices[0].text == found.choices[2].text  # the same seed
+    assert found.usage.prompt_tokens == 3
+
+
+def test_without_a_seed_one_is_drawn_and_told() -> None:
+    async def seeds() -> set[int]:
+        service = service_of(ScriptedEngine())
+        jobs = [await service.prepare(Request(prompts=["x"])) for _ in range(8)]
+        assert all(job.seed == job.asks[0].sampling.seed for job in jobs)
+        return {job.seed for job in jobs}
+
+    assert len(run(seeds())) > 1
+
+
+def test_sampling_is_the_requests_then_the_servers() -> None:
+    engine = ScriptedEngine()
+    service = service_of(engine)
+    service.defaults = Sampling(temperature=0.7, top_p=0.9)
+    run(answer(service, top_p=0.5, top_k=40, repetition_penalty=1.1, presence_penalty=1, frequency_penalty=-1, seed=-1))
+    sampling = engine.asks[0].sampling
+    assert sampling == Sampling(
+        temperature=0.7,
+        top_p=0.5,
+        top_k=40,
+        repetition_penalty=1.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        seed=2**63 - 1,
+    )
+    for everything in (0, -1, 258, 10**30):
+        run(answer(service, top_k=everything))
+        assert engine.asks[-1].sampling.top_k is None
+    assert engine.asks[0].stop_tokens == frozenset({END})
+
+
+def test_messages_become_the_models_own_form() -> None:
+    engine = ScriptedEngine()
+    run(answer(service_of(engine), prompts=None, messages=[{"role": "user", "content": "hi"}]))
+    assert bytes(engine.asks[0].tokens[1:]) == b"user: hi\n"
+
+
+def test_a_long_prompt_is_tokenised_beside_the_loop() -> None:
+    engine = ScriptedEngine(context=10_000)
+    run(answer(service_of(engine), prompts=["é" * 3000], max_tokens=1))
+    assert len(engine.asks[0].tokens) == 6000
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        *(("temperature", {"temperature": value}) for value in (-0.1, 2.1, float("nan"), float("inf"))),
+        *(("top_p", {"top_p": value}) for value in (-0.1, 1.1, float("nan"))),
+        *(("repetition_penalty", {"repetition_penalty": value}) for value in (0.0, -1.0, 11.0)),
+        *((name, {name: value}) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1)),
+        ("top_k", {"top_k": -2}),
+        *(("max_tokens", {"max_tokens": value}) for value in (0, -1, 513, 10**400)),
+        ("max_completion_tokens", {"max_tokens": -5, "max_tokens_field": "max_completion_tokens"}),
+        *(("n", {"n": value}) for value in (0, -1, 17, 10**30)),
+        *(("seed", {"seed": value}) for value in (2**63, -(2**63) - 1)),
+        *(("logprobs", {"logprobs": value}) for value in (-1, 6)),
+        ("stop", {"stop": ["x"] * 9}),
+        ("stop", {"stop": [""]}),
+        ("stop", {"stop": ["x" * 257]}),
+        ("prompt", {"prompts": []}),
+        ("prompt", {"prompts": [""]}),
+        ("prompt", {"prompts": [[]]}),
+        ("prompt", {"prompts": [[258]]}),
+        ("prompt", {"prompts": [[-1]]}),
+        ("prompt", {"prompts": ["x"] * 17}),
+        ("prompt", {"prompts": ["x", "x"], "n": 16}),
+        ("prompt", {"prompts": ["x" * 512]}),
+        ("messages", {"prompts": None, "messages": []}),
+        ("messages", {"prompts": None, "messages": [{"role": "user", "content": "x" * 512}]}),
+        ("messages", {"prompts": None, "messages": [{"role": "user", "content": "a word that fits no template"}]}),
+        ("messages", {"prompts": None, "messages": [{"role": "user", "content": "x"}] * 3000}),
+    ],
+)
+def test_a_wrong_request_names_its_field(field: str, request_: dict[str, Any]) -> None:
+    engine = ScriptedEngine()
+    with pytest.raises(BadRequest) as caught:
+        run(answer(service_of(engine), **request_))
+    assert caught.value.field == field
+    assert field.partition("_")[0] in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert not engine.asks
+
+
+def test_an_unknown_model() -> None:
+    with pytest.raises(UnknownModel, match="'gpt-9' is not served here; known: tiny") as caught:
+        run(answer(service_of(ScriptedEngine()), model="gpt-9"))
+    assert (caught.value.field, caught.value.code) == ("model", "model_not_found")
+
+
+def test_a_context_that_is_too_short_says_so() -> None:
+    with pytest.raises(BadRequest, match="600 tokens; the model's context is 512") as caught:
+        run(answer(service_of(ScriptedEngine()), prompts=["x" * 600]))
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_machines_with_little_memory_shorten_an_answer_and_say_so() -> None:
+    engine = ScriptedEngine()
+    engine.context = 100  # of 512
+    run(answer(service_of(engine), prompts=["x" * 60], max_tokens=500))
+    assert [asked.max_tokens for asked in engine.asks] == [40]
+    with pytest.raises(BadRequest, match="200 tokens; the machines that are there have memory for 100"):
+        run(answer(service_of(engine), prompts=["x" * 200]))
+    with pytest.raises(BadRequest, match="max_tokens is 513; it must be 1 to 512"):
+        run(answer(service_of(engine), max_tokens=513))
+
+
+def test_no_share_at_all_is_the_likeliest_alone() -> None:
+    engine = ScriptedEngine()
+    run(answer(service_of(engine), top_p=0.0))
+    assert 0 < engine.asks[0].sampling.top_p < 1e-6
+
+
+# Who comes, waits and leaves
+
+
+def test_so_many_sequences_and_no_more() -> None:
+    async def story() -> None:
+        engine = ScriptedEngine()
+        engine.hold_after = 1
+        service = service_of(engine, sequences=3)
+        job = await service.prepare(Request(prompts=["x"], n=2))
+        async with contextlib.aclosing(service.stream(job)) as stream:
+            await anext(stream)
+            assert service.sequences == 2
+            await service.prepare(Request(prompts=["x"]))
+            with pytest.raises(Busy):
+                await service.prepare(Request(prompts=["x"], n=2))
+            other = await service.prepare(Request(prompts=["x"]))
+            async with contextlib.aclosing(service.stream(other)) as second:
+                await anext(second)
+                with pytest.raises(Busy):
+                    await anext(service.stream(other))
+        assert (service.sequences, engine.open) == (0, 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_closing_a_stream_frees_the_engine_at_once(n: int) -> None:
+    async def story() -> None:
+        engine = ScriptedEngine()
+        engine.hold_after = 2
+        service = service_of(engine)
+        stream = service.stream(await service.prepare(Request(prompts=["x"], n=n)))
+        await anext(stream)
+        await stream.aclose()
+        assert (engine.open, service.sequences) == (0, 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_cancelled_answer_frees_the_engine_at_once(n: int) -> None:
+    async def story() -> None:
+        engine = ScriptedEngine()
+        engine.hold_after = 2
+        service = service_of(engine)
+        job = await service.prepare(Request(prompts=["x"], n=n))
+        working = asyncio.create_task(service.whole(job))
+        await asyncio.to_thread(engine.begun.acquire)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        assert (engine.open, service.sequences) == (0, 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_one_that_fails_takes_the_others_with_it(n: int) -> None:
+    async def story() -> None:
+        engine = ScriptedEngine()
+        engine.fail = (3, NobodyThere("pi5 is lost"))
+        service = service_of(engine)
+        with pytest.raises(NobodyThere, match="pi5"):
+            await answer(service, n=n)
+        assert (engine.open, service.sequences) == (0, 0)
+
+    run(story())
+
+
+def test_a_slow_reader_holds_only_a_few_pieces() -> None:
+    """Of several choices: each waits until its piece was taken."""
+
+    async def story() -> None:
+        told: list[int] = []
+
+        class Counting(ScriptedEngine):
+            def _told(self, token: int, ask: Ask, *, last: bool) -> Token:
+                told.append(token)
+                return super()._told(token, ask, last=last)
+
+        engine = Counting(context=100_000)
+        service = service_of(engine, max_tokens=50_000)
+        async with contextlib.aclosing(service.stream(await service.prepare(Request(prompts=["x"], n=4)))) as stream:
+            await anext(stream)
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert len(told) < 20
+
+    run(story())
+
+
+def test_what_was_done_is_counted() -> None:
+    engine = says("four", end=False)
+    service = service_of(engine)
+    run(answer(service, max_tokens=4))
+    text = service.metrics.text(engine.state())
+    for line in (
+        "smolcluster_serve_prompt_tokens_total 5",
+        "smolcluster_serve_generated_tokens_total 4",
+        "smolcluster_serve_running 0",
+        "smolcluster_serve_first_token_seconds_count 1",
+        'smolcluster_serve_first_token_seconds_bucket{le="+Inf"} 1',
+        "smolcluster_serve_token_seconds_count 3",
+    ):
+        assert line in text.splitlines()

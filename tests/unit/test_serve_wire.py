@@ -1,0 +1,308 @@
+"""What front and stages say to each other: there and back unchanged, and nothing that is not that is believed."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.serving import RandomSource, llama
+
+from smolcluster.comm.elastic.messages import Head, Kind, Message
+from smolcluster.comm.elastic.sockets import split_address
+from smolcluster.comm.elastic.states import state_messages
+from smolcluster.compute.memory import built_in_bytes, machine_bytes
+from smolcluster.serve import wire
+from smolcluster.serve.ask import Sampling, Token
+from smolcluster.serve.front import Front
+from smolcluster.serve.layout import Wish
+from smolcluster.serve.part import Row
+from smolcluster.serve.stage import DIAL_S, Holder
+from smolcluster.serve.wire import Assignment, Batch, Model, Offer, Opening, Spent
+
+MODEL = Model(name="m", config=llama(), fingerprint="f", reference={"kind": "gguf", "path": "x.gguf"}, codec="fp16")
+OFFER = Offer(
+    name="pi5",
+    host="pi5",
+    address="10.0.0.2:1",
+    device="cpu",
+    cores=4,
+    host_cores=4,
+    memory_bytes=1 << 33,
+    layer_s=0.01,
+    shared_bytes=1 << 34,
+)
+ASSIGNMENT = Assignment(
+    first_layer=2, num_layers=3, first=False, last=False, secret="s", name="pi-2", next=(("ab", "10.0.0.3:2"),)
+)
+BATCH = Batch(
+    rows=(Row(sequence=7, start=0, count=3, answer=True), Row(sequence=9, start=12, count=1, answer=True)),
+    secret="s",
+    route=(("ab", "10.0.0.3:2"), ("cd", "[::1]:3")),
+    samplings={
+        7: Opening(
+            sampling=Sampling(temperature=0.5, top_k=4, seed=-3, logprobs=2), position=3, tokens=(1, 2, 3), prompt=2
+        )
+    },
+    spent=(Spent(name="mini1", waited_s=0.25, computed_s=0.5),),
+)
+CHOSEN = {7: Token(token=5, logprob=-0.5, top=((5, -0.5), (6, -2.0))), 9: Token(token=0)}
+
+
+def travelled(meta: dict[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(json.dumps(meta))
+    return told
+
+
+def test_everything_comes_back_as_it_was() -> None:
+    assert wire.read_model(travelled(wire.model_meta(MODEL))) == MODEL
+    assert wire.read_offer(travelled(wire.offer_meta(OFFER))) == OFFER
+    assert wire.read_assignment(travelled(wire.assignment_meta(ASSIGNMENT)), num_layers=6) == ASSIGNMENT
+    assert wire.read_batch(travelled(wire.batch_meta(BATCH))) == BATCH
+    assert wire.read_chosen(travelled(wire.chosen_meta(CHOSEN, BATCH.spent))) == (CHOSEN, list(BATCH.spent))
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+READERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "model": (wire.read_model, wire.model_meta(MODEL)),
+    "offer": (wire.read_offer, wire.offer_meta(OFFER)),
+    "assignment": (lambda meta: wire.read_assignment(meta, num_layers=6), wire.assignment_meta(ASSIGNMENT)),
+    "batch": (wire.read_batch, wire.batch_meta(BATCH)),
+    "chosen": (wire.read_chosen, wire.chosen_meta(CHOSEN, BATCH.spent)),
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, inner in inside for place in places(inner, (*path, key)))]
+
+
+@pytest.mark.parametrize("kind", READERS)
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_anything_else_is_refused_or_a_value(kind: str, data: st.DataObject) -> None:
+    """One place of a right message replaced by anything: a ValueError, or something that can be written again."""
+    read, right = READERS[kind]
+    meta = travelled(right)
+    path = data.draw(st.sampled_from([place for place in places(meta) if place]))
+    inside: Any = meta
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = data.draw(JSON)
+    try:
+        read(meta)
+    except ValueError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({"rows": []}, "secret"),
+        ({"rows": [], "secret": ""}, "route"),
+        ({"rows": [], "secret": "", "route": []}, "rows of different sequences"),
+        ({"rows": [[1, 0, 1, 1], [1, 5, 1, 1]], "secret": "", "route": []}, "rows of different sequences"),
+        ({"rows": [[1, 0, 1 << 20, 1]], "secret": "", "route": []}, "at most 65536 tokens"),
+        ({"rows": [[1, -1, 1, 1]], "secret": "", "route": []}, "whole number"),
+        ({"rows": [[1, 0, 0, 1]], "secret": "", "route": []}, "whole number"),
+        ({"rows": [[True, 0, 1, 1]], "secret": "", "route": []}, "whole number"),
+    ],
+)
+def test_batches_that_cannot_be(meta: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        wire.read_batch(meta)
+
+
+@pytest.mark.parametrize("value", [2.0, True, "2", None, [], {}, -1, 1 << 40])
+@pytest.mark.parametrize("name", ["vocab_size", "num_layers", "num_kv_heads", "ff_dim", "max_seq_len"])
+def test_models_that_cannot_be(name: str, value: Any) -> None:
+    """A shape is made of whole numbers, or nothing is laid out by it."""
+    meta = travelled(wire.model_meta(MODEL))
+    meta["config"][name] = value
+    with pytest.raises(ValueError, match=name):
+        wire.read_model(meta)
+
+
+# Activations
+
+BOUNDS = {"fp32": (0.0, 0.0), "bf16": (2.0**-8, 0.0), "fp16": (2.0**-11, 3e-8)}
+
+
+@pytest.mark.parametrize("codec", wire.CODECS)
+def test_activations_keep_their_bound(codec: str) -> None:
+    x = (
+        torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1e-6, 1.0, 30.0, 1e3, 0.0])[:, None]
+    )
+    payload, used = wire.encode(x, codec)
+    assert used == codec
+    back = wire.decode(payload, used, num_tokens=5, width=64)
+    if codec == "int8":
+        largest = x.abs().amax(dim=1, keepdim=True)
+        assert bool(((back - x).abs() <= largest / 254 * 1.0001).all())
+        assert payload.numel() == 5 * (64 + 4)
+    else:
+        share, least = BOUNDS[codec]
+        assert bool(((back - x).abs() <= share * x.abs() + least).all())
+
+
+def test_what_does_not_fit_fp16_goes_as_bf16() -> None:
+    x = torch.tensor([[1.0, 70_000.0]])
+    payload, used = wire.encode(x, "fp16")
+    assert used == "bf16"
+    assert torch.allclose(wire.decode(payload, used, num_tokens=1, width=2), x, rtol=2**-8)
+    assert wire.encode(torch.tensor([[1.0, 65_504.0]]), "fp16")[1] == "fp16"
+
+
+def head(dtype: str, shape: tuple[int, ...], codec: str = "fp16") -> Head:
+    return Head(kind=Kind.ROWS, step=1, channel=0, epoch=0, codec=codec, dtype=dtype, shape=shape, nbytes=0, meta={})
+
+
+def test_a_payload_has_the_size_of_its_rows() -> None:
+    assert wire.landing(head("int64", (4,)), num_tokens=4, width=None) is not None
+    assert wire.landing(head("float16", (4, 8)), num_tokens=4, width=8) is not None
+    assert wire.landing(head("uint8", (4 * 12,), "int8"), num_tokens=4, width=8) is not None
+    for wrong in (
+        head("int64", (5,)),
+        head("float16", (4, 9)),
+        head("float32", (4, 8)),
+        head("float16", (32,)),
+        head("float16", (4, 8), "topk"),
+        head("uint8", (1 << 40,), "int8"),
+    ):
+        assert wire.landing(wrong, num_tokens=4, width=None if wrong.dtype == "int64" else 8) is None
+
+
+# Whole processes, told anything by somebody who has the token
+
+
+class Link:
+    def __init__(self, role: str) -> None:
+        self.peer = SimpleNamespace(role=role, instance="ab", host="x", name="x")
+        self.closed: list[str] = []
+        self.sent: list[Message] = []
+        self.open = True
+
+    def close(self, reason: str) -> None:
+        self.closed.append(reason)
+
+    def send(self, message: Message, **_: Any) -> None:
+        self.sent.append(message)
+
+
+class Transport:
+    """Nobody is at the other end."""
+
+    me = SimpleNamespace(instance="me")
+
+    def listen(self, host: str, port: int, handler: Any) -> str:
+        return f"{host}:1"
+
+    def dial(self, address: str, handler: Any) -> Any:
+        split_address(address)
+        return SimpleNamespace(close=lambda: None)
+
+    def call_later(self, delay_s: float, callback: Any) -> None:
+        return None
+
+
+def anything(rng: random.Random, right: dict[str, Any]) -> dict[str, Any]:
+    meta = travelled(right)
+    for _ in range(rng.randint(0, 2)):
+        path = rng.choice([place for place in places(meta) if place] or [("x",)])
+        inside: Any = meta
+        for key in path[:-1]:
+            inside = inside[key]
+        if isinstance(inside, dict | list):
+            inside[path[-1]] = rng.choice([None, -1, 1 << 62, "", "x" * 500, [], {}, True, 1.5, [[1]], {"rows": 3}])
+    return meta
+
+
+METAS = [right for _, right in READERS.values()] + [{}, {"sequences": [1, 2]}, {"need": True}, {"why": "x"}]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_front_and_a_stage_survive_whatever_they_are_told(seed: int) -> None:
+    """A link may be closed for it; nothing is raised into the transport, and nothing is left half-done."""
+    rng = random.Random(seed)
+    front = Front(Transport(), RandomSource(llama(layers=2)), wish=Wish(stages=1))  # type: ignore[arg-type]
+    holder = idle_holder()
+    for handler, role in ((front, "stage"), (holder, "front")):
+        link = Link(role)
+        if handler is holder:
+            holder.front_is_there(link)  # type: ignore[arg-type]
+        else:
+            handler.linked(link)  # type: ignore[arg-type]
+        for _ in range(60):
+            kind = rng.choice([kind for kind in Kind if kind is not Kind.ROWS])
+            message = Message(kind=kind, step=rng.choice([0, 1, 2, 1 << 60]), meta=anything(rng, rng.choice(METAS)))
+            handler.received(link, message)  # type: ignore[arg-type]
+            handler.place(link, head("float16", (4, 32)))  # type: ignore[arg-type]
+            while holder._todo.qsize():
+                task = holder._todo.get()
+                if task is not None:
+                    task()
+        handler.unlinked(link, "the end")  # type: ignore[arg-type]
+
+
+def idle_holder() -> Holder:
+    return Holder(
+        Transport(),  # type: ignore[arg-type]
+        "127.0.0.1:1",
+        name="s",
+        host="h",
+        listen=("127.0.0.1", 0),
+        device=torch.device("cpu"),
+    )
+
+
+def test_new_layers_put_an_end_to_weights_that_were_on_their_way() -> None:
+    holder, link = idle_holder(), Link("front")
+    holder.front_is_there(link)  # type: ignore[arg-type]
+    holder._model = MODEL
+    holder._wanted = (1, ASSIGNMENT)
+    first, *_ = state_messages({"a": torch.zeros(8)}, {})
+    holder.received(link, first)  # type: ignore[arg-type]
+    assert holder._incoming is not None
+    holder.received(link, Message(kind=Kind.LAYERS, step=2, meta=wire.assignment_meta(ASSIGNMENT)))  # type: ignore[arg-type]
+    assert (holder._incoming, holder._wanted) == (None, None)
+    assert not link.closed
+
+
+def test_what_processes_share_does_not_depend_on_what_they_hold() -> None:
+    """Else those who hold their layers already would look too small to a front that was started again."""
+    holder, link = idle_holder(), Link("front")
+    holder.front_is_there(link)  # type: ignore[arg-type]
+    told = []
+    for weights in ({}, {"a": torch.zeros(1 << 20)}):
+        holder._weights = weights
+        holder._offer(MODEL)
+        told.append(wire.read_offer(link.sent[-1].meta).shared_bytes)
+    assert told == [built_in_bytes(torch.device("cpu"))] * 2
+    assert told[0] >= machine_bytes()
+
+
+def test_a_batch_for_a_machine_that_cannot_be_reached_is_given_up_by_a_timer_that_is_early() -> None:
+    holder, link = idle_holder(), Link("front")
+    holder.front_is_there(link)  # type: ignore[arg-type]
+    link.sent.clear()
+    soon = (time.monotonic(), Message(kind=Kind.ROWS, step=8))
+    due = (time.monotonic() - DIAL_S + 0.005, Message(kind=Kind.ROWS, step=7))
+    holder._unsent["ab"] = [due, soon]
+    holder._give_up("ab")
+    assert [(message.kind, message.step) for message in link.sent] == [(Kind.FAILED, 7)]
+    assert holder._unsent == {"ab": [soon]}

@@ -1,0 +1,221 @@
+"""A server's bookkeeping of pushes, message by message: members that come back, push twice, or are too old."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from smolcluster.comm.elastic.messages import Kind, Message, Peer
+from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.compute.gate import GradientGate
+from smolcluster.compute.replica import Replica
+from smolcluster.data.leases import Leases, Range
+from smolcluster.strategies.edp import EDP, EDPOptions
+from smolcluster.strategies.elastic import Elastic
+from smolcluster.strategies.served import Served
+from smolcluster.strategies.syncps import SyncPS, SyncPSOptions
+
+Event = Callable[[], Said | Gone | None]
+
+
+class Link:
+    open, queued_bytes = True, 0
+
+    def __init__(self, rank: int) -> None:
+        self.peer = Peer(role="worker", rank=rank, host="here", instance=f"{rank:016x}")
+        self.sent: list[Message] = []
+
+    def send(self, message: Message, **_: Any) -> None:
+        self.sent.append(message)
+
+
+class Roster:
+    """Members that do what a script says."""
+
+    def __init__(self) -> None:
+        self.members: dict[int, Member] = {}
+        self.newcomers: list[Member] = []
+        self.refused: Counter[str] = Counter()
+        self.evicted: list[str] = []
+        self.epoch = 0
+        self.script: list[Event] = []
+
+    def in_order(self) -> list[Member]:
+        return [self.members[rank] for rank in sorted(self.members)]
+
+    def welcome(self, member: Member) -> None:
+        self.newcomers.remove(member)
+        self.members[member.rank] = member
+        self.renew(member)
+
+    def renew(self, member: Member) -> None:
+        self.epoch += 1
+        member.epoch = self.epoch
+
+    def evict(self, member: Member, reason: str) -> None:
+        self.evicted.append(reason)
+        self.script.insert(0, lambda: self.gone(member))
+
+    def gone(self, member: Member, *, back: Member | None = None) -> Gone:
+        del self.members[member.rank]
+        self.newcomers += [back] if back is not None else []
+        return Gone(member, "silent")
+
+    def expect(self, *_: Any) -> None: ...
+    def release(self, _: Any) -> None: ...
+
+    def get(self, _: float | None = None) -> Said | Gone | None:
+        return self.script.pop(0)() if self.script else None
+
+
+class Server:
+    """One side of a strategy, with a model of three numbers, and no sockets."""
+
+    def __init__(
+        self, strategy: type[Served], options: Any, monkeypatch: pytest.MonkeyPatch, model: Any = None
+    ) -> None:
+        self.roster, self.leases, self.warned = Roster(), Leases(), []  # type: ignore[var-annotated]
+        self.model = model or torch.nn.Linear(2, 1)
+        server: Any = strategy.__new__(strategy)
+        server.options, server.stale_rejected, server.gate = options, 0, GradientGate()
+        server.replica = Replica(
+            model=self.model,
+            loss=None,  # type: ignore[arg-type]
+            optimizer=torch.optim.SGD(self.model.parameters(), lr=0.1),
+            learning_rate=lambda _: 0.1,
+            device=torch.device("cpu"),
+        )
+        office = SimpleNamespace(
+            roster=self.roster, leases=self.leases, record=lambda _: None, committed=lambda _: None
+        )
+        server.context = SimpleNamespace(
+            office=office,
+            line=None,
+            stop_requested=lambda: not self.roster.script,
+            warn=self.warned.append,
+            config=SimpleNamespace(training=SimpleNamespace(grad_accumulation=1)),
+            total_steps=10,
+        )
+        monkeypatch.setattr(Elastic, "setup", lambda *_: None)
+        server.setup(None)
+        server._behind, server._sent, server._tries, server._waiting = set(), {}, 0, []
+        self.strategy = server
+
+    def join(self, *ranks: int) -> list[Member]:
+        members = [member(rank) for rank in ranks]
+        self.roster.newcomers += members
+        self.strategy._welcome()
+        return members
+
+    def push(self, who: Member, value: float, *, step: int = 1, epoch: int | None = None, **meta: Any) -> Said:
+        gradient = {name: torch.full_like(p, value) for name, p in self.model.named_parameters()}
+        _, payload = next(self.strategy._gradients.encode(gradient))
+        said = {"samples": 4, "loss": "1.0", **meta}
+        epoch = who.epoch if epoch is None else epoch
+        return Said(who, Message(kind=Kind.PUSH, step=step, channel=0, epoch=epoch, meta=said, payload=payload))
+
+
+def member(rank: int) -> Member:
+    return Member(rank=rank, link=Link(rank), batch_size=4)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def syncps(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(SyncPS, SyncPSOptions(), monkeypatch)
+
+
+def test_one_that_comes_back_has_not_answered(syncps: Server) -> None:
+    """Both links are lost after one push; whoever is back first is waited for, and nothing is refused."""
+    a, b = syncps.join(0, 1)
+    again = member(0)
+    syncps.roster.script = [
+        lambda: syncps.push(a, 1.0),
+        lambda: syncps.roster.gone(a),
+        lambda: syncps.roster.gone(b, back=again),
+        lambda: None,
+        lambda: None,
+        lambda: syncps.push(again, 7.0),
+        lambda: None,
+    ]
+    (push,) = syncps.strategy._collect(1)
+    assert (push.member, float(push.tensors["weight"][0, 0])) == (again, 7.0)
+    assert syncps.warned == []
+    assert syncps.leases.held(again.instance) == {1: [Range(0, 4)]}
+
+
+def test_what_was_pushed_of_a_step_that_begins_anew_does_not_count(syncps: Server) -> None:
+    """It was computed on samples that have been set aside, though the step has the same number."""
+    (a,) = syncps.join(0)
+    before = a.epoch
+    syncps.strategy._begin_again(1, "because")
+    assert a.epoch > before
+    syncps.roster.script = [
+        lambda: syncps.push(a, 1.0, epoch=before),
+        lambda: syncps.push(a, 2.0),
+        lambda: None,
+    ]
+    (push,) = syncps.strategy._collect(1)
+    assert float(push.tensors["weight"][0, 0]) == 2.0
+    assert syncps.leases.settle(a.instance, 1) == [Range(4, 4)]
+
+
+def test_half_a_push_of_before_is_not_the_beginning_of_the_next(syncps: Server) -> None:
+    syncps.join(0)
+    syncps.strategy._pushes[0, 1] = object()
+    syncps.strategy._begin_again(1, "because")
+    assert syncps.strategy._pushes == {}
+
+
+def test_one_that_pushes_a_step_twice_is_put_out_and_ends_nobody(syncps: Server) -> None:
+    a, b = syncps.join(0, 1)
+    syncps.roster.script = [
+        lambda: syncps.push(a, 1.0),
+        lambda: syncps.push(a, 1.0, skip="a second thought"),
+        lambda: syncps.push(b, 3.0),
+        lambda: None,
+    ]
+    pushes = syncps.strategy._collect(1)
+    assert syncps.roster.evicted == ["it pushed step 1 twice"]
+    assert [push.member for push in pushes] == [b]
+    syncps.strategy._record(pushes, syncps.strategy._average(pushes))
+    assert syncps.leases.state_dict() == {"position": 8, "holes": [[0, 4]]}
+    assert syncps.leases.grant("another", 1, 4) == [Range(0, 4)]  # lent again, not set aside
+
+
+def test_samples_of_a_gradient_that_was_only_too_old_are_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    edp = Server(EDP, EDPOptions(staleness_bound=0), monkeypatch)
+    a, b = edp.join(0, 1)
+    lent = edp.leases.held(a.instance)[1]
+    edp.strategy.replica.updates = 1
+    edp.strategy._answer(edp.push(a, 1.0, version=0))
+    assert "1 versions old, more than 0" in edp.warned[0]
+    assert edp.strategy._waiting == []
+    assert edp.leases._aside == []
+    assert edp.leases.held(a.instance)[3] == lent  # at once, and to whoever is next
+    edp.strategy._answer(edp.push(b, 1.0, version=1))
+    assert len(edp.strategy._waiting) == 1
+
+
+class Tied(torch.nn.Module):
+    """Weights under two names, as heads and embeddings often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(2, 2)
+        self.two = torch.nn.Linear(2, 2)
+        self.two.weight = self.one.weight
+        self.norm = torch.nn.BatchNorm1d(2)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [(SyncPS, SyncPSOptions()), (EDP, EDPOptions())])
+def test_a_second_name_of_a_weight_is_no_buffer(
+    monkeypatch: pytest.MonkeyPatch, strategy: type[Served], options: Any
+) -> None:
+    """Or a worker's own copy of it would replace the server's at every step."""
+    server = Server(strategy, options, monkeypatch, model=Tied())
+    assert set(server.strategy._buffers.names) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
