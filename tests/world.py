@@ -74,6 +74,14 @@ class World:
     def summary(self) -> dict[str, Any]:
         return next(e.summary for e in self.ranks[0].events if isinstance(e, RunFinished))
 
+    @property
+    def refusal(self) -> str:
+        """What all ranks end with. The first to look may be gone while another one still waits to be connected with it."""
+        failures = [rank.failed for rank in self.ranks]
+        assert all(failed is not None for failed in failures), failures
+        (said,) = {failed.message for failed in failures if failed is not None and failed.kind == "user"}
+        return said
+
     def global_losses(self) -> list[float]:
         """The loss of the global batch at each step: ranks weighted by their samples."""
         curves = [[(row.loss, row.samples) for row in rank.rows()] for rank in self.ranks]

@@ -79,11 +79,14 @@ def test_small_buckets_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_gpt_equals_single(tmp_path: Path) -> None:
-    """The real model on the embedded text: tied embeddings, clipping, three ranks."""
+    """The real model on the embedded text: tied embeddings, clipping, three ranks.
+
+    In fp64, since the gradient of the keys' biases is zero but for rounding: in fp32 Adam makes steps of it.
+    """
     config = COMMON | GPT
-    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, strategy="single")
-    many = run_world(3, tmp_path / "many", config | {"training.batch_size": 4})
-    assert_same_run(one, many, tolerance=2e-5)
+    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, task="DoubleGPT", strategy="single")
+    many = run_world(3, tmp_path / "many", config | {"training.batch_size": 4}, task="DoubleGPT")
+    assert_same_run(one, many, tolerance=1e-10)
 
 
 def test_with_dropout_replicas_agree_and_a_rerun_is_bitwise_the_same(tmp_path: Path) -> None:

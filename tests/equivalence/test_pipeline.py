@@ -161,8 +161,7 @@ def test_a_weight_that_two_layers_of_a_stage_share(tmp_path: Path) -> None:
 
 def test_a_sequence_that_tp_does_not_divide_is_told(tmp_path: Path) -> None:
     config = COMMON | GPT | {"training.batch_size": 4, "model.max_seq_len": 33, "training.steps": 1}
-    failed = run_world(2, tmp_path / "cut", config, strategy="tensor").ranks[0].failed
-    assert failed is not None
-    assert "tp = 2 does not divide sequences of 33 tokens" in failed.message
+    refused = run_world(2, tmp_path / "cut", config, strategy="tensor")
+    assert "tp = 2 does not divide sequences of 33 tokens" in refused.refusal
     whole = run_world(2, tmp_path / "whole", config | {"strategy.sequence_parallel": False}, strategy="tensor")
     assert [rank.status for rank in whole.ranks] == [0, 0], whole.ranks[0].failed

@@ -493,7 +493,7 @@ pusher.close()
 def child(path: Path, url: str, *, life: int, count: int) -> subprocess.Popen[bytes]:
     with path.open("ab") as stderr:
         arguments = [sys.executable, "-c", CHILD, str(path), url, str(life), str(count)]
-        return subprocess.Popen(arguments, stderr=stderr, env={**os.environ, "PYTHONPATH": "src"})
+        return subprocess.Popen(arguments, stderr=stderr)
 
 
 def test_a_process_that_is_killed_again_and_again_loses_and_doubles_nothing(loki: StrictLoki, tmp_path: Path) -> None:
@@ -571,6 +571,7 @@ def test_a_log_that_is_emptied_between_two_looks_is_read_from_its_first_line(lin
     path = tmp_path / f"{HOST}.log"
     path.write_bytes(b"".join(record(number % 60, f"old {number}") for number in range(100)))
     follower = Follower(path)
+    assert follower.left() == path.stat().st_size, "nothing has been sent before anybody has looked"
     assert follower.claim()
     sent = follower.read()
     follower.acknowledge(sent[-1])

@@ -168,7 +168,9 @@ class Follower:
         return self._file.read(BLOCK_BYTES)
 
     def _size(self) -> int:
-        return 0 if self._file is None else os.fstat(self._file.fileno()).st_size
+        if self._file is None:  # not claimed yet: all of it is still to be sent, as far as we know
+            return self.path.stat().st_size if self.path.exists() else 0
+        return os.fstat(self._file.fileno()).st_size
 
     def _see(self) -> None:
         """The first bytes of a file do not change while it grows. So what was seen once holds, whatever is there now."""
