@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -264,6 +265,30 @@ class _TwoHeads(nn.Module):
 class TwoHeads(Double):
     def model(self) -> nn.Module:
         return _TwoHeads().to(self.dtype)
+
+
+class _Skips(nn.Module):
+    """Three blocks of one size. SKIPS says which are left out: (rank, first step, the one after the last, block)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.head = nn.Linear(12, 2)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        skips = json.loads(os.environ["SKIPS"])
+        out = {block for at, first, end, block in skips if at == rank and first <= self.step < end}
+        for number, block in enumerate(self.blocks):
+            x = x if number in out else x + torch.tanh(block(x))
+        self.step += self.training
+        return self.head(x)
+
+
+class Skips(Double):
+    def model(self) -> nn.Module:
+        return _Skips().to(self.dtype)
 
 
 class NeverUsed(OneWeight):

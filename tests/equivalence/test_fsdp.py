@@ -5,6 +5,7 @@ Tolerances as in test_allreduce.py: in fp64 only the order of sums differs.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,41 @@ def test_a_model_of_two_types_and_a_parameter_without_a_gradient(tmp_path: Path,
     summed = run_world(2, tmp_path / "summed", config, task="Unused", strategy="allreduce")
     many = run_world(2, tmp_path / "many", config | {"strategy.fsdp_stage": stage}, task="Unused", strategy="fsdp")
     assert_same_run(summed, many, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("skips", "at", "said"),
+    [
+        ([(1, 0, 8, 0)], 0, "one rank used block blocks."),
+        ([(1, 0, 8, 2)], 0, "one rank used "),
+        ([(1, 2, 8, 1)], 2, "a step used block blocks.2 of the model where the first used block blocks.1;"),
+        ([(0, 2, 8, 2)], 2, "a step used no further block of the model where the first used block blocks.2;"),
+        (
+            [(0, 0, 8, 2), (1, 0, 3, 2)],
+            3,
+            "a step used block blocks.2 of the model where the first used no further block;",
+        ),
+    ],
+)
+def test_blocks_that_not_all_ranks_use_end_the_run(
+    tmp_path: Path, skips: list[tuple[int, int, int, int]], at: int, said: str, stage: int
+) -> None:
+    """Before an update: what is exchanged of one would take the place of another one of its size."""
+    config = COMMON | {"training.batch_size": 6, "strategy.fsdp_stage": stage}
+    world = run_world(2, tmp_path, config, task="Skips", strategy="fsdp", environ={"SKIPS": json.dumps(skips)})
+    told = {rank.failed.message for rank in world.ranks if rank.failed is not None and rank.failed.kind == "user"}
+    assert told
+    assert all(message.startswith(said) for message in told), told
+    assert max(len(rank.rows()) for rank in world.ranks) == at
+
+
+def test_a_block_that_nobody_uses_is_left_alone(tmp_path: Path) -> None:
+    config, nobody = COMMON | {"strategy.fsdp_stage": 2}, {"SKIPS": json.dumps([(0, 0, 8, 1), (1, 0, 8, 1)])}
+    whole, half = config | {"training.batch_size": 12}, config | {"training.batch_size": 6}
+    one = run_world(1, tmp_path / "one", whole, task="Skips", strategy="single", environ=nobody)
+    many = run_world(2, tmp_path / "many", half, task="Skips", strategy="fsdp", environ=nobody)
+    assert_same_run(one, many, tolerance=1e-10)
 
 
 def test_a_model_of_two_types_is_not_cut_up(tmp_path: Path) -> None:

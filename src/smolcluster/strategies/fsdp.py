@@ -34,7 +34,9 @@ Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel",
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -183,6 +185,7 @@ class Sharded(Exchange):
     ) -> None:
         super().__init__(weight)
         self._mesh, self._stage = mesh, stage
+        self._order = SameBlocks(group, stage)
         self._gloo = getattr(group, "backend", "") == "gloo"
         self._lower_dtype = None if param_dtype == torch.float32 else param_dtype
         self._reduce_dtype, self._buffer_dtype = reduce_dtype, buffer_dtype
@@ -219,6 +222,7 @@ class Sharded(Exchange):
         for part in model.modules() if self._gloo else ():
             if isinstance(part, FSDPModule) and hasattr(part, "set_custom_reduce_scatter"):  # not in torch 2.6
                 part.set_custom_reduce_scatter(ScatterSum())  # type: ignore[arg-type]
+        self._order.watch(model, blocks)
         for number, block in enumerate(wrapped):
             block.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + self._prefetch])
             block.set_modules_to_backward_prefetch(wrapped[max(0, number - self._prefetch) : number][::-1])
@@ -249,7 +253,8 @@ class Sharded(Exchange):
 
     def compute(self, batch: Batch) -> Tensor:
         try:
-            return self._replica.compute(batch, weight=self.loss_weight)
+            with self._order.kept():
+                return self._replica.compute(batch, weight=self.loss_weight)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
@@ -262,6 +267,63 @@ class Sharded(Exchange):
         for module in self._replica.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+class SameBlocks:
+    """FSDP2 exchanges a block when it is used. If ranks used different ones, parameters and gradients of one would take the
+    place of another's.
+
+    So in the first step ranks compare, before each block and when the model has returned, which one comes next. After that
+    each keeps to its own first step: whoever is about to leave it ends the run.
+    """
+
+    def __init__(self, group: Group, stage: int) -> None:
+        self._group, self._stage = group, stage
+        self._first: list[str] | None = None  # what the first step used, in order; "": the model has returned
+        self._used: list[str] | None = None  # so far; None outside of a step
+
+    def watch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        for block in blocks:
+            block.register_forward_pre_hook(lambda *_, name=names[block]: self._use(name), prepend=True)
+        model.register_forward_hook(lambda *_: self._use(""))
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around forward and backward of a step."""
+        self._used = []
+        try:
+            yield
+            if self._first is None:
+                self._first = self._used
+        finally:
+            self._used = None
+
+    def _use(self, name: str) -> None:
+        if self._used is None or torch.compiler.is_compiling():
+            return
+        place = len(self._used)
+        self._used.append(name)
+        if self._first is None:
+            self._compare(name)
+        elif self._first[place : place + 1] != [name]:
+            before = self._first[place] if place < len(self._first) else ""
+            raise self._broken(f"a step used {_named(name)} of the model where the first used {_named(before)}")
+
+    def _compare(self, name: str) -> None:
+        mine = torch.tensor([zlib.crc32(name.encode())], device=self._group.device)
+        everybody = mine.repeat(self._group.size)
+        self._group.all_gather(everybody, mine).wait()
+        if not bool((everybody == mine).all()):
+            raise self._broken(f"one rank used {_named(name)} of the model and others did not at the same time")
+
+    def _broken(self, how: str) -> UserError:
+        why = f"fsdp_stage {self._stage} exchanges a block when it is used"
+        return UserError(f"{how}; {why}, so all ranks must use the same ones in every step: use stage 0 or 1")
+
+
+def _named(block: str) -> str:
+    return f"block {block}" if block else "no further block"
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
