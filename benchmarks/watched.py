@@ -66,7 +66,7 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
     if arguments.only != "logs":
         _dashboard(session, viewers=arguments.viewers, window_s=arguments.window or (1.0 if session.quick else 8.0))
     if arguments.only != "dashboard":
-        _logs(session, steps=20 if session.quick else 400)
+        _logs(session, steps=20 if session.quick else 120)
 
 
 def _train(run_dir: Path, *, strategy: str, workers: int, steps: int, **sets: object) -> list[str]:
