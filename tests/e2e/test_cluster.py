@@ -142,7 +142,6 @@ def test_a_killed_worker_returns_and_the_controller_may_go_away(two: Lab) -> Non
     assert left_running(two) == []
 
 
-@pytest.mark.slow
 def test_the_mesh_plane_over_ssh(two: Lab) -> None:
     """The second machine is reached through the first."""
     hosts = {"mini1": two.boxes["mini1"].host(), "pi5": two.boxes["pi5"].host(via="mini1")}
@@ -152,7 +151,6 @@ def test_the_mesh_plane_over_ssh(two: Lab) -> None:
     assert "worker-0@mini1 | step 10/10" in ended.out
 
 
-@pytest.mark.slow
 def test_a_machine_that_is_cut_off(smol: Smol, tmp_path: Path) -> None:
     """With a token, over a network of their own: the others go on, and take it back when the network is mended."""
     try:
@@ -181,7 +179,6 @@ def test_a_machine_that_is_cut_off(smol: Smol, tmp_path: Path) -> None:
         assert left_running(made) == []
 
 
-@pytest.mark.slow
 def test_a_fresh_environment(smol: Smol, tmp_path: Path) -> None:
     """Made from a folder of wheels, so that nothing is fetched that is here already."""
     wheels = os.environ.get("PIP_FIND_LINKS", "")
@@ -387,7 +384,6 @@ def test_one_that_cannot_start_takes_the_others_back(two: Lab) -> None:
     assert "no cluster was started from this machine" in two.run("status").err
 
 
-@pytest.mark.slow
 def test_a_model_is_served_from_the_machines(two: Lab, smol: Smol, tmp_path: Path) -> None:
     """A run of a tiny GPT: its layers on both, the page on one; a killed stage comes back."""
     two_layers = [word.replace("num_layers=1", "num_layers=2") for word in TINY]

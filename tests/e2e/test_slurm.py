@@ -245,7 +245,6 @@ def test_a_cancelled_job_saves_and_is_submitted_again(smol: Smol, slurm: Cluster
     assert summary["weights_sha256"] == read_summary(finished)["weights_sha256"]  # as if nobody had cancelled it
 
 
-@pytest.mark.slow
 def test_edp_saves_before_its_time_limit_and_is_queued_again(smol: Smol, slurm: Cluster) -> None:
     gate(slurm, open=False)
     run_dir = slurm.folder / "runs/limited"

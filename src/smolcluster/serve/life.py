@@ -112,9 +112,9 @@ def run_front(wanted: Wanted, *, tell: Callable[[str], None], ready: Callable[[s
     signal.signal(signal.SIGTERM, _terminated)
     with contextlib.closing(http.open_port(place)) as opened:
         number = opened.getsockname()[1]
-        if wanted.port is None and number != http.PORT:
-            tell(f"port {http.PORT} is taken: this page has {number}")
         with _front(wanted, shape, keyring, listen, tell) as (front, service):
+            if wanted.port is None and number != http.PORT:
+                tell(f"port {http.PORT} is taken: this page has {number}")
             asyncio.run(_serve(front, service, place, opened, ready, alone=not shape.missing))
     return 0
 
