@@ -177,9 +177,11 @@ def test_the_page_and_the_api(port: int, folder: Path) -> None:
     assert get_json(port, "/api/run/new")["numbers"]["step"] == 5
     page = get_json(port, "/api/run/new/logs?search=WORLD&level=error&limit=9999")
     assert [line["message"] for line in page["lines"]] == ["hello <b>world</b>"]
-    assert get_json(port, "/api/run/new/logs?before=nonsense&limit=x")["lines"]
+    for odd in ("x", "%C2%B2", "-1", ""):
+        assert get_json(port, f"/api/run/new/logs?before=nonsense&limit={odd}")["lines"]
     assert set(get_json(port, "/api/compare?run=new&run=old")["runs"]) == {"new", "old"}
     assert get_json(port, "/api/compare")["runs"] == {}
+    assert set(get_json(port, "/api/compare?run=new&run=deleted")["runs"]) == {"new"}
     assert get(port, "/health")[2] == b"ok\n"
 
 

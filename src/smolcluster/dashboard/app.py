@@ -15,6 +15,7 @@ It reads files and changes nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -83,13 +84,19 @@ def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...]
                 level=asked.get("level", "").upper(),
                 process=asked.get("process", "")[:255],
                 before=read_cursor(asked.get("before", "")),
-                limit=int(limit) if limit.isdigit() and len(limit) < 5 else 200,
+                limit=int(limit) if limit.isdecimal() and len(limit) < 5 else 200,
             )
         return answer(page)
 
     async def compared(request: Request) -> Response:
         names = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_COMPARED]
-        return answer(compare({name: await (await hub.channel(name)).snapshot() for name in names}))
+        found = {}
+        for name in names:
+            with contextlib.suppress(NoSuchRun):  # one that was deleted does not keep the others from being seen
+                found[name] = await (await hub.channel(name)).snapshot()
+        if names and not found:
+            raise NoSuchRun
+        return answer(compare(found))
 
     async def login(request: Request) -> Response:
         response = answer({"ok": True})
