@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +338,74 @@ def test_who_looks_at_a_run_that_cannot_be_followed_is_not_told_that_it_is_live(
                 if b'"loss":0.25' in frame:
                     break
             await again.aclose()
+        await channel.close()
+
+    asyncio.run(look())
+
+
+def test_what_a_script_asked_for_is_told_to_a_viewer_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/api/run/NAME` reads on as well: whoever comes after it has the news in his snapshot already."""
+    monkeypatch.setattr(hub, "POLL_S", 0.01)
+    monkeypatch.setattr(hub, "BEAT_S", 0.2)
+
+    async def until_frame(frames: AsyncGenerator[bytes, None], part: bytes) -> bytes:
+        seen = b""
+        async for frame in frames:
+            seen += frame
+            if part in frame:
+                break
+        await frames.aclose()
+        return seen
+
+    async def look() -> None:
+        channel = await hub.Hub(Runs(folder)).channel("new")
+        async with asyncio.timeout(60):
+            await until_frame(channel.frames(None), b"event: snapshot")
+            append(folder / "new" / "metrics.jsonl", row(6))
+            await until_frame(channel.frames(None), b"event: changes")  # the snapshot that is kept is an old one now
+            append(folder / "new" / "metrics.jsonl", row(7, loss="nan"))
+            assert (await channel.snapshot())["events"][-1]["text"] == "the loss of worker 0 is nan at step 7"
+            seen = await until_frame(channel.frames(None), b"event: beat")
+            assert seen.count(b"the loss of worker 0 is nan") == 1
+        await channel.close()
+
+    asyncio.run(look())
+
+
+def test_a_thread_of_a_viewer_who_left_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be called back, and two that read on at once would count rows twice."""
+
+    async def look() -> None:
+        channel = await hub.Hub(Runs(folder)).channel("new")
+        usual, go, inside, most = channel.reader.poll, threading.Event(), 0, 0
+
+        def poll() -> bool:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            go.wait(20)
+            try:
+                return usual()
+            finally:
+                inside -= 1
+
+        monkeypatch.setattr(channel.reader, "poll", poll)
+        leaves, stays = channel.frames(None), channel.frames(None)
+        async with asyncio.timeout(60):
+            await anext(leaves)
+            reading = asyncio.ensure_future(anext(leaves))
+            while not inside:
+                await asyncio.sleep(0.01)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            await anext(stays)
+            reading = asyncio.ensure_future(anext(stays))
+            await asyncio.sleep(0.2)
+            go.set()
+            assert b'"rows":5,' in await reading
+            assert most == 1
+            await stays.aclose()
         await channel.close()
 
     asyncio.run(look())

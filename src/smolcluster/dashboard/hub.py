@@ -14,12 +14,13 @@ import asyncio
 import contextlib
 import json
 import math
+import re
 import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
 
 from smolcluster.dashboard.reading import RunReader
 from smolcluster.dashboard.runs import Runs
@@ -33,6 +34,7 @@ RING = 64
 MOST_VIEWERS = 200
 MOST_READERS = 16
 HERE_S = 5.0  # between two looks at this machine
+T = TypeVar("T")
 
 
 class TooManyViewers(Exception):
@@ -60,10 +62,7 @@ class Channel:
 
     async def snapshot(self) -> dict[str, Any]:
         """The whole picture, read to the end."""
-        async with self._reading:
-            self.reader.here = await asyncio.to_thread(self._look_around)
-            await asyncio.to_thread(self.reader.poll_to_the_end)
-            return await asyncio.to_thread(self._teller.snapshot)
+        return await to_its_end(self._read_all())
 
     async def frames(self, last_id: str | None) -> AsyncGenerator[bytes, None]:
         """What one viewer is sent: a snapshot or what it missed, then changes and heartbeats as they come. It ends when the run
@@ -108,7 +107,7 @@ class Channel:
 
     def _place_of(self, last_id: str | None) -> int | None:
         boot, _, number = (last_id or "").partition("-")
-        if boot != self._boot or not number.isdigit() or int(number) > self._number:
+        if boot != self._boot or not re.fullmatch(r"[0-9]{1,15}", number) or int(number) > self._number:
             return None
         return int(number)
 
@@ -123,6 +122,9 @@ class Channel:
 
     async def _whole(self) -> tuple[int, bytes]:
         """The picture as it is now, written once for all who ask for it before the next change."""
+        return await to_its_end(self._write_whole())
+
+    async def _write_whole(self) -> tuple[int, bytes]:
         async with self._reading:
             if self._snapshot is None or self._snapshot[0] != self._number:
                 whole = await asyncio.to_thread(self._teller.snapshot)
@@ -142,18 +144,35 @@ class Channel:
             raise  # asyncio tells of it
 
     async def _look(self) -> None:
+        await to_its_end(self._read_news())
+
+    async def _read_news(self) -> None:
         async with self._reading:
-            told = await asyncio.to_thread(self._poll)
-            if told is None:
-                return
-            self._number += 1
-            kind = "snapshot" if told.get("whole") else "changes"
-            frame = self._frame(kind, told)
-            self._ring.append((self._number, frame))
-            if kind == "snapshot":
-                self._snapshot = (self._number, frame)
+            self._put(await asyncio.to_thread(self._poll))
         async with self._news:
             self._news.notify_all()
+
+    async def _read_all(self) -> dict[str, Any]:
+        async with self._reading:
+            self.reader.here = await asyncio.to_thread(self._look_around)
+            await asyncio.to_thread(self.reader.poll_to_the_end)
+            whole = await asyncio.to_thread(self._teller.snapshot)
+            # Those who watch hear of it now: whoever comes later has it in his snapshot, and must not be told again.
+            self._put(await asyncio.to_thread(self._teller.changes))
+        async with self._news:
+            self._news.notify_all()
+        return whole
+
+    def _put(self, told: dict[str, Any] | None) -> None:
+        """Into the ring, for everybody."""
+        if told is None:
+            return
+        self._number += 1
+        kind = "snapshot" if told.get("whole") else "changes"
+        frame = self._frame(kind, told)
+        self._ring.append((self._number, frame))
+        if kind == "snapshot":
+            self._snapshot = (self._number, frame)
 
     def _poll(self) -> dict[str, Any] | None:
         self.reader.here = self._look_around()
@@ -169,6 +188,12 @@ class Channel:
     def _frame(self, kind: str, told: dict[str, Any]) -> bytes:
         text = json.dumps(told, allow_nan=False, separators=(",", ":"))
         return f"id: {self._boot}-{self._number}\nevent: {kind}\ndata: {text}\n\n".encode()
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. It goes on where whoever waits for it leaves: its thread cannot be called back, and nobody else may
+    use the reader before that has ended."""
+    return await asyncio.shield(asyncio.ensure_future(work))
 
 
 class Hub:
