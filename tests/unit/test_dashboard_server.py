@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -545,6 +546,26 @@ def test_in_the_background_it_ends_with_its_parent(folder: Path) -> None:
     finally:
         server._end_background()
     assert process.returncode == 0
+
+
+def test_in_the_background_it_ends_also_when_nobody_hears_its_address(folder: Path) -> None:
+    """Whoever started it was killed at once."""
+    pytest.importorskip("starlette")
+    order = {"folder": str(folder), "run": "new", "port": 0, "bind": "127.0.0.1", "token": None}
+    heard, said = os.pipe()
+    os.close(heard)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "smolcluster.dashboard"], stdin=subprocess.PIPE, stdout=said, stderr=subprocess.DEVNULL
+    )
+    os.close(said)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.close()
+        assert ended(process)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_in_the_background_mistakes_are_told(folder: Path) -> None:

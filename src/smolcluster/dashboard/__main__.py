@@ -3,6 +3,7 @@ its address on standard output, and leaves when its standard input ends."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -22,7 +23,8 @@ def main() -> int:
         ended.set()
 
     def answer(**fields: str) -> None:
-        print(json.dumps(fields), flush=True)
+        with contextlib.suppress(OSError):  # whoever asked is gone already: then standard input ends too
+            print(json.dumps(fields), flush=True)
 
     place = Place(
         folder=Path(order["folder"]), run=order["run"], port=order["port"], bind=order["bind"], token=order["token"]
