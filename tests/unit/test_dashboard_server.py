@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import webbrowser
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.dashboard_client import Viewer, get, get_json, raw
 from tests.server_thread import served
 from tests.unit.run_folder import append, configure, folder_of_runs, row
 
+from smolcluster.cli.dashboard import dashboard
 from smolcluster.dashboard import app as dashboard_app
 from smolcluster.dashboard import hub, server
 from smolcluster.dashboard.app import RULES
@@ -566,6 +568,29 @@ def test_in_the_background_it_ends_also_when_nobody_hears_its_address(folder: Pa
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_browser_that_is_waited_for_gets_its_page(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One in the terminal, such as w3m, ends when its user leaves it."""
+    pytest.importorskip("starlette")
+    usual, left, found = server.serve, threading.Event(), []
+
+    def browse(url: str) -> bool:
+        try:
+            found.append(get(int(url.split(":")[2].strip("/")), "/health")[0])
+        finally:
+            left.set()
+        return True
+
+    monkeypatch.setattr(server, "serve", lambda place, ready: usual(place, ready=ready, until=left))
+    monkeypatch.setattr(server, "give_way", lambda: None)
+    monkeypatch.setattr(webbrowser, "open", browse)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert dashboard(folder, port=0) == 0
+    assert found == [200]
+    assert capsys.readouterr().out.startswith("dashboard  http://127.0.0.1:")
 
 
 def test_in_the_background_mistakes_are_told(folder: Path) -> None:

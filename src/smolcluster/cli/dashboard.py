@@ -60,6 +60,7 @@ def dashboard(
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.dashboard.server import Place, choose, give_way, serve
     from smolcluster.engine.run_dir import RUNS
+    from smolcluster.web.server import open_browser
 
     def ready(url: str) -> None:
         typer.echo(f"dashboard  {url}")
@@ -67,9 +68,7 @@ def dashboard(
             typer.echo("this page is not encrypted: use it in a network you trust, or through ssh -L", err=True)
         typer.echo("Ctrl-C ends it; the run goes on")
         if browser and sys.stdout.isatty():
-            import webbrowser
-
-            webbrowser.open(url)
+            open_browser(url)
 
     with contextlib.ExitStack() as stack:
         if cluster is not None:

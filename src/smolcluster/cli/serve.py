@@ -125,6 +125,7 @@ def serve(
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.observe.logs import log_to_terminal
     from smolcluster.serve.life import Wanted, run_front
+    from smolcluster.web.server import open_browser
 
     def ready(url: str) -> None:
         base = url.partition("#")[0].rstrip("/")
@@ -134,9 +135,7 @@ def serve(
             typer.echo("this page is not encrypted: use it in a network you trust, or through ssh -L", err=True)
         typer.echo("Ctrl-C ends it")
         if browser and sys.stdout.isatty():
-            import webbrowser
-
-            webbrowser.open(url)
+            open_browser(url)
 
     log_to_terminal()
     wanted = Wanted(

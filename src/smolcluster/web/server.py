@@ -82,6 +82,13 @@ def url_of(listener: socket.socket, token: str | None, *, name: str = "token") -
     return address + (f"#{name}={token}" if token else "")
 
 
+def open_browser(url: str) -> None:
+    """On a thread of its own: a browser may be waited for, and waits itself for the page that is served here."""
+    import webbrowser
+
+    threading.Thread(target=webbrowser.open, args=(url,), daemon=True, name="browser").start()
+
+
 def names_here(bind: str) -> tuple[str, ...]:
     """By which names, beside its addresses, a server that listens there may be called. On loopback nobody needs them."""
     if is_loopback(bind):
