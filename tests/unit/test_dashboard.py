@@ -585,6 +585,11 @@ def test_checkpoints(tmp_path: Path) -> None:
         "checkpoint of step 10, the best so far",
         "checkpoint of step 20",
     ]
+    (run / "checkpoints" / "step-00000020" / "manifest.json").write_text(
+        "{}", encoding="utf-8"
+    )  # it does not tell when
+    aged(run / "checkpoints" / "step-00000020", T0)
+    assert told_of(run)["events"][0]["time"] == T0
 
 
 def test_who_watched_a_checkpoint_go_sees_what_one_sees_who_comes_later(tmp_path: Path) -> None:
@@ -974,6 +979,11 @@ def test_names_from_a_run_cannot_steer_the_terminal(elastic: Path) -> None:
     assert "evil" in text
     assert "\x1b" not in text
     assert "\x07" not in text
+    status = {"status": "\x1b]0;evil\x07", "error": "\x1b[2Jevil", "finished": T0 + 9}
+    (elastic / "summary.json").write_text(json.dumps(status), encoding="utf-8")
+    text = drawn(told_of(elastic, now=T0 + 10))
+    assert "evil" in text
+    assert "\x1b" not in text
 
 
 def test_top_once_is_plain_text(

@@ -176,7 +176,7 @@ class RunReader:
             manifest = _object(read_whole(folder / name / "manifest.json", most_bytes=4 << 20) or b"")
             if manifest is None:
                 continue
-            found.append(_checkpoint(name, manifest) | {"best": name == best})
+            found.append(_checkpoint(name, manifest, saved=_modified(folder / name)) | {"best": name == best})
         self.checkpoints = found
         return True
 
@@ -372,7 +372,7 @@ class RunReader:
     def status(self) -> str:
         """starting, training, silent; finished, failed or interrupted when it has ended."""
         if self.ended:
-            return str(self.summary.get("status") or "finished")
+            return str(self.summary.get("status") or "finished")[:40]
         quiet = self.quiet_s()
         if self.last_row_time is None:
             return "silent" if quiet > 4 * QUIET_S else "starting"
@@ -470,7 +470,8 @@ def seat_of_log(name: str) -> tuple[str, int, str] | None:
     return None
 
 
-def _checkpoint(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _checkpoint(name: str, manifest: Mapping[str, Any], *, saved: float = 0.0) -> dict[str, Any]:
+    """`saved`: when, where the manifest does not tell."""
     files = manifest.get("files")
     sizes = [f.get("size") for f in files.values() if isinstance(f, dict)] if isinstance(files, dict) else []
     metrics, step = manifest.get("metrics"), int(name.rpartition("-")[2])
@@ -478,10 +479,17 @@ def _checkpoint(name: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
         "name": name,
         "step": step,
         "text": f"checkpoint of step {step}" + (", the best so far" if manifest.get("best") else ""),
-        "time": _timestamp(manifest.get("created")) or 0.0,
+        "time": _timestamp(manifest.get("created")) or saved,
         "bytes": int(sum(filter(None, map(finite, sizes)))),
         "val_loss": finite(metrics.get("val_loss")) if isinstance(metrics, dict) else None,
     }
+
+
+def _modified(path: Path) -> float:
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return 0.0
 
 
 def count_of(said: str) -> int | None:

@@ -74,7 +74,7 @@ def _header(snapshot: dict[str, Any], width: int) -> Text:
     workers = sum(row["role"] != "server" for row in snapshot["machines"])
     server = " + server" if workers < len(snapshot["machines"]) else ""
     crew = f" | {workers} worker{'s' * (workers != 1)}{server}"
-    status = snapshot["status"] + (" (still reading)" if snapshot["reading"] else "")
+    status = printable(snapshot["status"]) + (" (still reading)" if snapshot["reading"] else "")
     strategy = snapshot["strategy"] or "?"
     name = snapshot["name"]
     if (room := width - len(f" | {strategy} | {status}{crew}")) < 12:
