@@ -919,6 +919,16 @@ def test_names_do_not_lead_out_of_the_folder(folder: Path, name: str) -> None:
         Runs(folder).find(name)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="names of any bytes")
+def test_names_that_people_give(folder: Path) -> None:
+    """What an address cannot say is left out: the page could not ask for it, and would fail at the whole list."""
+    for name in ("12:30", "a\\b", "ünï 100% #1?", "half\udcff"):
+        configure(folder / name)
+    found = {line["name"] for line in Runs(folder).list()}
+    assert found == {"old", "new", "12:30", "a\\b", "ünï 100% #1?"}
+    assert all(Runs(folder).find(name) == folder / name for name in found)
+
+
 def test_two_runs_beside_each_other(folder: Path) -> None:
     configure(folder / "old", strategy="edp", workers=1)
     told = compare({name: told_of(folder / name) for name in ("old", "new")})

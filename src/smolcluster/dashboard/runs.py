@@ -101,8 +101,10 @@ class Runs:
 
 
 def is_name(name: str) -> bool:
-    """One component of a path, and not hidden."""
-    return bool(name) and len(name) < 256 and not name.startswith(".") and not re.search(r"[/\\:\0]", name)
+    """One component of a path, not hidden, and of characters that an address can have: half of one it cannot."""
+    separators = r"[/\\:\0]" if os.name == "nt" else r"[/\0]"
+    known = bool(name) and len(name) < 256 and not name.startswith(".") and not re.search(separators, name)
+    return known and name == name.encode(errors="replace").decode()
 
 
 def holds_a_run(path: Path) -> bool:
