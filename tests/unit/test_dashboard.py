@@ -838,6 +838,23 @@ def test_a_search_for_what_is_not_there_ends_soon(tmp_path: Path) -> None:
     assert page["before"] is not None  # and can be gone on with
 
 
+def test_a_line_without_end_is_come_past(tmp_path: Path) -> None:
+    """A bar of progress, printed for days."""
+    append(tmp_path / "logs" / "server-a.log", log("before it"))
+    with (tmp_path / "logs" / "server-a.log").open("ab") as file:
+        file.write(b"\r 50 %" * 50_000)
+    found: list[str] = []
+    before: dict[str, int] | None = None
+    for _ in range(10):
+        page = read_page(tmp_path, before=before, most_bytes=100_000)
+        found = messages(page) + found
+        before = page["before"]
+        if before is None:
+            break
+    assert found[0] == "before it"
+    assert len(found) < 10
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no links to be had")
 def test_a_log_that_is_a_link_is_not_read(tmp_path: Path) -> None:
     secret = tmp_path / "secret.log"

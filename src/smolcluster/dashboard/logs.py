@@ -98,6 +98,7 @@ def _lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
     try:
         with opened(path) as descriptor:
             rest = b""  # the end of a line whose beginning is in the block before
+            found = False
             while end > 0 and budget.bytes_left > 0:
                 start = max(0, end - _BLOCK_BYTES)
                 block = read_at(descriptor, start, end - start) + rest
@@ -110,9 +111,14 @@ def _lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
                 for text in reversed(lines):
                     at -= len(text)
                     if text.strip():
+                        found = True
                         yield Raw(path.name, at, text)
                     at -= 1
                 end = start
+            if (
+                rest and not found
+            ):  # of a line that is longer than a page may cost, its end: or nobody would come past it
+                yield Raw(path.name, end, rest)
     except OSError:
         return
 
