@@ -565,6 +565,15 @@ def test_a_loss_that_diverged_is_a_gap_and_an_event(tmp_path: Path) -> None:
     assert [event["text"] for event in told["events"]] == ["the loss of worker 0 is nan at step 2"]
 
 
+def test_an_evaluation_that_diverged_is_not_hidden_behind_the_one_before(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", row(1, val_loss=2.0), row(2, val_loss="nan"), row(3))
+    told = told_of(run)
+    assert (told["numbers"]["val_loss"], told["numbers"]["best_val_loss"]) == (None, 2.0)
+    assert told["curves"]["val"]["columns"]["val_loss"] == [2.0, None]
+    assert "loss 1.6667" in drawn(told)
+
+
 def test_checkpoints(tmp_path: Path) -> None:
     run = configure(tmp_path / "run", workers=1)
     for step, best in ((10, True), (20, False)):
