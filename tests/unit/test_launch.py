@@ -417,6 +417,17 @@ def test_one_worker_goes_on_with_what_several_began(tmp_path: Path, monkeypatch:
     assert prepare(resume="run").workers == 2
 
 
+def test_a_mistake_in_resuming_leaves_the_configuration_as_old_as_it_was(tmp_path: Path) -> None:
+    """A newer one would say that the run that has ended was resumed."""
+    run = RunDir(tmp_path / "run")
+    with run.opened("a: 1\n", resume=False):
+        pass
+    os.utime(run.config, (1_700_000_000, 1_700_000_000))
+    with pytest.raises(UserError, match="a mistake"), run.opened("a: 2\n", resume=True):
+        raise UserError("a mistake")
+    assert (run.config.read_text(), run.config.stat().st_mtime) == ("a: 1\n", 1_700_000_000)
+
+
 def test_the_last_rows_of_all_ranks_are_the_runs() -> None:
     """A run that dies says the samples of all its ranks and the loss of the global batch, not those of rank 0."""
     outcome = Outcome()

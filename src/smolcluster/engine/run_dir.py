@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class RunDir:
         try:
             with self._lock():
                 self.check_free(resume=resume)
-                before = self.config.read_bytes() if self.config.is_file() else None
+                before = (self.config.read_bytes(), self.config.stat().st_mtime_ns) if self.config.is_file() else None
                 try:
                     self.create(config_text, resume=resume)
                     yield
@@ -161,10 +162,13 @@ class RunDir:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _take_back(self, config_before: bytes | None) -> None:
+    def _take_back(self, config_before: tuple[bytes, int] | None) -> None:
+        """The configuration that was there, and its time: a newer one would say that the run was resumed."""
         with contextlib.suppress(OSError):
             if config_before is not None:
-                self._write_config(config_before)
+                text, when = config_before
+                self._write_config(text)
+                os.utime(self.config, ns=(when, when))
             elif not (self._has_rows() or self.summary.exists() or self.has_checkpoints()):
                 for file in (self.config, self.metrics, self.history, self.run_id):
                     file.unlink(missing_ok=True)
