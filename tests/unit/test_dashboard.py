@@ -511,6 +511,82 @@ def test_a_summary_of_an_earlier_attempt_does_not_count(elastic: Path) -> None:
     assert told_of(elastic, now=T0 + 7)["status"] == "training"
 
 
+def test_a_copy_of_a_run_that_has_ended_has_ended(tmp_path: Path) -> None:
+    """Its files have the times of copying, in any order."""
+    run = configure(tmp_path / "runs" / "one", workers=1)
+    append(run / "metrics.jsonl", row(1), row(2))
+    (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 3}), encoding="utf-8")
+    for place, name in enumerate(("summary.json", "metrics.jsonl", "config.yaml")):
+        aged(run / name, T0 + 5000 + 10 * place)
+    assert told_of(run, now=T0 + 6000)["status"] == "finished"
+    assert [line["status"] for line in Runs(run.parent).list()] == ["finished"]
+    append(run / "metrics.jsonl", row(3, time=T0 + 5500))  # and then it was resumed
+    assert told_of(run, now=T0 + 5501)["status"] == "training"
+
+
+@pytest.mark.parametrize("off_s", [-1e9, -3600.0, -30.0, 30.0, 3600.0])
+def test_clocks_of_machines_are_not_compared(tmp_path: Path, off_s: float) -> None:
+    """A row has the time of the machine that it tells of; a Pi without a battery may have that of 1970."""
+    run = configure(tmp_path / "runs" / "one", strategy="edp")
+    append(run / "history.jsonl", begin(0), member("joined", 0, 1), member("joined", 1, 1))
+
+    def train(steps: range, *ranks: int) -> dict[str, Any]:
+        for step in steps:
+            append(run / "metrics.jsonl", *(row(step, rank, time=T0 + step + rank * off_s) for rank in ranks))
+            append(run / "metrics.jsonl", row(step, 2, role="server"))
+        for path in run.iterdir():
+            aged(path, T0 + steps[-1])
+        return told_of(run, now=T0 + steps[-1] + 1)
+
+    told = train(range(1, 21), 0, 1)
+    assert states(told) == {"worker 0": "training", "worker 1": "training", "server": "training"}
+    assert told["numbers"]["elapsed_s"] == 21
+    (line,) = Runs(run.parent, now=lambda: T0 + 21).list()
+    assert line["wall_s"] == 21
+    assert states(train(range(21, 41), 0))["worker 1"] == "silent"
+    assert states(train(range(41, 43), 0, 1))["worker 1"] == "training"
+    (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 43}), encoding="utf-8")
+    assert told_of(run, now=T0 + 50)["status"] == "finished"
+
+
+def test_a_clock_that_is_set_back_stops_nothing(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", *(row(step) for step in range(1, 1001)))
+    append(run / "metrics.jsonl", *(row(step, time=T0 + step - 600) for step in range(1001, 1021)))
+    for path in run.iterdir():
+        aged(path, T0 + 420)
+    told = told_of(run, now=T0 + 421)
+    assert states(told) == {"worker 0": "training"}
+    (machine,) = told["machines"]
+    assert (machine["step"], machine["sent_per_s"]) == (1020, 1000)
+    assert told["numbers"]["loss"] == pytest.approx(5.0 / 1020)
+    for name in ("rank0", "joined"):
+        columns = told["curves"][name]["columns"]
+        assert columns["step"] == sorted(columns["step"])
+        assert columns["step"][-1] == 1020
+        assert columns["loss"] == sorted(columns["loss"], reverse=True)
+    (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 421}), encoding="utf-8")
+    assert told_of(run, now=T0 + 430)["status"] == "finished"
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_time_that_a_machine_was_gone_is_no_pause_of_its(tmp_path: Path, elastic: bool) -> None:
+    """Else whatever is killed after it would be waited for as long, and longer."""
+    run = configure(tmp_path / "run", workers=1, strategy="edp" if elastic else "single")
+    later = T0 + 86_400
+    times = [*range(1, 6), *(86_400 + s for s in range(6, 9))]
+    rows = (row(step, time=T0 + s, bytes_sent=0, bytes_received=0) for step, s in enumerate(times, start=1))
+    append(run / "metrics.jsonl", *rows)
+    if elastic:
+        append(run / "history.jsonl", begin(0), member("joined", 0, 0), member("left", 0, 6, "killed"))
+        append(run / "history.jsonl", member("joined", 0, 86_400))
+    for path in run.iterdir():
+        aged(path, T0 if elastic and path.name == "config.yaml" else later)
+    aged(run / "metrics.jsonl", later + 8)
+    assert told_of(run, now=later + 9)["status"] == "training"
+    assert told_of(run, now=later + 60)["status"] == "silent"
+
+
 def test_a_mesh_run_that_failed_names_who_died(tmp_path: Path) -> None:
     run = configure(tmp_path / "mesh")
     for step in range(1, 4):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
 from typing import Any
 
 from smolcluster.dashboard.machines import SILENT_PAUSES
@@ -92,7 +91,7 @@ class Joined:
         return [
             rank
             for rank, row in self._latest.items()
-            if is_here(row, now=now, pause_s=max(pauses[rank], pauses[newest["rank"]]))
+            if is_here(now - row["time"], pause_s=max(pauses[rank], pauses[newest["rank"]]))
         ]
 
     def _draw(self, row: dict[str, Any]) -> None:
@@ -100,9 +99,9 @@ class Joined:
         self.last = row if row["time"] >= self.last.get("time", row["time"]) else self.last
 
 
-def is_here(row: Mapping[str, Any], *, now: float, pause_s: float) -> bool:
-    """Whether the rank whose latest row this is will send another, as far as one can tell where rows come so far apart."""
-    silence_s: float = now - row["time"]
+def is_here(silence_s: float, *, pause_s: float) -> bool:
+    """Whether a rank that has said nothing for so long will send another row, as far as one can tell where they come so far
+    apart."""
     return silence_s < max(OPEN_S, SILENT_PAUSES * pause_s)
 
 

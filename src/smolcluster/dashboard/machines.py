@@ -47,6 +47,8 @@ class Machine:
     sent: float = 0.0
     received: float = 0.0
     longest_pause_s: float = 0.0  # between two of its latest rows
+    heard_at: float = 0.0  # when its latest row came, as the reader counts the time that has passed
+    set_back_s: float = 0.0  # by how much its clock was set back, and so goes on from where it was
     member: Literal["", "joined", "left", "lost", "evicted", "waiting"] = ""  # as the history has it
     reason: str = ""
     losses: int = 0  # how often it was lost or put out
@@ -58,12 +60,30 @@ class Machine:
     def name(self) -> str:
         return "server" if self.role == "server" else f"worker {self.rank}"
 
-    def take(self, row: dict[str, Any], *, step: float, time: float) -> dict[str, Any]:
-        """A row of this rank. Returns it with what follows from it: bytes per second, time spent waiting."""
+    def time_of(self, step: int, said: float) -> float:
+        """The time of a row. Where the clock of a machine is set back, later steps have earlier times: they go on from the
+        last. (An earlier step with an earlier time is only late.)"""
+        if self.last is not None:
+            if said >= self.last["time"]:
+                self.set_back_s = 0.0
+            elif step > self.last["step"] and said + self.set_back_s < self.last["time"]:
+                self.set_back_s = self.last["time"] - said
+        return said + self.set_back_s
+
+    def heard(self, time: float, *, passed: float) -> float:
+        """A row has come. How much time has passed by now, as this machine has it or as the others do."""
+        if self.last is not None:
+            passed = max(passed, self.heard_at + time - self.last["time"])
+        self.heard_at = passed
+        return passed
+
+    def take(self, row: dict[str, Any], *, step: float, time: float, resumed: bool = False) -> dict[str, Any]:
+        """A row of this rank. Returns it with what follows from it: bytes per second, time spent waiting. `resumed`: the run
+        was, since its last row."""
         late = self.last is not None and time < self.last["time"]
         if not late:
             self._count(row, time)
-            if self.last is not None:
+            if self.last is not None and not (resumed or self._was_gone(self.last["time"], time)):
                 self.longest_pause_s = max(0.9 * self.longest_pause_s, time - self.last["time"])
             self.first = self.first or row
             self.last = row
@@ -95,6 +115,9 @@ class Machine:
         self.losses += how in ("lost", "evicted")
         self._recent.clear()
         self.end_span(time)
+
+    def _was_gone(self, since: float, until: float) -> bool:
+        return any(to is not None and since <= to <= until for _, to in self.spans)
 
     def end_span(self, time: float) -> None:
         if self.spans and self.spans[-1][1] is None:

@@ -38,6 +38,7 @@ MOST_EVENTS = 400
 MOST_LOGS = 256
 LOG_TAIL_BYTES = 256 << 10  # of a log, looked through for warnings when a run is opened
 QUIET_S = 30.0  # nothing written for so long, and no summary: nobody is training
+COPIED_S = 60.0  # between the end of a run and the time of its summary: files of a copy tell when they were copied
 ROSTER = b'"logger": "smolcluster.comm.elastic.roster"'
 OWN_STEPS = ("edp",)  # where a worker counts steps of its own, which are not the run's
 _SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passphrase|(?:api|access|private|secret)_?key)$", re.IGNORECASE)
@@ -79,6 +80,8 @@ class RunReader:
         self.summary: dict[str, Any] = {}
         self.checkpoints: list[dict[str, Any]] = []
         self.last_row_time: float | None = None
+        self._recorded: float | None = None  # the latest row of whoever writes the summary, by its clock
+        self._passed = 0.0  # seconds since the first row, by the clock of one machine or another: no two are compared
         self.behind = False  # there is more to read than one poll took
         self.beginnings += 1
         self.first_time: float | None = None
@@ -124,8 +127,9 @@ class RunReader:
         for follower in (self._history, self._metrics):
             row = _object(read_start(follower.path).partition(b"\n")[0]) or {}
             when = moment(row.get("time"))
-            if when is not None:
-                self.first_time = min(when, self.first_time or when)
+            if when is not None:  # the history is written by the clock of the run, rows by those of workers
+                self.first_time = when
+                return
 
     # Files that are written as a whole
 
@@ -193,21 +197,28 @@ class RunReader:
         if machine is None:
             return
         row["step"], row["rank"] = int(step), rank
-        row["time"] = when = moment(row.get("time")) or self.now()
+        said = moment(row.get("time")) or self.now()
+        row["time"] = when = machine.time_of(row["step"], said)
         machine.role = "server" if row.get("role") == "server" else "worker"
         machine.host = str(row.get("host", ""))[:MOST_TEXT]
         if not machine.spans:
             machine.spans = [[when, None]]
         self.last_row_time = max(when, self.last_row_time or when)
-        self.first_time = min(when, self.first_time or when)
+        if machine.role == "server" or self._history.modified is None:  # who has the clock of the run
+            self.first_time = min(when, self.first_time or when)
+        if machine.role == "server" or (rank == 0 and not self.joined.served):
+            self._recorded = said
+        self._passed = machine.heard(when, passed=self._passed)
+        asked = self._stamps.get("config.yaml")
+        resumed = machine.last is not None and asked is not None and machine.last["time"] < asked[2] / 1e9 < when
         self._notice_divergence(row)
         if machine.role == "server":
             self._pace.add(when, int(step))
-            machine.take(row, step=step, time=when)
+            machine.take(row, step=step, time=when, resumed=resumed)
         else:
             own = self.strategy not in OWN_STEPS or not self._pace.known
             at = step if own else self._pace.step_at(when, rank=rank, last=self.total_steps)
-            self._latest[rank] = machine.take(row, step=at, time=when)
+            self._latest[rank] = machine.take(row, step=at, time=when, resumed=resumed)
             self._take_workers(at, when, pause_s=machine.longest_pause_s)
         self.joined.add(row, num_workers=self.num_workers, pause_s=machine.longest_pause_s)
 
@@ -216,8 +227,11 @@ class RunReader:
         self._new_rows += 1
         if self._new_rows < self._num_running:
             return
-        pauses = {rank: max(pause_s, self.machines[rank].longest_pause_s) for rank in self._latest}
-        rows = [row for rank, row in self._latest.items() if is_here(row, now=when, pause_s=pauses[rank])]
+        rows = []
+        for rank, row in self._latest.items():
+            machine = self.machines[rank]
+            if is_here(self._passed - machine.heard_at, pause_s=max(pause_s, machine.longest_pause_s)):
+                rows.append(row)
         self._new_rows, self._num_running = 0, len(rows)
         mean = {
             name: statistics.fmean(found)
@@ -364,10 +378,16 @@ class RunReader:
         if not self.summary:
             return False
         told, asked = self._stamps.get("summary.json"), self._stamps.get("config.yaml")
-        if told and asked and asked[2] > told[2]:  # resuming writes the configuration anew
-            return False
         finished = moment(self.summary.get("finished"))
-        return finished is None or self.last_row_time is None or self.last_row_time <= finished + 2.0
+        copied = finished is not None and told is not None and abs(told[2] / 1e9 - finished) > COPIED_S
+        if told and asked and asked[2] > told[2] and not copied:  # resuming writes the configuration anew
+            return False
+        return finished is None or self._recorded is None or self._recorded <= finished + 2.0
+
+    @property
+    def finished(self) -> float | None:
+        """When it ended, where that is known."""
+        return moment(self.summary.get("finished")) if self.ended else None
 
     def status(self) -> str:
         """starting, training, silent; finished, failed or interrupted when it has ended."""
@@ -387,11 +407,10 @@ class RunReader:
         return self.now() - max(stamps) if stamps else 0.0
 
     def age_s(self, machine: Machine) -> float:
-        """Since the last row of this rank. Clocks of other machines are compared only with each other."""
-        if machine.last is None or self.last_row_time is None or self._metrics.modified is None:
+        """Since the last row of this rank. Clocks of machines are not compared: they may be minutes apart."""
+        if machine.last is None or self._metrics.modified is None:
             return 0.0
-        behind_s: float = self.last_row_time - machine.last["time"]
-        return self.now() - self._metrics.modified + behind_s
+        return self.now() - self._metrics.modified + self._passed - machine.heard_at
 
     def seats(self) -> list[Machine]:
         """Every machine that is known of, also those that are only expected; workers in order, then the server."""
