@@ -524,6 +524,44 @@ def test_a_copy_of_a_run_that_has_ended_has_ended(tmp_path: Path) -> None:
     assert told_of(run, now=T0 + 5501)["status"] == "training"
 
 
+def test_the_same_end_is_told_once(elastic: Path) -> None:
+    """A mirror of a run on other machines writes it anew whenever it was cut off."""
+    reader = reader_of(elastic, now=T0 + 8)
+    for _ in range(2):
+        (elastic / "summary.new").write_text(json.dumps({"status": "finished", "finished": T0 + 7}), encoding="utf-8")
+        (elastic / "summary.new").replace(elastic / "summary.json")
+        reader.poll()
+    assert [event.kind for event in reader.happenings()].count("end") == 1
+
+
+def test_who_was_gone_is_gone_in_a_long_run_too(elastic: Path) -> None:
+    """The summary is known when the first part of the history is."""
+    append(elastic / "history.jsonl", member("joined", 1, 6), member("left", 1, 7, GOOD_BYE))
+    (elastic / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 9}), encoding="utf-8")
+    reader = RunReader(elastic, now=lambda: T0 + 10)
+    reader._history._most_bytes = 350  # begin, and two that join
+    reader.poll()
+    assert reader.behind
+    reader.poll_to_the_end()
+    spans = {machine["name"]: machine["spans"] for machine in Teller(reader).snapshot()["machines"]}
+    assert spans["worker 0"] == [[T0 + 1, T0 + 9]]
+    assert spans["worker 1"] == [[T0 + 1, T0 + 5], [T0 + 6, T0 + 7]]
+
+
+def test_the_bar_of_a_run_that_is_resumed_goes_on(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", row(1), row(2))
+    aged(run / "config.yaml", T0)
+    (run / "summary.json").write_text(json.dumps({"status": "interrupted", "finished": T0 + 3}), encoding="utf-8")
+    aged(run / "summary.json", T0 + 3)
+    reader = reader_of(run)
+    assert Teller(reader).snapshot()["machines"][0]["spans"] == [[T0 + 1, T0 + 3]]
+    aged(run / "config.yaml", T0 + 5)
+    append(run / "metrics.jsonl", row(3, time=T0 + 9))
+    reader.poll()
+    assert Teller(reader).snapshot()["machines"][0]["spans"] == [[T0 + 1, None]]
+
+
 @pytest.mark.parametrize("off_s", [-1e9, -3600.0, -30.0, 30.0, 3600.0])
 def test_clocks_of_machines_are_not_compared(tmp_path: Path, off_s: float) -> None:
     """A row has the time of the machine that it tells of; a Pi without a battery may have that of 1970."""

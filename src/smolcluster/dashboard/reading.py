@@ -156,14 +156,12 @@ class RunReader:
         if not self._changed("summary.json"):
             return False
         raw = read_whole(self.path / "summary.json", most_bytes=1 << 20)
-        self.summary = _object(raw or b"") or {}
-        if self.summary and self.ended:
+        before, self.summary = self.summary, _object(raw or b"") or {}
+        if self.summary and self.summary != before and self.ended:  # the same, written anew, is no news
             status, error = str(self.summary.get("status", "")), str(self.summary.get("error", ""))
             text = f"{status}: {error}" if error else status
             when = moment(self.summary.get("finished")) or self.now()
             self._tell(Happening(time=when, kind="error" if status == "failed" else "end", text=shortened(text)))
-            for machine in self.machines.values():
-                machine.end_span(when)
         return True
 
     def _read_checkpoints(self) -> bool:

@@ -136,6 +136,7 @@ class Teller:
         here = self.run.here if machine.host and machine.host == self.run.host else {}
         facts = machine.facts or here
         device = self.run.config.get("training.device", "null")
+        over = self.run.finished  # until then, where nothing said that it left before
         return {
             "rank": machine.rank,
             "role": machine.role,
@@ -155,7 +156,7 @@ class Teller:
             "received_per_s": round(count.received_per_s) if moving else 0,
             "losses": machine.losses,
             "heard": _rounded(last.get("time")),
-            "spans": [[_rounded(start), _rounded(end)] for start, end in machine.spans],
+            "spans": [[_rounded(start), _rounded(end if end is not None else over)] for start, end in machine.spans],
         }
 
     def links(self, machines: list[Row]) -> tuple[str, list[Row]]:
