@@ -225,6 +225,14 @@ def test_a_rank_that_died_is_not_waited_for() -> None:
     assert joined.curve.columns()["step"][-1] == 39
 
 
+def test_a_worker_that_never_comes_is_not_waited_for_without_end() -> None:
+    """`train --elastic 1:2` goes on with one, while the configuration says two."""
+    joined = Joined()
+    for step in range(1, 31):
+        joined.add(row(step, 0), num_workers=2)
+    assert joined.curve.columns()["step"] == list(range(1, 31))
+
+
 def far_apart(step: int, rank: int, *, apart_s: float) -> dict[str, Any]:
     """A row of one of two ranks that are about as fast; the second has three times the samples of the first."""
     when = T0 + step * apart_s + rank * 0.01 * apart_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from typing import Any
 
 from smolcluster.dashboard.machines import SILENT_PAUSES
@@ -12,6 +13,8 @@ from smolcluster.observe.board import BatchWeights, weighted_mean
 
 OPEN_STEPS = 64  # a step waits for the rows of all ranks, but not longer than so many steps
 OPEN_S = 10.0  # and not for a rank that has said nothing for so long, and for several of the pauses between rows
+
+RECENT = 20
 
 JOINED_FIELDS = ("loss", "tokens_per_s", "samples_per_s", "grad_norm", "lr", "staleness")
 VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")
@@ -34,7 +37,11 @@ class Joined:
         self._pauses: dict[int, float] = {}  # and how far apart its rows are
         self._latest: dict[int, dict[str, Any]] = {}
         self._closed = -1
+        self._began = math.inf  # when the first row came: whoever has sent none by then is not waited for without end
         self.last: dict[str, Any] = {}  # the latest step that is drawn, and the latest evaluation
+        self.recent: deque[dict[str, Any]] = deque(
+            maxlen=RECENT
+        )  # steps as they were drawn: a point may stand for thousands
         self.last_val: dict[str, Any] = {}
 
     def add(self, row: dict[str, Any], *, num_workers: int | None, pause_s: float = 0.0) -> None:
@@ -55,6 +62,7 @@ class Joined:
         self._open.setdefault(step, {})[rank] = (row, weight)
         self._reached[rank], self._pauses[rank] = step, pause_s
         self._latest[rank] = row
+        self._began = min(self._began, when)
         self._close_what_is_complete(row, num_workers)
 
     def flush(self) -> None:
@@ -64,7 +72,10 @@ class Joined:
 
     def _close_what_is_complete(self, newest: dict[str, Any], num_workers: int | None) -> None:
         alive = [self._reached[rank] for rank in self._alive(newest)]
-        all_here = len(self._reached) >= (num_workers or 1)
+        waited_s = newest["time"] - self._began
+        all_here = len(self._reached) >= (num_workers or 1) or not is_here(
+            waited_s, pause_s=self._pauses[newest["rank"]]
+        )
         complete = min(alive, default=-1) if all_here else -1
         for step in sorted(self._open):
             if step <= complete or len(self._open) > OPEN_STEPS:
