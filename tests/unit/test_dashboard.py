@@ -615,6 +615,18 @@ def test_a_clock_that_is_set_back_stops_nothing(tmp_path: Path) -> None:
     assert told_of(run, now=T0 + 430)["status"] == "finished"
 
 
+def test_numbers_of_a_long_run_are_those_of_now(tmp_path: Path) -> None:
+    """A point of its curves stands for many rows."""
+    run = configure(tmp_path / "run", workers=1, steps=10**6)
+    append(run / "metrics.jsonl", *(row(step) for step in range(1, 5001)))
+    slow = {"tokens_per_s": 10.0, "step_time_s": 4.0, "staleness": 3.0}
+    append(run / "metrics.jsonl", *(row(step, **slow) for step in range(5001, 5011)))
+    aged(run / "metrics.jsonl", T0 + 5010)
+    told = told_of(run, now=T0 + 5011)
+    assert told["curves"]["joined"]["stride"] > 8
+    assert {name: told["numbers"][name] for name in slow} == slow
+
+
 @pytest.mark.parametrize("elastic", [False, True])
 def test_time_that_a_machine_was_gone_is_no_pause_of_its(tmp_path: Path, elastic: bool) -> None:
     """Else whatever is killed after it would be waited for as long, and longer."""

@@ -54,6 +54,7 @@ class Joined:
             if not self.served:  # rows of workers that came before do not count
                 self.served, self.curve = True, Curve(JOINED_FIELDS, limit=self.curve.limit)
                 self._open.clear()
+                self.recent.clear()
             self._draw(row)
             return
         if self.served or "loss" not in row or step <= self._closed:
@@ -107,6 +108,7 @@ class Joined:
 
     def _draw(self, row: dict[str, Any]) -> None:
         self.curve.add(row, step=row["step"], time=row["time"])
+        self.recent.append(row)
         self.last = row if row["time"] >= self.last.get("time", row["time"]) else self.last
 
 

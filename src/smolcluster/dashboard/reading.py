@@ -74,6 +74,7 @@ class RunReader:
         self.machines: dict[int, Machine] = {}
         self.joined = Joined()
         self.workers_curve = Curve(WORKER_FIELDS)
+        self.workers_now: dict[str, float] = {}  # its last row: a point may stand for thousands
         self.events: deque[Happening] = deque(maxlen=MOST_EVENTS)
         self.num_events = 0
         self.config: dict[str, str] = {}
@@ -237,7 +238,8 @@ class RunReader:
             if (found := [value for row in rows if (value := finite(row.get(name))) is not None])
         }
         total = {name: sum(finite(row.get(name)) or 0.0 for row in rows) for name in ("sent_per_s", "received_per_s")}
-        self.workers_curve.add(mean | total, step=step, time=when)
+        self.workers_now = mean | total
+        self.workers_curve.add(self.workers_now, step=step, time=when)
 
     def _notice_divergence(self, row: Mapping[str, Any]) -> None:
         rank, loss = row["rank"], row.get("loss")

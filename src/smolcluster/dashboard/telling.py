@@ -182,7 +182,7 @@ class Teller:
         run, joined = self.run, self.run.joined
         status = run.status()
         counted = [row for row in machines if (row["role"] == "server") == joined.served]
-        split = _means_of_last(run.workers_curve)
+        split = run.workers_now
         return {
             "step": max((row["step"] for row in counted if row["step"] is not None), default=None),
             "steps": run.total_steps,
@@ -219,12 +219,12 @@ class Teller:
 
     def _pace(self) -> dict[str, float | None]:
         """Tokens and samples per second of the last few rows; of the whole run when it has ended."""
-        names, curve = ("tokens_per_s", "samples_per_s"), self.run.joined.curve
+        names, recent = ("tokens_per_s", "samples_per_s"), self.run.joined.recent
         if self.run.ended:
             return {name: finite(self.run.summary.get(name)) for name in names}
-        recent = [point for point in curve.points[-20:] if point.time > curve.points[-1].time - PACE_S]
-        means = [dict(zip(curve.fields, point.means(), strict=True)) for point in recent]
-        found = {name: [value for mean in means if (value := mean[name]) is not None] for name in names}
+        newest = max((row["time"] for row in recent), default=0.0)
+        rows = [row for row in recent if row["time"] > newest - PACE_S]
+        found = {name: [value for row in rows if (value := finite(row.get(name))) is not None] for name in names}
         return {name: statistics.fmean(values) if values else None for name, values in found.items()}
 
     def _eta_s(self) -> float | None:
@@ -263,10 +263,6 @@ def _plain_curve(curve: Curve, start: int) -> Row:
 def _plain_event(event: Happening) -> Row:
     fields = dataclasses.asdict(event) | {"time": _rounded(event.time)}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _means_of_last(curve: Curve) -> dict[str, float | None]:
-    return dict(zip(curve.fields, curve.points[-1].means(), strict=True)) if curve.points else {}
 
 
 def _logged(row: Mapping[str, Any]) -> StepLogged:
