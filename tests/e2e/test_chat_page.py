@@ -457,6 +457,16 @@ def test_a_key_is_asked_for(fake: Fake, open_page: Callable[..., Any]) -> None:
     page.wait_for_selector("#notice input[type=password]")
 
 
+def test_a_key_in_the_address_of_an_open_page(fake: Fake, open_page: Callable[..., Any]) -> None:
+    fake.key = "a-key-for-the-test"
+    page = open_page()
+    page.wait_for_selector("#notice input[type=password]")
+    page.goto(f"{fake.url}/#key={fake.key}")  # the page stays: only what is behind the # is another
+    ready(page)
+    assert fake.key not in page.url
+    assert page.is_hidden("#notice")
+
+
 # The strip
 
 

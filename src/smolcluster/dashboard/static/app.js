@@ -131,19 +131,32 @@ function askForToken() {
   const form = el("form", {}, el("span", {}, "This dashboard needs the token that its command printed."), input, el("button", { type: "submit" }, "Open"));
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    if (await login(input.value.trim())) {
-      delete node.dataset.kind;
-      node.hidden = true;
-      stop?.();
-      stop = null; // it was asked for in vain
-      current = undefined;
-      await refresh();
-    } else text(form.firstChild, "That is not it; the address that the command printed has it behind #token=.");
+    if (await login(input.value.trim())) await opened();
+    else text(form.firstChild, "That is not it; the address that the command printed has it behind #token=.");
   });
   node.dataset.kind = "token";
   node.replaceChildren(form);
   node.hidden = false;
   input.focus();
+}
+
+/** With the token, what was asked for in vain is asked for again. */
+async function opened() {
+  const node = $("notice");
+  delete node.dataset.kind;
+  node.hidden = true;
+  stop?.();
+  stop = null;
+  current = undefined;
+  await refresh();
+}
+
+/** `#token=...`, as the command prints it. Whether there was one that opens the page. */
+async function takeToken() {
+  const token = location.hash.match(/^#token=(.+)$/)?.[1];
+  if (!token) return false;
+  history.replaceState(null, "", location.pathname); // not to be left in the address bar
+  return login(token).catch(() => false);
 }
 
 async function refresh() {
@@ -171,12 +184,11 @@ async function load() {
 
 async function start() {
   startTheme($("theme"), changed);
-  const token = location.hash.match(/^#token=(.+)$/)?.[1];
-  if (token) {
-    history.replaceState(null, "", location.pathname); // not to be left in the address bar
-    await login(token).catch(() => false);
-  }
-  addEventListener("hashchange", show);
+  await takeToken();
+  addEventListener("hashchange", async () => {
+    if (!location.hash.startsWith("#token=")) show();
+    else if (await takeToken()) await opened(); // put into the address of a page that asks for it
+  });
   $("run").addEventListener("change", (event) => (location.hash = address(event.target.value, view)));
   addEventListener("keydown", (event) => {
     if (event.target.matches("input:not([type=checkbox]), select, textarea") || event.metaKey || event.ctrlKey || event.altKey) return;

@@ -340,9 +340,12 @@ function notice(words, tone = "") {
   node.hidden = !words;
 }
 
+let withKey = null; // what is done when there is one
+
 function askForKey(then) {
   const node = $("notice");
   if (node.dataset.kind === "key") return;
+  withKey = then;
   const input = el("input", { type: "password", "aria-label": "Key", autocomplete: "off" });
   const words = el("span", {}, "This server needs its key.");
   const form = el("form", {}, words, input, el("button", { type: "submit" }, "Open"));
@@ -359,16 +362,34 @@ function askForKey(then) {
       text(words, "That is not it; smolcluster serve printed it when it started.");
       return;
     }
-    delete node.dataset.kind;
-    notice("");
-    then();
-    question.focus();
+    opened();
   });
   node.dataset.kind = "key";
   node.dataset.tone = "";
   node.replaceChildren(form);
   node.hidden = false;
   input.focus();
+}
+
+function opened() {
+  delete $("notice").dataset.kind;
+  notice("");
+  const then = withKey;
+  withKey = null;
+  then?.();
+  question.focus();
+}
+
+/** `#key=...`, as the command prints it. Whether there was one that opens the page. */
+async function takeKey() {
+  const key = location.hash.match(/^#(?:key|token)=(.+)$/)?.[1];
+  if (!key) return false;
+  history.replaceState(null, "", location.pathname); // not to be left in the address bar
+  try {
+    return await login(decodeURIComponent(key));
+  } catch {
+    return false; // nobody answers, or it is no key: what follows says so
+  }
 }
 
 // Changing the last question
@@ -539,15 +560,10 @@ async function start() {
     if (running?.message.content) conversations.keep({ ...running.of, messages: [...running.of.messages, { ...running.message, ended: "stopped" }] });
   });
 
-  const key = location.hash.match(/^#(?:key|token)=(.+)$/)?.[1];
-  if (key) {
-    history.replaceState(null, "", location.pathname); // not to be left in the address bar
-    try {
-      await login(decodeURIComponent(key));
-    } catch {
-      // nobody answers, or it is no key: what follows says so
-    }
-  }
+  addEventListener("hashchange", async () => {
+    if ((await takeKey()) && $("notice").dataset.kind === "key") opened(); // put into the address of a page that asks for it
+  });
+  await takeKey();
   show();
   await learn();
   if (matchMedia("(hover: hover)").matches && !$("notice").querySelector("input")) question.focus();
