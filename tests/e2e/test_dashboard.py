@@ -20,7 +20,11 @@ import pytest
 from tests.dashboard_client import Viewer, get
 from tests.e2e.browser import CHROMIUM, PATIENCE_MS, chromium, pages, until
 from tests.e2e.command import TINY, Running, Smol, eventually, read_rows
+from tests.server_thread import served
 from tests.unit.run_folder import T0, aged, append, configure, log, row
+
+from smolcluster.dashboard.runs import MOST_RUNS
+from smolcluster.dashboard.server import Place, serve
 
 pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
 pytest.importorskip("starlette")
@@ -370,6 +374,46 @@ def test_a_run_that_was_named_does_not_wait_for_the_list_of_all(url: str, browse
     until(page, "document.querySelector('#status').textContent === 'finished'")
     page.wait_for_selector("#machines .machine")
     context.close()
+
+
+@contextlib.contextmanager
+def here(folder: Path, **options: Any) -> Iterator[str]:
+    """A dashboard of this process, for a folder of a test's own; its address."""
+    place = Place(folder=folder, port=0, **options)
+    with served(lambda ready, until: serve(place, ready=ready, until=until)) as port:
+        yield f"http://127.0.0.1:{port}/"
+
+
+def test_a_newer_run_does_not_take_the_place_of_the_one_that_is_shown(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    append(configure(tmp_path / "first") / "metrics.jsonl", row(1, 0), row(1, 1))
+    with here(tmp_path) as address:
+        page = open_page(address)
+        until(page, "document.title.endsWith('first')")
+        append(configure(tmp_path / "second") / "metrics.jsonl", row(1, 0), row(1, 1))
+        until(page, "document.querySelectorAll('#run option').length === 2")
+        page.keyboard.press("3")
+        page.wait_for_selector("#config dt")
+        assert page.input_value("#run") == "first"
+        page.select_option("#run", "second")
+        until(page, "document.title.endsWith('second')")
+        page.goto("about:blank")
+
+
+def test_an_old_run_among_many_is_shown(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    for number in range(MOST_RUNS + 2):
+        run = configure(tmp_path / f"run-{number:03d}")
+        aged(run / "config.yaml", T0 + number)
+    append(tmp_path / "run-000" / "metrics.jsonl", row(1, 0), row(1, 1))
+    aged(tmp_path / "run-000" / "metrics.jsonl", T0)
+    with here(tmp_path, run="run-000") as address:
+        page = open_page(address)
+        until(page, "document.title.endsWith('run-000')")
+        page.keyboard.press("3")
+        page.wait_for_selector("#config dt")
+        assert page.input_value("#run") == "run-000"
+        page.goto("about:blank")
 
 
 # The picture: pure geometry, of the module that the page uses

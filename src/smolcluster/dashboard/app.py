@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from smolcluster.dashboard.hub import Hub, TooManyViewers
 from smolcluster.dashboard.logs import read_cursor, read_page
-from smolcluster.dashboard.runs import MOST_COMPARED, NoSuchRun, compare
+from smolcluster.dashboard.runs import MOST_COMPARED, MOST_RUNS, NoSuchRun, compare
 from smolcluster.web.guard import App, Guard, Rules
 from smolcluster.web.pages import static_answer, static_files
 from smolcluster.web.server import needed as needed_for
@@ -60,7 +60,7 @@ def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...]
 
     async def runs(_: Request) -> Response:
         found = await asyncio.to_thread(hub.runs.list)
-        return answer({"runs": found, "chosen": run, "folder": hub.runs.folder.name})
+        return answer({"runs": found, "more": len(found) == MOST_RUNS, "chosen": run, "folder": hub.runs.folder.name})
 
     async def snapshot(request: Request) -> Response:
         channel = await hub.channel(request.path_params["name"])

@@ -12,7 +12,8 @@ const main = $("main");
 const views = {};
 let makers = null; // of the views, when they are loaded
 let runs = [];
-let listed = false; // whether those are known yet
+let more = false; // whether there are runs beyond those
+let listed = false; // whether they are known yet
 let chosen = null; // the run that the command named
 let current; // the run that is shown, null while there is none; not known at first
 let view = "overview";
@@ -34,11 +35,16 @@ function readAddress() {
 
 const address = (run, which) => `#/${encodeURIComponent(run ?? "")}/${which}`;
 
+/** Without one in the address it is that of the command, or the newest; and then that one, also when another is newer. */
+const wanted = () => readAddress().run ?? chosen ?? (listed && !more && !isThere(current) ? null : current) ?? runs[0]?.name ?? null;
+
+const isThere = (run) => runs.some((one) => one.name === run);
+
 function show() {
   const asked = readAddress();
   if (view !== asked.view) scrollTo(0, 0);
   view = asked.view;
-  const run = asked.run ?? chosen ?? runs[0]?.name ?? null;
+  const run = wanted();
   for (const link of document.querySelectorAll(".tabs a")) {
     link.href = address(asked.run, link.dataset.view);
     attr(link, "aria-current", link.dataset.view === view ? "page" : null);
@@ -59,7 +65,10 @@ function open(run) {
   state = null;
   current = run;
   main.dataset.empty = "yes";
-  if (!run || (listed && !runs.some((one) => one.name === run))) {
+  text($("status"), "…"); // that of the run before
+  $("status").dataset.tone = "muted";
+  document.title = "smolcluster";
+  if (!run || (listed && !more && !isThere(run))) {
     note(run ? `waiting for the run ${run} to begin` : "waiting for the first run in this folder: smolcluster train");
     return;
   }
@@ -163,11 +172,12 @@ async function refresh() {
   try {
     const found = await ask("/api/runs");
     runs = found.runs;
+    more = found.more;
     chosen = found.chosen;
     listed = true;
-    const run = readAddress().run ?? chosen ?? runs[0]?.name ?? null;
-    if (stop && !state && run === current && !runs.some((one) => one.name === run)) open(run); // there is none yet
-    else if ((!stop && follows !== "ended" && runs.some((one) => one.name === run)) || (run !== current && !current)) {
+    const run = wanted();
+    if (stop && !state && !more && run === current && !isThere(run)) open(run); // there is none yet
+    else if ((!stop && follows !== "ended" && (more || isThere(run))) || (run !== current && !current)) {
       current = undefined;
       show();
     } else draw();
