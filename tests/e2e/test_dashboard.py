@@ -384,6 +384,16 @@ def here(folder: Path, **options: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/"
 
 
+def test_the_link_past_the_top_keeps_the_run_and_the_view(url: str, open_page: Callable[..., Any]) -> None:
+    page = open_page(f"{url}#/ended-b/logs")
+    page.wait_for_selector(".log li")
+    page.focus(".skip")
+    page.keyboard.press("Enter")
+    until(page, "document.activeElement.id === 'main'")
+    assert page.url == f"{url}#/ended-b/logs"
+    assert page.input_value("#run") == "ended-b"
+
+
 def test_a_newer_run_does_not_take_the_place_of_the_one_that_is_shown(
     tmp_path: Path, open_page: Callable[..., Any]
 ) -> None:

@@ -199,6 +199,10 @@ async function start() {
     if (!location.hash.startsWith("#token=")) show();
     else if (await takeToken()) await opened(); // put into the address of a page that asks for it
   });
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address says which run and which view
+    main.focus();
+  });
   $("run").addEventListener("change", (event) => (location.hash = address(event.target.value, view)));
   addEventListener("keydown", (event) => {
     if (event.target.matches("input:not([type=checkbox]), select, textarea") || event.metaKey || event.ctrlKey || event.altKey) return;
