@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -423,6 +424,27 @@ def test_an_old_run_among_many_is_shown(tmp_path: Path, open_page: Callable[...,
         page.keyboard.press("3")
         page.wait_for_selector("#config dt")
         assert page.input_value("#run") == "run-000"
+        page.goto("about:blank")
+
+
+def test_a_run_that_was_deleted_does_not_keep_others_from_being_compared(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    for name in ("a", "b", "c"):
+        append(configure(tmp_path / name) / "metrics.jsonl", row(1, 0), row(1, 1))
+    with here(tmp_path) as address:
+        page = open_page(f"{address}#/a/runs")
+        page.check("#runs input[data-run=b]")
+        heads = "[...document.querySelectorAll('#compare-numbers thead th')].map(t => t.textContent).join()"
+        until(page, f"{heads} === ',a,b'")
+        # A list that is drawn anew takes the focus from nobody.
+        page.focus("#runs a[data-run=a]")
+        page.evaluate("document.querySelector('#runs a[data-run=a]').id = 'old'")
+        shutil.rmtree(tmp_path / "b")
+        until(page, "!document.querySelector('#runs a[data-run=b]')")
+        assert page.evaluate("document.querySelector('#old') === null && document.activeElement.textContent") == "a"
+        page.check("#runs input[data-run=c]")
+        until(page, f"{heads} === ',a,c'")
         page.goto("about:blank")
 
 

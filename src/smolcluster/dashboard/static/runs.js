@@ -8,6 +8,7 @@ import { ask } from "./store.js";
 import { COLORS } from "./colors.js";
 
 const MOST = 8;
+const HINT = "choose up to eight to compare";
 
 export class Runs {
   constructor({ open }) {
@@ -17,7 +18,7 @@ export class Runs {
     this.body = el("tbody");
     const titles = [["", ""], ["run", ""], ["status", ""], ["strategy", ""], ["workers", "n wide"], ["steps", "n"], ["loss", "n"], ["val loss", "n"], ["speed", "n wide"], ["time", "n wide"], ["last change", "n wide"]];
     const head = el("tr", {}, ...titles.map(([title, kind]) => el("th", { scope: "col", class: kind || null }, title || el("span", { class: "sr" }, "compare"))));
-    this.hint = el("span", { class: "note" }, "choose up to eight to compare");
+    this.hint = el("span", { class: "note" }, HINT);
     const list = card("Runs", { id: "runs", note: this.hint }, el("div", { class: "scroll" }, el("table", { class: "runs" }, el("thead", {}, head), this.body)));
 
     this.legend = new Legend(() => this.draw());
@@ -48,9 +49,9 @@ export class Runs {
       this.chosen = [current];
       this.load();
     }
-    const focused = document.activeElement?.dataset?.run;
+    const { tagName, dataset: { run: focused } = {} } = document.activeElement ?? {};
     this.body.replaceChildren(...runs.map((run) => this.row(run)));
-    if (focused) [...this.body.querySelectorAll("input")].find((box) => box.dataset.run === focused)?.focus();
+    if (focused) [...this.body.querySelectorAll("[data-run]")].find((node) => node.dataset.run === focused && node.tagName === tagName)?.focus();
     if (!runs.length) this.body.replaceChildren(el("tr", {}, el("td", { colspan: "11", class: "none" }, "no runs yet")));
   }
 
@@ -62,7 +63,7 @@ export class Runs {
       this.list(this.runs, this.current);
       this.load();
     });
-    const link = el("a", { href: this.open(run.name) }, run.name);
+    const link = el("a", { href: this.open(run.name), data: { run: run.name } }, run.name);
     const status = el("span", { class: "pill small" }, run.status);
     status.dataset.tone = RUN_STATES[run.status] ?? "muted";
     const speed = run.tokens_per_s ? `${short(run.tokens_per_s)} tok/s` : run.samples_per_s ? `${short(run.samples_per_s)} smp/s` : DASH;
@@ -84,6 +85,7 @@ export class Runs {
       return;
     }
     if (names !== this.chosen) return;
+    this.hint.textContent = HINT;
     this.found = found;
     this.draw();
   }
