@@ -448,6 +448,24 @@ def test_a_run_that_was_deleted_does_not_keep_others_from_being_compared(
         page.goto("about:blank")
 
 
+def test_whoever_reads_older_lines_is_left_in_peace(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    run = configure(tmp_path / "one")
+    append(run / "metrics.jsonl", row(1, 0), row(1, 1))
+    append(run / "logs" / "worker-rank0-a.log", *(log(f"line {i}", when=i) for i in range(300)))
+    with here(tmp_path) as address:
+        page = open_page(f"{address}#/one/logs")
+        until(page, "document.querySelectorAll('.log li').length === 200")
+        page.click(".older")
+        until(page, "document.querySelectorAll('.log li').length === 300")
+        assert not page.is_checked("#log-follow")
+        append(run / "logs" / "worker-rank0-a.log", log("a new line", when=400))
+        page.wait_for_timeout(1500)
+        assert page.locator(".log li").count() == 300
+        page.check("#log-follow")
+        until(page, "document.querySelector('.log li:last-child .message').textContent === 'a new line'")
+        page.goto("about:blank")
+
+
 # The picture: pure geometry, of the module that the page uses
 
 HIDDEN = """async () => {

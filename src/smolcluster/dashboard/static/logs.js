@@ -11,7 +11,7 @@ export class Logs {
     this.level = el("select", { "aria-label": "Least level", id: "log-level" }, ...LEVELS.map(([value, name]) => el("option", { value }, name)));
     this.process = el("select", { "aria-label": "Process", id: "log-process" }, el("option", { value: "" }, "all processes"));
     this.follow = el("input", { type: "checkbox", checked: true, id: "log-follow" });
-    this.older = el("button", { type: "button", class: "older", hidden: true, on: { click: () => this.load("older") } }, "Older lines");
+    this.older = el("button", { type: "button", class: "older", hidden: true, on: { click: () => this.goBack() } }, "Older lines");
     this.list = el("ol", { class: "log", tabindex: "0", "aria-label": "Log lines, the newest last" });
     this.status = el("p", { class: "fine", role: "status" });
     const tools = el("div", { class: "filters" }, this.search, this.level, this.process, el("label", { class: "check" }, this.follow, "follow"));
@@ -23,6 +23,7 @@ export class Logs {
       timer = setTimeout(() => this.load("newest"), 150);
     });
     for (const control of [this.level, this.process]) control.addEventListener("change", () => this.load("newest"));
+    this.follow.addEventListener("change", () => this.follow.checked && this.load("newest"));
     this.bytes = -1;
   }
 
@@ -32,7 +33,14 @@ export class Logs {
       this.bytes = -1;
       this.process.replaceChildren(el("option", { value: "" }, "all processes"));
       this.list.replaceChildren();
+      this.asked = (this.asked ?? 0) + 1; // what is under way is of another run
     }
+  }
+
+  /** Whoever reads older lines is not taken away from them by new ones. */
+  goBack() {
+    this.follow.checked = false;
+    this.load("older");
   }
 
   set(state) {
@@ -50,7 +58,7 @@ export class Logs {
     try {
       page = await ask(`/api/run/${encodeURIComponent(this.name)}/logs?${asked}`);
     } catch {
-      this.status.textContent = "the logs could not be read";
+      if (number === this.asked) this.status.textContent = "the logs could not be read";
       return;
     }
     if (number !== this.asked) return; // something newer was asked meanwhile
