@@ -466,6 +466,18 @@ def test_whoever_reads_older_lines_is_left_in_peace(tmp_path: Path, open_page: C
         page.goto("about:blank")
 
 
+def test_a_configuration_that_was_changed_is_shown(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    run = configure(tmp_path / "one", steps=100)
+    append(run / "metrics.jsonl", row(1, 0), row(1, 1))
+    with here(tmp_path) as address:
+        page = open_page(f"{address}#/one/config")
+        values = "[...document.querySelectorAll('#config dd')].map(d => d.textContent).join()"
+        until(page, f"{values} === 'allreduce,2,100'")
+        configure(run, steps=200)  # killed, and resumed for longer
+        until(page, f"{values} === 'allreduce,2,200'")
+        page.goto("about:blank")
+
+
 # The picture: pure geometry, of the module that the page uses
 
 HIDDEN = """async () => {

@@ -26,9 +26,9 @@ export class Config {
 
   set(state) {
     this.state = state;
-    const stamp = JSON.stringify([state.name, state.summary, state.checkpoints, Object.keys(state.config).length]);
-    if (!this.node.isConnected || stamp === this.stamp) return;
-    this.stamp = stamp;
+    const stamp = JSON.stringify([state.name, state.summary, state.checkpoints]);
+    if (!this.node.isConnected || (stamp === this.stamp && state.config === this.config)) return;
+    Object.assign(this, { stamp, config: state.config });
     this.draw(state);
   }
 
