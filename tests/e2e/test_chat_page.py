@@ -457,6 +457,22 @@ def test_a_key_is_asked_for(fake: Fake, open_page: Callable[..., Any]) -> None:
     page.wait_for_selector("#notice input[type=password]")
 
 
+def test_a_server_that_is_back_may_have_another_model(browser: Any) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    with serving(Fake()) as fake:
+        page.goto(fake.url)
+        ready(page)
+        assert page.inner_text("#name") == "smollm2"
+    with serving(Fake(models=["other"]), port=int(fake.url.rpartition(":")[2])) as fake:
+        until(page, "document.querySelector('#name').textContent === 'other'")
+        ask(page)
+        until(page, DONE)
+        assert fake.bodies[0]["model"] == "other"
+        context.close()
+
+
 def test_a_key_in_the_address_of_an_open_page(fake: Fake, open_page: Callable[..., Any]) -> None:
     fake.key = "a-key-for-the-test"
     page = open_page()

@@ -434,6 +434,14 @@ function status() {
   text($("load"), engine && connected ? [busy ? `${busy} answering` : "", queue ? `${queue} waiting` : ""].filter(Boolean).join(", ") : "");
 }
 
+/** Whether the line to the server stands. One that is back may serve another model. */
+function heard(good) {
+  const back = good && connected === false;
+  connected = good;
+  status();
+  if (back) learn();
+}
+
 async function learn() {
   let models;
   try {
@@ -448,7 +456,7 @@ async function learn() {
   showSettings();
   if (!learn.following) {
     learn.following = true;
-    follow({ changed: engineChanged, connection: (good) => ((connected = good), status()) });
+    follow({ changed: engineChanged, connection: heard });
   }
 }
 
