@@ -483,6 +483,43 @@ def test_a_key_in_the_address_of_an_open_page(fake: Fake, open_page: Callable[..
     assert page.is_hidden("#notice")
 
 
+def test_a_key_is_for_the_question_that_needed_it(fake: Fake, open_page: Callable[..., Any]) -> None:
+    page = open_page()
+    ready(page)
+    fake.words = ["the first answer"]
+    ask(page, "one")
+    until(page, DONE)
+    page.click("#new")
+    fake.key = "a-key-for-the-test"
+    ask(page, "two")
+    page.wait_for_selector("#notice input[type=password]")
+    page.click(".entry:text('one')")
+    page.fill("#notice input", fake.key)
+    page.keyboard.press("Enter")
+    until(page, "document.querySelector('#notice').hidden")
+    page.wait_for_timeout(300)
+    assert len(fake.bodies) == 1
+    assert page.evaluate(ANSWER) == "the first answer"
+
+
+def test_what_is_refused_while_one_edits_costs_no_other_question(fake: Fake, open_page: Callable[..., Any]) -> None:
+    page = open_page()
+    fake.words = ["yes"]
+    for count, words in enumerate(("one", "two"), start=1):
+        ask(page, words)
+        until(page, f"document.querySelectorAll('article.assistant:not([aria-busy])').length === {count}")
+    page.focus("#question")
+    page.keyboard.press("ArrowUp")
+    assert page.is_visible("#editing")
+    fake.next.append(refuse(400, "too long"))
+    page.click("article.assistant:last-of-type .retry")
+    until(page, "document.querySelector('#failure').textContent.includes('Too long.')")
+    assert page.is_hidden("#editing")
+    ask(page, "three")
+    until(page, "document.querySelectorAll('article.assistant:not([aria-busy])').length === 2")
+    assert [m["content"] for m in fake.bodies[-1]["messages"]] == ["one", "yes", "three"]
+
+
 # The strip
 
 

@@ -290,7 +290,8 @@ function keep(one) {
 
 function fail(problem) {
   if (problem.kind === "key") {
-    askForKey(() => retry());
+    const asked = conversation;
+    askForKey(() => asked === conversation && retry()); // not the last answer of another one
     return;
   }
   const words = el("span", {}, problem.message);
@@ -318,6 +319,7 @@ function fail(problem) {
 function takeBack() {
   const last = conversation.messages.at(-1);
   if (last?.role !== "user") return;
+  cancelEdit({ clear: false }); // that question is no more
   dropFrom(conversation.messages.length - 1);
   if (!question.value) question.value = last.content;
   keep(conversation);
