@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -571,6 +572,19 @@ def test_a_lost_machine_shows_and_fades(fake: Fake, open_page: Callable[..., Any
     assert page.is_hidden("#notice")
     names = "[...document.querySelectorAll('.stage:last-child .machine b')].map(b => b.textContent).join()"
     until(page, f"{names} === 'laptop'")  # after a while the lost one is gone from the page
+
+
+def test_a_lost_machine_goes_from_a_page_whose_clock_is_behind(fake: Fake, open_page: Callable[..., Any]) -> None:
+    page = open_page()
+    page.add_init_script("(now => (Date.now = () => now() - 3600e3))(Date.now)")
+    page.reload()
+    ready(page)
+    fake.tell(lost=[{**machine("pi4", state="lost"), "stage": 2, "at": time.time()}])
+    page.wait_for_selector(".machine[data-state=lost] b:text('pi4')")
+    until(page, "!document.querySelector('.machine[data-state=lost]')")
+    fake.tell(waiting=1)  # the server tells of it for a minute
+    until(page, "document.querySelector('#load').textContent.includes('1 waiting')")
+    assert page.locator(".machine[data-state=lost]").count() == 0
 
 
 def test_without_motion_nothing_moves(fake: Fake, open_page: Callable[..., Any]) -> None:

@@ -32,6 +32,7 @@ export class Strip {
     [this.stages, this.spares] = node.children;
     this.state = null;
     this.lost = new Map(); // name -> {machine, stage, until}
+    this.told = new Set(); // of the server: which loss was shown already
     this.lastDot = 0;
     this.passed = 0;
     this.still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -60,8 +61,11 @@ export class Strip {
     });
     for (const machine of this.state.lost ?? []) {
       // Told by the server: also to a page that was opened later.
-      const ago = Math.max(0, Date.now() / 1000 - Number(machine.at));
-      if (names.has(machine.name) || this.lost.has(machine.name) || !(ago < LOST_S)) continue;
+      const ago = Math.max(0, Date.now() / 1000 - Number(machine.at)); // by two clocks: it may never be over
+      const loss = `${machine.name} ${machine.at}`;
+      const known = this.told.has(loss) || names.has(machine.name) || this.lost.has(machine.name);
+      this.told.add(loss);
+      if (known || !(ago < LOST_S)) continue;
       this.lost.set(machine.name, { machine: { ...machine, state: "lost", busy: 0 }, stage: machine.stage ?? 0, until: Date.now() + (LOST_S - ago) * 1000 });
       setTimeout(() => this.draw(), (LOST_S - ago) * 1000 + 50);
     }
