@@ -33,6 +33,7 @@ RUN torch="$(sed -n 's/^ *"\(torch[^"]*\)",$/\1/p' pyproject.toml)"; \
 ARG EXTRAS=cluster
 COPY README.md LICENSE ./
 COPY configs configs
+COPY logging logging
 COPY src src
 # hadolint ignore=DL3013 # as pyproject.toml says
 RUN pip --python /opt/smolcluster/bin/python install ".[$EXTRAS]"; \

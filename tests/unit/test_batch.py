@@ -12,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -828,6 +829,9 @@ def test_the_image_is_what_the_job_files_expect() -> None:
     copied = {word for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE) for word in line.split()}
     assert copied == allowed
     assert all((ROOT / name).exists() for name in copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert set(wheel["force-include"]) <= copied  # without them no wheel can be built, hence no image
     torch = re.search(r"sed -n '(.+?)' pyproject.toml", text)
     assert torch is not None
     found = subprocess.run(
