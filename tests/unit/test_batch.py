@@ -725,6 +725,7 @@ def test_a_server_and_workers_in_containers() -> None:
     server, *workers = found["services"].values()
     assert server["command"][-4:] == ["--bind", "0.0.0.0", "--port", "65432"]
     assert server["healthcheck"]["test"] == ["CMD-SHELL", containers.listens(65432)]
+    assert server["healthcheck"]["start_period"] == "900s"  # `up` gives a container up that is not healthy after it
     assert "deploy" not in server
     for rank, worker in enumerate(workers):
         assert worker["entrypoint"] == ["smolcluster"]
@@ -769,9 +770,24 @@ def test_compose_fills_in_nothing_of_ours() -> None:
     text = compose.render(made, in_docker())
     assert not re.search(r"(?<!\$)(\$\$)*\$(?!\$)", text)
     found = yaml.safe_load(text.replace("$$", "$"))
-    assert found["services"]["server"]["entrypoint"][2] == containers.START
+    assert found["services"]["server"]["entrypoint"][2] == compose.LEAD
     assert "JOB_COMPLETION_INDEX" not in text  # that is Kubernetes'
-    assert yaml.safe_load(found["configs"]["config"]["content"])["logging"]["project_name"] == "a $HOME b"
+    config = found["services"]["server"]["environment"]["CONFIG"]
+    assert yaml.safe_load(config)["logging"]["project_name"] == "a $HOME b"
+
+
+@pytest.mark.parametrize("made", COMPOSE_JOBS, ids=range(len(COMPOSE_JOBS)))
+def test_docker_copies_nothing_into_a_container_that_is_read_only(made: Job) -> None:
+    """A config with content, and a secret that is no file, would have to be copied: Docker refuses to start those."""
+    found = composed(made)
+    assert "configs" not in found
+    assert all(list(secret) == ["file"] for secret in found.get("secrets", {}).values())
+    for service in found["services"].values():
+        assert service["read_only"] is True
+        assert "configs" not in service
+        if containers.CONFIG in service["command"]:
+            assert f'"$$CONFIG" >{containers.CONFIG}\n' in service["entrypoint"][2]
+            assert containers.CONFIG.rpartition("/")[0] in service["tmpfs"]
 
 
 def test_a_task_is_mounted() -> None:
@@ -780,7 +796,7 @@ def test_a_task_is_mounted() -> None:
         mount = service["volumes"][1]
         assert (mount["source"], mount["target"], mount["read_only"]) == ("/home/me/my work", "/app", True)
     assert found["services"]["worker-0"]["command"][-2:] == ["--task", "/app/my_task.py:Mine"]
-    assert yaml.safe_load(found["configs"]["config"]["content"])["task"] == "/app/my_task.py:Mine"
+    assert yaml.safe_load(found["services"]["server"]["environment"]["CONFIG"])["task"] == "/app/my_task.py:Mine"
 
 
 @pytest.mark.parametrize(

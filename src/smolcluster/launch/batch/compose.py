@@ -4,6 +4,8 @@
     elastic plane    server, worker-0, worker-1, ...: each may be stopped and started again
 
 They have a network of their own. The run is in a folder of this machine, so the containers run as a user who may write there.
+The configuration is a variable, which containers write down when they start: what a compose file has as the content of a
+`config` is copied into a container, and Docker copies nothing into one that is read-only.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from typing import Any
 from smolcluster.config import dump
 from smolcluster.errors import UserError
 from smolcluster.launch.batch import containers
-from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT, START
+from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT
 from smolcluster.launch.batch.job import RANK_PORT, Job, check_dns_name
 from smolcluster.launch.batch.text import mebibytes, to_yaml
 
 RESTARTS = 3
+READY_S = 900  # a server listens when it has its data, which may have to be fetched first
 DATA_FOLDER, TOKEN_FILE = PurePath("data"), PurePath("token")  # beside the compose file
 CODE = "/app"  # where a task of the user's own lies in a container
 TOKEN = "/run/secrets/token"
+WRITE_DOWN = f'printf %s "$CONFIG" >{CONFIG}\n'
+START = f'{WRITE_DOWN}exec "$@"\n'
+LEAD = f"{WRITE_DOWN}{containers.START}"
 
 Service = dict[str, Any]
 
@@ -67,9 +73,7 @@ def render(job: Job, settings: Settings) -> str:
     for name, service in _services(job):
         own = textwrap.indent(to_yaml(_escaped(service)), "    ")
         parts.append(f"  {name}:\n    <<: *smolcluster\n{own}")
-    config = job.config.model_copy(deep=True)
-    config.task = _task(job)
-    parts.append(to_yaml(_escaped({"networks": {"cluster": {}}, "configs": {"config": {"content": dump(config)}}})))
+    parts.append(to_yaml({"networks": {"cluster": {}}}))
     if job.plane == "elastic":
         parts.append(to_yaml(_escaped({"secrets": {"token": {"file": _path(settings.token_file)}}})))
     return "".join(parts)
@@ -98,7 +102,9 @@ def _task(job: Job) -> str | None:
 
 
 def _common(job: Job, settings: Settings) -> Service:
-    environment = containers.environment(job)
+    config = job.config.model_copy(deep=True)
+    config.task = _task(job)
+    environment = containers.environment(job) | {"CONFIG": dump(config)}
     volumes = [_bind(_path(settings.data), DATA)]
     if job.task is not None:
         file = job.task.rpartition(":")[0] if ".py:" in job.task else job.task
@@ -108,13 +114,12 @@ def _common(job: Job, settings: Settings) -> Service:
         "init": True,
         "user": settings.user,
         "read_only": True,
-        "tmpfs": ["/tmp"],
+        "tmpfs": ["/tmp", str(PurePosixPath(CONFIG).parent)],
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "networks": ["cluster"],
         "restart": f"on-failure:{RESTARTS}",
         "stop_grace_period": f"{containers.GRACE_S}s",
-        "configs": [{"source": "config", "target": CONFIG}],
         "volumes": volumes,
         "environment": environment,
     }
@@ -136,9 +141,13 @@ def _bind(source: str, target: str) -> Service:
 
 
 def _services(job: Job) -> Iterator[tuple[str, Service]]:
-    lead = {"entrypoint": ["/bin/sh", "-euc", START, "start"]}
+    lead = _starts_with(LEAD)
     if job.plane == "elastic":
-        check = {"test": ["CMD-SHELL", containers.listens(SERVER_PORT)], "interval": "2s", "start_period": "60s"}
+        check = {
+            "test": ["CMD-SHELL", containers.listens(SERVER_PORT)],
+            "interval": "2s",
+            "start_period": f"{READY_S}s",
+        }
         yield "server", {**lead, "command": containers.server_command(job), "healthcheck": check}
         for rank in range(job.workers):
             host = f"worker-{rank}"
@@ -149,8 +158,12 @@ def _services(job: Job) -> Iterator[tuple[str, Service]]:
     for rank in range(job.workers):
         command = [*containers.train_command(job), "--world-size", str(job.workers), "--rank", str(rank)]
         command += ["--master-addr", "rank-0", "--master-port", str(RANK_PORT)]
-        how = {**lead, "command": command} if rank == 0 else {"entrypoint": command[:1], "command": command[1:]}
-        yield f"rank-{rank}", {**how, **_gpu(job, rank)}
+        how = lead if rank == 0 else _starts_with(START)
+        yield f"rank-{rank}", {**how, "command": command, **_gpu(job, rank)}
+
+
+def _starts_with(script: str) -> Service:
+    return {"entrypoint": ["/bin/sh", "-euc", script, "start"]}
 
 
 def _gpu(job: Job, rank: int) -> Service:
