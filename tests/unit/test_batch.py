@@ -25,13 +25,14 @@ import yaml
 from smolcluster.cli import compose as cli_compose
 from smolcluster.cli import k8s as cli_k8s
 from smolcluster.cli import slurm as cli_slurm
+from smolcluster.cli import worker as cli_worker
 from smolcluster.comm.elastic.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.batch import compose, containers, kubernetes, slurm
 from smolcluster.launch.batch.job import Job, check_name, plan_job
 from smolcluster.launch.batch.text import mebibytes, parse_time, slurm_time, to_yaml
-from smolcluster.launch.environment import FIRST_PORT, assigned_place, first_host, tasks_on_node
+from smolcluster.launch.environment import FIRST_PORT, assigned_place, first_host, local_place, tasks_on_node
 
 ROOT = Path(__file__).parents[2]
 TASK = "/app/my_task.py:Mine"
@@ -103,6 +104,20 @@ def test_torchrun_and_flags_come_before_slurm() -> None:
         place(STEP | {"SLURM_PROCID": "x"})
     with pytest.raises(UserError, match="port 70000"):
         place(STEP | {"MASTER_PORT": "70000"})
+
+
+def test_a_worker_of_several_on_a_machine_knows_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or all of them would compute on the first GPU, with all cores each, and want one port for their metrics."""
+    assert local_place({}) == (0, 1)
+    assert local_place(STEP) == (1, 2)
+    assert local_place(STEP | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}) == (3, 8)
+    specs: list[Any] = []
+    monkeypatch.setattr("smolcluster.cli.ending.leave_after", lambda work: work())
+    monkeypatch.setattr("smolcluster.launch.joining.run_joined", lambda spec, **_: specs.append(spec))
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    cli_worker.worker(3, "gpu09", server="gpu08:20013")
+    assert [(spec.rank, spec.local_rank, spec.local_world_size) for spec in specs] == [(3, 1, 2)]
 
 
 @pytest.mark.parametrize(

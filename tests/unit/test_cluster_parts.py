@@ -77,10 +77,20 @@ def test_the_elastic_plane(tmp_path: Path) -> None:
     assert layout.lead.again[-2:] == ("--resume", "runs/r1")
     assert layout.seats[2].arguments[:5] == ("worker", "1", "win", "--server", "10.0.0.1:7000")
     assert layout.seats[2].arguments[-2:] == ("--device", "cuda")
+    places = [(dict(s.environment)["LOCAL_RANK"], dict(s.environment)["LOCAL_WORLD_SIZE"]) for s in layout.seats[1:]]
+    assert places == [("0", "1"), ("0", "2"), ("1", "2")]  # each has a GPU of its own, if there are two
     assert layout.needs_token
     assert layout.config.cluster.workers == ["pi5", "win", "win"]
     assert layout.config.cluster.batch_size == {"win": 8}
     assert layout.config.cluster.hosts == {}
+
+
+def test_stages_of_one_machine_share_out_its_gpus(tmp_path: Path) -> None:
+    text = "hosts: {a: {address: 10.0.0.1, workers: 2}, b: 10.0.0.2}\nserver: b\nrun: {serve: some-model}\n"
+    stages = [seat for seat in laid_out(text, tmp_path).seats if seat.arguments[0] == "stage"]
+    numbers = [seat.arguments[-2:] for seat in stages if "--local-rank" in seat.arguments]
+    assert [seat.host for seat in stages] == ["a", "a", "b"]
+    assert numbers == [("--local-rank", "0"), ("--local-rank", "1")]
 
 
 def test_without_a_strategy_several_workers_are_several(tmp_path: Path) -> None:

@@ -61,8 +61,10 @@ def worker(
     ] = None,
 ) -> int:
     """Join a run. Waits for the server, also when it is gone for a while, and ends when the run does; Ctrl-C leaves it."""
+    from smolcluster.launch.environment import local_place
     from smolcluster.launch.joining import run_joined, worker_spec
 
+    local_rank, local_world_size = local_place()
     spec = worker_spec(
         rank,
         hostname,
@@ -77,6 +79,8 @@ def worker(
             "training.precision": precision,
             "data.root": None if data_root is None else str(data_root.resolve()),
         },
+        local_rank=local_rank,
+        local_world_size=local_world_size,
     )
     from smolcluster.cli.ending import leave_after
     from smolcluster.observe.console import ConsoleSink

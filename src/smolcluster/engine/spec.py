@@ -38,7 +38,7 @@ class WorkerSpec:
 
     @property
     def first_here(self) -> int:
-        return self.rank - self.local_rank if self.first_rank is None else self.first_rank
+        return max(0, self.rank - self.local_rank) if self.first_rank is None else self.first_rank
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

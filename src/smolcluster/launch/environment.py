@@ -98,17 +98,30 @@ def slurm_place(environ: Mapping[str, str]) -> Assigned | None:
     if world_size < 2:
         return None
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     job, step = _number("SLURM_JOB_ID", environ, default=0), _number("SLURM_STEP_ID", environ)
     return Assigned(
         rank=_number("SLURM_PROCID", environ),
         world_size=world_size,
         local_rank=_number("SLURM_LOCALID", environ),
-        local_world_size=tasks_on_node(tasks, _number("SLURM_NODEID", environ, default=0)),
+        local_world_size=_tasks_here(environ),
         master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
         master_port=_port(environ, default=FIRST_PORT + (job + step) % NUM_PORTS),
         restarts=_number("SLURM_RESTART_COUNT", environ, default=0),
     )
+
+
+def local_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Which of the workers on this machine this process is, and of how many; where nobody says, it is the only one."""
+    if environ.get("LOCAL_RANK"):
+        return _number("LOCAL_RANK", environ), _number("LOCAL_WORLD_SIZE", environ, default=1)
+    if environ.get("SLURM_STEP_ID"):
+        return _number("SLURM_LOCALID", environ, default=0), _tasks_here(environ)
+    return 0, 1
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    return tasks_on_node(tasks, _number("SLURM_NODEID", environ, default=0))
 
 
 def first_host(nodes: str) -> str:

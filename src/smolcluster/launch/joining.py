@@ -48,8 +48,11 @@ def worker_spec(
     batch_size: int | None = None,
     overrides: Sequence[str] = (),
     sets: Mapping[str, Any] | None = None,
+    local_rank: int = 0,
+    local_world_size: int = 1,
 ) -> WorkerSpec:
-    """What a worker is told at its start. `sets` are keys of its own, by dotted name.
+    """What a worker is told at its start. `sets` are keys of its own, by dotted name. `local_rank` is its number among the
+    workers of its machine.
 
     With configuration files the worker compares them with the server's; without any it takes all from the server.
     """
@@ -75,8 +78,8 @@ def worker_spec(
         config=resolved,
         rank=rank,
         world_size=1,
-        local_rank=0,
-        local_world_size=1,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
         host=host,
         run_dir="",
         plane="elastic",

@@ -278,7 +278,10 @@ class _Draft:
             device = self.hosts[host].device
             joins += ["--device", device] if device is not None else []
             joins += ["--task", self.config.task] if self.config.task is not None else []
-            seats.append(Seat(name=f"worker-{rank}", host=host, arguments=tuple(joins), restart=True))
+            local = self._local(rank)
+            seats.append(
+                Seat(name=f"worker-{rank}", host=host, arguments=tuple(joins), restart=True, environment=local)
+            )
         return seats
 
     def serving(self) -> list[Seat]:
@@ -295,6 +298,7 @@ class _Draft:
             holds = ["stage", "--server", f"{_quoted(address)}:{self.port}", "--name", name]
             device = self.hosts[host].device
             holds += ["--device", device] if device is not None else []
+            holds += ["--local-rank", str(self.workers[:number].count(host))] if self.workers.count(host) > 1 else []
             seats.append(Seat(name=f"stage-{number}", host=host, arguments=tuple(holds), restart=True))
         return seats
 
@@ -304,9 +308,7 @@ class _Draft:
         for rank, host in enumerate(self.workers):
             master = ("--master-addr", self.meeting_point(host), "--master-port", str(self.port))
             run = ("train", CONFIG, *size, "--rank", str(rank), *master, *self.run, *self._own(host))
-            here = [number for number, other in enumerate(self.workers) if other == host]
-            local = {"LOCAL_RANK": str(here.index(rank)), "LOCAL_WORLD_SIZE": str(len(here))}
-            seats.append(Seat(name=f"worker-{rank}", host=host, arguments=run, environment=local))
+            seats.append(Seat(name=f"worker-{rank}", host=host, arguments=run, environment=self._local(rank)))
         return seats
 
     def restarting(self) -> list[Seat]:
@@ -319,6 +321,14 @@ class _Draft:
             again = (*run, "--resume", self.directory) if host == self.lead else run
             seats.append(Seat(name=f"launcher-{number}", host=host, arguments=run, again=again, restart=True))
         return seats
+
+    def _local(self, rank: int) -> dict[str, str]:
+        """Which of the workers of its machine it is: they share out its GPUs, its cores and the ports of metrics."""
+        host = self.workers[rank]
+        return {
+            "LOCAL_RANK": str(self.workers[:rank].count(host)),
+            "LOCAL_WORLD_SIZE": str(self.workers.count(host)),
+        }
 
     def _own(self, host: str) -> tuple[str, ...]:
         device = self.hosts[host].device
