@@ -401,10 +401,14 @@ def test_the_script_begins_goes_on_and_begins_anew(tmp_path: Path) -> None:
     _, (srun,) = played(made, settings, tmp_path)
     assert "--resume" not in srun
     assert run_dir.is_dir()  # somebody else's run: smolcluster says so
-    _, (srun,) = played(made, settings, tmp_path, SLURM_RESTART_COUNT="2")
-    assert "--resume" not in srun
-    assert not run_dir.exists()
-    assert (run_dir.parent / "demo-nothing-saved-2/config.yaml").exists()
+    for number in ("17", "18", "19"):  # jobs of the same file, each of which was queued again before it saved
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / "config.yaml").touch()
+        status, (srun,) = played(made, settings, tmp_path, SLURM_JOB_ID=number, SLURM_RESTART_COUNT="2")
+        assert status == 0
+        assert "--resume" not in srun
+        assert not run_dir.exists()
+        assert (run_dir.parent / f"demo-nothing-saved-{number}-2/config.yaml").exists()
     for saved in ("checkpoints/step-00000010", "journal/snapshots/step-00000010"):
         (run_dir / saved).mkdir(parents=True)
         for count in ("0", "1"):
@@ -467,6 +471,7 @@ def test_all_nodes_must_see_the_files(tmp_path: Path) -> None:
         (replace(two, sources=("/tmp/mine.yaml",)), "CONFIG /tmp/mine.yaml: every node has its own /tmp"),
         (replace(two, sources=("/dev/shm/t.py:T",)), "say --shared /dev/shm if that is one"),
         (job(nodes=2, **{"data.root": "/var/tmp/mnist"}), "data.root /var/tmp/mnist"),
+        (job(nodes=2, **{"data.tokenizer_root": "/tmp/gpt2"}), "data.tokenizer_root /tmp/gpt2"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             slurm.check(wrong, good)

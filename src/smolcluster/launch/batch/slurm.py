@@ -52,10 +52,11 @@ def check(job: Job, settings: Settings, *, resume: bool = False) -> None:
             f"{settings.run_dir} already holds a run; say --resume to go on with it, or choose another --name or --run-dir"
         )
     if job.nodes > 1:
-        data = job.config.data.root
+        data = job.config.data
         paths = [("CONFIG", source) for source in job.sources if source.startswith("/")]
-        paths += [("--run-dir", str(settings.run_dir)), ("data.root", str(Path(data).absolute()) if data else "")]
-        paths += [("--token-file", str(settings.token_file or ""))]
+        paths += [("--run-dir", str(settings.run_dir)), ("--token-file", str(settings.token_file or ""))]
+        said = {"data.root": data.root, "data.tokenizer_root": data.tokenizer_root}
+        paths += [(key, str(Path(path).absolute())) for key, path in said.items() if path]
         for what, path in paths:
             _check_shared(what, path, settings.shared)
     if settings.token_file is not None:
@@ -154,7 +155,7 @@ def _opening(job: Job, settings: Settings) -> Iterator[str]:
     yield 'if [ "$saved" ]; then'
     yield '    arguments+=(--resume "$run_dir")'
     yield 'elif [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -e "$run_dir/config.yaml" ]; then'
-    yield '    mv "$run_dir" "$run_dir-nothing-saved-$SLURM_RESTART_COUNT"'
+    yield '    mv "$run_dir" "$run_dir-nothing-saved-$SLURM_JOB_ID-$SLURM_RESTART_COUNT"'
     yield "fi"
 
 
