@@ -828,6 +828,7 @@ def test_a_task_is_mounted() -> None:
         (job(), {"image": ""}, "--image ''"),
         (job(workers_per_node=3, gpus_per_node=2), {}, "use --workers 2, or --backend gloo"),
         (job(**{"data.root": "./mnist"}), {}, "data.root=/data/mnist"),
+        (job(**{"data.tokenizer": "mine/tokenizer.json"}), {}, "data.tokenizer=/data/tokenizer.json"),
     ],
 )
 def test_what_docker_would_not_take(made: Job, settings: dict[str, Any], said: str) -> None:

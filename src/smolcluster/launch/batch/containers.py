@@ -83,7 +83,12 @@ def default_image(job: Job) -> str:
 def check_paths(job: Job) -> None:
     """A container does not see the files of this machine."""
     data = job.config.data
-    for key, path in (("data.root", data.root), ("data.tokenizer_root", data.tokenizer_root)):
+    tokenizer = data.tokenizer if data.tokenizer is not None and re.search(r"/|\.json$", data.tokenizer) else None
+    for key, path in (
+        ("data.root", data.root),
+        ("data.tokenizer_root", data.tokenizer_root),
+        ("data.tokenizer", tokenizer),
+    ):
         if path is not None and not PurePosixPath(path).is_absolute():
             raise UserError(
                 f"{key} = '{path}' is a path of this machine, which a container does not see: put the files on its volume "
