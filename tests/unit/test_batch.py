@@ -961,6 +961,16 @@ def test_the_token_is_never_printed(
     assert token not in shown.out + shown.err
 
 
+def test_a_path_of_the_image_stays_what_it_is(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is a link here, as /tmp and /home are on a Mac, need not be one there."""
+    (programs / "elsewhere").mkdir()
+    (programs / "app").symlink_to(programs / "elsewhere")
+    task = f"{programs}/app/my_task.py:Mine"
+    cli_k8s.k8s([task], strategy="edp")
+    config, *_ = yaml.safe_load_all(capsys.readouterr().out)
+    assert yaml.safe_load(config["data"]["config.yaml"])["task"] == task
+
+
 def test_a_task_of_this_machine_is_not_in_a_pod(programs: Path) -> None:
     with pytest.raises(UserError, match=re.escape("such as /app/my_task.py:Mine")):
         cli_k8s.k8s(["my_task.py:Mine"])

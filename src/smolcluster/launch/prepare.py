@@ -115,6 +115,6 @@ def task_name(config: Config) -> str:
 
 
 def absolute_task(task: str) -> str:
-    """Workers may run elsewhere: the path must hold there too."""
+    """Workers may run elsewhere: the path must hold there too. What is a link here may be none there, so it stays one."""
     path, colon, name = task.rpartition(":") if ".py:" in task else (task, "", "")
-    return f"{Path(path).resolve()}{colon}{name}"
+    return f"{Path(path).absolute()}{colon}{name}"
