@@ -981,6 +981,10 @@ def test_compose_tells_what_is_missing(programs: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert "before it starts: mkdir -p there/data" in said
     assert "token new --show-only > there/token)" in said
+    cli_compose.compose(["gpt"], strategy="edp", data=Path("my data"), token_file=Path("my token"))
+    said = capsys.readouterr().err
+    assert "mkdir -p 'my data'" in said
+    assert "> 'my token')" in said
     with pytest.raises(UserError, match="it would not start"):
         cli_compose.compose(["gpt"], strategy="edp", submit=True)
     Path("data").mkdir()

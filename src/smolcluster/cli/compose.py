@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -97,9 +98,10 @@ def compose(
 def _missing(plane: str, *, data: Path, token_file: Path, hand_to: str | None) -> list[str]:
     """Commands that make what the containers need and is not there. What root makes must be handed to their user."""
     commands = []
+    folder, token = shlex.quote(str(data)), shlex.quote(str(token_file))
     if not data.is_dir():
-        commands.append(f"mkdir -p {data}" + (f" && chown {hand_to} {data}" if hand_to else ""))
+        commands.append(f"mkdir -p {folder}" + (f" && chown {hand_to} {folder}" if hand_to else ""))
     if plane == "elastic" and not token_file.is_file():
-        make = f"(umask 077; smolcluster token new --show-only > {token_file})"
-        commands.append(make + (f" && chown {hand_to} {token_file}" if hand_to else ""))
+        make = f"(umask 077; smolcluster token new --show-only > {token})"
+        commands.append(make + (f" && chown {hand_to} {token}" if hand_to else ""))
     return commands
