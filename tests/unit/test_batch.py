@@ -580,8 +580,9 @@ def test_several_workers_in_a_pod_are_started_by_a_launcher() -> None:
     (pod,) = pods(kinds(*KUBERNETES_JOBS["several"]))
     (container,) = pod["containers"]
     leader = "gpt-allreduce-0.gpt-allreduce"
-    assert container["args"][-8:] == [
-        *("--workers", "2", "--elastic", "4:4", "--rdzv-endpoint", f"{leader}:29400", "--max-restarts", "10")
+    assert container["args"][-10:] == [
+        *("--workers", "2", "--elastic", "4:4", "--rdzv-endpoint", f"{leader}:29400", "--max-restarts", "10"),
+        *("--override", "cluster.join_timeout=900"),  # a pod has its name before its image
     ]
     assert {"name": "LEADER", "value": leader} in container["env"]
     assert container["resources"]["limits"] == {"cpu": "6", "memory": "8192Mi"}

@@ -22,12 +22,33 @@ from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch import restart, rounds
+from smolcluster.launch.meeting import met
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish, parse_elastic
 from smolcluster.launch.restart import run_restarting
 from smolcluster.launch.rounds import Decree, broken, next_round
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def nobody(host: str, port: int, *, within_s: float) -> socket.socket:
+        waits.append(within_s)
+        raise OSError
+
+    monkeypatch.setattr(rollcall, "reach", nobody)
+    with (
+        pytest.raises(
+            UserError, match=r"nobody answers at --rdzv-endpoint 192.0.2.1:9 in 0.3 s \(cluster.join_timeout\)"
+        ),
+        met(("192.0.2.1", 9), within_s=0.3),
+    ):
+        pass
+    assert len(waits) > 1
+    assert dial("192.0.2.1", 9, within_s=900.0, until=lambda: len(waits) > 9) is None
+    assert max(waits) == rollcall.REACH_S  # then the name is asked again: a pod that leads may have another address
 
 
 # What is asked for -------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ LINE_BYTES = 1 << 20  # the longest line that is read
 MOST_MEMBERS = 4096
 MOST_GONE = 256  # of those that left, so many are remembered
 RETRY_S = 0.1
+REACH_S = 10.0  # for one attempt: a name may mean another machine by then
 
 CLOSED, SILENT = "closed", "silent"  # how somebody left
 Fields = dict[str, Any]
@@ -194,7 +195,7 @@ def dial(host: str, port: int, *, within_s: float, until: Callable[[], bool] = l
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline and not until():
         with contextlib.suppress(OSError):
-            return reach(host, port, within_s=max(0.1, deadline - time.monotonic()))
+            return reach(host, port, within_s=max(0.1, min(REACH_S, deadline - time.monotonic())))
         time.sleep(RETRY_S)
     return None
 

@@ -314,7 +314,9 @@ class ClusterConfig(Section):
         description="keep a second server process ready (about 250 MB), with train --elastic one for every worker: who dies "
         "is back seconds sooner",
     )
-    join_timeout: Positive = Field(120.0, description="mesh: seconds that ranks wait for each other at the start")
+    join_timeout: Positive = Field(
+        120.0, description="mesh: seconds that ranks, or launchers of --elastic, wait for each other at the start"
+    )
     seed: Seed | None = Field(None, description="as in the cluster files; training.seed wins")
 
 

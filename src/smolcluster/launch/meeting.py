@@ -10,12 +10,13 @@ from smolcluster.comm.rollcall import Keeper, Member, dial
 from smolcluster.errors import UserError
 from smolcluster.launch.rounds import SILENT_S
 
-MEET_S = 120.0  # machines that start together find each other within
-
 
 @contextlib.contextmanager
-def met(endpoint: tuple[str, int] | None) -> Iterator[tuple[Member | None, bool]]:
-    """This machine's place among the launchers, and whether it leads. Without an endpoint it is alone, and has none."""
+def met(endpoint: tuple[str, int] | None, *, within_s: float) -> Iterator[tuple[Member | None, bool]]:
+    """This machine's place among the launchers, and whether it leads. Without an endpoint it is alone, and has none.
+
+    Machines that start together find each other `within_s`.
+    """
     if endpoint is None:
         yield None, True
         return
@@ -24,7 +25,7 @@ def met(endpoint: tuple[str, int] | None) -> Iterator[tuple[Member | None, bool]
         with contextlib.suppress(OSError):  # another launcher on this machine was first
             keeper = Keeper(host, port, silent_s=SILENT_S)
     try:
-        line = dial(host, port, within_s=MEET_S)
+        line = dial(host, port, within_s=within_s)
         if line is None and not is_known(host):
             raise UserError(
                 f"--rdzv-endpoint {host}:{port}: this machine does not know the name {host}; use the address of the machine "
@@ -32,8 +33,8 @@ def met(endpoint: tuple[str, int] | None) -> Iterator[tuple[Member | None, bool]
             )
         if line is None:
             raise UserError(
-                f"nobody answers at --rdzv-endpoint {host}:{port} in {MEET_S:g} s; is the command started on that machine, "
-                "with this address, and does a firewall let it through?"
+                f"nobody answers at --rdzv-endpoint {host}:{port} in {within_s:g} s (cluster.join_timeout); is the command "
+                "started on that machine, with this address, and does a firewall let it through?"
             )
         member = Member(line, {"host": socket.gethostname(), "workers": 0}, silent_s=SILENT_S)
         with contextlib.closing(member):

@@ -75,7 +75,7 @@ def run_restarting(
 ) -> dict[str, Any]:
     """Train until the end, however often workers die. Returns the summary where the run is led, elsewhere only its status."""
     refuse_inside_a_worker()
-    with met(elastic.endpoint) as (member, leads):
+    with met(elastic.endpoint, within_s=config.cluster.join_timeout) as (member, leads):
         run = _Run(config, elastic, run_dir=run_dir, resume=resume, backend=backend, sinks=sinks)
         if not leads:
             return run.run(member, leads=False)

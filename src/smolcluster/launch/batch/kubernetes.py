@@ -38,7 +38,7 @@ LONGEST_NAME = 50  # with `-worker-1234` behind it, it is still the name of a ho
 CONTAINER = "smolcluster"
 KEY = "token"  # in the secret
 INDEX = "$(JOB_COMPLETION_INDEX)"  # Kubernetes fills it in
-PULL_S = 900  # ranks wait so long for one whose node still pulls the image
+PULL_S = 900  # ranks, and launchers, wait so long for one whose node still pulls the image
 
 # The name of pod 0 is known a little after the pod itself, and who leads must know that it is meant.
 _AWAIT_NAME = """\
@@ -197,8 +197,8 @@ def _ranks(job: Job, settings: Settings) -> Manifest:
     else:
         command += ["--world-size", str(job.workers), "--rank", INDEX]
         command += ["--master-addr", leader, "--master-port", str(RANK_PORT)]
-        if "join_timeout" not in job.config.cluster.model_fields_set:
-            command += ["--override", f"cluster.join_timeout={PULL_S}"]
+    if "join_timeout" not in job.config.cluster.model_fields_set:
+        command += ["--override", f"cluster.join_timeout={PULL_S}"]
     pod = _pod(job, settings, component="rank", command=command, start=start, env=env)
     pod["spec"]["subdomain"] = job.name
     return _job(job, settings, job.name, pod, pods=job.nodes, indexed=True)
