@@ -130,6 +130,23 @@ def test_what_is_the_users_stays(tmp_path: Path) -> None:
         write_files(tmp_path, {"LOKI_PORT": "x"})
 
 
+@pytest.mark.skipif(os.name != "posix", reason="there are other rights elsewhere")
+def test_the_users_of_the_containers_can_read_their_files(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_files(tmp_path / "stack", {})
+    finally:
+        os.umask(before)
+    compose = yaml.safe_load((tmp_path / "stack/docker-compose.yml").read_text())
+    for service in compose["services"].values():
+        for source in (volume.partition(":")[0] for volume in service["volumes"]):
+            for path in (tmp_path / "stack" / source).rglob("*") if source.startswith("./") else ():
+                assert path.stat().st_mode & 0o005 == (0o005 if path.is_dir() else 0o004), path
+            if source.startswith("./"):
+                assert (tmp_path / "stack" / source).stat().st_mode & 0o004
+    assert (tmp_path / "stack/.env").stat().st_mode & 0o077 == 0
+
+
 def test_beyond_loopback_one_is_warned(calls: Path, tmp_path: Path, ports: dict[str, str]) -> None:
     install(calls, "docker")
     told: list[str] = []

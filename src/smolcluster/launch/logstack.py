@@ -165,9 +165,13 @@ def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
             target = folder / path.relative_to(source)
             if path.is_dir():
                 target.mkdir(parents=True, exist_ok=True)
+                target.chmod(
+                    0o755
+                )  # processes in the containers are other users; whatever umask says, they must read this
             elif not (target.exists() and path.relative_to(source).parts[0] in _YOURS):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
+                target.chmod(0o644)
         environ = {"GRAFANA_PASSWORD": secrets.token_urlsafe(15)} | DEFAULTS | _read(folder) | dict(settings)
         for name, value in environ.items():
             if name.endswith("_PORT") and not (value.isdigit() and 0 < int(value) < 65536):
