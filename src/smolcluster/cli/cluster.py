@@ -18,6 +18,8 @@ AcceptNew = Annotated[
     bool, typer.Option("--accept-new", help="Trust machines that ssh has not seen before, and remember their keys.")
 ]
 
+REACH_S = 5.0
+
 app = typer.Typer(
     help="A cluster file: write one, check one; take machines that offer themselves.",
     no_args_is_help=True,
@@ -93,29 +95,27 @@ def accept(
     from smolcluster.launch.pairing import PairingFailed
     from smolcluster.launch.pairing import accept as pair
 
-    place = _place(name, address)
+    places = _places(name, address)
     given = _given(server, cluster, rank)
     try:
-        with socket.create_connection(place, timeout=10.0) as line:
+        with _reached(places) as line:
             facts = pair(line, given, ask=_ask)
     except PairingFailed as error:
         raise UserError(f"not taken: {error}") from error
-    except OSError as error:
-        raise UserError(f"{place[0]}:{place[1]} cannot be reached: {error.strerror or error}") from error
     from smolcluster.observe.text import printable
 
     typer.echo(f"{printable(str(facts.get('name')))[:60]} has the token, and joins as worker {given['rank']}")
     return 0
 
 
-def _place(name: str | None, address: str | None) -> tuple[str, int]:
-    """Where the machine waits for somebody to take it."""
+def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
+    """Where the machine waits for somebody to take it. One with several links says all its addresses."""
     from smolcluster.comm.elastic.sockets import split_address
     from smolcluster.errors import UserError, unknown_name
     from smolcluster.launch.discovery import find_offers
 
     if address is not None:
-        return split_address(address)
+        return [split_address(address)]
     offers = find_offers(wanted=name)
     if not offers:
         raise UserError("no machine offers itself on this network; run `smolcluster join` there, or give --address")
@@ -124,7 +124,21 @@ def _place(name: str | None, address: str | None) -> tuple[str, int]:
     if name is None and len(offers) > 1:
         raise UserError(f"several machines offer themselves; say which: {', '.join(offer.name for offer in offers)}")
     chosen: Offer = next(offer for offer in offers if name in (None, offer.name))
-    return chosen.addresses[0], chosen.port
+    return [(each, chosen.port) for each in chosen.addresses]
+
+
+def _reached(places: list[tuple[str, int]]) -> socket.socket:
+    """By the first of them that this machine has a way to."""
+    from smolcluster.comm.elastic.sockets import join_address
+    from smolcluster.errors import UserError
+
+    failed = []
+    for place in places:
+        try:
+            return socket.create_connection(place, timeout=REACH_S)
+        except OSError as error:
+            failed.append(f"{join_address(*place)} ({error.strerror or error})")
+    raise UserError(f"it cannot be reached at {', '.join(failed)}")
 
 
 def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[str, Any]:

@@ -40,9 +40,9 @@ def join(
     called = name or socket.gethostname().partition(".")[0]
     if not HOST_NAME.fullmatch(called):
         raise UserError(f"'{called}' is no name for a machine; use letters, digits, '-', '_' and '.'")
-    addresses = [address] if address is not None else own_addresses()
     facts = {"name": called, "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
-    with socket.create_server((address or "", 0)) as door:
+    with _door(address) as door:
+        addresses = [address] if address is not None else own_addresses()
         port = door.getsockname()[1]
         with announced(called, port, addresses=addresses, system=facts["system"]):
             typer.echo(f"{called} offers itself at {', '.join(addresses)} port {port}")
@@ -50,6 +50,20 @@ def join(
             given = _be_taken(door, facts)
     typer.echo(f"taken by {given['cluster']}; its server is at {given['server']}")
     return _work(called, given, device=device, keep=keep)
+
+
+def _door(address: str | None) -> socket.socket:
+    """Where somebody may knock who wants to take this machine."""
+    import ipaddress
+
+    from smolcluster.errors import UserError
+
+    try:
+        wide = address is None or ipaddress.ip_address(address).version == 4
+        return socket.create_server((address or "", 0), family=socket.AF_INET if wide else socket.AF_INET6)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"--address {address} is not an address of this machine: {why}") from error
 
 
 def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:

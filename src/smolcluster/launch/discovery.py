@@ -19,6 +19,7 @@ from smolcluster.errors import MissingExtra, UserError
 
 KIND = "_smolcluster._tcp.local."
 BROWSE_S = 3.0
+MOST_LETTERS = 50  # of a name, where a port follows: 63 are all that one part of a name may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +48,16 @@ def _zeroconf(interfaces: Sequence[str] | None) -> Any:
 @contextlib.contextmanager
 def announced(name: str, port: int, *, addresses: Sequence[str], system: str) -> Iterator[None]:
     """As long as this lasts, others find this machine."""
+    network = _zeroconf([a for a in addresses if ":" not in a] or None)
     from zeroconf import NonUniqueNameException, ServiceInfo
 
-    network = _zeroconf([a for a in addresses if ":" not in a] or None)
     info = ServiceInfo(
         KIND,
         f"{name}.{KIND}",
         port=port,
         addresses=[ipaddress.ip_address(address).packed for address in addresses],
         properties={"system": system},
-        server=f"{name}-{port}.local.",
+        server=f"{name[:MOST_LETTERS]}-{port}.local.",
     )
     try:
         network.register_service(info)
@@ -74,9 +75,9 @@ def find_offers(
     *, within_s: float = BROWSE_S, wanted: str | None = None, interfaces: Sequence[str] | None = None
 ) -> list[Offer]:
     """Who offers itself now. Ends as soon as the one that is wanted is there."""
+    network = _zeroconf(interfaces)
     from zeroconf import ServiceBrowser, ServiceStateChange
 
-    network = _zeroconf(interfaces)
     found: dict[str, Offer] = {}
     changed = threading.Condition()
 
@@ -85,14 +86,15 @@ def find_offers(
             found.pop(name, None)
             return
         info = zeroconf.get_service_info(service_type, name, timeout=1500)
-        if info is None or info.port is None:
+        addresses = tuple(info.parsed_scoped_addresses()) if info is not None else ()
+        if info is None or info.port is None or not addresses:
             return
         system = (info.properties.get(b"system") or b"").decode("utf-8", "replace")[:40]
         label = name.removesuffix(f".{KIND}")
         if not HOST_NAME.fullmatch(label):  # what `join` would not announce is not written into anybody's file
             return
         with changed:
-            found[name] = Offer(name=label, addresses=tuple(info.parsed_addresses()), port=info.port, system=system)
+            found[name] = Offer(name=label, addresses=addresses, port=info.port, system=system)
             changed.notify_all()
 
     browser = ServiceBrowser(network, KIND, handlers=[heard])
@@ -110,10 +112,17 @@ def find_offers(
 
 
 def own_addresses() -> list[str]:
-    """IPv4 addresses of this machine that others may reach; loopback only if there is nothing else."""
+    """IPv4 addresses of this machine that others may reach, the one on the way out first; loopback only if there is no other.
+
+    A link between two machines may be all there is: no way out, and a name that is known as loopback.
+    """
     found: list[str] = []
     with contextlib.suppress(OSError):
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    with contextlib.suppress(ImportError, OSError):
+        import ifaddr  # zeroconf needs it, too
+
+        found += [str(ip.ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips if ip.is_IPv4]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing: it only finds the way out
         found.insert(0, probe.getsockname()[0])
