@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from smolcluster.comm.elastic.tcp import TcpTransport
 from smolcluster.comm.elastic.transport import Handler, Head, Link, Message
 from smolcluster.engine.identity import new_peer
 from smolcluster.launch.cluster.host import HostError
+from smolcluster.launch.cluster.links import Route, Way
 from smolcluster.launch.doctor import cluster, here, there
 from smolcluster.launch.doctor.layers import TROUBLES, Finding, Layer, Verdict, markdown
 from smolcluster.launch.doctor.there import classify
@@ -58,6 +61,22 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path
     (torch,) = here._torch_and_gpu()
     assert (torch.layer, torch.verdict) == (Layer.TORCH, Verdict.BAD)
     assert "libcudnn" in torch.what
+
+
+def test_a_driver_that_is_stuck_does_not_hold_up_the_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(here.shutil, "which", lambda name: str(tool) if name == "nvidia-smi" else None)
+    monkeypatch.setattr(here, "ANSWER_S", 0.5)
+    monkeypatch.setattr(here, "_ASK_TORCH", "import time; time.sleep(60)")
+    (gpu,) = here._torch_and_gpu()
+    assert (gpu.layer, gpu.verdict) == (Layer.GPU, Verdict.BAD)
+    monkeypatch.setattr(here, "ANSWER_S", 3.0)
+    monkeypatch.setattr(here, "_ASK_TORCH", 'print(\'{"version": "2", "built_for": "12", "cuda": [], "mps": false}\')')
+    gpu = next(finding for finding in here._torch_and_gpu() if finding.layer is Layer.GPU)
+    assert gpu.verdict is Verdict.BAD
+    assert "nvidia-smi fails: no answer" in gpu.what
 
 
 @pytest.mark.parametrize(
@@ -238,3 +257,64 @@ def test_the_command_says_what_and_how_to_mend_it(capsys: pytest.CaptureFixture[
     assert report(found[:1], as_json=True) == 0
     said: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     assert said[0]["layer"] == "Python"
+
+
+@pytest.mark.parametrize(
+    ("knock", "layer", "mend"),
+    [
+        ({"ok": False, "kind": "silent", "words": "no answer in 5 s"}, Layer.FIREWALL, "ip route add"),
+        ({"ok": False, "kind": "route", "words": "unreachable"}, Layer.ROUTE, "ip route add"),
+        ({"ok": False, "kind": "refused", "words": "connection refused"}, Layer.PORT, "--bind"),
+        (HostError("pi4", "no Python there", "install one", layer="python"), Layer.PYTHON, "install one"),
+    ],
+)
+def test_routes_are_for_those_who_do_not_arrive(knock: Any, layer: Layer, mend: str) -> None:
+    """One who is refused has come all the way, through the machine between."""
+
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @contextlib.asynccontextmanager
+        async def agent(self) -> AsyncIterator[Fake]:
+            yield self
+
+        async def talk(self, op: str, **said: Any) -> AsyncIterator[dict[str, Any]]:
+            yield {"listening": True}
+
+        async def ask(self, op: str, **said: Any) -> Any:
+            if isinstance(knock, Exception):
+                raise knock
+            return knock
+
+    route = Route("pi4", "10.10.0.0/24", "192.168.51.2")
+    layout: Any = SimpleNamespace(
+        lead=SimpleNamespace(host="mini1"),
+        listens=("0.0.0.0", 65432),
+        addresses={"pi4": "10.10.0.1"},
+        ways=[Way("pi4", "mini1", "10.10.0.1", through=("mini3",), routes=(route,))],
+    )
+    hosts: Any = {name: Fake(name) for name in ("mini1", "pi4")}
+    (found,) = asyncio.run(cluster._ways(layout, hosts))
+    assert (found.layer, found.verdict, found.host) == (layer, Verdict.BAD, "pi4")
+    assert mend in found.remedy
+
+
+def test_one_link_that_carries_multicast_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a way out has no multicast there, and may have it on the cable to its neighbour."""
+    pytest.importorskip("zeroconf")
+    asked: list[str] = []
+
+    def join(self: socket.socket, level: int, name: int, value: Any) -> None:
+        if name == socket.IP_ADD_MEMBERSHIP and level == socket.IPPROTO_IP:
+            asked.append(socket.inet_ntoa(value[4:8]))
+            if asked[-1] != "192.168.50.2":
+                raise OSError(19, "No such device")
+
+    monkeypatch.setattr(socket.socket, "setsockopt", join)
+    monkeypatch.setattr(socket.socket, "bind", lambda *_: None)
+    monkeypatch.setattr(here, "own_addresses", lambda: ["10.0.0.1", "192.168.50.2"])
+    assert here._mdns().verdict is Verdict.GOOD
+    assert asked == ["10.0.0.1", "192.168.50.2"]
+    monkeypatch.setattr(here, "own_addresses", lambda: ["10.0.0.1"])
+    assert "No such device" in here._mdns().what

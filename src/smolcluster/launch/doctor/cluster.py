@@ -136,7 +136,9 @@ async def _ways(layout: Layout, hosts: Mapping[str, Host]) -> list[Finding]:
         )
     for host, knock in zip(others, knocks, strict=True):
         address = f"{layout.addresses[host.name]}:{port}"
-        if isinstance(knock, BaseException):
+        if isinstance(knock, HostError):
+            found.append(_problem(knock))
+        elif isinstance(knock, BaseException):
             found.append(Finding(layer=Layer.ROUTE, verdict=Verdict.BAD, what=str(knock), host=host.name))
         elif knock["ok"]:
             what = f"reaches {lead} at {address} in {1e3 * knock['seconds']:.1f} ms"
@@ -146,7 +148,8 @@ async def _ways(layout: Layout, hosts: Mapping[str, Host]) -> list[Finding]:
                 knock["kind"], Layer.ROUTE
             )
             way = next((way for way in layout.ways if way.source == host.name), None)
-            mend = "; ".join(way.commands()) if way is not None and way.through else remedy(layer)
+            lost = layer in (Layer.ROUTE, Layer.FIREWALL)  # one who is refused has come all the way
+            mend = "; ".join(way.commands()) if lost and way is not None and way.through else remedy(layer)
             what = f"cannot reach {lead} at {address}: {knock['words']}"
             found.append(Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=mend, host=host.name))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -13,11 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
+from smolcluster.launch.discovery import own_addresses
 from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, remedy
 from smolcluster.observe.text import size
 
 ROOM_BYTES = 2 << 30
 OLDEST = (3, 11)
+ANSWER_S = 120.0  # torch from a slow disk takes a while
+_SILENT = "no answer; the driver is stuck"
 
 # In a process of its own: a broken torch or driver may end it.
 _ASK_TORCH = """
@@ -53,7 +57,10 @@ def _python() -> Finding:
 
 
 def _torch_and_gpu() -> Iterator[Finding]:
-    asked = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, check=False)
+    asked = _said_by([sys.executable, "-c", _ASK_TORCH])
+    if asked is None:
+        yield _finding(Layer.GPU, Verdict.BAD, f"torch asks for a GPU: {_SILENT}", remedy(Layer.GPU))
+        return
     if asked.returncode != 0:
         words = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
         yield _finding(
@@ -63,9 +70,11 @@ def _torch_and_gpu() -> Iterator[Finding]:
     said = json.loads(asked.stdout.splitlines()[-1])
     yield _finding(Layer.TORCH, Verdict.GOOD, f"torch {said['version']}")
     tool = shutil.which("nvidia-smi")
-    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False) if tool else None
+    listed = _said_by([tool, "-L"]) if tool else None
     if said["cuda"]:
         yield _finding(Layer.GPU, Verdict.GOOD, ", ".join(said["cuda"]))
+    elif tool and listed is None:
+        yield _finding(Layer.GPU, Verdict.BAD, f"nvidia-smi fails: {_SILENT}", remedy(Layer.GPU))
     elif listed is not None and listed.returncode == 0 and listed.stdout.strip():
         what = f"{listed.stdout.strip().splitlines()[0]}, and torch cannot use it (built for CUDA {said['built_for']})"
         yield _finding(Layer.GPU, Verdict.BAD, what, remedy(Layer.GPU))
@@ -76,6 +85,13 @@ def _torch_and_gpu() -> Iterator[Finding]:
         yield _finding(
             Layer.GPU, Verdict.GOOD, "Apple's GPU (mps)" if said["mps"] else "no GPU; training runs on the CPU"
         )
+
+
+def _said_by(command: list[str]) -> subprocess.CompletedProcess[str] | None:
+    """None: it says nothing, as one who waits for a driver that is stuck."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+    return None
 
 
 def _disk() -> Finding:
@@ -120,15 +136,17 @@ def _mdns() -> Finding:
         return _finding(
             Layer.MDNS, Verdict.WARNING, "machines are not found by themselves", "pip install 'smolcluster[launch]'"
         )
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "SO_REUSEPORT"):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
-            probe.bind(("", 5353))
-            group = socket.inet_aton("224.0.0.251") + socket.inet_aton("0.0.0.0")
-            probe.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
-        except OSError as error:
-            what = f"multicast DNS cannot be used: {error.strerror or error}"
-            return _finding(Layer.MDNS, Verdict.WARNING, what, remedy(Layer.MDNS))
-    return _finding(Layer.MDNS, Verdict.GOOD, "multicast DNS can be used")
+    problem = ""
+    for address in own_addresses():  # one link that carries it is enough, and it need not be the way out
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "SO_REUSEPORT"):
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            try:
+                probe.bind(("", 5353))
+                group = socket.inet_aton("224.0.0.251") + socket.inet_aton(address)
+                probe.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
+                return _finding(Layer.MDNS, Verdict.GOOD, "multicast DNS can be used")
+            except OSError as error:
+                problem = error.strerror or str(error)
+    return _finding(Layer.MDNS, Verdict.WARNING, f"multicast DNS cannot be used: {problem}", remedy(Layer.MDNS))
