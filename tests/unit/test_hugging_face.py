@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from smolcluster.engine.export import export_run, write_folder
 from smolcluster.engine.files import Files
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
-from smolcluster.models import GPT, GPTConfig
+from smolcluster.models import GPT, GPTConfig, hugging_face
 from smolcluster.models.hugging_face import (
+    Folder,
     export_config,
     export_weights,
     family_of,
@@ -30,7 +32,7 @@ from smolcluster.models.hugging_face import (
     import_weights,
     load,
 )
-from smolcluster.models.parts import MOST_LAYERS
+from smolcluster.models.parts import MOST_LAYERS, cast, check_values
 from smolcluster.tasks.gpt import gpt_config
 
 VOCAB, CONTEXT = 61, 24
@@ -272,6 +274,32 @@ def test_weights_that_are_no_numbers_are_refused(change: Callable[[Tensor], Tens
     name = "model.layers.0.mlp.up_proj.weight"
     with pytest.raises(ValueError, match=told):
         import_weights(LLAMA, {**weights, name: change(weights[name])})
+
+
+def test_every_weight_is_looked_at_also_in_large_tensors() -> None:
+    tensor = torch.zeros(3, (1 << 20) - 1, dtype=torch.bfloat16)
+    check_values("w", tensor)
+    tensor[2, -1] = math.inf
+    with pytest.raises(ValueError, match="w has values that are no numbers"):
+        check_values("w", tensor)
+
+
+def test_weights_are_cast_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have room for its part once, and not in two types."""
+    write(tmp_path / "out", LLAMA)
+    stored: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def watched(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        nonlocal most
+        stored.append(weakref.ref(tensor))
+        most = max(most, sum(one() is not None for one in stored))
+        return cast(name, tensor, dtype)
+
+    monkeypatch.setattr(hugging_face, "cast", watched)
+    found = Folder(tmp_path / "out").load(range(2), first=True, last=True, dtype=torch.bfloat16)
+    assert len(stored) == len(found) > 10
+    assert most == 1
 
 
 def test_a_missing_key_and_the_keys_of_newer_files() -> None:

@@ -349,13 +349,15 @@ class Folder:
                 tensor: Tensor = opened[path].get_tensor(name)
                 return tensor
 
+            def parameter(name: str) -> Tensor:
+                (tensor,) = self._weights.read(read, [name]).values()
+                return (tensor if dtype is None else cast(name, tensor, dtype)).to(device)
+
             try:
-                found = self._weights.read(read, names)
-                if dtype is not None:
-                    found = {name: cast(name, tensor, dtype) for name, tensor in found.items()}
+                # One after the other: a machine may have room for them once, and not in two types.
+                return {name: parameter(name) for name in names}
             except (ValueError, SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path}: {error}") from error
-        return {name: tensor.to(device) for name, tensor in found.items()}
 
 
 class _Weights:

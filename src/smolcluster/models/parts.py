@@ -17,6 +17,7 @@ from smolcluster.models.gpt_config import GPTConfig
 
 Shape = tuple[int, ...]
 MOST_LAYERS = 4096  # no model has nearly as many
+_CHUNK = 1 << 20  # weights that are looked at at a time: all at once they would be in memory three times
 
 
 def shapes(config: GPTConfig) -> dict[str, Shape]:
@@ -98,9 +99,10 @@ def check_values(name: str, tensor: Tensor) -> None:
     """Weights are numbers. One that is none would be found only as a loss that is none."""
     if not tensor.is_floating_point():
         raise ValueError(f"{name} has the type {type_name(tensor.dtype)}, not one of fractions")
-    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    if not bool((wide.abs() <= torch.finfo(torch.float32).max).all()):
-        raise ValueError(f"{name} has values that are no numbers, or too large for fp32")
+    for piece in torch.split(tensor.flatten(), _CHUNK):
+        wide = piece if piece.dtype == torch.float64 else piece.float()
+        if not bool((wide.abs() <= torch.finfo(torch.float32).max).all()):
+            raise ValueError(f"{name} has values that are no numbers, or too large for fp32")
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
