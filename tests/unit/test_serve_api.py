@@ -366,6 +366,20 @@ def test_a_stream_that_is_not_done_when_the_server_ends_says_so(own: ScriptedEng
     assert own.freed.acquire(timeout=30)
 
 
+def test_so_does_one_that_waits_for_a_machine_when_the_server_ends(own: ScriptedEngine) -> None:
+    own.hold_after = 3
+    with serving(own) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        body = json.dumps({"prompt": "x", "stream": True})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.readline()
+    told = [line for line in answer.read().splitlines() if line.startswith(b"data: ")]
+    connection.close()
+    assert json.loads(told[-1][6:])["error"]["message"] == "the server is ending"
+    assert own.freed.acquire(timeout=30)
+
+
 def test_there_is_a_limit_to_viewers(own: ScriptedEngine) -> None:
     with serving(own, viewers=1) as port, connect(port) as viewer:
         viewer.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")

@@ -124,21 +124,26 @@ class Api:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        status = LEFT
+        status, streamed = LEFT, False
 
         async def counted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, streamed
             if message["type"] == "http.response.start":
                 status = message["status"]
+                streamed = any(value.startswith(b"text/event-stream") for _, value in message.get("headers", ()))
             await send(message)
 
         try:
             await self._app(scope, receive, counted)
         except asyncio.CancelledError:
-            if status != LEFT or not self._closing.is_set():
+            if not self._closing.is_set() or (status != LEFT and not streamed):
                 raise
-            headers = {"retry-after": "5", "connection": "close"}
-            await answer(503, *told(503, "the server is ending"), headers=headers, send=hardened(counted))
+            kind, body = told(503, "the server is ending")
+            if streamed:  # and waits for a token that does not come
+                await counted({"type": "http.response.body", "body": _events_of([body])})
+            else:
+                headers = {"retry-after": "5", "connection": "close"}
+                await answer(503, kind, body, headers=headers, send=hardened(counted))
         finally:
             self.service.metrics.requests[route_of(scope["path"]), status] += 1
 
