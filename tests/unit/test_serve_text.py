@@ -268,6 +268,8 @@ def test_what_transformers_offers_to_templates() -> None:
         ("{{ ['x'] | batch(99999999, 'x') | list }}", "the result of batch is too large"),
         ("{{ ['x'] | slice(99999999) | list }}", "the result of slice is too large"),
         ("{{ (['x'] * 9999) | sum(start=[]) }}", "the result of sum is too large"),
+        ("{{ 1.5 | round(99999999, 'ceil') }}", "the result of round is too large"),
+        ("{{ 5 | round(precision=-99999999) }}", "the result of round is too large"),
         ("{{ (1).to_bytes(99999999, 'big') }}", "the result of to_bytes is too large"),
         ("{{ 'x'.translate({120: 'y' * 9999}) }}", "the result of translate is too large"),
         ("{{ [[1]] | tojson(indent=99999999) }}", "what tojson puts between values is too large"),

@@ -114,4 +114,5 @@ _FILTERS: dict[str, Callable[..., float]] = {
     "batch": lambda _, linecount, *__, **___: linecount,
     "slice": lambda _, slices, *__, **___: slices,
     "sum": _summed,
+    "round": lambda _, precision=0, *__, **___: 4 * abs(precision),  # by way of 10 to this power
 }
