@@ -384,3 +384,13 @@ def test_what_was_done_is_counted() -> None:
         "smolcluster_serve_token_seconds_count 3",
     ):
         assert line in text.splitlines()
+
+
+def test_a_prompt_that_nobody_read_is_not_counted() -> None:
+    """Clients ask again and again while there is nobody."""
+    engine = says("four", end=False)
+    service = service_of(engine)
+    engine.refuse = NobodyThere("nobody is there")
+    with pytest.raises(NobodyThere):
+        run(answer(service, max_tokens=4))
+    assert service.metrics.prompt_tokens == 0

@@ -349,12 +349,13 @@ class Service:
         """One sequence: tokens to text, up to a stop string, the model's own end, or its length."""
         clock = _Clock(self.metrics)
         writing = _Writing(self.text, job.stop, begins=job.begins, logprobs=ask.sampling.logprobs is not None)
-        self.metrics.prompt_tokens += len(ask.tokens)
+        unread = len(ask.tokens)
         finish: Finish = "length"
         async with contextlib.aclosing(self.engine.stream(ask)) as tokens:
             async for token in tokens:
                 if self._ending:
                     raise NobodyThere("the server is ending")
+                self.metrics.prompt_tokens, unread = self.metrics.prompt_tokens + unread, 0
                 if token.token >= 0:
                     clock.tick()
                     job.usage.completion_tokens += 1
