@@ -138,6 +138,20 @@ def test_a_machine_without_the_files_gets_them_from_the_front(source: RandomSour
         assert made.text(PROMPTS[0], 8) == source.greedy(PROMPTS[0], 8)
 
 
+def test_a_machine_that_holds_halves_is_sent_halves(source: RandomSource) -> None:
+    """In the front's own type they would be twice what it has room for."""
+    half = sum(parameter.nbytes for parameter in source.model.parameters()) // 2
+    transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
+    made = Cluster(source, Front(transport, source, wish=Wish(stages=1), codec="fp32", dtype=torch.float32))
+    try:
+        made.add("a", files=False, dtype=torch.bfloat16, memory_bytes=half * 3 // 2)
+        assert made.front.wait_ready(20), made.front.problems()
+        assert len(made.text(PROMPTS[0], 8)) == 8
+    finally:
+        made.front.close()
+        made.remove("a")
+
+
 def test_weights_leave_the_front_slice_by_slice(source: RandomSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine's share may be larger than what a link takes at once, and than the front's memory together with another's."""
     monkeypatch.setattr(states, "SLICE_BYTES", 4096)

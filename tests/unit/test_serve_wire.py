@@ -232,7 +232,7 @@ def anything(rng: random.Random, right: dict[str, Any]) -> dict[str, Any]:
     return meta
 
 
-METAS = [right for _, right in READERS.values()] + [{}, {"sequences": [1, 2]}, {"need": True}, {"why": "x"}]
+METAS = [right for _, right in READERS.values()] + [{}, {"sequences": [1, 2]}, {"need": "float32"}, {"why": "x"}]
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -119,7 +119,7 @@ def speech(canary: Path) -> Speech:
         Message(kind=Kind.ASK),
         _offer(),
         Message(kind=Kind.HELD, step=1, meta={"room": 100}),
-        Message(kind=Kind.HELD, step=1, meta={"need": True}),
+        Message(kind=Kind.HELD, step=1, meta={"need": "float32"}),
         _chosen(1, (1, 2)),
         Message(kind=Kind.FAILED, step=1, meta={"why": command.decode()}),
         _rows(1, activations=True),

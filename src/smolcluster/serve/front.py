@@ -92,7 +92,7 @@ class Front:
         check_wish(wish, num_layers=source.config.num_layers)
         if codec not in wire.CODECS:
             raise UserError(f"unknown codec '{codec}'; known: {', '.join(wire.CODECS)}")
-        self._transport, self._source, self._wish, self._dtype = transport, source, wish, dtype
+        self._transport, self._source, self._wish = transport, source, wish
         self._model = Model(
             name=source.name[-wire.MOST_NAME :],
             config=source.config,
@@ -347,8 +347,9 @@ class Front:
     def _held(self, instance: str, machine: Machine, message: Message) -> None:
         if message.step != machine.assignment or machine.layers is None:
             return  # of an assignment that has been overtaken
-        if message.meta.get("need"):
-            self._send_weights(instance, machine, machine.assignment, machine.layers)
+        if "need" in message.meta:
+            dtype = wire.read_type(message.meta)
+            self._send_weights(instance, machine, machine.assignment, machine.layers, dtype)
         elif "why" in message.meta:
             self._cannot_hold(instance, machine, printable(str(message.meta["why"]))[:500])
         else:
@@ -370,8 +371,11 @@ class Front:
             layout = welcome(layout, instance, self._wish, self._offers(), self._sizes)
         self._settle(layout)
 
-    def _send_weights(self, instance: str, machine: Machine, assignment: int, layers: range) -> None:
-        """To a machine without the files; one after the other. On a thread of its own: it may take a while."""
+    def _send_weights(
+        self, instance: str, machine: Machine, assignment: int, layers: range, dtype: torch.dtype
+    ) -> None:
+        """To a machine without the files, in the type that it holds: in a wider one they may not fit its memory. One machine
+        after the other. On a thread of its own: it may take a while."""
         whole = self._source.config.num_layers
 
         def read() -> None:
@@ -380,7 +384,7 @@ class Front:
                     layers,
                     first=layers.start == 0,
                     last=layers.stop == whole,
-                    dtype=self._dtype,
+                    dtype=dtype,
                     device=torch.device("cpu"),
                 )
                 messages = state_messages(tensors, {"assignment": assignment})

@@ -34,6 +34,7 @@ from smolcluster.compute.device import synchronize
 from smolcluster.compute.memory import built_in_bytes, free_bytes
 from smolcluster.errors import SmolclusterError
 from smolcluster.models import GPT, GPTConfig
+from smolcluster.models.parts import type_name
 from smolcluster.serve import wire
 from smolcluster.serve.ask import Token
 from smolcluster.serve.part import Part, Row, cache_bytes_per_token
@@ -328,7 +329,7 @@ class Holder:
                 if weights is None:
                     self._part, self._held, self._weights = None, None, {}  # their memory goes before the others' comes
                     self._wanted = (number, assignment)
-                    self._tell(Kind.HELD, step=number, meta={"need": True})
+                    self._tell(Kind.HELD, step=number, meta={"need": type_name(self._type())})
                     return
                 self._build(model.config, layers, assignment, weights)
             self._say_held(number)

@@ -41,10 +41,12 @@ from torch import Tensor
 from smolcluster.comm.codecs import CodecError, make_codec
 from smolcluster.comm.elastic.messages import Head
 from smolcluster.models import GPTConfig
+from smolcluster.models.parts import type_name
 from smolcluster.serve.ask import Sampling, Token
 from smolcluster.serve.part import Row
 
 CODECS = ("fp32", "bf16", "fp16", "int8")
+TYPES = {type_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 MOST_TOKENS = 1 << 16  # of a batch
 MOST_NAME = 200
 FP16_LARGEST = 65504.0
@@ -282,6 +284,14 @@ def read_chosen(meta: Mapping[str, Any]) -> tuple[dict[int, Token], list[Spent]]
 def read_room(meta: Mapping[str, Any]) -> int:
     """Tokens that a machine has room for, of HELD."""
     return _whole(meta, "room")
+
+
+def read_type(meta: Mapping[str, Any]) -> torch.dtype:
+    """Of the weights that a machine needs, of HELD."""
+    name = _text(meta, "need")
+    if name not in TYPES:
+        raise ValueError(f"weights of the type {name[:20]!r}")
+    return TYPES[name]
 
 
 def read_sequences(meta: Mapping[str, Any]) -> list[int]:
