@@ -163,6 +163,30 @@ def test_one_who_leaves_frees_everything_at_once(source: RandomSource) -> None:
         eventually(lambda: not any(part.lengths() for part in parts if part is not None), what="caches to be empty")
 
 
+def test_a_batch_that_is_lost_between_two_machines_is_not_waited_for(
+    source: RandomSource, slower: Callable[[], float]
+) -> None:
+    """Both are still there: nobody but the one that has sent it knows that something is wrong."""
+    with cluster(source, *"ab") as made:
+        holder = made.stages["b"][0]
+        hear, count = holder._hear, 0
+
+        def lose_one(link: Link, message: Message) -> None:
+            nonlocal count
+            count += message.kind is Kind.ROWS
+            if message.kind is Kind.ROWS and count == 20:
+                link.close("somebody has pulled the cable")
+            else:
+                hear(link, message)
+
+        holder._hear = lose_one  # type: ignore[method-assign]
+        tokens, gap_s = asyncio.run(told(made.front, ask(), at=COUNT, act=lambda: None))
+        assert tokens == source.greedy(PROMPT, COUNT)
+        assert count > 20
+        assert gap_s < 5.0 * slower()
+        assert made.front.state()["lost"] == []
+
+
 class Guest:
     """Somebody who is let in, and is no machine of this model."""
 

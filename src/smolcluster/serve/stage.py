@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 REMEMBERED = 65536  # sequences that are over
 DIAL_S = 1.5  # for a machine that comes next
+PASSED_ON = 64  # batches, of which none is under way any more when so many others have followed
 EARLY_S = 0.05  # a timer may be early by a little
 FOR_CACHES = (
     0.75  # of the memory that is left: one that grows is there twice for a moment, and has room beyond its tokens
@@ -93,6 +94,7 @@ class Holder:
         self._links: dict[str, Link] = {}  # to machines that come next, by instance
         self._dialers: dict[str, Dialer] = {}
         self._unsent: dict[str, list[tuple[float, Message]]] = {}  # for machines that are being dialled
+        self._passed_on: dict[Link, deque[int]] = {}  # batches that have left
         self._landing: dict[Link, tuple[Batch, float]] = {}
         self._incoming: IncomingState | None = None
         self._slice: Landing | None = None  # of it, on its way
@@ -257,6 +259,18 @@ class Holder:
         for _, message in self._unsent.pop(instance, []):
             self._failed(message.step, f"the next stage is gone: {reason}")
 
+    def next_is_unlinked(self, instance: str, link: Link, reason: str) -> None:
+        """What had left over this link may not have come. The front knows what it still waits for, and when the machine itself
+        is gone: that it has to find out first, or it would take these batches for ones that cannot be computed."""
+        front, numbers = self._front, self._passed_on.pop(link, ())
+
+        def tell() -> None:
+            for number in numbers if self._front is front else ():
+                self._failed(number, f"the link to the next stage was lost: {reason}")
+
+        self._transport.call_later(DIAL_S, tell)
+        self.next_is_gone(instance, reason)
+
     def _send_next(self, instance: str, address: str, message: Message) -> None:
         link = self._links.get(instance)
         if link is not None and link.open:
@@ -281,7 +295,9 @@ class Holder:
 
     def _pass_on(self, link: Link, message: Message) -> None:
         def sent(whole: bool) -> None:
-            if not whole:
+            if whole:
+                self._passed_on.setdefault(link, deque(maxlen=PASSED_ON)).append(message.step)
+            else:
                 self._failed(message.step, f"{link.peer.name} was lost")
 
         link.send(message, sent=sent)
@@ -558,7 +574,7 @@ class _Next:
         self._holder.next_is_there(self._instance, link)
 
     def unlinked(self, link: Link, reason: str) -> None:
-        self._holder.next_is_gone(self._instance, reason)
+        self._holder.next_is_unlinked(self._instance, link, reason)
 
     def refused(self, address: str, reason: str) -> None:
         self._holder.next_is_gone(self._instance, reason)
