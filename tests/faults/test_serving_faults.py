@@ -269,6 +269,23 @@ def test_a_guest_cannot_answer_for_a_stage_nor_end_its_batches(source: RandomSou
                 assert guest.put_out() == "that batch went another way"
 
 
+def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource) -> None:
+    """Else every batch with it would fail, at a machine that can do nothing for it."""
+    with cluster(source, *"ab") as made:
+        holder = made.stages["b"][0]
+        choose, wrong = holder._choose, iter([*range(5), 1 << 63])
+
+        def choose_one(rows: list[Row], logits: Tensor) -> dict[int, Token]:
+            number = next(wrong, 0)
+            return {
+                n: dataclasses.replace(t, token=number) if number > 96 else t for n, t in choose(rows, logits).items()
+            }
+
+        holder._choose = choose_one  # type: ignore[method-assign]
+        assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
+        assert [lost["why"] for lost in made.front.state()["lost"]] == ["a token that the model does not have"]
+
+
 def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
     """Neither write into caches that are not his, nor have new ones kept for him."""
     batch = Batch(rows=(Row(sequence=1, start=0, count=2, answer=False),), route=(("ab", "127.0.0.1:1"),))

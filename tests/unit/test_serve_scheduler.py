@@ -239,6 +239,26 @@ def test_a_lost_machine_costs_time_and_no_token() -> None:
     assert told.tokens == alone(ask(1, 2, max_tokens=6))
 
 
+def test_one_without_an_answer_begins_again_and_is_given_up_in_the_end() -> None:
+    """Nothing else would ever wake it."""
+    scheduler, told, other = Scheduler(ways=TWO), Told(), Told()
+    machines = Machines(scheduler)
+    forgotten = scheduler.submit(ask(1, 2, 3), told)
+    scheduler.submit(ask(4, 5), other)
+    for _ in range(100):
+        sent = scheduler.next_batch(now=0.0)
+        if sent is None:
+            break
+        answers = machines.answer(sent)
+        answers.pop(forgotten.number, None)
+        scheduler.chosen(sent.number, answers)
+        machines.forget()
+    assert other.tokens == alone(ask(4, 5))
+    (last,) = told
+    assert isinstance(last, GivenUp)
+    assert scheduler.running == 0
+
+
 def test_a_batch_that_fails_again_and_again_is_given_up() -> None:
     scheduler, told = Scheduler(ways=TWO), Told()
     scheduler.submit(ask(1), told)

@@ -485,6 +485,8 @@ class Front:
             return  # it was given up meanwhile
         if link.peer.instance not in (sent.way[-1:] if message.kind is Kind.CHOSEN else sent.way):
             link.close("that batch went another way")
+        elif any(token.token >= self._source.config.vocab_size for token in chosen.values()):
+            link.close("a token that the model does not have")
         elif message.kind is Kind.CHOSEN:
             self._came_back(message.step, spent)
             self._scheduler.chosen(message.step, chosen)

@@ -174,11 +174,14 @@ class Scheduler:
         for row in sent.rows if sent is not None else ():
             story = self._running.get(row.sequence)
             if story is not None:
-                story.tries += 1
-                if story.tries >= MOST_TRIES:
-                    self._end(story, GivenUp(f"given up after {story.tries} attempts: {why}"))
-                else:
-                    self._restart(story, now)
+                self._try_again(story, now, why)
+
+    def _try_again(self, story: Story, now: float, why: str) -> None:
+        story.tries += 1
+        if story.tries >= MOST_TRIES:
+            self._end(story, GivenUp(f"given up after {story.tries} attempts: {why}"))
+        else:
+            self._restart(story, now)
 
     def give_up(self, *, now: float) -> None:
         """Those who have waited too long for a machine are told."""
@@ -229,13 +232,19 @@ class Scheduler:
         return None
 
     def chosen(self, batch: int, tokens: dict[int, Token]) -> None:
-        """The answers to a batch. Of one that is not known, or of former starts: nothing."""
+        """The answers to a batch. Of one that is not known, or of former starts: nothing. Whoever is left without one begins
+        again."""
         sent = self.under_way.pop(batch, None)
-        answers = {row.sequence for row in sent.rows if row.answer} if sent is not None else set()
-        for number in answers & tokens.keys():
-            story = self._running.get(number)
-            if story is not None:
-                self._continue(story, tokens[number])
+        if sent is None:
+            return
+        for row in sent.rows:
+            story = self._running.get(row.sequence)
+            if story is None or not row.answer:
+                continue
+            if row.sequence in tokens:
+                self._continue(story, tokens[row.sequence])
+            else:
+                self._try_again(story, sent.at, "no token came back")
 
     def _continue(self, story: Story, token: Token) -> None:
         story.tries = 0
