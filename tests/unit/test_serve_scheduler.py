@@ -3,6 +3,7 @@ sequence had been alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -257,6 +258,22 @@ def test_one_without_an_answer_begins_again_and_is_given_up_in_the_end() -> None
     (last,) = told
     assert isinstance(last, GivenUp)
     assert scheduler.running == 0
+
+
+def test_those_who_begin_again_keep_their_order() -> None:
+    """Where the machines that are left have less room, who came first is not the one to wait."""
+    scheduler, stories = Scheduler(Limits(running=2), ways=TWO), [Told() for _ in range(3)]
+    for first, told in enumerate(stories):
+        scheduler.submit(ask(first, 5, max_tokens=20), told)
+    scheduler.next_batch(now=0.0)
+    scheduler.set_ways(Ways((("a",), ())), now=1.0)
+    assert [story.ask.tokens[0] for story in scheduler._waiting] == [0, 1, 2]
+    scheduler.set_ways(dataclasses.replace(TWO, room={"a": 60, "b": 60}), now=2.0)  # for one of them
+    sent = scheduler.next_batch(now=2.0)
+    assert sent is not None
+    assert sent.tokens == (0, 5)
+    scheduler.lost(sent.number, now=3.0)
+    assert [story.ask.tokens[0] for story in scheduler._waiting] == [0, 1, 2]
 
 
 def test_a_batch_that_fails_again_and_again_is_given_up() -> None:

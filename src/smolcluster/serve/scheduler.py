@@ -202,11 +202,12 @@ class Scheduler:
         return all(machine in stage for machine, stage in zip(way, self.ways.stages, strict=True))
 
     def _restart(self, story: Story, now: float) -> None:
-        """What was told stays told; the machines are given all of it again."""
+        """What was told stays told; the machines are given all of it again. Who came first is the first to go on."""
         self._leave(story)
         story.number, story.way, story.sent, story.opened = next(self._numbers), None, 0, False
         story.lost_at = now
-        self._waiting.appendleft(story)
+        later = (place for place, other in enumerate(self._waiting) if other.arrived > story.arrived)
+        self._waiting.insert(next(later, len(self._waiting)), story)
 
     def _leave(self, story: Story) -> None:
         del self._running[story.number]
