@@ -27,7 +27,7 @@ from smolcluster.cli.status import status, table
 from smolcluster.comm.elastic.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import LinkConfig
-from smolcluster.errors import UserError
+from smolcluster.errors import MissingExtra, UserError
 from smolcluster.launch.cluster import control, finding, keeper
 from smolcluster.launch.cluster.control import Order, problems_of
 from smolcluster.launch.cluster.finding import find_machines, hosts_of_ssh, machines_of_ssh, write_file
@@ -38,6 +38,7 @@ from smolcluster.launch.cluster.parcel import Parcel, package_parcel, requiremen
 from smolcluster.launch.cluster.read import Said, known_cluster
 from smolcluster.launch.cluster.record import recall, remember, state_folder
 
+from smolcluster.launch.discovery import announced, find_offers
 ROOT = Path(__file__).parents[2]
 KEEPER = Path(keeper.__file__)
 
@@ -526,6 +527,44 @@ def test_status_says_what_is_known_and_no_more() -> None:
     assert status_of(row=row)[-1] == "step 7, loss 5.3364, 1411 tokens/s"
     assert status_of(row=row | {"role": "worker"})[-1] == "step 7, loss 5.3364, 1411 tokens/s of rank 2"
     assert status_of(row=row | {"tokens_per_s": 0.0})[-1] == "step 7, loss 5.3364"
+def init(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "init", *words])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_init_says_what_it_cannot_read_or_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "--ssh-config gone: there is no such file" in init("--ssh-config", "gone", capsys=capsys)
+    assert "there is no folder gone; choose another" in init("--out", "gone/cluster.yaml", capsys=capsys)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(finding, "find_machines", lambda *_, **__: [])
+    monkeypatch.setattr(Path, "write_text", full)
+    assert "cannot write cluster.yaml: No space left on device; choose another place with --out" in init(capsys=capsys)
+
+
+def test_without_zeroconf_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zeroconf", None)
+    with pytest.raises(MissingExtra, match=r"smolcluster\[launch\]"):
+        find_offers()
+    with pytest.raises(MissingExtra, match=r"smolcluster\[launch\]"), announced("a", 1, addresses=[], system=""):
+        pass
+
+
+@pytest.mark.parametrize("address", ["192.0.2.7", "pi5.local", "::1", "1.2.3"])
+def test_a_machine_offers_itself_at_an_address_that_it_has(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["join", "pi5", "--address", address])
+    assert ended.value.code == 2
+    assert f"--address {address} is not an address of this machine; it has " in capsys.readouterr().err
+
+
     summary = {"status": "interrupted", "steps": 314, "val_loss": 5.336422759208601}
     assert status_of(row=row, summary=summary)[-1] == "interrupted: 314 steps, val loss 5.3364"
     assert status_of(summary=summary | {"val_loss": None})[-1] == "interrupted: 314 steps"

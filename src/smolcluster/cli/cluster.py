@@ -41,8 +41,15 @@ def init(
 
     if out.exists():
         raise UserError(f"{out} is there already; choose another with --out")
+    if not out.resolve().parent.is_dir():
+        raise UserError(f"{out}: there is no folder {out.parent}; choose another place with --out")
+    if ssh_config is not None and not ssh_config.is_file():
+        raise UserError(f"--ssh-config {ssh_config}: there is no such file")
     found = find_machines(ssh_config, accept_new=accept_new, told=lambda text: typer.echo(text))
-    out.write_text(write_file(found), encoding="utf-8")
+    try:
+        out.write_text(write_file(found), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror or error}; choose another place with --out") from error
     answered = [machine.name for machine in found if not machine.problem]
     typer.echo(f"written: {out}, with {', '.join(answered)}; look at it, then: smolcluster cluster check {out}")
     return 0

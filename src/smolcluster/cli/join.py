@@ -57,13 +57,14 @@ def _door(address: str | None) -> socket.socket:
     import ipaddress
 
     from smolcluster.errors import UserError
+    from smolcluster.launch.discovery import own_addresses
 
     try:
         wide = address is None or ipaddress.ip_address(address).version == 4
         return socket.create_server((address or "", 0), family=socket.AF_INET if wide else socket.AF_INET6)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"--address {address} is not an address of this machine: {why}") from error
+        known = ", ".join(own_addresses())
+        raise UserError(f"--address {address} is not an address of this machine; it has {known}") from error
 
 
 def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
