@@ -34,8 +34,9 @@ from smolcluster.launch.cluster.finding import find_machines, hosts_of_ssh, mach
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.layout import Layout, Machine, as_record, describe, from_record, lay_out, with_run
 from smolcluster.launch.cluster.links import find_way
+from smolcluster.launch.cluster.mirror import mirrored
 from smolcluster.launch.cluster.parcel import Parcel, package_parcel, requirements, user_parcel
-from smolcluster.launch.cluster.read import Said, known_cluster
+from smolcluster.launch.cluster.read import Said, known_cluster, read_cluster, token_for
 from smolcluster.launch.cluster.record import recall, remember, state_folder
 
 from smolcluster.launch.discovery import announced, find_offers
@@ -756,3 +757,18 @@ def test_a_cluster_is_checked_for_what_will_run(tmp_path: Path, monkeypatch: pyt
         ("mini1", 7000),
         ("pi5", 29500),
     ]
+
+
+def test_a_home_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("SMOLCLUSTER_TOKEN", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    layout = laid_out("hosts: {mini1: 10.0.0.1, pi5: 10.0.0.2}\nstrategy: edp\n", tmp_path)
+    said = "cannot write .*Not a directory; set XDG_STATE_HOME to a folder that you may write"
+    with pytest.raises(UserError, match=said):
+        remember(as_record(layout))
+    with pytest.raises(UserError, match=said):
+        token_for(layout)
+    with pytest.raises(UserError, match=said), mirrored(from_record(as_record(layout))):
+        pass

@@ -155,7 +155,8 @@ async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: 
             record = {**as_record(layout), "said": said.record()}
             begun = await control.up(order, hosts, told=print_note, begins=lambda: remember(record))
         except BaseException:  # what was started is stopped again: the cluster is what it was
-            put_back(layout.name, former)
+            with contextlib.suppress(OSError):  # what went wrong first is told
+                put_back(layout.name, former)
             raise
         _RUNNING.append(layout.name)
     started = sum(map(len, begun.values()))

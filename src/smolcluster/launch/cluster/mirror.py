@@ -24,7 +24,7 @@ from smolcluster.launch.cluster.agent import proof_of
 from smolcluster.launch.cluster.control import RECONNECT_S, connected, way_to
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.layout import Recorded
-from smolcluster.launch.cluster.record import state_folder
+from smolcluster.launch.cluster.record import state_folder, writing
 
 FIRST_S = 30.0  # until a machine was read
 _PLACE = re.compile(r"(?:(?:logs|checkpoints/step-\d{8})/)?[\w.-]+\.(?:jsonl?|yaml|log)")
@@ -34,7 +34,8 @@ _PLACE = re.compile(r"(?:(?:logs|checkpoints/step-\d{8})/)?[\w.-]+\.(?:jsonl?|ya
 def mirrored(cluster: Recorded) -> Iterator[Path]:
     """The folder that the run is copied to for as long as this lasts. Raises UserError when no machine answers."""
     folder = state_folder().parent / "mirrors" / cluster.name / cluster.run
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with writing(folder):
+        pass  # that it is there
     copying = _Copying(cluster, folder)
     copying.start()
     try:
@@ -94,7 +95,8 @@ class _Copying:
                         where: dict[str, Any] = {"folder": hosts[name].machine.folder, "name": self._cluster.name}
                         async for told in agent.talk("copy", run=self._cluster.run, have=self._have(), **where):
                             if "file" in told:
-                                put(self._folder, told)
+                                with writing(self._folder):
+                                    put(self._folder, told)
                             elif "up_to_date" in told:
                                 self._looked.add(name)
                                 self._tell()

@@ -27,7 +27,7 @@ from smolcluster.launch.cluster.layout import (
     lay_out,
 )
 from smolcluster.launch.cluster.parcel import package_parcel, requirements, user_parcel
-from smolcluster.launch.cluster.record import recall, state_folder
+from smolcluster.launch.cluster.record import recall, state_folder, writing
 from smolcluster.launch.prepare import absolute_task, task_name
 from smolcluster.strategies.registry import check_name
 
@@ -182,9 +182,10 @@ def token_for(layout: Layout) -> str:
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = new_token()
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(token + "\n")
+    with writing(path.parent):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(token + "\n")
     return token
 
 

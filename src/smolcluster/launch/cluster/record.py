@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,30 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return base / "smolcluster" / "clusters"
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A folder of ours, made if it is not there. What the file system refuses, as advice."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_STATE_HOME"
+        raise UserError(
+            f"cannot write {folder}: {error.strerror or error}; set {variable} to a folder that you may write"
+        ) from error
+
+
 def remember(record: Mapping[str, Any], folder: Path | None = None) -> None:
     folder = folder or state_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{record['name']}.json"
     with contextlib.suppress(OSError, ValueError):  # workers that were taken later keep their numbers
         before = json.loads(path.read_text(encoding="utf-8"))
         if before.get("run") == record.get("run") and "next_rank" in before:
             record = {"next_rank": before["next_rank"], **record}
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(dict(record), indent=1), encoding="utf-8")
-    fresh.replace(path)
+    with writing(folder):
+        fresh.write_text(json.dumps(dict(record), indent=1), encoding="utf-8")
+        fresh.replace(path)
 
 
 def recorded_as(name: str, folder: Path | None = None) -> tuple[bytes, float] | None:
