@@ -167,6 +167,19 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, text: str, said: str)
     assert said in str(error.value)
 
 
+def test_a_model_beside_the_cluster_file_is_found_where_this_machine_leads(tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    hosts = "hosts: {here: {address: local}, pi5: {address: 10.0.0.2, server_address: 10.0.0.1}}\n"
+    found = {}
+    for model in ("runs/demo", "runs/gone", "smollm2"):
+        for lead in ("here", "pi5"):
+            file.write_text(f"{hosts}server: {lead}\nrun: {{serve: {model}}}\n")
+            found[model, lead] = read_cluster(file).config.run.serve
+    assert found.pop(("runs/demo", "here")) == str(tmp_path / "runs" / "demo")
+    assert all(serve == model for (model, _), serve in found.items())
+
+
 def test_another_run_keeps_everything_else(tmp_path: Path) -> None:
     layout = laid_out("hosts: {a: 10.0.0.1, b: 10.0.0.2}\nstrategy: edp\n", tmp_path)
     other = with_run(layout, "r0")

@@ -261,8 +261,8 @@ class RunConfig(Section):
     )
     serve: str | None = Field(
         None,
-        description="serve this model instead of training: what `serve` takes, as the server's machine finds it; every worker "
-        "holds layers",
+        description="serve this model instead of training: what `serve` takes; a path is one of the server's machine, and "
+        "relative to the cluster file where that is this one; every worker holds layers",
     )
     stages: Count | None = Field(
         None, description="serve: parts that the layers are cut into; null: workers / replicas"

@@ -120,7 +120,16 @@ def read_cluster(
         sets["task"] = task
     config = resolve(load_config([*below, *own], overrides=overrides, sets=sets))
     config.strategy.name = check_name(config.strategy.name)
+    _find_model(config, base)
     return Wish(file, config, base)
+
+
+def _find_model(config: Config, base: Path) -> None:
+    """Where this machine leads, a model beside the cluster file is meant: processes run in another folder."""
+    hosts, model = config.cluster.hosts, config.run.serve
+    lead = hosts.get(config.cluster.server or next(iter(hosts), ""))
+    if model is not None and lead is not None and lead.address == LOCAL and (base / model).exists():
+        config.run.serve = str((base / model).resolve())
 
 
 def _here(workers: int) -> dict[str, Any]:
@@ -180,7 +189,6 @@ def token_for(layout: Layout) -> str:
         if os.name == "posix" and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise UserError(f"others may read {path}; chmod 600 it, or delete it for a new token")
         return path.read_text(encoding="utf-8").strip()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = new_token()
     with writing(path.parent):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
