@@ -391,7 +391,7 @@ def test_a_model_is_served_from_the_machines(two: Lab, smol: Smol, tmp_path: Pat
     smol.run(*train, cwd=tmp_path).ok()
     page = free_port()
     run = {"serve": str(tmp_path / "run"), "page_port": page}
-    two.run("up", cluster(two, steps=1, run=run), "--detach").ok()
+    assert "its page: `smolcluster logs front`" in two.run("up", cluster(two, steps=1, run=run), "--detach").ok().out
 
     def answer() -> str | None:
         body = json.dumps({"prompt": "The ", "max_tokens": 8, "temperature": 0}).encode()

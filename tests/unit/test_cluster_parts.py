@@ -586,6 +586,11 @@ def test_a_machine_offers_itself_at_an_address_that_it_has(address: str, capsys:
     assert status_of(processes=running, row=row, summary=summary)[-1].startswith("step 7, ")
 
 
+def test_a_model_that_is_served_is_no_run() -> None:
+    processes = {"front": {"state": "running", "host": "a", "alive": True}}
+    assert [line.split()[0] for line in status_of(processes=processes)] == ["lab", "process", "front"]
+
+
 def test_status_says_where_the_run_is(known: None) -> None:
     place = known_cluster(None).run_place
     assert place == "mini1:~/.smolcluster/clusters/lab/runs/r1"

@@ -76,6 +76,8 @@ def table(found: dict[str, Any]) -> list[str]:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = [f"{found['name']}, run {found['run']}", f"run directory: {found['run_directory']}"]
+    if "front" in found["processes"]:  # a model is served: there is no run
+        lines = [found["name"]]
     lines += [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in rows

@@ -135,7 +135,7 @@ def _before(name: str) -> Recorded | None:
 async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: bool, detach: bool) -> int:
     from smolcluster.cli.screen import print_line, print_note
     from smolcluster.launch.cluster import control
-    from smolcluster.launch.cluster.layout import as_record, from_record
+    from smolcluster.launch.cluster.layout import SERVING, as_record, from_record
     from smolcluster.launch.cluster.record import put_back, recorded_as, remember
 
     layout = order.layout
@@ -167,7 +167,10 @@ async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: 
             print_note(name, f"started {', '.join(seats)}")
     if detach:
         print_note("", "look at it with `smolcluster logs -f`, end it with `smolcluster down`")
-        print_note("", f"a page with its curves: smolcluster dashboard --cluster {layout.name}")
+        page = "the address of its page: `smolcluster logs front`"
+        if layout.plane != SERVING:
+            page = f"a page with its curves: smolcluster dashboard --cluster {layout.name}"
+        print_note("", page)
         return 0
     recorded = from_record(as_record(layout))
     await control.follow(
