@@ -38,8 +38,8 @@ from smolcluster.launch.cluster.mirror import mirrored
 from smolcluster.launch.cluster.parcel import Parcel, package_parcel, requirements, user_parcel
 from smolcluster.launch.cluster.read import Said, known_cluster, read_cluster, token_for
 from smolcluster.launch.cluster.record import recall, remember, state_folder
-
 from smolcluster.launch.discovery import announced, find_offers
+
 ROOT = Path(__file__).parents[2]
 KEEPER = Path(keeper.__file__)
 
@@ -527,20 +527,6 @@ def test_this_machine_alone_needs_no_address(monkeypatch: pytest.MonkeyPatch, tm
     assert laid_out(alone, tmp_path).listens[0] == "127.0.0.1"
 
 
-# What the commands say
-
-
-def status_of(**said: Any) -> list[str]:
-    processes = said.pop("processes", {"server": {"state": "stopped", "host": "a", "alive": False}})
-    whole = {"name": "lab", "run": "r1", "run_directory": "a:~/r1", "processes": processes, "unreachable": {}, **said}
-    return table(whole)
-
-
-def test_status_says_what_is_known_and_no_more() -> None:
-    row = {"step": 7, "loss": 5.336422759208601, "tokens_per_s": 1411.2, "rank": 2, "role": "server"}
-    assert status_of(row=row)[-1] == "step 7, loss 5.3364, 1411 tokens/s"
-    assert status_of(row=row | {"role": "worker"})[-1] == "step 7, loss 5.3364, 1411 tokens/s of rank 2"
-    assert status_of(row=row | {"tokens_per_s": 0.0})[-1] == "step 7, loss 5.3364"
 def init(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "init", *words])
@@ -579,6 +565,20 @@ def test_a_machine_offers_itself_at_an_address_that_it_has(address: str, capsys:
     assert f"--address {address} is not an address of this machine; it has " in capsys.readouterr().err
 
 
+# What the commands say
+
+
+def status_of(**said: Any) -> list[str]:
+    processes = said.pop("processes", {"server": {"state": "stopped", "host": "a", "alive": False}})
+    whole = {"name": "lab", "run": "r1", "run_directory": "a:~/r1", "processes": processes, "unreachable": {}, **said}
+    return table(whole)
+
+
+def test_status_says_what_is_known_and_no_more() -> None:
+    row = {"step": 7, "loss": 5.336422759208601, "tokens_per_s": 1411.2, "rank": 2, "role": "server"}
+    assert status_of(row=row)[-1] == "step 7, loss 5.3364, 1411 tokens/s"
+    assert status_of(row=row | {"role": "worker"})[-1] == "step 7, loss 5.3364, 1411 tokens/s of rank 2"
+    assert status_of(row=row | {"tokens_per_s": 0.0})[-1] == "step 7, loss 5.3364"
     summary = {"status": "interrupted", "steps": 314, "val_loss": 5.336422759208601}
     assert status_of(row=row, summary=summary)[-1] == "interrupted: 314 steps, val loss 5.3364"
     assert status_of(summary=summary | {"val_loss": None})[-1] == "interrupted: 314 steps"
@@ -636,6 +636,13 @@ def test_to_go_on_nothing_need_be_said_again(
     now = Said(file=None, folder=str(Path.cwd()), overrides=["cluster.port=7002"], steps=9).after(before)
     config = now.read().config
     assert (config.training.steps, config.cluster.port, config.strategy.name) == (9, 7002, "edp")
+
+
+def test_workers_are_those_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lab.yaml").write_text("hosts: {mini1: 10.0.0.1, pi5: 10.0.0.2}\nstrategy: edp\n")
+    said = dry(str(tmp_path / "lab.yaml"), "--workers", "4", capsys=capsys)
+    assert "--workers is for --local" in said
+    assert "hosts.NAME.workers" in said
 
 
 @pytest.fixture

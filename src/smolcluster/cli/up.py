@@ -75,6 +75,8 @@ def up(
     file = words.pop(0) if not local and words and words[0].endswith((".yaml", ".yml")) else None
     if not local and not resume and file is None:
         raise UserError("which machines? Give a cluster file (`smolcluster cluster init` writes one), or use --local")
+    if workers is not None and file is not None:
+        raise UserError(f"--workers is for --local; in {file} each host says how many it has: hosts.NAME.workers")
     said = Said(
         file=file,
         folder=str(Path.cwd()),
