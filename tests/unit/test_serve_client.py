@@ -23,7 +23,7 @@ from tests.unit.scripted_engine import serving as scripted
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.serve.ask import NobodyThere
 from smolcluster.serve.client import Client, ServerFailed
-from smolcluster.serve.terminal import Chat, Shown, print_pieces
+from smolcluster.serve.terminal import Chat, Shown, print_pieces, read_all
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -382,6 +382,11 @@ def test_mistakes_end_with_two(arguments: tuple[str, ...], words: str) -> None:
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_question_that_is_no_text_is_told() -> None:
+    with pytest.raises(UserError, match=r"the question is no utf-8 text: .* at byte 0"):
+        read_all(io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"), what="the question")
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no pseudo-terminals here")

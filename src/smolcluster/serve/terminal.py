@@ -302,7 +302,10 @@ def is_coloured(out: IO[str]) -> bool:
 
 def read_all(stream: IO[str], *, what: str) -> str:
     """One question from a pipe."""
-    text = stream.read().rstrip("\n")
+    try:
+        text = stream.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is no {error.encoding} text: {error.reason} at byte {error.start}") from None
     if not text.strip():
         raise UserError(f"{what} is empty; write it into the pipe, or start without one")
     return text
