@@ -61,6 +61,7 @@ AT_ONCE = {
     "no workers": case("train --workers 0", "--workers", "cluster.num_workers = 0", "at least 1"),
     "an override without a value": case("train --override training.batch_size", "is not KEY=VALUE"),
     "heads that do not fit": case("train --attention-heads 5", "model.num_heads = 5", "must divide model.model_dim"),
+    "home of nobody": case("train ~nobody-of-that-name/my.yaml", "~nobody-of-that-name/my.yaml: no such file"),
     "not YAML": case("train broken.yaml", "broken.yaml:3", "not YAML"),
     "resume latest of nothing": case("train --resume latest", "no checkpoint in runs", "start anew without --resume"),
     "resume what is not there": case(
@@ -98,6 +99,9 @@ BY_A_WORKER = {
         "use the address of rank 0",
     ),
     "missing text": case("train --override data.name=text data.root=gone.txt" + _ONE, "data.root", "gone.txt"),
+    "text of nobody": case(
+        "train --override data.name=text data.root=~nobody-of-that-name" + _ONE, "no file or folder ~"
+    ),
     "batch larger than the data": case("train --batch-size 99999" + _ONE, "99999", "training.batch_size="),
     "more workers than samples": case("train few.py:Few --workers 2", "only 1 training sample", "--workers 1"),
     "missing task file": case("train gone.py:Task" + _ONE, "gone.py", "use path/to/file.py:ClassName"),

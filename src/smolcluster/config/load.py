@@ -8,6 +8,7 @@ Sources merge left to right, then overrides, then `sets`. Mappings merge, lists 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -90,7 +91,9 @@ def builtin_configs() -> dict[str, Path]:
 def _locate(source: str) -> tuple[Path, str] | None:
     """The file of a source, and what to call it in errors. A bare name is a built-in one before it is a file."""
     name = source.removesuffix(".yaml")
-    path = Path(source).expanduser()
+    path = Path(source)
+    with contextlib.suppress(RuntimeError):  # `~` of somebody who is not known here: then there is no such file
+        path = path.expanduser()
     if name in builtin_configs() and (name == source or not path.exists()):
         return builtin_configs()[name], f"{name}.yaml"
     return (path, source) if path.exists() else None

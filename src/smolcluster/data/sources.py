@@ -6,6 +6,7 @@ that has not changed are found in the cache without reading it as text.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -128,7 +129,9 @@ def _text_files(root: str | None) -> list[Path]:
     """One file, or all text files below a folder in the order of their names; hidden ones are left out."""
     if root is None:
         raise UserError("data.name 'text' needs data.root: a text file, or a folder of text files")
-    path = Path(root).expanduser()
+    path = Path(root)
+    with contextlib.suppress(RuntimeError):  # `~` of somebody who is not known here: then there is no such folder
+        path = path.expanduser()
     if path.is_file():
         return [path]
     if not path.is_dir():
