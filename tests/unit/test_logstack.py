@@ -280,6 +280,21 @@ def stages(name: str) -> list[tuple[str, Any]]:
     return [next(iter(stage.items())) for stage in job["pipeline_stages"]]
 
 
+# Of a run by hand, and of one that `up` has started.
+LOGS = (
+    "/my-run/logs/{role}-rank3-mini2.log",
+    "/lab/runs/my-run/logs/{role}-x.log",
+    "/lab/logs/my-run/{role}-rank0-pi5.log",
+)
+
+
+def finds(pattern: str, path: str) -> bool:
+    """As both agents do: ** is any number of folders, * anything in a name."""
+    pattern = pattern.removeprefix("${SMOLCLUSTER_RUNS:-runs}")
+    expression = re.escape(pattern).replace(re.escape("**/"), "(?:[^/]+/)*").replace(re.escape("*"), "[^/]*")
+    return re.fullmatch(expression, path) is not None
+
+
 @pytest.mark.parametrize("role", ["server", "worker"])
 def test_promtail_gives_the_labels_of_the_pusher(role: str) -> None:
     (job,) = load(f"promtail-{role}.yaml")["scrape_configs"]
@@ -288,7 +303,7 @@ def test_promtail_gives_the_labels_of_the_pusher(role: str) -> None:
     assert {name: expected[name] for name in ("job", "component")} == {
         k: v for k, v in fixed.items() if k != "__path__"
     }
-    assert fixed["__path__"].endswith(f"/*/logs/{role}-*.log")
+    assert all(finds(fixed["__path__"], path.format(role=role)) for path in LOGS)
     steps = stages(f"promtail-{role}.yaml")
     assert [name for name, _ in steps] == ["regex", "static_labels", "json", "timestamp", "labels", "labeldrop"]
     known = dict(steps)
@@ -310,7 +325,8 @@ def test_alloy_gives_the_labels_of_the_pusher() -> None:
         labels = labels_of(role=role, rank=0, host="x")
         for name in ("job", "component"):
             assert re.search(rf'"{name}" += "{labels[name]}"', text)
-        assert f'"/*/logs/{role}-*.log"' in text
+        (pattern,) = re.findall(rf'"(/.*/{role}-\*[.]log)"', text)
+        assert all(finds(pattern, path.format(role=role)) for path in LOGS)
     order = re.findall(r"stage\.(\w+) \{", text)
     assert order == ["regex", "static_labels", "json", "timestamp", "labels", "label_drop"]
     assert f'values = {{ level = "{PRINTED}" }}' in text
