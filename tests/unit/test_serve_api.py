@@ -103,6 +103,7 @@ def events(body: bytes) -> list[Any]:
     """The data of server-sent events, and nothing else but them."""
     frames = body.decode().split("\n\n")
     assert frames.pop() == ""
+    assert len(body.decode().splitlines()) == 2 * len(frames), "lines end with line feeds alone"
     assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
     return [frame[6:] if frame == "data: [DONE]" else json.loads(frame[6:]) for frame in frames]
 
@@ -119,6 +120,17 @@ def connect(port: int) -> socket.socket:
 
 
 # OpenAI's interface
+
+
+def test_other_ends_of_lines_in_a_text_do_not_end_an_event(port: int, engine: ScriptedEngine) -> None:
+    text = "one\u2028two\u2029three\x85four\x0bfive\x1csix"
+    engine.script = lambda _: [*text.encode(), END]
+    status, _, body = post(port, "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 99, "stream": True})
+    assert status == 200
+    assert "".join(event["choices"][0]["text"] for event in events(body)[:-1]) == text
+    assert (
+        asked(port, "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 99})["choices"][0]["text"] == text
+    )
 
 
 def test_a_chat(port: int, engine: ScriptedEngine) -> None:

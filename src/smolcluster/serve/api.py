@@ -64,6 +64,7 @@ LEFT = 499  # a status of nobody's: who asked did not wait for it
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/chat", "/query", "/login")
 _GETS = ("/", "/health", "/config", "/metrics", "/events", "/v1/models")
 _CODES = {401: "invalid_api_key"}
+_ENDS = re.compile("[\\x85\\u2028\\u2029]")  # of lines, to Python's splitlines and JavaScript
 _log = logging.getLogger(__name__)
 
 
@@ -463,5 +464,7 @@ def _answer(value: Json, status: int = 200, *, retry_s: float | None = None) -> 
 
 
 def _json(value: Any) -> bytes:
-    """A lone half of a character, should a model write one, is written as its escape."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+    """A lone half of a character, should a model write one, is written as its escape; so is what some take for the end of a
+    line, and with it of an event."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text).encode(errors="backslashreplace")
