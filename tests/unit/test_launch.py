@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -233,6 +234,23 @@ def test_the_second_interrupt_ends_all(story: Elastic) -> None:
     assert story.summary()["status"] == "interrupted"
     assert story.summary()["workers"] == 2
     assert all_gone(story)
+
+
+def test_a_worker_that_is_to_stop_still_meets_the_others() -> None:
+    """Rank 0 waits for all of them: one that left would keep it waiting for two minutes."""
+    code = (
+        "import time\nfrom smolcluster.engine.channel import PipeChannel\nchannel = PipeChannel(b'', announce=print)\n"
+        "while not channel.stop_requested():\n    time.sleep(0.01)\n"
+        "print('asked', flush=True)\nprint(channel.rendezvous_port(), flush=True)\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write('{"op": "stop"}\n')
+        assert process.stdout.readline() == "asked\n"
+        process.stdin.write('{"op": "port", "port": 7}\n')
+        assert process.stdout.readline() == "7\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a console of its own gets no Ctrl-C")

@@ -101,10 +101,11 @@ class PipeChannel:
         return self._stop.is_set()
 
     def rendezvous_port(self) -> int:
+        """Also after a request to stop: rank 0 waits for all, and they end together after the first step."""
         with self._news:
-            self._news.wait_for(lambda: self._port is not None or self._gone or self._stop.is_set())
+            self._news.wait_for(lambda: self._port is not None or self._gone)
         if self._port is None:
-            raise PeerLost("the launcher went away, or was told to stop, before the workers had met")
+            raise PeerLost("the launcher went away before the workers had met")
         return self._port
 
     def _listen(self, buffer: bytes) -> None:
