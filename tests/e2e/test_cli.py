@@ -430,3 +430,11 @@ def test_a_terminal_gets_a_picture_unless_no_color_is_set(beside: Beside) -> Non
     assert [row["step"] for row in read_rows(run_dir)] == [1, 2, 3, 4, 5]
     assert read_summary(run_dir)["steps"] == 5
     assert read_config(run_dir)["training"]["steps"] == 5
+
+
+def test_help_in_a_terminal_that_has_few_letters() -> None:
+    command = [sys.executable, "-c", "from smolcluster.cli import main; main(['train', '--help'])"]
+    few = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "80"}  # words are cut off there, with an ellipsis
+    ended = subprocess.run(command, env=few, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "Usage" in ended.stdout

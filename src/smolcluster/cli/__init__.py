@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -93,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
     arguments = spread_overrides(sys.argv[1:] if argv is None else argv)
     logging.getLogger("smolcluster").addHandler(logging.NullHandler())  # what a person must read is printed, not logged
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # no command fails for a letter that the terminal does not have
     try:
         status = app(arguments, prog_name="smolcluster", standalone_mode=False)
     except SmolclusterError as error:
