@@ -400,7 +400,8 @@ async def down(cluster: Recorded, hosts: Mapping[str, Host], *, now: bool, told:
     if lead in hosts:
         states = await hosts[lead].ask("states", **_where(hosts[lead], cluster))
         if states.get(cluster.lead, {}).get("alive"):
-            told(lead, f"asking {cluster.lead} to save and end" if not now else f"ending {cluster.lead}")
+            ends = "end" if cluster.lead == "front" else "save and end"
+            told(lead, f"ending {cluster.lead}" if now else f"asking {cluster.lead} to {ends}")
         await end(hosts[lead], [cluster.lead])
     await on_all(hosts.values(), lambda host: end(host, None))
     return {name: sorted(set(seats)) for name, seats in stopped.items()}
