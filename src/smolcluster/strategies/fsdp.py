@@ -281,12 +281,15 @@ class SameBlocks:
         self._group, self._stage = group, stage
         self._first: list[str] | None = None  # what the first step used, in order; "": the model has returned
         self._used: list[str] | None = None  # so far; None outside of a step
+        self._forward = False  # in backward blocks may be computed once more
 
     def watch(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         names = {module: name for name, module in model.named_modules()}
+        model.register_forward_pre_hook(lambda *_: self._turn(forward=True))
         for block in blocks:
             block.register_forward_pre_hook(lambda *_, name=names[block]: self._use(name), prepend=True)
         model.register_forward_hook(lambda *_: self._use(""))
+        model.register_forward_hook(lambda *_: self._turn(forward=False))
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -299,8 +302,12 @@ class SameBlocks:
         finally:
             self._used = None
 
+    def _turn(self, *, forward: bool) -> None:
+        if not torch.compiler.is_compiling():
+            self._forward = forward
+
     def _use(self, name: str) -> None:
-        if self._used is None or torch.compiler.is_compiling():
+        if self._used is None or not self._forward or torch.compiler.is_compiling():
             return
         place = len(self._used)
         self._used.append(name)
