@@ -64,6 +64,12 @@ def generate(
             "stop": stop or None,
         }
     )
+    if from_ is None and device is not None:
+        raise UserError("--device is for --from MODEL; a served model computes where its machines are")
+    if from_ is not None and model is not None:
+        raise UserError(
+            "--model names one of a server's models, and with --from there is no server; leave one of them out"
+        )
     text = read_all(sys.stdin, what="the prompt") if prompt == "-" else prompt
     if not text:
         raise UserError("the prompt is empty; write the text that is to be continued, or - to read it from stdin")
