@@ -26,13 +26,11 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 train: $(VENV)/.core ## Train the embedded default on 2 local workers (one to three minutes)
 	$(BIN)/smolcluster train
 
-test: $(VENV)/.dev ## Run the tests: JOBS at once, then one after the other what must keep time
-	$(BIN)/python -m pytest tests/unit tests/equivalence -n $(JOBS)
-	$(BIN)/python -m pytest tests/faults tests/gpu tests/e2e
+test: $(VENV)/.dev ## Run the tests; a failed one is run once more, alone, and named as unstable if it then passes
+	$(BIN)/python -m tools.suite --jobs $(JOBS)
 
 test-all: $(VENV)/.dev ## The same, with those that are marked as slow
-	$(BIN)/python -m pytest tests/unit tests/equivalence -n $(JOBS) -m '' --hypothesis-profile=thorough
-	$(BIN)/python -m pytest tests/faults tests/gpu tests/e2e -m '' --hypothesis-profile=thorough
+	$(BIN)/python -m tools.suite --all --jobs $(JOBS)
 
 check: $(VENV)/.dev ## Format, lint, types, import rules
 	$(BIN)/ruff format --check .

@@ -1,0 +1,111 @@
+"""Run the test suite: the passes of `make test`, then every failed test once more, alone.
+
+    python -m tools.suite [--all] [--jobs N] [TEST ...]
+
+A test that fails and then passes alone is *unstable*: a defect of the test or of the code, but not a reason to throw the work
+of a whole run away. The last lines name it, so that nobody overlooks it. The exit status is 0 when no test failed twice.
+
+The file is also the pytest plugin that reports which tests failed (`-p tools.suite`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+PASSES = (  # each with whether its tests may run beside each other
+    (("tests/unit", "tests/equivalence"), True),
+    (("tests/faults", "tests/gpu", "tests/e2e"), False),
+)
+MOST_AGAIN = 10  # failures in a run; when more than these fail, something is broken
+REPORT = "SMOLCLUSTER_FAILED_TESTS"  # environment: the file that the plugin writes
+
+NO_TESTS = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+RAN = (int(pytest.ExitCode.OK), int(pytest.ExitCode.TESTS_FAILED))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the ids of failed tests to the file that `run_pytest` reads."""
+    reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    if REPORT in os.environ:
+        ids = dict.fromkeys(report.nodeid for report in reports)
+        Path(os.environ[REPORT]).write_text("".join(f"{name}\n" for name in ids), encoding="utf-8")
+
+
+def run_pytest(arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """Run pytest in a process of its own. Return its exit status and the ids of the tests that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "failed")
+        command = [sys.executable, "-m", "pytest", "-p", "tools.suite", *arguments]
+        status = subprocess.run(command, env={**os.environ, REPORT: str(report)}, check=False).returncode
+        return status, report.read_text(encoding="utf-8").splitlines() if report.exists() else []
+
+
+@dataclass(slots=True)
+class Verdict:
+    failed: list[str] = field(default_factory=list)  # twice, or without a second try
+    unstable: list[str] = field(default_factory=list)  # failed, then passed alone
+    broken: list[str] = field(default_factory=list)  # passes that pytest did not bring to an end
+
+    @property
+    def status(self) -> int:
+        return 1 if self.failed or self.broken else 0
+
+    def lines(self) -> list[str]:
+        """The closing lines of a run."""
+        named = (
+            ("BROKEN", self.broken),
+            ("FAILED", self.failed),
+            ("UNSTABLE (failed, then passed alone)", self.unstable),
+        )
+        return [f"{word}: {name}" for word, names in named for name in names]
+
+
+def judge(passes: Sequence[Sequence[str]], run: Callable[[Sequence[str]], tuple[int, list[str]]]) -> Verdict:
+    """Run all passes, then what failed once more, one test at a time."""
+    verdict, failed = Verdict(), []
+    for arguments in passes:
+        status, names = run(arguments)
+        if status not in (*RAN, NO_TESTS) or (status == RAN[1] and not names):
+            verdict.broken.append(f"pytest {' '.join(arguments)} (exit status {status})")
+        failed += names
+    if len(failed) > MOST_AGAIN:
+        verdict.failed = failed
+        return verdict
+    for name in failed:
+        status, _ = run([name, "-m", ""])
+        (verdict.unstable if status == 0 else verdict.failed).append(name)
+    return verdict
+
+
+def passes(tests: Sequence[str], *, all_of_them: bool, jobs: int) -> list[list[str]]:
+    """The arguments of pytest for each pass; `tests`, where given, are run in one pass, one after the other."""
+    common = ["-m", "", "--hypothesis-profile=thorough"] if all_of_them else []
+    if tests:
+        return [[*tests, *common]]
+    return [[*folders, *common, *(["-n", str(jobs)] if beside else [])] for folders, beside in PASSES]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the tests, then every failed one once more, alone.")
+    parser.add_argument("tests", nargs="*", help="files or test ids; default: all")
+    parser.add_argument("--all", action="store_true", help="include tests marked slow")
+    parser.add_argument("--jobs", type=int, default=2, help="processes for tests that may run beside each other")
+    chosen = parser.parse_args()
+    started = time.monotonic()
+    verdict = judge(passes(chosen.tests, all_of_them=chosen.all, jobs=chosen.jobs), run_pytest)
+    print(f"\nthe suite took {(time.monotonic() - started) / 60:.1f} minutes", *verdict.lines(), sep="\n", flush=True)
+    return verdict.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
