@@ -154,9 +154,11 @@ def test_a_killed_server_comes_back_and_loses_nothing(
 
 
 @usually("allreduce")
-@pytest.mark.parametrize(("kind", "workers"), [("syncps", 1), ("syncps", 2), ("allreduce", 2)])
+@pytest.mark.parametrize(("kind", "workers"), [("syncps", 1), ("syncps", 2), ("allreduce", 2), ("edp", 1)])
 def test_a_killed_server_changes_no_bit_of_a_synchronous_run(tmp_path: Path, kind: str, workers: int) -> None:
-    config = {"training.steps": 80}
+    config: dict[str, Any] = {"training.steps": 80}
+    if kind == "edp":
+        config["strategy.worker_update_interval"] = 1
     calm = run(kind, workers, tmp_path / "calm", config, slow={})
 
     def script(world: ElasticWorld) -> None:

@@ -102,6 +102,15 @@ def test_accumulation_is_the_gradient_of_the_whole_batch() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
 
 
+def test_a_step_that_was_abandoned_leaves_nothing_in_the_next_gradient() -> None:
+    ours, other = replica(), replica()
+    ours.compute(batch(1))
+    ours.compute(batch(2))
+    other.compute(batch(2))
+    for a, b in zip(ours.parameters, other.parameters, strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
 def test_before_last_runs_once_just_before_the_last_backward() -> None:
     ours = replica()
     seen: list[bool] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from smolcluster.comm.elastic.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.gate import GradientGate
-from smolcluster.compute.replica import Replica
+from smolcluster.compute.replica import Batch, Replica
 from smolcluster.data.leases import Leases, Range
 from smolcluster.strategies.edp import EDP, EDPOptions
 from smolcluster.strategies.elastic import Elastic
@@ -120,6 +120,43 @@ class Server:
         return Said(who, Message(kind=Kind.PUSH, step=step, channel=0, epoch=epoch, meta=said, payload=payload))
 
 
+class Worker:
+    """A worker of a strategy, with a model of three numbers and a link to a server that sends what a script says."""
+
+    def __init__(self, strategy: type[Served], options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.script: list[Message] = []
+        self.leases: deque[Any] = deque()
+        model = torch.nn.Linear(2, 1)
+        worker: Any = strategy.__new__(strategy)
+        worker.options, worker.stale_rejected, worker._over, worker._epoch = options, 0, False, 0
+        worker.replica = Replica(
+            model=model,
+            loss=lambda model, part: model(part).square().mean(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            learning_rate=lambda _: 0.1,
+            device=torch.device("cpu"),
+        )
+        worker.context = SimpleNamespace(
+            office=None, line=self, device=torch.device("cpu"), seat=SimpleNamespace(rank=0)
+        )
+        monkeypatch.setattr(Elastic, "setup", lambda *_: None)
+        worker.setup(None)
+        self.strategy = worker
+
+    def send(self, kind: Kind, **fields: Any) -> None:
+        self.sent.append({"kind": kind, **fields})
+
+    def get(self, _: float | None = None) -> Message:
+        return self.script.pop(0)
+
+    def expect(self, *_: Any) -> None: ...
+    def release(self, _: Any) -> None: ...
+
+    def pushed(self) -> list[bytes]:
+        return [m["payload"].numpy().tobytes() for m in self.sent if m["kind"] is Kind.PUSH]
+
+
 def member(rank: int) -> Member:
     return Member(rank=rank, link=Link(rank), batch_size=4)  # type: ignore[arg-type]
 
@@ -219,3 +256,18 @@ def test_a_second_name_of_a_weight_is_no_buffer(
     """Or a worker's own copy of it would replace the server's at every step."""
     server = Server(strategy, options, monkeypatch, model=Tied())
     assert set(server.strategy._buffers.names) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [(SyncPS, SyncPSOptions()), (EDP, EDPOptions(worker_update_interval=1))]
+)
+def test_a_step_that_a_reconnect_cut_short_adds_nothing_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, strategy: type[Served], options: Any
+) -> None:
+    """The server was restarted before it answered: the same samples at the same weights have the same gradient."""
+    worker = Worker(strategy, options, monkeypatch)
+    for epoch in (1, 2):
+        worker.script = [Message(kind=Kind.WELCOME, epoch=epoch)]
+        worker.strategy.step(Batch(parts=[torch.ones(4, 2)], samples=4, tokens=4, step=1))
+    first, second = worker.pushed()
+    assert first == second

@@ -78,6 +78,7 @@ class Replica:
         """Gradients of the mean loss over the batch's parts, times `weight`. `before_last` runs ahead of the last backward."""
         if not self.model.training:
             self.model.train()
+        self.drop_gradients()  # a step that was abandoned may have left its own
         total: Tensor | None = None
         for number, part in enumerate(batch.parts, start=1):
             part = to_device(part, self.device)
@@ -123,9 +124,12 @@ class Replica:
         if self.scale is not None:
             self.scale.update(overflow=overflow)
         self.updates += 1
+        self.drop_gradients()
+        return total
+
+    def drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-        return total
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers by name, not copied."""

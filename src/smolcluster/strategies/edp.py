@@ -111,6 +111,7 @@ class EDP(Served):
 
         # My own copy keeps training, unless the server's weights replace it right away.
         norm = self._train_alone() if interval > 1 else None
+        replica.drop_gradients()
         self._since_pull += 1
         if self._since_pull >= interval:
             self._line.send(Kind.PULL, epoch=self._epoch)
@@ -141,8 +142,6 @@ class EDP(Served):
         norm = get_total_norm([p.grad for p in replica.parameters if p.grad is not None])
         if bool(torch.isfinite(norm)):
             return replica.apply()
-        for parameter in replica.parameters:
-            parameter.grad = None
         return norm
 
     def _hear(self, message: Message) -> None:
@@ -168,8 +167,6 @@ class EDP(Served):
         for name, own in self.replica.weights().items():
             if own.is_floating_point():
                 own.copy_(self._incoming[name])
-        for parameter in self.replica.parameters:
-            parameter.grad = None
         self.replica.updates = self._version = version
         self._pulling = False
 

@@ -93,8 +93,7 @@ class SyncPS(Served):
         float(loss)  # a GPU is done only then
         self._pushed = batch.step
         self._push(batch, loss, compute_s=time.perf_counter() - started)
-        for parameter in replica.parameters:
-            parameter.grad = None
+        replica.drop_gradients()
 
         # The average, and the server's weights when they are due.
         comm, self._norm, self._anew = Span(self.context.device), None, False
