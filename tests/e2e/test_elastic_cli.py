@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import pytest
 from tests.e2e.command import TINY, Beside, Ended, Process, Running, Smol, children, eventually, read_rows, read_summary
 
 from smolcluster.comm.elastic.security import new_token
+from smolcluster.launch.cluster import keeper
 
 T = TypeVar("T")
 pytestmark = [
@@ -60,6 +62,15 @@ class Gated(Task):
         if not os.path.exists(os.environ["GO"]):
             time.sleep(0.05)
         return model(batch[0]).square().mean()
+
+
+class Doomed(Gated):
+    def model(self):
+        if not os.path.exists(os.environ["DOOMED"]):  # the server and its launcher die before anything is saved
+            open(os.environ["DOOMED"], "w").close()
+            os.kill(os.getppid(), 9)
+            os.kill(os.getpid(), 9)
+        return super().model()
 """
 GATED = ("training.device=cpu", "training.batch_size=4", "logging.log_interval=1", "training.eval_steps=0")
 
@@ -441,6 +452,34 @@ def test_a_run_that_is_cut_off_and_interrupted_ends_bitwise_as_if_nothing_had_ha
     assert sorted(set(steps)) == steps
     assert last_step(run_dir) == 300
     assert read_summary(run_dir)["weights_sha256"] == read_summary(folder / "runs" / "whole")["weights_sha256"]
+
+
+def test_a_server_that_dies_before_its_first_snapshot_begins_anew(smol: Smol, folder: Path) -> None:
+    port = free_port()
+    serve = ["server", "tasks.py:Doomed", "--strategy", "syncps", "--workers", "1", "--steps", "3", "--port", str(port)]
+    serve = [sys.executable, "-m", "smolcluster", *serve, "--run-dir", "runs/doomed", "--override", *GATED, ALONE]
+    order = {
+        "argv": serve,
+        "again": [*serve, "--resume", "auto"],
+        "restart": True,
+        "cwd": str(folder),
+        "grace_s": 5.0,
+        "environment": {"DOOMED": str(folder / "doomed"), "GO": str(folder)},
+    }
+    place = folder / "keeper"
+    place.mkdir()
+    (place / "order.json").write_text(json.dumps(order))
+    with subprocess.Popen([sys.executable, keeper.__file__, place], env=smol.env, stdout=subprocess.DEVNULL) as kept:
+        try:
+            join = ("worker", "0", "anyhost", "--server", f"127.0.0.1:{port}", "--task", "tasks.py:Doomed")
+            smol.run(*join, cwd=folder, within_s=PATIENCE_S, env=order["environment"]).ok()
+            assert kept.wait(PATIENCE_S) == 0, (place / "output.log").read_text()
+        finally:
+            (place / "stop").write_text("now")
+    state = json.loads((place / "state.json").read_text())
+    assert (state["state"], state["restarts"]) == ("finished", 1)
+    summary = read_summary(folder / "runs" / "doomed")
+    assert (summary["status"], summary["steps"]) == ("finished", 3)
 
 
 # The scripts

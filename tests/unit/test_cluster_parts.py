@@ -76,7 +76,7 @@ def test_the_elastic_plane(tmp_path: Path) -> None:
         "--run-dir",
         "runs/r1",
     )
-    assert layout.lead.again[-2:] == ("--resume", "runs/r1")
+    assert layout.lead.again == (*layout.lead.arguments, "--resume", "auto")
     assert layout.seats[2].arguments[:5] == ("worker", "1", "win", "--server", "10.0.0.1:7000")
     assert layout.seats[2].arguments[-2:] == ("--device", "cuda")
     places = [(dict(s.environment)["LOCAL_RANK"], dict(s.environment)["LOCAL_WORLD_SIZE"]) for s in layout.seats[1:]]
@@ -183,7 +183,7 @@ def test_a_model_beside_the_cluster_file_is_found_where_this_machine_leads(tmp_p
 def test_another_run_keeps_everything_else(tmp_path: Path) -> None:
     layout = laid_out("hosts: {a: 10.0.0.1, b: 10.0.0.2}\nstrategy: edp\n", tmp_path)
     other = with_run(layout, "r0")
-    assert other.lead.arguments[-4:] == ("--run-dir", "runs/r0", "--resume", "runs/r0")
+    assert other.lead.arguments[-4:] == ("--run-dir", "runs/r0", "--resume", "auto")
     assert other.seats[1].arguments[-2:] == ("--log-dir", "logs/r0")
     assert other.seats[1].arguments[:-2] == layout.seats[1].arguments[:-2]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.unit.story import Script, Story
 
-from smolcluster.config import load_config, resolve
+from smolcluster.config import dump, load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir, find_resume
 from smolcluster.engine.spec import WorkerSpec
@@ -340,10 +340,33 @@ def test_a_journal_is_enough_to_continue(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     run = RunDir(Path("runs/a"))
     journal(run)
-    assert find_resume("runs/a", run_dir=None).run == run
-    assert find_resume("latest", run_dir=None).source == run.checkpoints
+    for said, where in (("runs/a", None), ("latest", None), ("auto", run.path)):
+        found = find_resume(said, run_dir=where)
+        assert found is not None
+        assert (found.run, found.source) == (run, run.checkpoints)
     assert "--resume runs/a" in str(Outcome(command="server").interrupted(run))
     assert "smolcluster server" in str(Outcome(command="server").interrupted(run))
+
+
+def test_a_run_that_died_before_it_saved_anything_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(Path("runs/a"))
+    assert find_resume("auto", run_dir=run.path) is None  # it was never there
+    run.create(dump(config(**{"training.seed": 7})), resume=False)
+    run.metrics.write_text('{"step": 1}\n')
+    (run.journal / "snapshots" / ".tmp-step-00000001").mkdir(parents=True)
+    run.summary.write_text('{"status": "failed"}')
+    prepared = prepare(["gpt"], sets={"strategy.name": "edp"}, run_dir=run.path, resume="auto")
+    assert (prepared.resume, prepared.anew, prepared.run_dir) == (None, True, run)
+    # Without a configuration it is the one that the run began with: the same seed, the same weights.
+    assert prepare(run_dir=run.path, resume="auto").config.training.seed == 7
+    with run.opened("", resume=False, anew=True):
+        assert run.metrics.read_text() == ""
+    run.summary.write_text('{"status": "finished"}')
+    with pytest.raises(UserError, match="has ended without a checkpoint"):
+        find_resume("auto", run_dir=run.path)
+    with pytest.raises(UserError, match="give --run-dir"):
+        find_resume("auto", run_dir=None)
 
 
 def test_planes() -> None:

@@ -16,6 +16,12 @@ Sources = Annotated[
     ),
 ]
 Override = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        help="Continue: a run directory, a checkpoint, `latest`, or `auto`: the run in --run-dir, begun if it saved nothing."
+    ),
+]
 Strategy = Annotated[str | None, typer.Option(help="How machines work together; see `smolcluster strategies`.")]
 Backend = Annotated[
     str | None, typer.Option(help="gloo, nccl or mpi. Default: nccl where each worker has a GPU, gloo otherwise.")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from smolcluster.cli import options
+
 EXAMPLES = """Examples:
 
 smolcluster server gpt --strategy edp --workers 3
@@ -45,7 +47,7 @@ def server(
     override: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
     ] = None,
-    resume: Annotated[str | None, typer.Option(help="Continue: a run directory, a checkpoint, or `latest`.")] = None,
+    resume: options.Resume = None,
 ) -> int:
     """Serve a run: workers join it with `smolcluster worker`, and may come and go. A server that dies is started again."""
     from smolcluster.launch.elastic import run_elastic
@@ -81,5 +83,6 @@ def server(
         port=prepared.config.cluster.port,
         sinks=[ConsoleSink(), EndReport()],
         command="server",
+        anew=prepared.anew,
     )
     return 0

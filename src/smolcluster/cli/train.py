@@ -42,7 +42,7 @@ def train(
     override: options.Override = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is written. Default: runs/<name>.")] = None,
-    resume: Annotated[str | None, typer.Option(help="Continue: a run directory, a checkpoint, or `latest`.")] = None,
+    resume: options.Resume = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")] = None,
     backend: options.Backend = None,
     profile: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from smolcluster.engine.files import Files
 from smolcluster.errors import UserError
+from smolcluster.observe.jsonl import truncate_metrics
 
 RUNS = Path("runs")
 
@@ -63,6 +65,16 @@ class RunDir:
         """It holds something to go on from."""
         return self.has_checkpoints() or any(self.journal.glob("snapshots/step-*"))
 
+    def may_begin_anew(self) -> bool:
+        """Return whether the same run may start over: it died before it saved anything. One that has ended has its result."""
+        if self.can_continue():
+            return False
+        try:
+            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return True
+        return not isinstance(summary, dict) or summary.get("status") not in ("finished", "interrupted")
+
     def create(self, config_text: str, *, resume: bool) -> None:
         """Make the folder and write the configuration."""
         self.check_free(resume=resume)
@@ -71,8 +83,10 @@ class RunDir:
             self._write_config(config_text.encode())
 
     @contextlib.contextmanager
-    def opened(self, config_text: str, *, resume: bool) -> Iterator[None]:
+    def opened(self, config_text: str, *, resume: bool, anew: bool = False) -> Iterator[None]:
         """`create`, and hold the folder: two runs in one would mix their rows and checkpoints.
+
+        `anew`: the same run is started again, and nothing of it was saved (`may_begin_anew`). Its rows are dropped.
 
         A user's mistake inside leaves no trace: what was made here goes if nothing came of it, and the configuration that
         was there before comes back.
@@ -80,10 +94,12 @@ class RunDir:
         made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             with self._lock():
-                self.check_free(resume=resume)
+                self.check_free(resume=resume or anew)
                 before = (self.config.read_bytes(), self.config.stat().st_mtime_ns) if self.config.is_file() else None
                 try:
-                    self.create(config_text, resume=resume)
+                    self.create(config_text, resume=resume or anew)
+                    if anew:
+                        truncate_metrics(self.metrics, after_step=0)
                     yield
                 except UserError:
                     self._take_back(before)
@@ -201,16 +217,28 @@ class Resume:
     run: RunDir
 
 
-def find_resume(resume: str, *, run_dir: Path | None) -> Resume:
-    """What `--resume` means: `latest` (in --run-dir, or of the newest run here), a run directory, or a checkpoint."""
+def find_resume(resume: str, *, run_dir: Path | None) -> Resume | None:
+    """Return what `--resume` names: `latest` (in --run-dir, or of the newest run here), a run directory, or a checkpoint.
+
+    `auto` names the run in --run-dir. None: it died before it saved anything, or was never started, and begins anew.
+    """
+    if resume == "auto":
+        if run_dir is None:
+            raise UserError("--resume auto continues the run in --run-dir: give --run-dir as well")
+        run = RunDir(run_dir)
+        if run.may_begin_anew():
+            return None
+        if run.can_continue():
+            return Resume(run.checkpoints, run)
+        raise UserError(f"--resume auto: the run in {run_dir} has ended without a checkpoint; choose another --run-dir")
     if resume == "latest":
-        run = RunDir(run_dir) if run_dir is not None else _newest_run()
-        if run is None or not run.can_continue():
+        newest = RunDir(run_dir) if run_dir is not None else _newest_run()
+        if newest is None or not newest.can_continue():
             where = run_dir if run_dir is not None else RUNS
             raise UserError(
                 f"--resume latest: there is no checkpoint in {where}; name a run directory, or start anew without --resume"
             )
-        return Resume(run.checkpoints, run)
+        return Resume(newest.checkpoints, newest)
     path = Path(resume)
     if (path / "manifest.json").is_file():
         return Resume(path, RunDir(path.parent.parent))

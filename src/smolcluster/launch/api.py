@@ -82,10 +82,16 @@ def run_here(
             resume=prepared.resume,
             backend=backend,
             sinks=sinks,
+            anew=prepared.anew,
         )
     if prepared.plane == "elastic":
         return run_elastic(
-            prepared.config, workers=prepared.workers, run_dir=prepared.run_dir, resume=prepared.resume, sinks=sinks
+            prepared.config,
+            workers=prepared.workers,
+            run_dir=prepared.run_dir,
+            resume=prepared.resume,
+            sinks=sinks,
+            anew=prepared.anew,
         )
     return run_local(
         prepared.config,
@@ -94,6 +100,7 @@ def run_here(
         resume=prepared.resume,
         backend=backend,
         sinks=sinks,
+        anew=prepared.anew,
     )
 
 

@@ -69,14 +69,15 @@ def run_elastic(
     port: int | None = None,
     sinks: list[Sink],
     command: str = "train",
+    anew: bool = False,
 ) -> dict[str, Any]:
     """Serve a run, with `workers` workers on this machine; others may join. Returns the summary, or raises.
 
-    `port` None: any, where only this machine can reach it, else cluster.port.
+    `port` None: any, where only this machine can reach it, else cluster.port. `anew`: see `RunDir.opened`.
     """
     refuse_inside_a_worker()
     check_bind(config.cluster.bind, load_keyring(config.cluster.token, os.environ))
-    with run_dir.opened(dump(config), resume=resume is not None), _journal(run_dir, resume):
+    with run_dir.opened(dump(config), resume=resume is not None, anew=anew), _journal(run_dir, resume):
         run = _Run(config, workers=workers, run_dir=run_dir, resume=resume, port=port, sinks=sinks, command=command)
         return run.run()
 

@@ -52,11 +52,12 @@ def run_local(
     resume: Path | None = None,
     backend: str | None = None,
     sinks: list[Sink],
+    anew: bool = False,
 ) -> dict[str, Any]:
     """Train on `workers` processes of this machine. Returns the summary; raises when the run fails or is interrupted."""
     refuse_inside_a_worker()
     check_nothing_is_lost(run_dir, resume)
-    with run_dir.opened(dump(config), resume=resume is not None), run_dir.without_journal():
+    with run_dir.opened(dump(config), resume=resume is not None, anew=anew), run_dir.without_journal():
         return _run(config, workers=workers, run_dir=run_dir, resume=resume, backend=backend, sinks=sinks)
 
 

@@ -24,6 +24,7 @@ class Prepared:
     run_dir: RunDir
     resume: Path | None
     plane: str
+    anew: bool = False  # the same run, started again: it had saved nothing
 
 
 def prepare(
@@ -50,16 +51,20 @@ def prepare(
     if len(tasks) > 1:
         raise UserError(f"one task at a time, not {', '.join(tasks)}")
     found: Resume | None = None
+    anew = False
     if resume is not None:
         try:
             found = find_resume(resume, run_dir=run_dir)
+            anew = found is None and lead
         except UserError:
             if lead:
                 raise
+        resume = None if resume == "auto" else resume
     if not files and not tasks:
         if found is not None and not found.run.config.is_file():
             raise UserError(f"{found.run.path} has no config.yaml; name the configuration to continue with, e.g. gpt")
-        files = [str(found.run.config)] if found is not None else [DEFAULT_CONFIG]
+        before = found.run if found is not None else RunDir(run_dir) if anew and run_dir is not None else None
+        files = [str(before.config)] if before is not None and before.config.is_file() else [DEFAULT_CONFIG]
 
     sets = dict(sets or {})
     if tasks:
@@ -82,7 +87,7 @@ def prepare(
     else:
         place = new_run_dir(task_name(config), config.strategy.name)
     if lead:
-        place.check_free(resume=found is not None or again)
+        place.check_free(resume=found is not None or again or anew)
     source = found.source if found is not None else resume
     return Prepared(
         config=config,
@@ -90,6 +95,7 @@ def prepare(
         run_dir=place,
         resume=None if source is None else Path(source),
         plane=plane,
+        anew=anew,
     )
 
 

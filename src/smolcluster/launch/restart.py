@@ -72,6 +72,7 @@ def run_restarting(
     resume: Path | None,
     backend: str | None,
     sinks: list[Sink],
+    anew: bool = False,
 ) -> dict[str, Any]:
     """Train until the end, however often workers die. Returns the summary where the run is led, elsewhere only its status."""
     refuse_inside_a_worker()
@@ -80,7 +81,7 @@ def run_restarting(
         if not leads:
             return run.run(member, leads=False)
         check_nothing_is_lost(run_dir, resume)
-        with run_dir.opened(dump(config), resume=resume is not None), run_dir.without_journal():
+        with run_dir.opened(dump(config), resume=resume is not None, anew=anew), run_dir.without_journal():
             return run.run(member, leads=True)
 
 

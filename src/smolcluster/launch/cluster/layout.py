@@ -269,7 +269,7 @@ class _Draft:
 
     def elastic(self) -> list[Seat]:
         serve = ("server", CONFIG, "--bind", self.bind, "--port", str(self.port), *self.run)
-        again = (*serve, "--resume", self.directory)
+        again = (*serve, "--resume", "auto")
         seats = [Seat(name="server", host=self.lead, arguments=serve, again=again, restart=True)]
         for rank, host in enumerate(self.workers):
             address = self._server_of(host)
@@ -318,7 +318,7 @@ class _Draft:
             meet = ("--rdzv-endpoint", f"{_quoted(self.meeting_point(host))}:{self.port}")
             count = ("--elastic", str(self.config.run.elastic), "--workers", str(self.hosts[host].workers))
             run = ("train", CONFIG, *count, *meet, *self.run, *self._own(host))
-            again = (*run, "--resume", self.directory) if host == self.lead else run
+            again = (*run, "--resume", "auto") if host == self.lead else run
             seats.append(Seat(name=f"launcher-{number}", host=host, arguments=run, again=again, restart=True))
         return seats
 
