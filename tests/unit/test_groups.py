@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing as mp
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -232,6 +233,23 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == ["mini2", "mini2"]
     with pytest.raises(UserError, match="mini9: this machine does not know that name"):
         rendezvous._look_up(rendezvous.Place(master_addr="mini9", join_timeout_s=0.0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback is one address")
+@pytest.mark.parametrize("libuv", [False, True])
+def test_the_store_listens_on_its_address_alone(monkeypatch: pytest.MonkeyPatch, libuv: bool) -> None:
+    """torch by itself would listen on every address, 127.0.0.2 among them."""
+    if libuv and not rendezvous._LIBUV_TAKES_A_SOCKET:
+        pytest.skip("this torch has a store of libuv that takes no socket")
+    monkeypatch.setattr(rendezvous, "_LIBUV_TAKES_A_SOCKET", libuv)
+    store = rendezvous._open_store(rendezvous.Place(world_size=2, master_addr="localhost"))
+    other = rendezvous._open_store(rendezvous.Place(rank=1, world_size=2, master_port=store.port))
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=20)
+    with pytest.raises(UserError, match=f"--master-port {store.port} on 127.0.0.1 cannot be used"):
+        rendezvous._open_store(rendezvous.Place(world_size=2, master_port=store.port))
 
 
 def test_buckets_go_from_the_last_parameter_to_the_first() -> None:

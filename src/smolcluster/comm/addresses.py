@@ -18,6 +18,14 @@ def is_loopback(host: str) -> bool:
     return False
 
 
+def is_address(host: str) -> bool:
+    """Whether `host` is a number, not a name."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return False
+
+
 def reach(host: str, port: int, *, within_s: float) -> socket.socket:
     """To somebody who listens there."""
     sock = socket.create_connection((host, port), timeout=within_s)

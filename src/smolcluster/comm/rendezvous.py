@@ -1,7 +1,8 @@
 """How the ranks of a fixed world find each other.
 
 Rank 0 holds a small key-value store on a TCP port; the others connect to it, and the backend then opens its own
-connections between all ranks. On one machine everything stays on loopback.
+connections between all ranks. On one machine everything stays on loopback: the store gets a socket that is bound to the
+address, since torch's own listener ignores the host and takes every address of the machine.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from smolcluster.comm.addresses import is_loopback, reach
+from smolcluster.comm.addresses import is_address, is_loopback, reach
 from smolcluster.comm.backends import Wish, agree, gpu_for_nccl
 from smolcluster.comm.group import Group, PeerLost
 from smolcluster.comm.memory_group import MemoryGroup
@@ -44,6 +46,9 @@ _SAME = {"world size": "say the same --world-size on every machine"}
 _ROLL = "roll"
 _MISSING = "missing"  # in the store: somebody did not come
 LEAVE_S = 5.0
+BACKLOG = 1024
+# Before torch 2.8 libuv's store refuses a socket that it is given; the legacy backend takes it.
+_LIBUV_TAKES_A_SOCKET = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +114,7 @@ def connect(
         raise PeerLost(f"the ranks did not find each other: {str(error).splitlines()[0]}") from error
     world = dist.group.WORLD
     assert world is not None
-    return TorchGroup(world, device=device, met_at=(place.master_addr, opened.port))
+    return TorchGroup(world, device=device, met_at=(opened.host, opened.port))
 
 
 def _wait_for_rank_0(place: Place, stop_requested: Callable[[], bool]) -> None:
@@ -160,19 +165,22 @@ def _look_up(place: Place, stop_requested: Callable[[], bool] = lambda: False) -
 
 def _open_store(place: Place) -> TCPStore:
     """Rank 0 listens, the others connect and retry until it does."""
-    if place.rank == 0 and place.master_port and not _torchrun_holds_the_store():
-        _check_port(place.master_addr, place.master_port)
+    host = "127.0.0.1" if place.master_addr == "localhost" else place.master_addr  # one address for all, not also ::1
+    where = f"{place.master_addr}:{place.master_port}"
+    options: dict[str, Any] = {"is_master": False}
+    port = place.master_port
+    if place.rank == 0 and not _torchrun_holds_the_store():
+        port, options = _listen(host, port)
     try:
         return TCPStore(
-            place.master_addr,
-            place.master_port,
+            host,
+            port,
             place.world_size,
-            is_master=place.rank == 0 and not _torchrun_holds_the_store(),
             timeout=datetime.timedelta(seconds=place.join_timeout_s),
             wait_for_workers=False,
+            **options,
         )
     except RuntimeError as error:
-        where = f"{place.master_addr}:{place.master_port}"
         if place.rank == 0:
             raise UserError(f"cannot start the rendezvous on {where}: {str(error).splitlines()[0]}") from error
         raise UserError(
@@ -275,26 +283,41 @@ def _torchrun_holds_the_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _check_port(host: str, port: int) -> None:
-    """A busy port gets a sentence instead of a C++ stack trace."""
-    with contextlib.closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _listen(host: str, port: int) -> tuple[int, dict[str, Any]]:
+    """Where the store listens, and TCPStore's options for it. A busy port is a UserError instead of a C++ stack trace.
+
+    An address is bound here. A name is left to torch, which takes every address: on its own machine a name often means
+    127.0.1.1, which no other machine can reach. On Windows torch takes no socket either.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with contextlib.closing(socket.socket(family)) as listener:
+        if sys.platform != "win32":  # there it would let two processes have one port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            listener.bind(address)
+            if is_address(host) and sys.platform != "win32":
+                listener.listen(BACKLOG)
+                port = listener.getsockname()[1]
+                fd = listener.detach()  # the store closes it
+                return port, {"is_master": True, "master_listen_fd": fd, "use_libuv": _LIBUV_TAKES_A_SOCKET}
         except OSError as error:
             raise UserError(
                 f"--master-port {port} on {host} cannot be used: {error.strerror}; "
                 "is another run using it? Choose another with --master-port"
             ) from error
+    if is_loopback(host):
+        log.warning("on Windows torch listens on every address, not on %s alone; keep port %d closed", host, port)
+    return port, {"is_master": True}
 
 
 def _stay_on_loopback() -> None:
-    """gloo would listen on the address of the host name; a run on one machine has no business on the network."""
-    if "GLOO_SOCKET_IFNAME" in os.environ or not hasattr(socket, "if_nameindex"):
+    """gloo and nccl would listen on the network; a run on one machine has no business there."""
+    if not hasattr(socket, "if_nameindex"):
         return
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if names:
-        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names:
+            os.environ.setdefault(variable, names[0])
 
 
 def _use_the_way_to(address: str) -> None:
