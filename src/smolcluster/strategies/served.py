@@ -97,6 +97,7 @@ class Served(Elastic):
             self.replica.model.named_parameters(remove_duplicate=False)
         )  # also those that are there twice
         buffers = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if n not in parameters]
+        self._buffer_shapes = {n: torch.Size(shape) for n, shape in buffers}
         self._gradients = Parcels(trained, codec=codec, bucket_bytes=bucket_bytes)
         self._weights = Parcels(floats, codec=make_codec("fp32"), bucket_bytes=bucket_bytes)
         self._buffers = Parcels(
@@ -195,7 +196,7 @@ class Served(Elastic):
             tensors = {n: torch.empty(s) for n, s in self._shapes().items()}
             missing = set(range(len(self._gradients) + len(self._buffers)))
             push = self._pushes[key] = Push(member, message.step, message.meta, tensors, missing)
-            push.buffers = {n: torch.empty(self.replica.weights()[n].shape) for n in self._buffers.names}
+            push.buffers = {n: torch.empty(s) for n, s in self._buffer_shapes.items()}
         try:
             if buffer >= 0:
                 self._buffers.decode(buffer, message.payload, push.buffers)
@@ -269,8 +270,9 @@ class Served(Elastic):
         return self._apply(average)
 
     def _set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        weights = self.replica.weights() if buffers else {}  # once: it walks through the whole model
         for name, buffer in buffers.items():
-            self.replica.weights()[name].copy_(buffer)
+            weights[name].copy_(buffer)
 
     def _apply(self, gradients: dict[str, Tensor]) -> Tensor:
         for name, parameter in self.replica.model.named_parameters():
@@ -281,7 +283,7 @@ class Served(Elastic):
     def replay(self, commit: Commit) -> None:
         assert commit.gradient is not None
         names = [*self._gradients.names, *self._buffers.names]
-        shapes = {**self._shapes(), **{n: self.replica.weights()[n].shape for n in self._buffers.names}}
+        shapes = {**self._shapes(), **self._buffer_shapes}
         parts = dict(zip(names, _split(commit.gradient, [shapes[n] for n in names]), strict=True))
         self._set_buffers({n: parts[n] for n in self._buffers.names})
         self._apply({n: parts[n] for n in self._gradients.names})
