@@ -360,7 +360,7 @@ def test_a_refused_gradient_of_the_only_worker_is_computed_again(tmp_path: Path,
     assert world.summary["samples"] == 40 * 8
 
 
-@pytest.mark.parametrize("kind", ["syncps", "allreduce"])
+@pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce"])
 def test_a_run_whose_gradients_never_count_ends_and_says_why(tmp_path: Path, kind: str) -> None:
     environ = {"SPOIL": ",".join(f"0:{call}:nan" for call in range(10, 60))}
 
@@ -373,6 +373,7 @@ def test_a_run_whose_gradients_never_count_ends_and_says_why(tmp_path: Path, kin
     failed = world.server.failed
     assert failed is not None
     assert "no gradient of step 10 was fit to count, 20 times in a row" in failed.message
+    assert "worker 0 (testhost): its norm is nan" in failed.message
     assert len(commits(lines_of(world))) == 9
 
 

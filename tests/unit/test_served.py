@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +15,10 @@ import torch
 
 from smolcluster.comm.elastic.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.roster import Gone, Member, Said
-from smolcluster.compute.gate import GradientGate
+from smolcluster.compute.gate import TRIES, GradientGate
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.data.leases import Leases, Range
+from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit
 from smolcluster.strategies.edp import EDP, EDPOptions
 from smolcluster.strategies.elastic import Elastic
@@ -105,7 +108,7 @@ class Server:
         )
         monkeypatch.setattr(Elastic, "setup", lambda *_: None)
         server.setup(None)
-        server._behind, server._sent, server._tries, server._waiting = set(), {}, 0, []
+        server._behind, server._sent = set(), {}
         self.strategy = server
 
     def join(self, *ranks: int) -> list[Member]:
@@ -311,3 +314,24 @@ def test_the_cost_of_buffers_does_not_grow_with_their_square(monkeypatch: pytest
         return model.walks
 
     assert walks(40) == walks(1)
+
+
+def test_edp_ends_when_every_worker_is_refused_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    edp = Server(EDP, EDPOptions(server_batch=1000), monkeypatch)
+    a, b = edp.join(0, 1)
+    steps = {a: itertools.count(1), b: itertools.count(1)}
+
+    def push(who: Member, value: float, *, times: int = 1) -> None:
+        for _ in range(times):
+            edp.strategy._answer(edp.push(who, value, step=next(steps[who]), version=0))
+
+    push(a, math.nan, times=50)  # one bad machine, while the other is busy: no reason to end
+    push(b, 1.0)  # taken, and waits for others
+    push(a, math.nan, times=50)
+    for _ in range(TRIES):
+        push(b, math.nan)
+        push(a, math.nan)
+    assert edp.roster.evicted == []
+    push(a, math.nan)
+    with pytest.raises(SmolclusterError, match=r"step 1 .* 20 times in a row .*worker 1 \(here\): its norm is nan"):
+        push(b, math.nan)

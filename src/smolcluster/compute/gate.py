@@ -3,6 +3,8 @@
 One broken machine must not spoil the model of all. A gradient whose norm is not a number, or thousands of times the usual,
 is refused; who sent it is told and counted. When nothing but such large gradients comes, several in a row, they are the
 usual from then on: training has changed, not a machine.
+
+When no gradient of a step counts, TRIES times in a row, the run ends with the reason: the next attempt would fail as these.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ import math
 import statistics
 from collections import deque
 
+from smolcluster.errors import SmolclusterError
+
 HISTORY = 64
 ENOUGH = 5
 STUBBORN = 8  # refusals in a row, without a gradient that is accepted
+TRIES = 20  # attempts in a row at a step of which no gradient counted
 
 
 class GradientGate:
@@ -22,6 +27,8 @@ class GradientGate:
         self.factor = factor
         self._accepted: deque[float] = deque(maxlen=HISTORY)
         self._refused = 0  # in a row
+        self._failed = 0  # attempts in a row of which nothing counted
+        self.last_refusal = ""  # whose gradient, and why; since one was accepted
 
     def objection(self, norm: float) -> str | None:
         """Why a gradient of this norm may not count; None when it may."""
@@ -37,6 +44,17 @@ class GradientGate:
                 return f"its norm is {norm:.3g}, {norm / max(usual, 1e-12):.3g} times the usual {usual:.3g}"
         return None
 
+    def nothing_counted(self, step: int) -> None:
+        """Note an attempt at this step in which no worker's gradient counted. Raises after TRIES in a row."""
+        self._failed += 1
+        if self._failed > TRIES:
+            why = f" ({self.last_refusal})" if self.last_refusal else ""
+            raise SmolclusterError(
+                f"no gradient of step {step} was fit to count, {TRIES} times in a row{why}; "
+                "look at the data, or lower training.learning_rate"
+            )
+
     def accept(self, norm: float) -> None:
-        self._refused = 0
+        self._refused = self._failed = 0
+        self.last_refusal = ""
         self._accepted.append(norm)

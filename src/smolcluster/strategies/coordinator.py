@@ -20,9 +20,10 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View
+from smolcluster.compute.gate import TRIES
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, StepReport
-from smolcluster.strategies.elastic import RETURN_S, TRIES, send_state, unpack_state
+from smolcluster.strategies.elastic import RETURN_S, send_state, unpack_state
 
 if TYPE_CHECKING:
     from smolcluster.strategies.coordinated import Coordinated
@@ -61,7 +62,7 @@ class Coordinator:
         self._suspicions: dict[tuple[int, int], float] = {}  # ranks that cannot reach each other -> when to act
         self._put_out: dict[int, int] = {}  # rank -> how often
         self._barred: dict[int, float] = {}  # rank -> until when it may not come back
-        self._tries = 0  # how often in a row the next step was begun anew
+        self._tries = 0  # how often in a row the results of the next step differed
         self._without_since: float | None = None  # nobody here has the weights
         self._needy: set[int] = set()  # ranks that wait for the state
         self._done: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said, in the present view
@@ -160,9 +161,7 @@ class Coordinator:
 
     def _begin_anew(self, members: list[Member]) -> None:
         """Whoever had samples for a step is gone, or was refused: everybody gets others, as at the beginning."""
-        self._tries += 1
-        if self._tries > TRIES:
-            raise self._strategy.none_counts(self._committed + 1)
+        self._strategy.gate.nothing_counted(self._committed + 1)
         for member in members:
             self._office.leases.give_back(member.instance)
         self._left_out.clear()

@@ -96,6 +96,9 @@ class EDP(Served):
             self._pulling = False
             self._unanswered = 0
             self._staleness = 0
+        if self.context.office is not None:
+            self._waiting: list[Push] = []
+            self._unfit: set[Member] = set()  # refused, for what their gradients are, since one was taken
 
     # The worker
 
@@ -155,6 +158,8 @@ class EDP(Served):
             self._staleness = int(message.meta.get("staleness", 0))
             if "refused" in message.meta:
                 self.stale_rejected += 1
+                if not self._pulling:
+                    self._since_pull = self.options.worker_update_interval  # my copy is too old, or went astray: pull
                 if self._feedback is not None:
                     self._feedback = Feedback()  # what it left out goes with it
         elif message.kind is Kind.WEIGHTS and message.payload is not None:
@@ -180,7 +185,6 @@ class EDP(Served):
 
     def serve(self) -> None:
         self.muster()
-        self._waiting: list[Push] = []
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             self._welcome()
             event = self._roster.get(0.1)
@@ -215,12 +219,22 @@ class EDP(Served):
                 push.weight = 1 / (1 + staleness) if self.options.staleness_weighting == "inverse" else 1.0
                 push.extra["staleness"] = answer["staleness"] = staleness
                 self._waiting.append(push)
+                self._unfit.clear()
         if self.stale_rejected > refused:
             answer["refused"] = True
+            if push is None:
+                self._note_unfit(member)
         elif push is None:
             return  # not whole yet
         answer["leases"] = [self.lend(member, step + LEASES_AHEAD)]
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
+
+    def _note_unfit(self, member: Member) -> None:
+        """When every worker was refused in turn, and nothing was taken meanwhile, an attempt at the next step has failed."""
+        self._unfit.add(member)
+        if self._unfit.issuperset(self._roster.members.values()):
+            self._unfit.clear()
+            self.gate.nothing_counted(self.replica.updates + 1)
 
     def _wanted(self) -> int:
         return self.options.server_batch or sum(m.batch_size for m in self._roster.members.values())

@@ -17,13 +17,11 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Member, Roster
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
-from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Node, Office, Options, Seat, State
 from smolcluster.strategies.replicated import Replicated
 from smolcluster.tasks.base import Task
 
 MUSTER_S = 60.0  # a start waits so long for the last worker
-TRIES = 20  # a step of which no gradient may count is begun anew so often
 LEAST_S, MOST_S = 1e-6, 1e6  # what a member may say that a step took it
 RETURN_S = 3.0  # a restarted server waits so long for those it knew
 
@@ -138,18 +136,13 @@ class Elastic(Replicated):
             if fixed_s is not None and fixed_s < MOST_S:
                 member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
 
-    def none_counts(self, step: int) -> SmolclusterError:
-        return SmolclusterError(
-            f"no gradient of step {step} was fit to count, {TRIES} times in a row; "
-            "look at the data, or lower training.learning_rate"
-        )
-
     def refuse(self, member: Member, step: int, reason: str, *, again: bool = False) -> None:
         """This gradient does not count. Its samples are set aside: whoever tried them next might fail in the same way. `again`:
         it was not for their sake, and they are lent again."""
         self.stale_rejected += 1
         self._roster.refused[member.name] += 1
         self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}")
+        self.gate.last_refusal = f"the last, of {member.name}: {reason}"
         put = self.office.leases.give_back if again else self.office.leases.set_aside
         put(member.instance, step)
 

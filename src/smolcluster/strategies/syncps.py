@@ -38,7 +38,6 @@ from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.strategies.base import Cost, Node, Options, Shape, StepReport
-from smolcluster.strategies.elastic import TRIES
 from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire
 from smolcluster.tasks.base import Task
 
@@ -155,7 +154,6 @@ class SyncPS(Served):
         self.muster()
         self._behind: set[Member] = set()
         self._sent: dict[Member, float] = {}  # who got the last average, and when
-        self._tries = 0  # how often in a row a step was begun again
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             step = self.replica.updates + 1
             self._welcome()
@@ -172,7 +170,6 @@ class SyncPS(Served):
                 continue
             rate = self.replica.learning_rate
             self._record(pushes, average)
-            self._tries = 0
             reached = self._send_average(step, encoded, counted=[push.member.rank for push in pushes])
             norm = self._take_step(pushes, average)  # while the workers read it
             self._send_weights(step, reached)
@@ -252,9 +249,8 @@ class SyncPS(Served):
     def _begin_again(self, step: int, why: str) -> None:
         """Nothing came of a step: let everybody try it again."""
         members = [member for member in self._roster.in_order() if member not in self._behind]
-        self._tries += bool(members)
-        if self._tries > TRIES:
-            raise self.none_counts(step)
+        if members:
+            self.gate.nothing_counted(step)
         self._sent.clear()
         state, numbers = self.copied_state()
         for member in members:
