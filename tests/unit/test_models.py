@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import unittest.mock
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from smolcluster.compute.replica import compiled
 from smolcluster.models import GPT, GPTConfig, SimpleNN
 from smolcluster.models.gpt import Attention, FeedForward, attend, rotate
 
@@ -421,6 +424,34 @@ def test_the_loss_compiles_into_one_graph(config: GPTConfig) -> None:
     compiled = torch.compile(model.loss, fullgraph=True, dynamic=False, backend=backend)
     torch.testing.assert_close(compiled(tokens(), tokens(seed=2)), model.loss(tokens(), tokens(seed=2)))
     assert len(graphs) == 1
+
+
+@FAMILIES
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_compile_once_for_all(config: GPTConfig, recompute: bool) -> None:
+    model, reference = (make(config, dtype=torch.float64) for _ in range(2))
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    torch._dynamo.reset()
+    model.gradient_checkpointing = recompute
+    with unittest.mock.patch("torch.compile", partial(torch.compile, backend=backend)):
+        loss = compiled(model, lambda model, batch: model.loss(*batch))
+    for _ in range(2):
+        for each, of in ((model, loss), (reference, lambda model, batch: model.loss(*batch))):
+            each.zero_grad()
+            of(each, (tokens(), tokens(seed=2))).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    attention = [graph for graph in graphs if "scaled_dot_product_attention" in graph]
+    assert len(attention) == 1  # for three blocks
+    assert any("cross_entropy" in graph for graph in graphs)
+    # Generation is not compiled: it would compile anew for every length.
+    model.generate(tokens()[:, :2], 3, temperature=0)
+    assert len([graph for graph in graphs if "scaled_dot_product_attention" in graph]) == 1
 
 
 # ---- sampling

@@ -8,6 +8,7 @@ Strategies put their exchange between the two. A replica knows nothing of other 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class Replica:
         self.updates = 0  # how many gradients have been applied: the version of the weights
         self.scale = LossScale() if precision == "fp16" else None
         self.gradient_norms: dict[str, Tensor] = {}
-        self._loss: Loss = torch.compile(loss) if compile else loss
+        self._loss: Loss = compiled(model, loss) if compile else loss
         self._learning_rate = learning_rate
         self._precision = precision
         self._clip = grad_clip_norm or None
@@ -67,12 +68,13 @@ class Replica:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
-        return self._learning_rate(self.updates)
+        """The optimizer's rate for the next update; that of its first group, where groups differ."""
+        return self.rate_of(self.updates)
 
     def rate_of(self, update: int) -> float:
-        """The learning rate of any update, counted from 0."""
-        return self._learning_rate(update)
+        """The same for any update, counted from 0."""
+        scales = [float(group.get("lr_scale", 1.0)) for group in self.optimizer.param_groups]
+        return self._learning_rate(update) * (scales[0] if scales else 1.0)
 
     def compute(self, batch: Batch, *, before_last: Callable[[], None] | None = None, weight: float = 1.0) -> Tensor:
         """Gradients of the mean loss over the batch's parts, times `weight`. `before_last` runs ahead of the last backward."""
@@ -117,7 +119,7 @@ class Replica:
             if self._clip is not None and gradients:
                 factor = torch.clamp(self._clip / (total + 1e-6), max=1.0)
                 torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-            rate = self.learning_rate
+            rate = self._learning_rate(self.updates)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)
             self.optimizer.step()
@@ -166,6 +168,16 @@ class Replica:
             )
         if self.scale is not None and "loss_scale" in numbers:
             self.scale.load_state_dict(numbers["loss_scale"])
+
+
+def compiled(model: nn.Module, loss: Loss) -> Loss:
+    """Compile the loss; a model that can, compiles its blocks as a region of their own: the first step comes sooner."""
+    compile_blocks = getattr(model, "compile_blocks", None)
+    if compile_blocks is not None:
+        compile_blocks()
+        # The compiler looks at `.grad` of what passes from one region to the next.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    return torch.compile(loss)
 
 
 def check_loss(loss: Any) -> None:

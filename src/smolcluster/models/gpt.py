@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,11 +182,24 @@ def make_norm(config: GPTConfig) -> nn.Module:
     return nn.LayerNorm(config.model_dim, eps=config.norm_eps, bias=bool(config.bias))
 
 
+def call_block(
+    block: nn.Module, x_BTD: Tensor, rope: Rope | None, mask_TS: Tensor | None, cache: KVCache | None = None
+) -> Tensor:
+    y_BTD: Tensor = block(x_BTD, rope, mask_TS, cache)
+    return y_BTD
+
+
+def run_in_turn(call: Callable[..., Tensor], blocks: Iterable[nn.Module], x_BTD: Tensor, *args: Any) -> Tensor:
+    for block in blocks:
+        x_BTD = call(block, x_BTD, *args)
+    return x_BTD
+
+
 class GPT(nn.Module):
     """Tokens in, logits out.
 
     - `embed`, `run_blocks` and `head` are the three parts of `forward`; a pipeline stage runs some of them.
-    - To compile, compile `model.loss`: then the loss fuses with the head.
+    - To compile, call `compile_blocks` and compile `model.loss`: one block for all; the loss fuses with the head.
     - `gradient_checkpointing = True` recomputes each block in the backward pass.
     - There are no buffers: a model made on the meta device needs `to_empty`, then `init_weights` or loaded weights.
     """
@@ -196,6 +210,7 @@ class GPT(nn.Module):
         self.gradient_checkpointing = False
         self.sequence_shards = 1  # the stream between blocks may be cut along T
         self.piece = 0  # the tokens of a call may be a piece of a sequence, with as many before it
+        self._call, self._run = call_block, run_in_turn  # in training: see `compile_blocks`
         self.token_embedding = Embedding(config.vocab_size, config.model_dim)
         learned = config.position == "learned"
         self.position_embedding = Embedding(config.max_seq_len, config.model_dim) if learned else None
@@ -245,13 +260,18 @@ class GPT(nn.Module):
         if start > 0 and num_tokens > 1:
             # A later chunk: is_causal would align its first query with the first key.
             mask_TS = torch.ones(num_tokens, start + num_tokens, dtype=torch.bool, device=x_BTD.device).tril(start)
-        recompute = self.gradient_checkpointing and cache is None and torch.is_grad_enabled()
-        for block in blocks:
-            if recompute:
-                x_BTD = checkpoint(block, x_BTD, rope, mask_TS, use_reentrant=False)
-            else:
-                x_BTD = block(x_BTD, rope, mask_TS, cache)
-        return x_BTD
+        if cache is not None or not torch.is_grad_enabled():
+            return run_in_turn(call_block, blocks, x_BTD, rope, mask_TS, cache)
+        call = partial(checkpoint, self._call, use_reentrant=False) if self.gradient_checkpointing else self._call
+        return self._run(call, blocks, x_BTD, rope, mask_TS)
+
+    def compile_blocks(self) -> None:
+        """Compile one block and use its code for all, in training. The loop over them stays in Python.
+
+        As fast as compiling the whole model at once, and the time to the first step no longer grows with the number of layers.
+        """
+        self._call = torch.compile(call_block)
+        self._run = torch.compiler.disable(run_in_turn)  # type: ignore[no-untyped-call]
 
     def rope(self, start: int, num_tokens: int, *, device: torch.device) -> Rope | None:
         """Cosine and sine of each position's angles. Made afresh: nothing to store, to move or to round to bf16."""
@@ -367,6 +387,7 @@ class GPTStage(GPT):
         nn.Module.__init__(self)
         self.config, self.first, self.last, self.piece = whole.config, first, last, whole.piece
         self.gradient_checkpointing, self.sequence_shards = whole.gradient_checkpointing, whole.sequence_shards
+        self._call, self._run = whole._call, whole._run
         if first:
             self.token_embedding = whole.token_embedding
         elif last and whole.lm_head is None:

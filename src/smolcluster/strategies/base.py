@@ -359,6 +359,8 @@ def build_replica(
                 f"rank {context.seat.rank} would have layers without parameters to train only; use fewer ranks for the "
                 "pipeline, or deal the layers out with strategy.layer_distribution"
             )
+    if config.compile and context.seat.rank == 0:
+        context.tell("compiling the model: the first step takes seconds to minutes longer")
     optimizer = task.optimizer(model)
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", group["lr"] / config.learning_rate)
