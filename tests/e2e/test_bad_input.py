@@ -61,6 +61,8 @@ AT_ONCE = {
     "no workers": case("train --workers 0", "--workers", "cluster.num_workers = 0", "at least 1"),
     "an override without a value": case("train --override training.batch_size", "is not KEY=VALUE"),
     "heads that do not fit": case("train --attention-heads 5", "model.num_heads = 5", "must divide model.model_dim"),
+    "a text without quotes": case("generate Once upon a time", "4 texts: give one text, in quotes"),
+    "a model twice": case("generate run hello --from run", "MODEL PROMPT with --from run"),
     "a device of a server's": case("generate hello --device cpu", "--device is for --from MODEL"),
     "a model of no server": case("generate hello --from run --model x", "--model names one of a server's models"),
     "home of nobody": case("train ~nobody-of-that-name/my.yaml", "~nobody-of-that-name/my.yaml: no such file"),

@@ -207,7 +207,7 @@ def test_mistakes_are_told(smol: Smol, run: Path, tmp_path: Path, arguments: tup
 
 
 def test_generate_without_a_server(smol: Smol, run: Path, expected: str, tmp_path: Path) -> None:
-    asked = ("generate", "The ", "--from", str(run), "--temperature", "0", "--max-tokens", "24", "--device", "cpu")
+    asked = ("generate", str(run), "The ", "--temperature", "0", "--max-tokens", "24", "--device", "cpu")
     for how in ("--stream", "--no-stream"):
         assert smol.run(*asked, how, cwd=tmp_path).ok().out.strip("\n") == expected.strip("\n")
     wrong = smol.run(*asked[:2], "--from", "nosuch", cwd=tmp_path)

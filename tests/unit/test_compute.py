@@ -265,13 +265,28 @@ def test_vectors_do_not_decay() -> None:
 def test_schedule_rises_then_falls_between_its_bounds(warmup: int, steps: int, peak: float, share: float) -> None:
     rate = warmup_cosine(peak=peak, floor=peak * share, warmup=warmup, steps=steps)
     rates = [rate(n) for n in range(steps + 5)]
-    top = min(warmup, len(rates))
+    warmup = top = min(warmup, steps // 2)
     assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(rates[:top]))
     assert all(a >= b * (1 - 1e-9) for a, b in itertools.pairwise(rates[top:]))
     assert all(0 < r <= peak * (1 + 1e-9) for r in rates[:top])
+    assert max(rates) == pytest.approx(peak)  # a short run reaches it too
     if steps - 1 > warmup:
         assert rate(warmup) == pytest.approx(peak)
         assert rate(steps - 1) == pytest.approx(peak * share, abs=1e-12)
+
+
+def test_the_reported_rate_is_the_one_the_optimizer_applied() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.param_groups[0]["lr_scale"] = 0.5 / 1e-3  # as for a task with an optimizer of its own
+    made = Replica(model=model, loss=loss, optimizer=optimizer, learning_rate=lambda n: 1e-3 / (n + 1), device=CPU)
+    for _ in range(3):
+        reported = made.learning_rate
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        made.apply()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(reported)
+    assert made.rate_of(1) == pytest.approx(0.25)
 
 
 def test_schedule_by_hand() -> None:

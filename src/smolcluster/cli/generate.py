@@ -20,12 +20,18 @@ smolcluster generate - --temperature 0 < prompt.txt
 
 smolcluster generate "def fib(n):" --url http://mini1:5050 --stop "def " --no-stream
 
-smolcluster generate "Once upon a time" --from runs/demo            (without a server)
+smolcluster generate runs/demo "Once upon a time"            (without a server; the same as --from runs/demo)
 """
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="A text to be continued; - reads it from stdin.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] PROMPT",
+            help="A text to continue; - reads it from stdin. With a model before it: the same as --from MODEL.",
+        ),
+    ],
     url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:5050",
     from_: Annotated[
         str | None,
@@ -64,6 +70,7 @@ def generate(
             "stop": stop or None,
         }
     )
+    from_, prompt = _model_and_prompt(words, from_)
     if from_ is None and device is not None:
         raise UserError("--device is for --from MODEL; a served model computes where its machines are")
     if from_ is not None and model is not None:
@@ -76,6 +83,20 @@ def generate(
     source, name = _here(from_, device) if from_ is not None else _there(url, key, model)
     print_pieces(source.complete(text, options={"model": name, **options}, stream=stream), sys.stdout)
     return 0
+
+
+def _model_and_prompt(words: list[str], from_: str | None) -> tuple[str | None, str]:
+    """PROMPT, or MODEL PROMPT as `smolcluster serve MODEL` has it."""
+    from smolcluster.errors import UserError
+
+    if len(words) == 1:
+        return from_, words[0]
+    if len(words) == 2 and from_ is None:
+        return words[0], words[1]
+    known = f"MODEL PROMPT with --from {from_}" if len(words) == 2 else f"{len(words)} texts"
+    raise UserError(
+        f"{known}: give one text, in quotes, and the model once: smolcluster generate runs/demo 'Once upon a time'"
+    )
 
 
 def _there(url: str, key: str | None, model: str | None) -> tuple[Completes, str]:

@@ -56,8 +56,10 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
 def warmup_cosine(*, peak: float, floor: float, warmup: int, steps: int) -> Callable[[int], float]:
     """The learning rate of update number n, counted from 0: a line up to `peak`, then half a cosine down to `floor`.
 
-    The last update before `steps` has `floor`; anything later too.
+    The last update before `steps` has `floor`; anything later too. Warm-up takes at most half of the run, so that a short one
+    reaches `peak` as well.
     """
+    warmup = min(warmup, steps // 2)
 
     def rate(n: int) -> float:
         if n < warmup:

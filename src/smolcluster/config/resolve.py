@@ -64,7 +64,7 @@ def _resolve_training(config: Config) -> None:
     if training.checkpoint_steps is None:
         training.checkpoint_steps = training.eval_steps
     if config.lr_schedule.min_lr is None:
-        config.lr_schedule.min_lr = training.learning_rate / 10
+        config.lr_schedule.min_lr = float(f"{training.learning_rate / 10:.12g}")  # 6e-05, not 5.9999999999999995e-05
 
 
 def _resolve_data(config: Config) -> None:

@@ -158,7 +158,7 @@ class TrainingConfig(Section):
 class ScheduleConfig(Section):
     """Linear warm-up, then cosine down to min_lr at the last step."""
 
-    warmup_iters: Natural = Field(100, description="steps of linear warm-up")
+    warmup_iters: Natural = Field(100, description="steps of linear warm-up; at most half of the run")
     min_lr: NonNegative | None = Field(None, description="learning rate at the end; null: a tenth of learning_rate")
 
 

@@ -77,7 +77,7 @@ class Meter:
         comm_s = sum(span.seconds() for span in self._comm) / n
         row = {
             "loss": self.last_loss,
-            "lr": report.learning_rate,
+            "lr": float(f"{report.learning_rate:.12g}"),  # 6e-05, not 5.9999999999999995e-05
             "grad_norm": float("nan") if self._norm is None else float(self._norm),
             "samples": self.samples,
             "tokens": self.tokens,

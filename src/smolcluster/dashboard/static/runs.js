@@ -66,7 +66,7 @@ export class Runs {
     const link = el("a", { href: this.open(run.name), data: { run: run.name } }, run.name);
     const status = el("span", { class: "pill small" }, run.status);
     status.dataset.tone = RUN_STATES[run.status] ?? "muted";
-    const speed = run.tokens_per_s ? `${short(run.tokens_per_s)} tok/s` : run.samples_per_s ? `${short(run.samples_per_s)} smp/s` : DASH;
+    const speed = run.tokens_per_s ? `${short(run.tokens_per_s)} tok/s` : run.samples_per_s ? `${short(run.samples_per_s)} samples/s` : DASH;
     const cells = [count(run.workers), count(run.steps), number(run.train_loss), number(run.val_loss), speed, clock(run.wall_s), day(run.changed)];
     const kinds = ["n wide", "n", "n", "n", "n wide", "n wide", "n wide"];
     return el("tr", { "aria-current": run.name === this.current ? "true" : null }, el("td", {}, box), el("th", { scope: "row" }, link), el("td", {}, status), el("td", {}, run.strategy), ...cells.map((words, i) => el("td", { class: kinds[i] }, words)));
