@@ -381,6 +381,53 @@ class MaskedGPT(DoubleGPT):
         return _Masked(super().val_data())
 
 
+class _Ragged:
+    """Sequences of unlike length: of every fourth nothing counts."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
+        tokens, targets = self._data.batch(indices)
+        targets = targets.clone()
+        length = targets.shape[1]
+        for row, index in enumerate(indices.tolist()):
+            targets[row, (index % 4) * length // 5 :] = -100
+        return tokens, targets
+
+
+class RaggedGPT(DoubleGPT):
+    """A mean over the targets of sequences of unlike length, as in finetuning."""
+
+    def train_data(self) -> Any:
+        return _Ragged(super().train_data())
+
+    def val_data(self) -> Any:
+        return _Ragged(super().val_data())
+
+
+class Weighed(Double):
+    """Each sample has a weight, often none; the mean over it is NaN, and so are its gradients, where nothing counts."""
+
+    def train_data(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x, y = spirals()
+        return x, y, (torch.arange(SAMPLES) * 7 % 5 % 3).to(self.dtype) / 4
+
+    def val_data(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(t[:50] for t in self.train_data())
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y, weights = batch
+        return (F.cross_entropy(model(x), y, reduction="none") * weights).sum() / weights.sum()
+
+    def count(self, batch: Any) -> Tensor:
+        total: Tensor = batch[2].sum()
+        return total
+
+
 class _Shifted:
     """Augmented: each sequence is turned round by a random number of tokens, whenever it is read."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,6 +133,19 @@ class Group(ABC):
 def gather_json(group: Group, value: Any) -> list[Any]:
     """Everybody's `value`, in rank order, on every rank. For small things said rarely: it crosses as UTF-8 JSON."""
     return group.gather_json(value)
+
+
+def share_of(group: Group, mine: float) -> Callable[[], float]:
+    """Start to add `mine` up over the group. The result waits for the sum and returns this rank's share of it; 0 of nothing."""
+    total = torch.tensor([mine], dtype=torch.float64, device=group.device)
+    work = group.all_reduce(total)
+
+    def share() -> float:
+        work.wait()
+        everything = float(total)
+        return mine / everything if everything else 0.0
+
+    return share
 
 
 def broadcast_tensors(group: Group, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

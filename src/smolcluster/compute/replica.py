@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+from torch.utils._pytree import tree_leaves
 
-from smolcluster.comm.sharded import gradient
+from smolcluster.comm.sharded import gradient, is_sharded
 from smolcluster.compute.optim import load_named_state, named_state, without_state
 from smolcluster.compute.precision import LossScale, autocast
 from smolcluster.errors import UserError
@@ -33,6 +34,20 @@ class Batch:
     samples: int
     tokens: int
     step: int
+    counts: Sequence[float] | None = None  # targets of each part that count (`Task.count`); None: samples, all alike
+
+    @property
+    def weight(self) -> float:
+        """What this batch counts beside those of other workers."""
+        return self.samples if self.counts is None else sum(self.counts)
+
+    @property
+    def shares(self) -> list[float] | None:
+        """Each part's share of the mean over the batch; zero where nothing counts. None: all alike."""
+        if self.counts is None:
+            return None
+        total = self.weight
+        return [count / total if total else 0.0 for count in self.counts]
 
 
 class Replica:
@@ -56,6 +71,7 @@ class Replica:
         self.updates = 0  # how many gradients have been applied: the version of the weights
         self.scale = LossScale() if precision == "fp16" else None
         self.gradient_norms: dict[str, Tensor] = {}
+        self._plain_loss = loss
         self._loss: Loss = compiled(model, loss) if compile else loss
         self._learning_rate = learning_rate
         self._precision = precision
@@ -82,19 +98,24 @@ class Replica:
             self.model.train()
         self.drop_gradients()  # a step that was abandoned may have left its own
         total: Tensor | None = None
-        for number, part in enumerate(batch.parts, start=1):
+        shares = batch.shares
+        for number, part in enumerate(batch.parts):
             part = to_device(part, self.device)
+            share = None if shares is None else shares[number]
             with autocast(self._precision, self.device):
-                loss = self._loss(self.model, part)
+                loss = self._loss(self.model, part) if share != 0 else zero_loss(self._plain_loss, self.model, part)
             if self.updates == 0:
                 check_loss(loss)
-            if before_last is not None and number == len(batch.parts):
+            if before_last is not None and number == len(batch.parts) - 1:
                 before_last()
-            factor = weight * self.loss_scale / len(batch.parts)
+            factor = weight * self.loss_scale / len(batch.parts) if share is None else weight * self.loss_scale * share
             (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total / len(batch.parts) if len(batch.parts) > 1 else total
+            if share != 0:
+                mine = loss.detach() if share is None else loss.detach() * share
+                total = mine if total is None else total + mine
+        if total is None:
+            return torch.zeros((), device=self.device)
+        return total / len(batch.parts) if shares is None and len(batch.parts) > 1 else total
 
     def apply(self, *, scale: float | None = None, norm: float | Tensor | None = None) -> Tensor:
         """One update from the gradients on the parameters. Returns their norm before clipping.
@@ -178,6 +199,28 @@ def compiled(model: nn.Module, loss: Loss) -> Loss:
         # The compiler looks at `.grad` of what passes from one region to the next.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     return torch.compile(loss)
+
+
+def zero_loss(loss: Loss, model: nn.Module, part: Any) -> Tensor:
+    """A loss of zero, with zero gradients, of a part in which nothing counts: a mean over nothing is NaN, and so are its
+    gradients in general. The model runs as for any other part, since other ranks may take part in that."""
+    outputs: list[Tensor] = []
+
+    def keep(*call: Any) -> None:
+        outputs.extend(t for t in tree_leaves(call[-1]) if isinstance(t, Tensor) and t.requires_grad)
+
+    hook = model.register_forward_hook(keep)
+    try:
+        found = loss(model, part)
+    finally:
+        hook.remove()
+    return zero_of(outputs) if outputs else found * 0.0  # or the model was not called as such
+
+
+def zero_of(outputs: Sequence[Tensor]) -> Tensor:
+    """Zero, which depends on these."""
+    zeros = [(t * 0.0).sum() for t in outputs]
+    return torch.stack([z.full_tensor() if is_sharded(z) else z for z in zeros]).sum()
 
 
 def check_loss(loss: Any) -> None:

@@ -15,7 +15,7 @@ from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import to_device
 from smolcluster.data.dataset import Dataset
 from smolcluster.strategies.base import Share
-from smolcluster.tasks.base import Task
+from smolcluster.tasks.base import Task, count_of
 
 
 @torch.no_grad()
@@ -33,7 +33,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over the validation samples: `val_loss`, and `val_accuracy`, `val_ppl` where the task has them.
 
-    Share i of n takes every n-th batch from i on; sums meet in one small all-reduce, in double precision.
+    Batches are weighted by their samples, or by the targets in them that count where the task says so. Share i
+    of n takes every n-th batch from i on; sums meet in one small all-reduce, in double precision.
     """
     share = share or Share(index=group.rank, count=group.size)
     num_batches = math.ceil(len(data) / batch_size)
@@ -41,7 +42,7 @@ def evaluate(
     numbers = list(range(share.index, num_batches, share.count))
     if share.lockstep:  # who has none left takes part in one more that does not count
         numbers += [num_batches] * (math.ceil(num_batches / share.count) - len(numbers))
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, accuracy, samples
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, accuracy, weights
     has_accuracy = False
     model.eval()
     for number in numbers:
@@ -51,16 +52,18 @@ def evaluate(
         part = to_device(data.batch(indices), device)
         with autocast(task.config.training.precision, device):
             metrics = task.metrics(model, part) if measure is None else measure(part)
-        if counts:
+        weight = count_of(task, part) if counts else 0.0
+        weight = len(indices) if weight is None else weight
+        if weight:
             has_accuracy = "accuracy" in metrics
             values = [metrics["loss"], metrics.get("accuracy", torch.zeros(())), torch.ones(())]
-            sums += torch.tensor([float(v) for v in values], dtype=torch.float64) * len(indices)
+            sums += torch.tensor([float(v) for v in values], dtype=torch.float64) * weight
     model.train()
 
     sums = torch.cat([sums, torch.tensor([float(has_accuracy)], dtype=torch.float64)]).to(group.device)
     group.all_reduce(sums).wait()
     loss_sum, accuracy_sum, samples, with_accuracy = sums.tolist()
-    loss = loss_sum / samples
+    loss = loss_sum / samples if samples else math.nan  # nothing counts
     result = {"val_loss": loss}
     if with_accuracy:
         result["val_accuracy"] = accuracy_sum / samples

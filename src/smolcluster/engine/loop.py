@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,12 @@ from smolcluster.engine.profiler import Profiler
 from smolcluster.engine.reader import Reader
 from smolcluster.engine.saver import Saver
 from smolcluster.engine.snapshot import Snapshot
+from smolcluster.errors import UserError
 from smolcluster.observe.events import StepLogged
 from smolcluster.observe.machine import MachineFacts
 from smolcluster.observe.observer import Observer
 from smolcluster.strategies.base import Context, State, StepReport, Strategy
-from smolcluster.tasks.base import Task
+from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Loop:
         self._log_interval = context.config.logging.log_interval
         self._profiler = profiler
         self._warned_of_loss = False
+        self._counted: bool | None = None  # whether the task counts targets
         self._saved_step = -1
 
     def run(self) -> None:
@@ -131,9 +133,23 @@ class Loop:
         seed_everything(self._config.seed or 0, *parts, device=self.context.device)
 
     def _read(self, step: int, indices: Indices) -> Batch:
-        size = len(indices) // self._config.grad_accumulation
-        parts = [self._train_data.batch(indices[i : i + size]) for i in range(0, len(indices), size)]
-        return Batch(parts=parts, samples=len(indices), tokens=len(indices) * self.task.tokens_per_sample, step=step)
+        size = max(1, len(indices) // self._config.grad_accumulation)
+        slices = [indices[i : i + size] for i in range(0, len(indices), size)]
+        parts = [self._train_data.batch(part) for part in slices]
+        counts = self._counts(parts)
+        if counts is None and len(slices[-1]) < size:
+            counts = [len(part) for part in slices]
+        tokens = len(indices) * self.task.tokens_per_sample
+        return Batch(parts=parts, samples=len(indices), tokens=tokens, step=step, counts=counts)
+
+    def _counts(self, parts: Sequence[Any]) -> list[float] | None:
+        """The targets of each part that count, where the task says so."""
+        counts = [count_of(self.task, part) for part in parts]
+        found = [count for count in counts if count is not None]
+        self._counted = bool(found) if self._counted is None else self._counted
+        if len(found) != (len(parts) if self._counted else 0):
+            raise UserError(f"count() of {self.task.name} is None for some batches and a number for others; return one")
+        return found or None
 
     def _evaluate(self) -> bool:
         """Returns whether this is the best so far."""

@@ -13,7 +13,8 @@ So s - v <= K always, replicas stay bit-identical for any optimizer, and K = 0 i
 what is in flight, before evaluation and checkpoints; the delay then builds up again from 0. Since v follows from s alone, a
 gradient beyond the bound cannot arise here; `on_stale` matters only where workers may be late or lost.
 
-Weights start as rank 0's. Gradients are weighted by samples, so unlike batch sizes stay exact. What a worker did not use
+Weights start as rank 0's. Gradients are weighted by samples, so unlike batch sizes stay exact; or by the targets that count,
+where the task says so, which are added up beside forward: one number more. What a worker did not use
 counts as zero there; a parameter that none of them used is left alone. Buffers (running means) are rank 0's whenever the model
 is evaluated or saved.
 
@@ -29,14 +30,14 @@ distributed ML via a stale synchronous parallel parameter server", 2013.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from smolcluster.comm.buckets import GradientBuckets
-from smolcluster.comm.group import gather_json
+from smolcluster.comm.group import gather_json, share_of
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
@@ -98,13 +99,18 @@ class AllReduce(Replicated):
         rate, staleness = replica.learning_rate, self._sent - replica.updates
 
         # My gradient, at the weights I have; buckets leave while backward runs.
+        share = self._share_of(batch)
         loss = replica.compute(
             batch,
             before_last=lambda: self._buckets.arm(
-                slot, weight=self._weight, stop=self.context.stop_requested(), scale=replica.loss_scale
+                slot, weight=share(), stop=self.context.stop_requested(), scale=replica.loss_scale
             ),
         )
         self._buckets.disarm()
+        if batch.counts is not None:
+            loss = loss * (
+                share() / self._weight
+            )  # so that the mean over ranks, by samples, is that of the global batch
         self._sent += 1
 
         # The oldest gradient in flight, once there are more than K of them.
@@ -121,6 +127,10 @@ class AllReduce(Replicated):
             comm=comm,
             stop=stop,
         )
+
+    def _share_of(self, batch: Batch) -> Callable[[], float]:
+        """My part of the mean over the step; where targets are counted it is known only when they are added up."""
+        return (lambda: self._weight) if batch.counts is None else share_of(self._group, batch.weight)
 
     def _apply_oldest(self) -> tuple[Tensor, Span, bool]:
         slot = self.replica.updates % self._num_slots

@@ -2,8 +2,8 @@
 
     for each step s that is lent to me:
         my gradient <- gradient of the loss on my samples, at my weights, which have seen steps 1 .. v;   s - 1 - v <= K
-        start  g_s <- sum over members of (samples * gradient)                                (overlaps with backward)
-        as soon as g_v+1 is complete and committed:   w <- optimizer(w, clip(g_v+1 / all its samples));   v <- v + 1
+        start  g_s <- sum over members of (weight * gradient); weight: samples, or targets    (overlaps with backward)
+        as soon as g_v+1 is complete and committed:   w <- optimizer(w, clip(g_v+1 / all weights));   v <- v + 1
         wait only when more than K steps are in flight
 
 So all replicas apply the same g_1, g_2, ... in order and stay bit-identical; K = 0 is plain synchronous training. Which members
@@ -75,7 +75,7 @@ class SummedGradients(Reduction):
         self._buckets.group = group
 
     def compute(self, batch: Batch, flight: Flight) -> Tensor:
-        weight = flight.samples / self._replica.loss_scale
+        weight = flight.weight / self._replica.loss_scale
         loss = self._replica.compute(
             batch, before_last=lambda: self._buckets.arm(flight.slot, weight=weight, stop=False)
         )
@@ -92,10 +92,10 @@ class SummedGradients(Reduction):
         return True
 
     def norms(self, flight: Flight) -> tuple[float, float]:
-        return self._buckets.kept_norm(flight.slot) / max(flight.samples, 1), self._buckets.sum_norm(flight.slot)
+        return self._buckets.kept_norm(flight.slot) / (flight.weight or 1.0), self._buckets.sum_norm(flight.slot)
 
-    def apply(self, flight: Flight, *, samples: int, norm: float) -> None:
-        self._buckets.give(flight.slot, factor=1 / samples)
+    def apply(self, flight: Flight, *, weight: float, norm: float) -> None:
+        self._buckets.give(flight.slot, factor=1 / weight)
         self._replica.apply(scale=1.0, norm=norm)
 
     def upload(self, *, first: bool) -> dict[str, Tensor]:

@@ -166,7 +166,7 @@ class Office:
     expected: int  # members to wait for before the first step
     fresh: bool = True  # False for a server that was started again: its workers are on their way back
     first_step: int = 0  # steps that were committed before
-    recent: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # of the last ones: view, samples, norm
+    recent: dict[int, tuple[int, float, float]] = field(default_factory=dict)  # of the last ones: view, weight, norm
     established: Sequence[str] = ()  # instances of the members that committed the last of them
     record: Callable[[Commit], None]  # the step is committed when this returns: a restart will know of it
     committed: Callable[[StepReport], None]  # told of every step, so that it can log, evaluate and save

@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_map_only
 
 from smolcluster.comm.group import Group
 from smolcluster.comm.sharded import whole
-from smolcluster.compute.replica import Batch
+from smolcluster.compute.replica import Batch, zero_loss
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import divisors
-from smolcluster.tasks.base import Task
+from smolcluster.tasks.base import Task, count_of
 
 
 class Pieces:
@@ -69,23 +69,21 @@ class Pieces:
             return tensor.chunk(size, dim=1)[rank]
 
         mine = tree_map_only(Tensor, lambda t: piece(t).clone(), part)
-        everything, targets = self._task.targets(part), self._task.targets(mine)
-        if everything is None or targets is None:
+        counted, total = count_of(self._task, mine), count_of(self._task, part)
+        if counted is None or total is None:
             return mine, 1.0 / size
-        counted, total = int((targets != -100).sum()), int((everything != -100).sum())
-        if not counted:
-            targets.zero_()  # a mean over nothing would be no number; this one counts nothing
-        return mine, counted / total if total else 1.0 / size
+        return mine, counted / total if total else 0.0
 
     def loss(self, model: nn.Module, piece: tuple[Any, float]) -> Tensor:
         """The losses of all pieces add up to the mean over all tokens."""
         part, share = piece
-        return self._task.loss(model, part) * share
+        return self._task.loss(model, part) * share if share else zero_loss(self._task.loss, model, part)
 
     def metrics(self, model: nn.Module, part: Any) -> dict[str, Tensor]:
         mine, share = self.cut(part)
         found = self._task.metrics(model, mine)
-        values = torch.stack([whole(value).double() * share for value in found.values()]).to(self._group.device)
+        values = torch.stack([whole(value).double() for value in found.values()]).to(self._group.device)
+        values = values * share if share else torch.zeros_like(values)  # a mean over nothing is NaN
         self._group.all_reduce(values).wait()
         return dict(zip(found, values, strict=True))
 

@@ -70,6 +70,7 @@ class Flight:
     step: int
     slot: int
     samples: int  # 0: a step of the others, to which this worker adds nothing
+    weight: float = 0.0  # samples, or targets where the task counts them
     epoch: int = -1  # of the view it is reduced in
     loss: float = 0.0
     compute_s: float = 0.0
@@ -104,8 +105,8 @@ class Reduction(ABC):
         """The norm of my own gradient, and of what I hold of the sum."""
 
     @abstractmethod
-    def apply(self, flight: Flight, *, samples: int, norm: float) -> None:
-        """Take the step: its sum, divided by all its samples, then has this norm."""
+    def apply(self, flight: Flight, *, weight: float, norm: float) -> None:
+        """Take the step: its sum, divided by the weight of all members, then has this norm."""
 
     def complete(self) -> None:  # noqa: B027 - nothing is missing by default
         """After `apply`: everybody has the weights of this step. May raise ViewChanged."""
@@ -160,7 +161,8 @@ class Coordinated(Elastic):
     def step(self, batch: Batch) -> StepReport:
         rate, staleness = self.replica.learning_rate, batch.step - 1 - self.replica.updates
         self._norm = None
-        flight = Flight(batch.step, batch.step % self.num_slots, batch.samples, epoch=self._epoch)
+        slot = batch.step % self.num_slots
+        flight = Flight(batch.step, slot, batch.samples, weight=batch.weight, epoch=self._epoch)
         self._flights.append(flight)
         started = time.perf_counter()
         loss = self.reduction.compute(batch, flight)
@@ -201,7 +203,7 @@ class Coordinated(Elastic):
         flight.reported = True
         # As text: JSON has no NaN, and all must read the same number.
         meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.loss)}
-        meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s}
+        meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
         log.debug("hold the result of step %d in view %d", flight.step, self._epoch)
         self._line.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 
@@ -211,20 +213,20 @@ class Coordinated(Elastic):
             case Kind.VIEW:
                 self._regroup(message)
             case Kind.COMMIT if self._flights and message.step == self._flights[0].step:
-                self._take_step(samples=int(message.meta["samples"]), norm=float(message.meta["norm"]))
+                self._take_step(weight=float(message.meta["weight"]), norm=float(message.meta["norm"]))
             case Kind.PULL if self._settled:  # or it is asked again in the next view
                 self._upload(message.step, first=bool(message.meta["first"]))
             case _:
                 pass
 
-    def _take_step(self, *, samples: int, norm: float) -> None:
+    def _take_step(self, *, weight: float, norm: float) -> None:
         """The oldest step in flight is committed."""
         flight = self._flights.popleft()
-        if samples == 0:  # no gradient of it was fit to count
+        if weight == 0:  # no gradient of it was fit to count
             self.replica.updates += 1
             return
         started = time.perf_counter()
-        self.reduction.apply(flight, samples=samples, norm=norm)
+        self.reduction.apply(flight, weight=weight, norm=norm)
         self._apply_s = time.perf_counter() - started
         self._norm = torch.tensor(norm)
         try:
@@ -249,10 +251,10 @@ class Coordinated(Elastic):
 
     def _enter(self, welcome: Message) -> None:
         """Take part again: with what I hold if it leads to the committed step, else with somebody's state."""
-        for step, (epoch, samples, norm) in sorted((int(s), v) for s, v in welcome.meta.get("recent", {}).items()):
+        for step, (epoch, weight, norm) in sorted((int(s), v) for s, v in welcome.meta.get("recent", {}).items()):
             flight = self._flights[0] if self._flights else None
             if flight is not None and flight.reported and (flight.step, flight.epoch) == (step, epoch):
-                self._take_step(samples=samples, norm=norm)
+                self._take_step(weight=weight, norm=norm)
         if self._flights:
             computed = sum(flight.samples > 0 for flight in self._flights)
             self.stale_rejected += computed

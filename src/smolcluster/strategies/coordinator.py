@@ -67,7 +67,7 @@ class Coordinator:
         self._needy: set[int] = set()  # ranks that wait for the state
         self._done: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said, in the present view
         self._left_out: dict[int, set[int]] = {}  # step -> ranks whose gradient does not count
-        self._recent = dict(self._office.recent)  # step -> view, samples and norm of its commit
+        self._recent = dict(self._office.recent)  # step -> view, weight and norm of its commit
         self._established = list(self._office.established)  # instances of the last view that committed a step
         self._upload: Upload | None = None
         self._wanted: list[int] = []  # steps whose state is asked for next
@@ -318,15 +318,18 @@ class Coordinator:
         done = self._done.pop(step)
         self._left_out.pop(step, None)
         contributors = []
-        loss = samples = 0.0
+        loss = samples = weight = 0.0
         for member in roster.in_order():
             if step not in leases.held(member.instance):
                 continue
             ranges, said = leases.settle(member.instance, step), done[member.rank]
             count = sum(r.count for r in ranges)
-            loss += float(said["loss"]) * count
+            counted = float(said.get("weight", count))
+            loss += float(said["loss"]) * counted
+            weight += counted
             samples += count
-            self._strategy.gate.accept(float(said["mine"]))
+            if counted:
+                self._strategy.gate.accept(float(said["mine"]))
             compute_s, apply_s = float(said["compute_s"]), float(said["apply_s"])
             self._strategy.note_speed(member, samples=count, compute_s=compute_s, fixed_s=apply_s)
             contributors.append(
@@ -338,8 +341,9 @@ class Coordinator:
                     "ranges": [list(r) for r in ranges],
                 }
             )
-        norm = self._norm(done) / max(samples, 1.0)
-        self._recent[step] = (roster.epoch, int(samples), norm)
+        weight = weight or float(samples > 0)  # nothing counts in any of them: all are zero
+        norm = self._norm(done) / (weight or 1.0)
+        self._recent[step] = (roster.epoch, weight, norm)
         self._recent.pop(step - 2 * self._ahead, None)
         self._established = [member.instance for member in roster.in_order()]
         recent = {str(s): list(v) for s, v in self._recent.items()}
@@ -349,7 +353,7 @@ class Coordinator:
 
         later = step + self._ahead
         for member in roster.in_order():
-            meta: dict[str, Any] = {"samples": int(samples), "norm": norm}
+            meta: dict[str, Any] = {"samples": int(samples), "weight": weight, "norm": norm}
             if later <= self._context.total_steps:
                 meta["leases"] = [self._strategy.lend(member, later)]
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
@@ -358,7 +362,7 @@ class Coordinator:
         self._ask()
         self._office.committed(
             StepReport(
-                loss=torch.tensor(loss / max(samples, 1.0)),
+                loss=torch.tensor(loss / (weight or 1.0)),
                 grad_norm=torch.tensor(norm),
                 learning_rate=self._strategy.replica.rate_of(step - 1),
                 samples=int(samples),
@@ -455,6 +459,7 @@ def _distance(value: float, middle: float) -> float:
 def _sound(meta: dict[str, Any]) -> bool:
     """Whether a DONE has its numbers."""
     try:
-        return all(isinstance(float(meta[name]), float) for name in ("mine", "held", "loss", "compute_s", "apply_s"))
+        numbers = [float(meta[name]) for name in ("mine", "held", "loss", "compute_s", "apply_s")]
+        return bool(numbers) and 0 <= float(meta.get("weight", 0.0)) < 2**53
     except (KeyError, TypeError, ValueError):
         return False

@@ -47,7 +47,7 @@ from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.strategies.base import Cost, Node, Options, Shape, StepReport
-from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire
+from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire, mean_loss
 from smolcluster.tasks.base import Task
 
 LEASES_AHEAD = 2  # what a worker computes, and what it computes next
@@ -247,7 +247,7 @@ class EDP(Served):
         samples = sum(push.samples for push in pushes)
         self.office.committed(
             StepReport(
-                loss=torch.tensor(sum(p.loss * p.samples for p in pushes) / samples),
+                loss=mean_loss(pushes),
                 grad_norm=norm,
                 learning_rate=rate,
                 samples=samples,

@@ -31,7 +31,10 @@ class Exchange:
     owners = False  # each data shard has the optimizer state of some whole parameters
 
     def __init__(self, weight: float) -> None:
-        """`weight`: this shard's part of all samples."""
+        self.weigh(weight)
+
+    def weigh(self, weight: float) -> None:
+        """Set this shard's part of all samples, or of all targets of a step."""
         self._weight = weight
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:

@@ -183,6 +183,7 @@ class Sharded(Exchange):
         offload: OffloadPolicy,
         prefetch: int,
     ) -> None:
+        self._num_ranks = group.size
         super().__init__(weight)
         self._mesh, self._stage = mesh, stage
         self._order = SameBlocks(group, stage)
@@ -190,7 +191,10 @@ class Sharded(Exchange):
         self._lower_dtype = None if param_dtype == torch.float32 else param_dtype
         self._reduce_dtype, self._buffer_dtype = reduce_dtype, buffer_dtype
         self._offload, self._prefetch = offload, prefetch
-        self.loss_weight = weight * group.size  # FSDP2 takes the mean over ranks; samples are to count alike
+
+    def weigh(self, weight: float) -> None:
+        super().weigh(weight)
+        self.loss_weight = weight * self._num_ranks  # FSDP2 takes the mean over ranks; samples are to count alike
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
         return {name: self._type_of(tensor) for name, tensor in everything_in(model).items()}

@@ -206,7 +206,7 @@ class ShardedOptimizer(Reduction):
 
     def compute(self, batch: Batch, flight: Flight) -> Tensor:
         loss = self._replica.compute(batch)
-        weight = flight.samples / self._replica.loss_scale
+        weight = flight.weight / self._replica.loss_scale
         for parameter, kept in zip(self._replica.parameters, self._gradients[flight.slot], strict=True):
             if parameter.grad is None:
                 kept.zero_()
@@ -244,17 +244,17 @@ class ShardedOptimizer(Reduction):
         return True
 
     def norms(self, flight: Flight) -> tuple[float, float]:
-        mine = float(get_total_norm(self._gradients[flight.slot])) / max(flight.samples, 1)
+        mine = float(get_total_norm(self._gradients[flight.slot])) / (flight.weight or 1.0)
         return mine, float(get_total_norm([self._slot(flight).own]))
 
-    def apply(self, flight: Flight, *, samples: int, norm: float) -> None:
+    def apply(self, flight: Flight, *, weight: float, norm: float) -> None:
         slot, n, me = self._slot(flight), self._group.size, self._group.rank
         for place, flat in {ward(me, n): slot.ward, me: slot.own}.items():
             offset = 0
             for j in self._rows[place]:
                 parameter = self._replica.parameters[j]
                 part = flat[offset : offset + self._sizes[j]].view(parameter.shape)
-                parameter.grad = part.to(parameter.device) / samples
+                parameter.grad = part.to(parameter.device) / weight
                 offset += self._sizes[j]
         self._replica.apply(scale=1.0, norm=norm)
         self._unfinished = True

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_leaves
 
-from smolcluster.comm.group import Group, collect_tensors, gather_json
+from smolcluster.comm.group import Group, collect_tensors, gather_json, share_of
 from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
 from smolcluster.comm.watcher import EngineTraffic
 from smolcluster.compute.optim import without_state
@@ -231,6 +231,7 @@ class Parallel(Strategy):
     def _step(self, batch: Batch) -> StepReport:
         replica, context, pipe = self.replica, self.context, self._pipe
         rate = replica.learning_rate
+        part = self._weigh(batch)
         if self._pieces is not None:
             batch = self._pieces.batch(batch)
         self._exchange.prepare()
@@ -243,7 +244,7 @@ class Parallel(Strategy):
         if pipe is not None:
             pipe.join_twins()
         self._exchange.finish()
-        loss, norm, stop = self._agree(loss)
+        loss, norm, stop = self._agree(loss if part is None else loss * (part / self.weight))
         comm.end()
         norm, self._norm_scale = norm / replica.loss_scale, replica.loss_scale
         replica.apply(norm=norm)
@@ -258,6 +259,14 @@ class Parallel(Strategy):
             comm=comm,
             stop=stop,
         )
+
+    def _weigh(self, batch: Batch) -> float | None:
+        """Return this data shard's part of the mean over the step, where targets are counted: it is told to the exchange."""
+        if batch.counts is None or self.mesh_axes.dp == 1:
+            return None
+        part = share_of(self.data, batch.weight)() * self.mesh_axes.cp  # ranks along cp have the same targets
+        self._exchange.weigh(part)
+        return part
 
     def _engine(self) -> AbstractContextManager[None]:
         """Around forward and backward: with tensor parallelism the loss is taken over pieces of the vocabulary."""

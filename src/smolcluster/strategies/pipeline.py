@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_map_only
 from smolcluster.comm.group import Group, gather_json
 from smolcluster.comm.sharded import gradient, whole
 from smolcluster.compute.precision import autocast
-from smolcluster.compute.replica import Batch, to_device
+from smolcluster.compute.replica import Batch, to_device, zero_of
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.strategies.axes import Axes, machines
 from smolcluster.strategies.base import Context, Drawing, Node, Options
@@ -68,7 +68,7 @@ from smolcluster.strategies.stages import (
 )
 from smolcluster.strategies.timeline import Worked, draw, expected_idle, idle_share
 from smolcluster.strategies.tracing import trace_layers
-from smolcluster.tasks.base import Task
+from smolcluster.tasks.base import Task, count_of
 
 SCHEDULES = {
     "sequential": schedules.ScheduleGPipe,
@@ -219,7 +219,8 @@ class Pipe:
         self._schedule: Any = None
         self._part: Any = None
         self._losses: list[Tensor] = []
-        self._factor = 1.0
+        self._weight, self._parts = 1.0, 1
+        self._shares: list[float] | None = None
 
     def _stage(self, model: nn.Module, index: int) -> nn.Module:
         last = len(self.cut.layers) - 1
@@ -286,12 +287,13 @@ class Pipe:
         self.model.train()
         total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         for part in batch.parts:
-            part = to_device(part, device)
             if self._schedule is None:
-                self._build(part)
+                self._build(to_device(part, device))
+            self._shares = self._shares_of(part, batch)
+            part = to_device(part, device)
             inputs = inputs_of(self._task, part) if self.has_first else ()
             self._part, self._losses = part, []
-            self._factor = weight / len(batch.parts) / self._num_microbatches
+            self._weight, self._parts = weight, len(batch.parts)
             target = torch.arange(self._num_microbatches) if self.has_last else None
             self._runs += 1
             drawn = self._options.draw_schedule and self._runs == DRAWN
@@ -301,17 +303,35 @@ class Pipe:
                 self._schedule.step(*inputs, target=target, return_outputs=False)
             if drawn:
                 self._draw()
-            if self._losses:
+            if self._losses and self._shares is None:
                 total += torch.stack(self._losses).mean() / len(batch.parts)
+            elif self._losses:
+                total += torch.stack(self._losses).sum()
         return total
 
+    def _shares_of(self, part: Any, batch: Batch) -> list[float] | None:
+        """Each micro-batch's share of the mean over the whole batch, where targets are counted."""
+        if batch.counts is None or not self.has_last:
+            return None
+        counts = [
+            count_of(self._task, self._microbatch(part, number)) or 0.0 for number in range(self._num_microbatches)
+        ]
+        return [count / batch.weight if batch.weight else 0.0 for count in counts]
+
+    def _microbatch(self, part: Any, number: int) -> Any:
+        size = length_of(part) // self._num_microbatches
+        return tree_map_only(Tensor, lambda t: t[number * size : (number + 1) * size], part)
+
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
-        size = length_of(self._part) // self._num_microbatches
-        first = int(number) * size
-        part = tree_map_only(Tensor, lambda t: t[first : first + size], self._part)
-        loss = self._task.loss(Answering(output), part)
-        self._losses.append(whole(loss.detach()))
-        return loss * self._factor
+        share = None if self._shares is None else self._shares[int(number)]
+        if share == 0:  # a mean over nothing is NaN
+            return zero_of([output])
+        loss = self._task.loss(Answering(output), self._microbatch(self._part, int(number)))
+        if share is None:
+            self._losses.append(whole(loss.detach()))
+            return loss * (self._weight / self._parts / self._num_microbatches)
+        self._losses.append(whole(loss.detach()) * share)
+        return loss * (self._weight * share)
 
     def _build(self, part: Any) -> None:
         """The schedule is made when the first batch is here: it shows the shapes that travel."""

@@ -66,6 +66,11 @@ class Push:
         return int(self.meta["samples"])
 
     @property
+    def count(self) -> float:
+        """What its loss is the mean over: its samples, or its targets where the task counts them."""
+        return float(self.meta.get("count", self.samples))
+
+    @property
     def loss(self) -> float:
         return float(self.meta["loss"])
 
@@ -116,6 +121,8 @@ class Served(Elastic):
         """Send the gradients on the parameters; buckets leave while the next is encoded."""
         gradients = self._take_gradients()
         said = {"samples": batch.samples, "loss": repr(float(loss)), **meta}  # as text: JSON has no NaN
+        if batch.counts is not None:
+            said["count"] = batch.weight
 
         def send(channel: int, payload: Tensor, codec: str) -> None:
             meta = said if channel == 0 else {}
@@ -234,12 +241,12 @@ class Served(Elastic):
             del self._pushes[key]
 
     def _average(self, pushes: Sequence[Push]) -> dict[str, Tensor]:
-        """By samples and weight, in the order given."""
-        total = sum(p.samples * p.weight for p in pushes)
-        average = {n: t.mul_(pushes[0].samples * pushes[0].weight / total) for n, t in pushes[0].tensors.items()}
+        """By count and weight, in the order given."""
+        total = sum(p.count * p.weight for p in pushes) or 1.0  # or nothing counts, and all of them are zero
+        average = {n: t.mul_(pushes[0].count * pushes[0].weight / total) for n, t in pushes[0].tensors.items()}
         for push in pushes[1:]:
             for name, tensor in average.items():
-                tensor.add_(push.tensors[name], alpha=push.samples * push.weight / total)
+                tensor.add_(push.tensors[name], alpha=push.count * push.weight / total)
         return average
 
     def _record(self, pushes: Sequence[Push], average: dict[str, Tensor]) -> None:
@@ -247,7 +254,8 @@ class Served(Elastic):
         step = self.replica.updates + 1
         contributors = []
         for push in pushes:
-            self.gate.accept(push.norm)
+            if push.count:
+                self.gate.accept(push.norm)
             ranges = self.office.leases.settle(push.member.instance, push.step)
             contributors.append(
                 {
@@ -289,6 +297,11 @@ class Served(Elastic):
         self._apply({n: parts[n] for n in self._gradients.names})
 
 
+def mean_loss(pushes: Sequence[Push]) -> Tensor:
+    """Of all that counted in them."""
+    return torch.tensor(sum(p.loss * p.count for p in pushes) / (sum(p.count for p in pushes) or 1.0))
+
+
 def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
     offset = 0
     for shape in shapes:
@@ -299,6 +312,7 @@ def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
 def _sound(meta: dict[str, Any]) -> bool:
     try:
         float(meta["loss"]), float(meta.get("compute_s", 0.0))
-        return isinstance(meta["samples"], int) and 0 < meta["samples"] < 2**31
+        count = float(meta.get("count", 0.0))
+        return isinstance(meta["samples"], int) and 0 < meta["samples"] < 2**31 and 0 <= count < 2**53
     except (KeyError, TypeError, ValueError):
         return False

@@ -2,7 +2,7 @@
 
     server, for t = 1, 2, ...:
         collect the gradients of step t, from all workers; `timeout` seconds after the first, go on with those that came
-        g_t <- their mean, weighted by samples; record it
+        g_t <- their mean, weighted by samples (or targets, where the task counts them); record it
         send g_t to all
         w <- optimizer(w, clip(g_t))
         every `worker_update_interval` steps send w as well
@@ -38,7 +38,7 @@ from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.strategies.base import Cost, Node, Options, Shape, StepReport
-from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire
+from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire, mean_loss
 from smolcluster.tasks.base import Task
 
 
@@ -329,7 +329,7 @@ class SyncPS(Served):
     def _report(self, pushes: Sequence[Push], *, norm: Tensor, rate: float) -> StepReport:
         samples = sum(p.samples for p in pushes)
         return StepReport(
-            loss=torch.tensor(sum(p.loss * p.samples for p in pushes) / samples),
+            loss=mean_loss(pushes),
             grad_norm=norm,
             learning_rate=rate,
             samples=samples,

@@ -6,6 +6,7 @@ enough; the rest have defaults. A task says nothing about how many machines ther
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from smolcluster.compute.optim import make_optimizer
 from smolcluster.config.schema import Config
+from smolcluster.errors import UserError
 
 
 class Task(ABC):
@@ -39,7 +41,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean loss over the samples of the batch."""
+        """The mean loss over the batch: over its samples, or over what `count` counts."""
 
     def val_data(self) -> Any | None:
         """Like `train_data`; None means no evaluation."""
@@ -49,8 +51,17 @@ class Task(ABC):
         """Means over a validation batch: "loss", and "accuracy" where it means something."""
         return {"loss": self.loss(model, batch)}
 
+    def count(self, batch: Any) -> float | Tensor | None:
+        """Return what the mean of `loss` divides by: how many targets of this batch count. None: its samples, all alike.
+
+        By default the entries of `targets` that are not -100. Parts of a step are weighted by it, so that the loss of a step is
+        the mean over all that counts in it, however it is divided. It depends on the batch alone, and is always None or never.
+        """
+        targets = self.targets(batch)
+        return None if targets is None else (targets != -100).sum()
+
     def targets(self, batch: Any) -> Tensor | None:
-        """What the mean of `loss` is taken over: the entries that are not -100. None: everything counts alike."""
+        """Return what the mean of `loss` is taken over: the entries that are not -100. None: everything counts alike."""
         return None
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -60,3 +71,17 @@ class Task(ABC):
     def sample(self, model: nn.Module) -> tuple[str, str] | None:
         """A prompt and what the trained model makes of it, shown at the end."""
         return None
+
+
+def count_of(task: Task, batch: Any) -> float | None:
+    """What `task.count` returns, as a number that can be used; raises UserError where it cannot."""
+    counted = task.count(batch)
+    if counted is None:
+        return None
+    try:
+        number = float(counted)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise UserError(f"count() of {task.name} must return how many targets count, or None, not {counted!r:.80}")
+    return number

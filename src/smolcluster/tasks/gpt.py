@@ -77,6 +77,13 @@ class GPTTask(Task):
         tokens_BT, targets_BT = batch
         return next_token_loss(model(tokens_BT), targets_BT)
 
+    def count(self, batch: Any) -> float | Tensor | None:
+        """None for the text itself, of which every token counts; a subclass with data of its own may mask some."""
+        own = type(self)
+        if own.train_data is GPTTask.train_data and own.val_data is GPTTask.val_data:
+            return None
+        return super().count(batch)
+
     def targets(self, batch: Any) -> Tensor | None:
         targets_BT: Tensor = batch[1]
         return targets_BT
