@@ -74,6 +74,25 @@ class Network:
     def mend(self, host: int) -> None:
         _ip("-n", self.namespace_of_bridge, "link", "set", f"port{host}", "up")
 
+    def block(self, source: int, target: int) -> None:
+        """Drop what `source` sends to `target`, silently and in this direction only.
+
+        The packets go to a hardware address that nobody has.
+        """
+        neighbour = ("neigh", "replace", self.address(target), "lladdr", "02:00:00:00:00:01", "nud", "permanent")
+        _ip("-n", self.namespace(source), *neighbour, "dev", "eth0")
+
+    def unblock(self, source: int, target: int) -> None:
+        _ip("-n", self.namespace(source), "neigh", "del", self.address(target), "dev", "eth0")
+
+    def slow(self, host: int, rate: str) -> None:
+        """Limit what this host sends, until `mend_rate`. Only where the network has no rate of its own."""
+        assert self.rate is None
+        _limit(self.namespace(host), "eth0", rate)
+
+    def mend_rate(self, host: int) -> None:
+        _tool("tc", "-n", self.namespace(host), "qdisc", "del", "dev", "eth0", "root")
+
     def _build(self) -> None:
         bridge = self.namespace_of_bridge
         _ip("netns", "add", bridge)

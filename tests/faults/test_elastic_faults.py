@@ -513,6 +513,34 @@ def test_a_cut_network_heals_and_only_one_side_commits(
     assert seen["server healed"] <= bound(lines, 5.0, steps=125), seen
 
 
+@pytest.mark.usual(when=lambda directions, **_: directions == 1)
+@pytest.mark.parametrize("directions", [1, 2], ids=["one-way", "both ways"])
+def test_a_worker_that_the_others_cannot_reach_is_evicted_alone(
+    tmp_path: Path, network: Network, directions: int
+) -> None:
+    """Rank 0 reaches the server and no other worker: the others go on without it, and it comes back when the links heal."""
+    cut = [(1, 2), (1, 3), (2, 1), (3, 1)][: 2 * directions]
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(10)
+        for source, target in cut:
+            network.block(source, target)
+        wait_for_history(world, lambda lines: changes(lines, "evicted"), what="an eviction")
+        for source, target in cut:
+            network.unblock(source, target)
+        wait_for_counted(world, 0, after=time.time())
+
+    places: dict[Who, tuple[str, str]] = {
+        who: (network.namespace(host), network.address(host)) for host, who in enumerate(("server", 0, 1, 2))
+    }
+    environ = {"SMOLCLUSTER_TOKEN": new_token()}
+    world = run("allreduce", 3, tmp_path, {"training.steps": 120}, script=script, places=places, environ=environ)
+    assert_sound(world, steps=120)
+    [line] = changes(lines_of(world), "evicted")
+    assert (line["rank"], line["reason"]) == (0, "workers cannot reach each other: 0 and 1, 0 and 2")
+    assert world.summary["members_lost"] == 1, "a healthy worker was lost"
+
+
 def _members(lines: Lines) -> set[str]:
     members: set[str] = set()
     for line in lines:

@@ -26,6 +26,7 @@ from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
 from smolcluster.engine.server import Server
 from smolcluster.errors import SmolclusterError
+from smolcluster.strategies import coordinator
 from smolcluster.strategies.base import Office, State
 from smolcluster.strategies.coordinated import Coordinated
 from smolcluster.strategies.coordinator import Coordinator
@@ -323,6 +324,64 @@ def test_an_empty_run_id_is_none(tmp_path: Path) -> None:
     assert len(run_id) == 16
     assert Server._run_id(server) == run_id
     assert [path.name for path in tmp_path.iterdir()] == ["run-id"]
+
+
+# Links between members break
+
+
+def complain(run: Run, *complaints: tuple[int, int]) -> None:
+    """Each first one reports that it cannot reach the second; then all the time passes that is waited for others."""
+    for accuser, accused in complaints:
+        epoch = run.links[accuser].last(Kind.VIEW).epoch
+        run.hear(accuser, Message(kind=Kind.SUSPECT, epoch=epoch, meta={"rank": accused}))
+    run.go_on()
+    assert sorted(run.roster.members) == sorted(run.links), "nobody waited for the other complaints"
+    for complaint in run.coordinator._complaints:
+        run.coordinator._complaints[complaint] -= coordinator.WITNESS_S
+    run.go_on()
+
+
+@pytest.mark.parametrize(
+    ("complaints", "stay"),
+    [
+        ([(0, 1), (1, 0), (0, 2), (2, 0), (0, 3), (3, 0)], [1, 2, 3]),
+        ([(0, 1), (0, 2), (0, 3)], [1, 2, 3]),
+        ([(0, 1)], [1, 2, 3]),
+        ([(0, 1), (1, 0)], [0, 2, 3]),
+        ([(0, 3), (1, 3)], [0, 1, 2]),
+    ],
+    ids=["the first is cut off", "only the first complains", "of one alone", "one link", "two witnesses"],
+)
+def test_a_partial_cut_costs_the_fewest_members(complaints: list[tuple[int, int]], stay: list[int]) -> None:
+    run = Run(whole=True)
+    run.join(0, 1, 2, 3)
+    run.commit(1)
+    complain(run, *complaints)
+    assert sorted(run.roster.members) == stay
+    run.commit(2)
+    assert run.coordinator._committed == 2
+
+
+def test_a_member_that_is_silent_explains_the_complaints() -> None:
+    run = Run(whole=True)
+    run.join(0, 1, 2)
+    run.links[0].silent_s = 2.0
+    complain(run, (0, 1), (1, 0))
+    assert sorted(run.roster.members) == [1, 2]
+
+
+def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    run = Run(whole=True)
+    barred = []
+    for pause_s in (0.0, 100.0, 100.0, 3600.0):
+        clock[0] += pause_s
+        run.join(*(rank for rank in range(2) if rank not in run.roster.members))
+        run.coordinator._put_out(run.roster.members[1], "a test")
+        barred.append(run.coordinator._barred[1] - clock[0])
+        run.go_on()
+    assert barred == [0.0, 10.0, 30.0, 0.0]
 
 
 # Sums

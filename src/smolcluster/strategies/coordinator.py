@@ -18,6 +18,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.comm.elastic.verdict import Complaint, Strikes, is_lone, verdict
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View
 from smolcluster.compute.gate import TRIES
@@ -32,9 +33,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SAME_SUM = 1e-3  # norms of one sum, as machines of different kinds add them up
-SUSPICION_S = 0.5  # who cannot be reached may be dead: so long its own link has to tell
-SILENT_S = 1.0  # of two that cannot reach each other, one not heard for so long is the one that is cut off
-QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # how long one that was put out for it stays out, the first time and later
+SUSPICION_S = (
+    0.5  # after the last complaint: all ends of broken links have complained, and the dead are gone by themselves
+)
+MOST_SUSPICION_S = 2.0  # after the first complaint, however many follow
+WITNESS_S = 6.0  # for a second witness of a single complaint: the other end complains after `Peers.connect_s`
+SILENT_S = 1.0  # a member that was not heard for so long is cut off from here, too
+QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # how long an evicted member stays out, the first time and later
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +64,8 @@ class Coordinator:
         self._view_due = False
         self._view_epoch = -1  # of the present view; the roster's is beyond it as soon as anybody comes or goes
         self._seated: set[str] = set()  # instances of the present view
-        self._suspicions: dict[tuple[int, int], float] = {}  # ranks that cannot reach each other -> when to act
-        self._put_out: dict[int, int] = {}  # rank -> how often
+        self._complaints: dict[Complaint, float] = {}  # in the present view, and when each first came
+        self._strikes = Strikes()
         self._barred: dict[int, float] = {}  # rank -> until when it may not come back
         self._tries = 0  # how often in a row the results of the next step differed
         self._without_since: float | None = None  # nobody here has the weights
@@ -110,7 +115,7 @@ class Coordinator:
         """Everybody who is here takes part, from the first step that is not committed."""
         roster, committed = self._roster, self._committed
         self._view_due = False
-        self._suspicions.clear()
+        self._complaints.clear()
         if not self._whole:
             self._give_up_upload()  # the parts would be those of two deals
         staying = [member for member in roster.in_order() if member.rank not in self._needy]
@@ -247,22 +252,33 @@ class Coordinator:
     def _take_suspicion(self, member: Member, message: Message) -> None:
         other = message.meta.get("rank")
         if isinstance(other, int) and other in self._roster.members and other != member.rank:
-            pair = (min(member.rank, other), max(member.rank, other))
-            self._suspicions.setdefault(pair, time.monotonic() + SUSPICION_S)
+            self._complaints.setdefault((member.rank, other), time.monotonic())
 
     def _judge(self) -> None:
-        """Two members cannot reach each other: one of them must go, or nothing is ever summed again."""
+        """Evict as few members as possible, so that all others can reach each other: else nothing is ever summed again."""
+        now, members = time.monotonic(), self._roster.members
+        complaints = {(a, b): since for (a, b), since in self._complaints.items() if a in members and b in members}
+        if not complaints:
+            return
+        first, last = min(complaints.values()), max(complaints.values())
+        wait_s = WITNESS_S if is_lone(members, complaints) else min(last - first + SUSPICION_S, MOST_SUSPICION_S)
+        if now < first + wait_s:
+            return
+        self._complaints.clear()
+        silent = [rank for rank, member in members.items() if member.link.silent_s > SILENT_S]
+        strikes = {rank: self._strikes.count(rank, now=now) for rank in members}
+        for rank in sorted(verdict(members, complaints, silent=silent, strikes=strikes)):
+            pairs = sorted({(min(pair), max(pair)) for pair in complaints if rank in pair})
+            named = ", ".join(f"{a} and {b}" for a, b in pairs)
+            self._put_out(members[rank], f"workers cannot reach each other: {named}")
+
+    def _put_out(self, member: Member, reason: str) -> None:
+        """Evict a member; it may come back after its quarantine."""
         now = time.monotonic()
-        for pair in [pair for pair, due in self._suspicions.items() if due <= now]:
-            del self._suspicions[pair]
-            members = [self._roster.members[rank] for rank in pair if rank in self._roster.members]
-            if len(members) < 2:
-                continue  # one has gone by itself
-            out = max(members, key=lambda m: (m.link.silent_s > SILENT_S, m.rank))
-            times = self._put_out[out.rank] = self._put_out.get(out.rank, 0) + 1
-            self._barred[out.rank] = now + QUARANTINE_S[min(times, len(QUARANTINE_S)) - 1]
-            self._roster.evict(out, f"{members[0].name} and {members[1].name} cannot reach each other")
-            self._view_due = True
+        times = self._strikes.add(member.rank, now=now)
+        self._barred[member.rank] = now + QUARANTINE_S[min(times, len(QUARANTINE_S)) - 1]
+        self._roster.evict(member, reason)
+        self._view_due = True
 
     # Steps
 
