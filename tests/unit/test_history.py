@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,19 @@ from typing import Any
 import pytest
 
 from smolcluster.data.leases import Leases
-from smolcluster.engine.history import Begin, Commit, History, Line, Member, check, check_applied, read
+from smolcluster.engine import history
+from smolcluster.engine.history import (
+    CHUNK_BYTES,
+    Begin,
+    Commit,
+    History,
+    Line,
+    Member,
+    check,
+    check_applied,
+    last_commit,
+    read,
+)
 
 Lines = list[dict[str, Any]]
 
@@ -461,6 +474,106 @@ def test_steps_that_the_journal_does_not_have_are_cut(path: Path, caplog: pytest
         assert history.epoch == lines[-1]["epoch"] + 1
     assert read(path)[:-1] == lines[: lines.index(commits(lines)[3])]
     assert "of steps from 3 on, which do not count" in caplog.text
+
+
+def long_run(path: Path, steps: int, *, members: int = 8) -> Lines:
+    """Write a history of so many steps; returns its last 50 lines, as the journal has them."""
+    with path.open("w") as file:
+        begin = Begin(epoch=1, server="s1", next_step=1, time=0.0).fields()
+        joined = [Member(epoch=2, event="joined", rank=r, instance=f"w{r}", time=0.0).fields() for r in range(members)]
+        lines = [begin, *joined]
+        for step in range(1, steps + 1):
+            at = (step - 1) * members * 4
+            parts = [
+                {"rank": r, "instance": f"w{r}", "seq": step, "ranges": [[at + 4 * r, 4]], "samples": 4}
+                for r in range(members)
+            ]
+            data = {"position": at + 4 * members, "holes": []}
+            commit = {"epoch": 2, "time": 0.0, "kind": "commit", "server": "s1", "step": step, "contributors": parts}
+            lines = [*lines[-49:], commit | {"digest": "", "data": data}]
+            file.writelines(json.dumps(line) + "\n" for line in ([begin, *joined] if step == 1 else []))
+            file.write(json.dumps(lines[-1]) + "\n")
+    return lines
+
+
+@pytest.mark.parametrize("lost", [0, 1, 20])
+def test_a_server_that_comes_back_reads_the_end_of_its_history_only(
+    path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """However long the run is, and whatever a crash took from the end of the file."""
+    costs = []
+    for steps in (400, 4000):
+        last = long_run(path, steps)
+        good = path.read_bytes()
+        path.write_bytes(b"".join(good.splitlines(keepends=True)[: -lost or None]))
+        read_bytes = count_reads(path, monkeypatch)
+        tracemalloc.start()
+        with History(path) as history:
+            assert history.epoch == 2
+            history.reconcile(last, next_step=steps + 1)
+        costs.append((read_bytes(), tracemalloc.get_traced_memory()[1]))
+        tracemalloc.stop()
+        assert path.read_bytes() == good
+        assert last_commit(path) == steps
+    (few_bytes, few_memory), (bytes_read, memory) = costs
+    assert bytes_read <= few_bytes + CHUNK_BYTES
+    assert memory <= 1.5 * few_memory
+    assert bytes_read < len(good) / 2
+
+
+def count_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Bytes of this file that are read from now on, through `Path`."""
+    real_open, real_read, total = Path.open, Path.read_bytes, [0]
+
+    def counted_open(self: Path, mode: str = "r", *more: Any, **options: Any) -> Any:
+        file = real_open(self, mode, *more, **options)
+        if self != path or "r" not in mode:
+            return file
+        inner = file.read
+
+        class Counted:
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                file.close()
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(file, name)
+
+            def read(self, size: int = -1) -> bytes:
+                found: bytes = inner(size)
+                total[0] += len(found)
+                return found
+
+        return Counted()
+
+    def counted_read(self: Path) -> bytes:
+        found = real_read(self)
+        total[0] += len(found) if self == path else 0
+        return found
+
+    monkeypatch.setattr(Path, "open", counted_open)
+    monkeypatch.setattr(Path, "read_bytes", counted_read)
+
+    def so_far() -> int:
+        monkeypatch.setattr(Path, "open", real_open)
+        monkeypatch.setattr(Path, "read_bytes", real_read)
+        return total[0]
+
+    return so_far
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
+def test_lines_are_read_from_the_end_whatever_the_size_of_a_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(history, "CHUNK_BYTES", chunk)
+    for text in (b"", b"\n", b"a", b"a\n", b"\n\na\n", b"one\ntwo\n\nthree", b"x" * 9 + b"\n" + b"y" * 8 + b"\n"):
+        path.write_bytes(text)
+        found = list(history._backwards(path, len(text)))[::-1]
+        assert [line for _, line in found] == text.splitlines(keepends=True)
+        assert [at for at, _ in found] == [sum(map(len, text.splitlines(keepends=True)[:n])) for n in range(len(found))]
 
 
 def test_a_full_disk_keeps_lines_for_later(

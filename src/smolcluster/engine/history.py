@@ -12,6 +12,9 @@ The journal is the truth and this file its readable copy. A server appends a lin
 the record's meta) and adds it here then. `reconcile`, when a server begins, adds the lines a crash left out and takes
 away those of steps that the journal does not have. Call `flush` before a snapshot of the journal forgets its records.
 
+The file grows with the run, and a server must be back within seconds. So it is read from its end, as far as the journal's
+records go back: epochs and steps never go down, and what was written before the last snapshot is not looked at again.
+
 Lines are plain JSON. Nothing here imports torch.
 """
 
@@ -24,7 +27,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Literal
@@ -33,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 logger = logging.getLogger(__name__)
 
+CHUNK_BYTES = 64 << 10  # of the file, read at once from its end
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 Ranges = list[tuple[NonNegativeInt, PositiveInt]]
@@ -116,9 +120,17 @@ class History:
         self._fd = os.open(path, _APPEND, 0o644)
         self._unwritten = b""
         self._failing = False
-        self._cut(_whole_bytes(path.read_bytes()), "of a line that was being written")
         #: The highest epoch that was ever used here, by lines that `reconcile` cuts off, too: a new server's is higher.
-        self.epoch = max([e for line in read(path) if isinstance(e := line.get("epoch"), int)], default=0)
+        self.epoch = 0
+        size = os.fstat(self._fd).st_size
+        whole = 0  # bytes up to the last line that has its end and its contents
+        for start, raw in _backwards(path, size):
+            if (found := _parse(raw)) is not None and raw.endswith(b"\n"):
+                whole = whole or start + len(raw)
+                if isinstance(epoch := found.get("epoch"), int):
+                    self.epoch = epoch
+                    break
+        self._cut(whole, "of a line that was being written")
 
     def add(self, line: Line) -> None:
         self.epoch = max(self.epoch, line.epoch)
@@ -149,16 +161,20 @@ class History:
         Cuts the file off before the line that commits that step: the power went before the journal had it, or the run is
         taken back to a checkpoint. Then adds those lines of the journal that are missing.
         """
-        whole, kept = 0, set()
-        for raw in self.path.read_bytes().splitlines(keepends=True):
+        last = [line if isinstance(line, Mapping) else line.fields() for line in lines]
+        begins = _Beginning(last, next_step)
+        whole, kept = os.fstat(self._fd).st_size, set()
+        for start, raw in _backwards(self.path, whole):
             found = _parse(raw) or {}
             if _is_beyond(found, next_step):
+                whole = start
+                kept.clear()  # what follows a line that goes, goes with it
+            elif begins.is_after(found):
                 break
-            whole += len(raw)
-            kept.add(_text(found))
+            else:
+                kept.add(_text(found))
         self._cut(whole, f"of steps from {next_step} on, which do not count")
-        for line in lines:
-            fields = line if isinstance(line, Mapping) else line.fields()
+        for fields in last:
             if _is_beyond(fields, next_step):
                 break
             if _text(fields) not in kept:
@@ -200,16 +216,31 @@ class History:
             os.ftruncate(self._fd, size)
 
 
+def stream(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a history. One that is being written is left out; any other that is not JSON is
+    `{"kind": "damaged"}`."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        for raw in file:
+            if raw.endswith(b"\n"):
+                yield _parse(raw) or {"kind": "damaged"}
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a history. One that is being written is left out; any other that is not JSON is `{"kind": "damaged"}`."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    return [_parse(line) or {"kind": "damaged"} for line in raw.split(b"\n")[:-1]]
+    """Return all lines of a history, as `stream` yields them."""
+    return list(stream(path))
 
 
-def check(lines: Sequence[Mapping[str, Any]], *, data: Mapping[str, Any] | None = None) -> list[str]:
+def last_commit(path: Path) -> int:
+    """Return the last committed step, 0 if there is none. Reads the end of the file only."""
+    with contextlib.suppress(FileNotFoundError):
+        for _, raw in _backwards(path, path.stat().st_size):
+            found = _parse(raw) or {}
+            if found.get("kind") == "commit" and isinstance(step := found.get("step"), int):
+                return step
+    return 0
+
+
+def check(lines: Iterable[Mapping[str, Any]], *, data: Mapping[str, Any] | None = None) -> list[str]:
     """What is wrong with a history, a sentence each; none means that it kept every rule.
 
     `data` is the saved state of the leases after the last step, from a checkpoint or the server, to be held against it.
@@ -408,12 +439,52 @@ class _Positions:
         return left
 
 
-def _whole_bytes(raw: bytes) -> int:
-    """How much there is before a last line that has no end, or that a power cut left without its contents."""
-    end = raw.rfind(b"\n") + 1
-    while end and _parse(raw[(start := raw.rfind(b"\n", 0, end - 1) + 1) : end]) is None:
-        end = start
-    return end
+class _Beginning:
+    """Where the lines of a journal begin, in a file whose steps and epochs never go down."""
+
+    def __init__(self, lines: Sequence[Mapping[str, Any]], next_step: int) -> None:
+        members = [line for line in lines if _step_of(line) is None]
+        self._step = min([s for line in lines if (s := _step_of(line)) is not None], default=next_step)
+        self._epoch = min([int(line["epoch"]) for line in members], default=None)
+
+    def is_after(self, found: Mapping[str, Any]) -> bool:
+        """Return whether every one of them comes after this line of the file."""
+        step, epoch = _step_of(found), found.get("epoch")
+        if step is None or step >= self._step:
+            return False
+        return self._epoch is None or (isinstance(epoch, int) and epoch < self._epoch)
+
+
+def _step_of(fields: Mapping[str, Any]) -> int | None:
+    """Return the last step that was committed when this line was written; None: it does not say."""
+    step, following = fields.get("step"), fields.get("next_step")
+    if fields.get("kind") == "commit" and isinstance(step, int):
+        return step
+    return following - 1 if fields.get("kind") == "begin" and isinstance(following, int) else None
+
+
+def _backwards(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) from the last of the first `size` bytes to the first. Only the last may lack its line feed."""
+    with path.open("rb") as file:
+        parts: list[bytes] = []  # of the line whose beginning was not read yet, last first
+        at = size
+        while at:
+            length = min(CHUNK_BYTES, at)
+            at -= length
+            file.seek(at)
+            chunk = file.read(length)
+            end = len(chunk)
+            if parts or chunk.endswith(b"\n"):
+                begin = chunk.rfind(b"\n", 0, end if parts else end - 1) + 1
+            else:
+                begin = chunk.rfind(b"\n") + 1
+            while begin:
+                yield at + begin, b"".join([chunk[begin:end], *reversed(parts)])
+                parts.clear()
+                end, begin = begin, chunk.rfind(b"\n", 0, begin - 1) + 1
+            parts.append(chunk[:end])
+        if parts:
+            yield 0, b"".join(reversed(parts))
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
@@ -441,12 +512,18 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1 or not Path(arguments[0]).is_file():
         print("usage: python -m smolcluster.engine.history RUN/history.jsonl", file=sys.stderr)
         return 2
-    lines = read(Path(arguments[0]))
-    violations = check(lines)
+    counts = dict.fromkeys(("commit", "begin"), 0)
+
+    def counted() -> Iterator[dict[str, Any]]:
+        for line in stream(Path(arguments[0])):
+            if line.get("kind") in counts:
+                counts[line["kind"]] += 1
+            yield line
+
+    violations = check(counted())
     for violation in violations:
         print(violation)
-    commits = sum(line.get("kind") == "commit" for line in lines)
-    servers = sum(line.get("kind") == "begin" for line in lines)
+    commits, servers = counts.values()
     print(f"{commits} committed steps under {servers} server(s): " + ("in order" if not violations else "NOT in order"))
     return 1 if violations else 0
 

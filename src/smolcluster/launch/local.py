@@ -65,8 +65,7 @@ def check_nothing_is_lost(run_dir: RunDir, resume: Path | None) -> None:
     """The journal of an elastic run is of no use here, and may be ahead of its checkpoints."""
     if resume is None or resume.resolve() != run_dir.checkpoints.resolve() or not run_dir.journal.is_dir():
         return
-    lines = history.read(run_dir.path / "history.jsonl")
-    committed = max((int(line["step"]) for line in lines if line.get("kind") == "commit"), default=0)
+    committed = history.last_commit(run_dir.history)
     saved = max(
         (int(path.name[5:]) for path in run_dir.checkpoints.glob("step-*") if path.name[5:].isdigit()), default=0
     )

@@ -97,17 +97,26 @@ def truncate_metrics(path: str | Path, *, after_step: int) -> int:
     would go on writing to the old file.
     """
     path = Path(path)
-    lines = _lines(path)
-    kept = [line for line in lines if (row := _parse(line)) is not None and not _beyond(row, after_step)]
-    if len(kept) == len(lines):
-        return 0
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # another rank may be doing the same
-    with temporary.open("wb") as file:
-        file.writelines(line + b"\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    return len(lines) - len(kept)
+    dropped = 0
+    try:
+        with path.open("rb") as rows, temporary.open("wb") as file:
+            for line in rows:  # one at a time: the file may be large
+                row = _parse(line)
+                if row is not None and not _beyond(row, after_step):
+                    file.write(line.rstrip(b"\n") + b"\n")
+                else:
+                    dropped += bool(line.strip())
+            if dropped:
+                file.flush()
+                os.fsync(file.fileno())
+        if dropped:
+            temporary.replace(path)
+    except FileNotFoundError:
+        pass
+    finally:
+        temporary.unlink(missing_ok=True)
+    return dropped
 
 
 def _beyond(row: dict[str, Any], step: int) -> bool:
