@@ -209,6 +209,22 @@ def test_a_snapshot_is_due_when_the_log_outgrows_the_state(tmp_path: Path) -> No
         assert journal.should_snapshot, "what was there before counts"
 
 
+def test_a_snapshot_is_due_after_so_many_records_however_small(tmp_path: Path) -> None:
+    """A coordinator's records are small, and its restart reads them all."""
+    with Journal(tmp_path, files=FastFiles(), sync_s=None) as journal:
+        journal.recover()
+        for number in range(500):
+            assert not journal.should_snapshot
+            journal.append({"number": number})
+    with Journal(tmp_path, files=FastFiles(), sync_s=None) as journal:
+        assert len(journal.recover().records) == 500
+        assert journal.should_snapshot, "what was there before counts"
+        journal.snapshot({}, {}, wait=True)
+        assert not journal.should_snapshot
+        journal.append({})
+        assert not journal.should_snapshot
+
+
 def test_two_servers_cannot_use_one_journal(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         journal.recover()
@@ -643,6 +659,53 @@ def test_a_disk_that_is_full_when_a_server_starts_is_told(tmp_path: Path) -> Non
             break
     assert {"fsync_file", "create", "write", "fsync"} <= set(failed)
     assert found(tmp_path) == 1
+
+
+def open_files() -> int:
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+@pytest.mark.parametrize("sync_s", [None, 0.001])
+def test_retries_on_a_full_disk_leave_no_files_behind(tmp_path: Path, sync_s: float | None) -> None:
+    class Full(FastFiles):
+        full = False
+
+        def create(self, path: Path) -> OutputFile:
+            file = super().create(path)
+            write = file.write
+
+            def write_if_it_fits(data: bytes | memoryview) -> None:
+                if self.full and memoryview(data).nbytes > 1000:  # a small frame still does
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                write(data)
+
+            file.write = write_if_it_fits  # type: ignore[method-assign]
+            return file
+
+    files, gradient = Full(), torch.arange(500.0)
+    with Journal(tmp_path, files=files, sync_s=sync_s) as journal:
+        journal.recover()
+        journal.append({"n": 0}, gradient)
+        before, open_before = logs(tmp_path), open_files()
+        files.full = True
+        for _ in range(50):
+            with pytest.raises(JournalFull):
+                journal.append({"n": 1}, gradient)
+        assert logs(tmp_path) == before
+        assert open_files() <= open_before + 1
+        files.full = False
+        journal.append({"n": 1}, gradient)
+        journal.snapshot({"n": 2}, {"state": gradient}, wait=True)
+        files.full = True
+        with pytest.raises(JournalFull):  # in the file that the snapshot needs
+            journal.append({"n": 2}, gradient)
+        files.full = False
+        journal.append({"n": 2}, gradient)
+    with Journal(tmp_path, files=FastFiles(), sync_s=None) as journal:
+        recovered = journal.recover()
+        assert recovered.meta == {"n": 2}
+        assert [record.meta for record in recovered.records] == [{"n": 2}]
 
 
 @pytest.fixture

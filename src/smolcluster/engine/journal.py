@@ -95,12 +95,14 @@ class Journal:
         sync_s: float | None = 0.2,
         snapshot_bytes: int = 64 << 20,
         snapshot_ratio: float = 8.0,
+        snapshot_records: int = 500,
         log: logging.Logger | None = None,
     ) -> None:
         """Raises UserError when another process has this journal. `sync_s` None: only `sync` flushes."""
         self.folder = folder
         self._files = files or Files()
         self._sync_s, self._snapshot_bytes, self._snapshot_ratio = sync_s, snapshot_bytes, snapshot_ratio
+        self._snapshot_records = snapshot_records
         self._log = log or logging.getLogger(__name__)
         self._closing = contextlib.ExitStack()
         self._store = _Snapshots(folder / "snapshots", self, files=self._files, log=self._log)
@@ -116,6 +118,7 @@ class Journal:
         self._unsure = -1  # the newest log file whose flush failed: nothing is sealed until a snapshot replaces it
 
         self._log_bytes = 0  # since the last snapshot was begun
+        self._log_records = 0
         self._state_bytes = 0  # of the last snapshot
         self._snapshot_wanted = False
         self._snapshot_running = False
@@ -144,6 +147,7 @@ class Journal:
         self._records = base + len(records)
         self._number = max(paths, default=-1)
         self._log_bytes, self._state_bytes = sum(s.whole for s in segments), _nbytes(state or {})
+        self._log_records = len(records)
         self._begin_anew([s.path for s in segments])
         self._forget(first)
         if self._sync_s is not None:
@@ -216,11 +220,14 @@ class Journal:
         crc = zlib.crc32(view)
         with self._lock:
             self._check_ready()
+            fresh: _Segment | None = None
             try:
-                segment = self._current or self._open_segment()
+                segment = self._current or (fresh := self._open_segment())
                 head = _frame(_RECORD, self._records, text=text, payload_bytes=view.nbytes, crc=crc, at=segment.size)
                 self._write(segment, head, view, records=1)
             except OSError as error:
+                if fresh is not None:
+                    self._remove_empty(fresh)
                 raise self._full("a record cannot be written", error) from error
         self._dirty.set()
 
@@ -256,6 +263,7 @@ class Journal:
             for part in parts:
                 segment.file.write(part)
             self._records += records
+            self._log_records += records
         except BaseException:
             self._retire()
             with contextlib.suppress(OSError):
@@ -264,6 +272,13 @@ class Journal:
         num_bytes = sum(memoryview(part).nbytes for part in parts)
         segment.size += num_bytes
         self._log_bytes += num_bytes
+
+    def _remove_empty(self, segment: _Segment) -> None:
+        """Remove a file that was begun for a record that did not fit: retries would leave one each. Call with the lock."""
+        segment.void = True
+        self._discard([segment])
+        with contextlib.suppress(OSError):
+            self._files.remove(segment.path)
 
     def _retire(self) -> None:
         if self._current is not None:
@@ -317,6 +332,9 @@ class Journal:
     def _fsync(self, segment: _Segment) -> None:
         try:
             segment.file.fsync()
+        except ValueError:  # closed meanwhile
+            if not segment.void:
+                raise
         except OSError:
             # The kernel may have given these pages up, and a second fsync would succeed: only a snapshot helps now.
             with self._lock:
@@ -335,11 +353,12 @@ class Journal:
 
     @property
     def should_snapshot(self) -> bool:
-        """Whether the log is long enough that writing a snapshot costs little beside it: recovery would read it all."""
+        """Return whether the log has reached its bound: in bytes, so that a snapshot costs little beside it and the disk
+        does not fill; in records, so that replaying them is quick and takes little memory."""
         if self._snapshot_running:
             return False
         limit = max(self._snapshot_bytes, self._snapshot_ratio * self._state_bytes)
-        return self._snapshot_wanted or self._log_bytes > limit
+        return self._snapshot_wanted or self._log_bytes > limit or self._log_records >= self._snapshot_records
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Makes memory for a copy of `tensors` ready in the background, so that the first snapshot is as quick as any."""
@@ -354,6 +373,7 @@ class Journal:
         with self._lock:
             self._check_ready()
             self._log_bytes, self._state_bytes, self._snapshot_wanted = 0, _nbytes(tensors), False
+            self._log_records = 0
             try:
                 number, records = self._open_segment().number, self._records
             except OSError as error:
@@ -470,6 +490,7 @@ class _Segment:
     path: Path
     file: OutputFile
     size: int  # of its whole frames
+    void: bool = False  # removed: no record was ever whole in it
 
 
 @dataclass(slots=True, kw_only=True)
