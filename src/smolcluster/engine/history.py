@@ -163,7 +163,8 @@ class History:
         """
         last = [line if isinstance(line, Mapping) else line.fields() for line in lines]
         begins = _Beginning(last, next_step)
-        whole, kept = os.fstat(self._fd).st_size, set()
+        whole = os.fstat(self._fd).st_size
+        kept: set[str] = set()
         for start, raw in _backwards(self.path, whole):
             found = _parse(raw) or {}
             if _is_beyond(found, next_step):
