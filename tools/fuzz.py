@@ -12,6 +12,7 @@
     codecs      every codec decodes arbitrary payloads
     roster      strangers, newcomers and members of a server say anything in any order
     line        a worker's server says anything
+    plan        a worker adopts any configuration of its server
     peers       one that is no member says anything to a worker
     serving     what fronts and stages of inference read: models, offers, assignments, batches, answers
     requests    HTTP bodies of every route of inference
@@ -53,7 +54,13 @@ if GUIDED:
 
 with (
     atheris.instrument_imports(
-        include=["smolcluster.comm", "smolcluster.serve", "smolcluster.web", "smolcluster.models"]
+        include=[
+            "smolcluster.comm",
+            "smolcluster.serve",
+            "smolcluster.web",
+            "smolcluster.models",
+            "smolcluster.engine.adopt",
+        ]
     )
     if GUIDED
     else contextlib.nullcontext()
@@ -77,11 +84,16 @@ with (
     from smolcluster.comm.elastic.view import Member as Seated
     from smolcluster.comm.elastic.view import View
     from smolcluster.comm.group import PeerLost
+    from smolcluster.config import load_config, public_dict, resolve
+    from smolcluster.config.names import known_keys
+    from smolcluster.config.schema import Config
+    from smolcluster.engine.adopt import FROM_SERVER, adopt, read_plan
     from smolcluster.engine.server import Server
     from smolcluster.errors import UserError
     from smolcluster.models.gguf import GGUF
     from smolcluster.serve import api_types, wire
     from smolcluster.serve.service import BadRequest
+    from smolcluster.strategies.registry import BUILT_IN
     from smolcluster.web.bodies import Unreadable, parse_object
 
 CORPUS = Path(__file__).parent.parent / "tests" / "corpus"
@@ -583,6 +595,45 @@ def line(data: bytes) -> str:
     return f"{' '.join(heard[-1:])}, {min(2, len(subject.leases))} leases, {min(1, subject.losses)} losses"
 
 
+OWNERS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"data.root": "/owner/data"},
+    {"data.name": "wikitext", "logging.loki_url": "http://owner:3100"},
+    {"data.tokenizer": "/owner/tokenizer.json", "task": "/owner/task.py:Task"},
+)
+SERVED = public_dict(resolve(load_config([])))
+
+
+def plan(data: bytes) -> str:
+    """A worker takes over the keys of the allow-list alone; what touches its files, network or code stays its owner's."""
+    source = Source(data)
+    given = OWNERS[source.byte() % len(OWNERS)]
+    own = resolve(load_config([], sets=dict(given))) if source.byte() & 1 else None
+    try:
+        said = frames.decode_meta(source.rest())
+        served = {name: dict(SERVED[name]) | part for name, part in said.pop("with", {}).items()}
+        found = read_plan({"run": "0" * 16, "total_steps": 1, "config": SERVED | served} | said)
+        config = adopt(found.config, own=own, given=given, rank=0, server="h:1")
+    except FrameError:
+        return "not meta"
+    except (AttributeError, KeyError, TypeError) as error:
+        insist("said" in locals() and "served" not in locals(), f"{error!r}")  # of this target, not of what it tries
+        return "not a plan"
+    except (UserError, ValueError) as error:
+        insist(len(str(error)) < 2000, "an endless message")
+        return words(error)
+    mine = (own or Config.model_validate({})).model_dump(mode="json")
+    for key in set(known_keys()) - FROM_SERVER - {"data.tokenizer", "strategy.options"}:
+        section, _, name = key.rpartition(".")
+        value = given.get(key, mine[section][name] if section else mine[name])
+        insist(getattr(getattr(config, section) if section else config, name) == value, f"{key} is the server's")
+    insist(config.strategy.options == {} or config.strategy.name in BUILT_IN, "options of another package's strategy")
+    free = config.data.tokenizer in (None, "bytes", "chars", given.get("data.tokenizer"))
+    insist(free or (config.data.tokenizer == "gpt2" and bool(given)), f"tokenizer {config.data.tokenizer}")
+    insist(config.data.name == "embedded" or bool(given), f"data {config.data.name}")
+    return f"{config.data.name[:8]} {config.data.tokenizer} {config.strategy.name[:8]} {bool(own)}"
+
+
 def peers(data: bytes) -> str:
     """Two workers sum a tensor while one that is no member says anything: the sum is right all the same."""
     source = Source(data)
@@ -709,7 +760,7 @@ def gguf(data: bytes) -> str:
 
 TARGETS: Mapping[str, Callable[[bytes], str]] = {
     target.__name__: target
-    for target in (parser, meta, handshake, view, codecs, roster, line, peers, serving, requests, gguf)
+    for target in (parser, meta, handshake, view, codecs, roster, line, plan, peers, serving, requests, gguf)
 }
 
 

@@ -252,6 +252,22 @@ def test_roles_by_hand_give_the_same_run(smol: Smol, folder: Path, base: Run) ->
     assert by_hand == at_once
 
 
+def test_a_server_does_not_choose_the_files_that_a_worker_reads(smol: Smol, folder: Path) -> None:
+    """A worker by hand reads a folder that its owner names, and no other."""
+    port, text = free_port(), "the quick brown fox jumps over the lazy dog. " * 200
+    for name in ("theirs.txt", "mine.txt"):
+        (folder / name).write_text(text, encoding="utf-8")
+    data = ("data.name=text", f"data.root={folder / 'theirs.txt'}", "data.tokenizer=bytes")
+    serve = ("server", "--strategy", "edp", "--workers", "1", "--steps", "2", "--port", str(port))
+    server = smol.start(*serve, "--run-dir", folder / "runs" / "doors", "--override", *TINY, *data, ALONE, cwd=folder)
+    join = ("worker", "0", "pi5", "--server", f"127.0.0.1:{port}")
+    refused = smol.run(*join, cwd=folder, within_s=PATIENCE_S)
+    assert (refused.status, refused.err.count("\n")) == (2, 1), refused
+    assert "start this worker with --data-root FOLDER" in refused.err
+    smol.run(*join, "--data-root", "mine.txt", cwd=folder, within_s=PATIENCE_S).ok()
+    server.end(within_s=PATIENCE_S).ok()
+
+
 def test_a_cluster_file_says_where_the_server_is(smol: Smol, folder: Path) -> None:
     """The file of the documents, the same on every machine; how many steps, only at the server."""
     port = free_port()

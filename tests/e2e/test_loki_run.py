@@ -75,7 +75,7 @@ def test_training_does_not_wait_for_a_loki_that_is_silent(loki: StrictLoki, tmp_
 
 
 def test_a_worker_by_hand_without_a_log_of_its_own(loki: StrictLoki, smol: Smol, tmp_path: Path) -> None:
-    """It learns from the server where Loki is, and its lines wait in a temporary file that is gone afterwards."""
+    """Its owner names Loki, and its lines wait in a temporary file that is gone afterwards."""
     (tmp_path / "tmp").mkdir()
     server = smol.start(
         *("server", "gpt", "--strategy", "edp", "--workers", "1", "--port", "0", "--steps", "10", "--run-dir", "run"),
@@ -86,7 +86,8 @@ def test_a_worker_by_hand_without_a_log_of_its_own(loki: StrictLoki, smol: Smol,
         lambda: next((part for part in server.output.split() if part.startswith("127.0.0.1:")), None), what="a port"
     )
     worker = smol.start(
-        *("worker", "0", "pi5", "--server", line.rstrip(";"), "--override", "logging.level=DEBUG"),
+        *("worker", "0", "pi5", "--server", line.rstrip(";")),
+        *("--override", "logging.level=DEBUG", f"logging.loki_url={loki.url}"),
         cwd=tmp_path,
         env={"TMPDIR": str(tmp_path / "tmp")},
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +17,8 @@ smolcluster join
 
 smolcluster join pi5 --device cpu
 
+smolcluster join --data-root ~/mnist
+
 Then, where the cluster was started: smolcluster cluster accept
 """
 
@@ -23,6 +28,19 @@ def join(
         str | None, typer.Argument(metavar="[NAME]", help="What to call this machine. Default: its name.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, mps. Default: the best one here.")] = None,
+    data_root: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder or file that the cluster may train on. Without: the embedded text, no file of yours."
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:CLASS", help="This machine's copy of the cluster's task; code does not travel."),
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set keys that are this machine's own.")
+    ] = None,
     address: Annotated[
         str | None, typer.Option(help="Offer this machine at one address only, e.g. that of a link. Default: all.")
     ] = None,
@@ -36,20 +54,49 @@ def join(
     from smolcluster.config.checks import HOST_NAME
     from smolcluster.errors import UserError
     from smolcluster.launch.discovery import announced, own_addresses
+    from smolcluster.launch.joining import worker_spec
+    from smolcluster.observe.text import printable
 
     called = name or socket.gethostname().partition(".")[0]
     if not HOST_NAME.fullmatch(called):
         raise UserError(f"'{called}' is no name for a machine; use letters, digits, '-', '_' and '.'")
+    own = Own(
+        overrides=override or [],
+        task=task,
+        sets={"training.device": device, "data.root": None if data_root is None else str(data_root.resolve())},
+    )
+    worker_spec(
+        0, called, server="cluster:1", task=own.task, overrides=own.overrides, sets=own.sets
+    )  # a mistake shows now
     facts = {"name": called, "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
     with _door(address) as door:
         addresses = [address] if address is not None else own_addresses()
         port = door.getsockname()[1]
         with announced(called, port, addresses=addresses, system=facts["system"]):
             typer.echo(f"{called} offers itself at {', '.join(addresses)} port {port}")
+            typer.echo(f"the cluster may use {lent(own)}")
             typer.echo("take it where the cluster was started: smolcluster cluster accept")
             given = _be_taken(door, facts)
-    typer.echo(f"taken by {given['cluster']}; its server is at {given['server']}")
-    return _work(called, given, device=device, keep=keep)
+    typer.echo(printable(f"taken by {given['cluster']}; its server is at {given['server']}"))
+    return _work(called, given, own=own, keep=keep)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """What the owner of this machine gives to its worker."""
+
+    overrides: Sequence[str]
+    task: str | None
+    sets: Mapping[str, Any]
+
+
+def lent(own: Own) -> str:
+    """What the cluster gets of this machine, for the person who offers it."""
+    files = own.sets["data.root"]
+    said = [f"the files of {files}, whose content training can reveal" if files else "none of its files"]
+    said += [f"the code of {own.task}"] if own.task else []
+    said += [f"as you set it: {' '.join(own.overrides)}"] if own.overrides else []
+    return f"its {own.sets['training.device'] or 'best device'} and memory, and {'; '.join(said)}"
 
 
 def _door(address: str | None) -> socket.socket:
@@ -88,7 +135,7 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
     raise UserError(f"not taken after {MOST_CODES} codes; start again with: smolcluster join")
 
 
-def _work(name: str, given: dict[str, Any], *, device: str | None, keep: bool) -> int:
+def _work(name: str, given: dict[str, Any], *, own: Own, keep: bool) -> int:
     """Be a worker of that cluster."""
     import os
 
@@ -104,5 +151,6 @@ def _work(name: str, given: dict[str, Any], *, device: str | None, keep: bool) -
             if token not in [entry.token for entry in file.entries()]:
                 file.add([Entry(str(token), note=f"of {given['cluster']}")])
         os.environ["SMOLCLUSTER_TOKEN"] = str(token)
-    spec = worker_spec(int(given["rank"]), name, server=str(given["server"]), sets={"training.device": device})
+    server, rank = str(given["server"]), int(given["rank"])
+    spec = worker_spec(rank, name, server=server, task=own.task, overrides=own.overrides, sets=own.sets)
     leave_after(lambda: run_joined(spec, log_dir=None, sinks=[ConsoleSink(alone=True)]))

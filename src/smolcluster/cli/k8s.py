@@ -92,7 +92,8 @@ def k8s(
     from smolcluster.errors import UserError
     from smolcluster.launch.batch import kubernetes
     from smolcluster.launch.batch.containers import default_image
-    from smolcluster.launch.batch.job import is_task, plan_job
+    from smolcluster.launch.batch.job import plan_job
+    from smolcluster.launch.prepare import is_task
 
     for source in sources or []:
         if is_task(source):

@@ -14,6 +14,8 @@ smolcluster worker 1 pi5 --server 192.168.1.10:65432
 smolcluster worker 2 macbook cluster_config_edp.yaml gpt
 
 smolcluster worker 0 win --server mini1:65432 --device cuda --batch-size 64
+
+smolcluster worker 1 pi5 my_task.py:MyTask --server mini1:65432 --data-root ~/photos
 """
 _HOST = "This machine"
 
@@ -30,7 +32,8 @@ def worker(
         list[str] | None,
         typer.Argument(
             metavar="CONFIG",
-            help="The server's configuration, to be compared with it. Without any, all comes from the server.",
+            help="The server's configuration, to compare with it, or a task of your own as FILE.py:CLASS. Without any, what "
+            "is trained comes from the server; files, addresses and code never do.",
         ),
     ] = None,
     server: Annotated[
@@ -51,7 +54,13 @@ def worker(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples per step of this worker.", rich_help_panel=_HOST)
     ] = None,
-    data_root: Annotated[Path | None, typer.Option(help="Where the data lies here.", rich_help_panel=_HOST)] = None,
+    data_root: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder or file with the data here. Without: the embedded text only, or what --override data.name allows.",
+            rich_help_panel=_HOST,
+        ),
+    ] = None,
     override: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE...", help="Set keys that are this machine's own.", rich_help_panel=_HOST),

@@ -76,7 +76,7 @@ def check_same_config(
                 compare(value, mine[key], f"{name}.")
             elif value != mine.get(key):
                 raise UserError(
-                    f"{name} is {mine.get(key)!r} on rank {rank} and {value!r} on {first_is}; start all ranks alike"
+                    f"{name} is {mine.get(key)!r:.200} on rank {rank} and {value!r:.200} on {first_is}; start all ranks alike"
                 )
 
     compare(first, mine, "")

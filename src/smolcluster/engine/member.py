@@ -1,6 +1,6 @@
 """A worker on the elastic plane: it joins a server's run, takes part while it lives, and may come back.
 
-Everything but what belongs to this host (its device, its precision, where its data lies) comes from the server.
+What is trained comes from the server; what touches this machine's files, network or code from its owner (`adopt.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from smolcluster.comm.elastic.security import check_dial, load_keyring
 from smolcluster.comm.elastic.tcp import TcpTransport
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.device import peak_memory_bytes
-from smolcluster.config import public_dict
-from smolcluster.config.schema import Config
 from smolcluster.data.sampler import Sampler
-from smolcluster.engine.checks import OWN_TO_A_HOST, batch_size_on, check_same_config, is_automatic
+from smolcluster.engine.adopt import Plan, adopt, read_plan
+from smolcluster.engine.checks import batch_size_on, is_automatic
 from smolcluster.engine.identity import new_peer
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
@@ -31,13 +30,6 @@ from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
 from smolcluster.strategies.base import Context, Node, Seat
 
 log = logging.getLogger(__name__)
-
-# What a machine may decide for itself.
-OWN_TO_A_MEMBER = OWN_TO_A_HOST | {
-    *("training.precision", "training.compile", "training.gradient_checkpointing"),
-    *("data.download", "logging", "cluster", "task"),
-    *("training.steps", "training.epochs"),  # how long it takes is the server's to say, with --steps for example
-}
 
 
 class Member(Role):
@@ -70,38 +62,25 @@ class Member(Role):
             buffer_size=mine.buffer_size.get(spec.host),
         )
         self.line = Line(self.transport, spec.server, stop_requested=self.channel.stop_requested)
-        plan: dict[str, Any] | None = None
+        plan: Plan | None = None
         while plan is None:
             message = self.line.get()
             if message is not None and message.kind is Kind.PLAN:
-                plan = message.meta
-        self.transport.me = dataclasses.replace(self.transport.me, run=str(plan["run"]))
-        self.total_steps = int(plan["total_steps"])
-        self._adopt(plan["config"])
+                try:
+                    plan = read_plan(message.meta)
+                except ValueError as error:
+                    raise UserError(f"the server at {spec.server} sent a plan that cannot be used: {error}") from error
+        self.transport.me = dataclasses.replace(self.transport.me, run=plan.run)
+        self.total_steps = plan.total_steps
+        self.config = adopt(
+            plan.config,
+            own=self.config if spec.config else None,
+            given=spec.overrides,
+            strategy=spec.strategy,
+            rank=spec.rank,
+            server=spec.server,
+        )
         self.observer.emit(Phase(rank=spec.rank, name="connected"))
-
-    def _adopt(self, theirs: dict[str, Any]) -> None:
-        """The server's configuration, with this host's own values."""
-        if self.spec.config:
-            own = OWN_TO_A_MEMBER
-            check_same_config(theirs, public_dict(self.config), rank=self.spec.rank, own=own, first_is="the server")
-        config = Config.model_validate(theirs)
-        if self.spec.strategy not in ("", config.strategy.name):
-            raise UserError(
-                f"the server at {self.spec.server} runs the strategy {config.strategy.name} and this worker was started for "
-                f"{self.spec.strategy}; leave --strategy out, or start another server"
-            )
-        for name, value in self.spec.overrides.items():
-            *section, key = name.split(".")  # a task stands in no section
-            setattr(getattr(config, section[0]) if section else config, key, value)
-        if config.task is not None and not self.spec.config and "task" not in self.spec.overrides:
-            raise UserError(
-                f"the server trains a task of its own, {config.task}; code does not travel: "
-                "start this worker with a copy of that file, as worker RANK HOSTNAME --task FILE.py:Class"
-            )
-        config.task = self.spec.overrides.get("task") or self.config.task or config.task
-        config.cluster.token = self.config.cluster.token
-        self.config = config
 
     def _prepare(self) -> None:
         self._choose(lead=False)

@@ -5,6 +5,7 @@ Nothing here imports torch until the worker runs.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import tempfile
@@ -13,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smolcluster.comm.addresses import is_loopback
-from smolcluster.config import load_config, resolve
+from smolcluster.config import load_config, public_dict, resolve
 from smolcluster.config.names import known_keys
 from smolcluster.config.schema import Config
+from smolcluster.engine.adopt import FROM_SERVER
 from smolcluster.engine.checks import OWN_TO_A_HOST
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed, suggest
 from smolcluster.launch.outcome import Interrupted, Outcome
-from smolcluster.launch.prepare import absolute_task
+from smolcluster.launch.prepare import absolute_task, is_task
 from smolcluster.observe.events import Event, Notice, Phase, RunStarted
 from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import Sink
@@ -29,10 +31,10 @@ from smolcluster.strategies.registry import check_name
 if TYPE_CHECKING:
     from smolcluster.observe.loki import Pusher
 
-# Configuration keys that a worker may set for its own machine. Everything else is the server's to say.
+# Configuration keys that a worker may set for its own machine. Everything else comes from the server.
 OWN_KEYS = OWN_TO_A_HOST | {
     *("training.precision", "training.compile", "training.gradient_checkpointing"),
-    *("data.tokenizer_root", "data.download"),
+    *("data.name", "data.tokenizer", "data.download"),
     *(key for key in known_keys() if key.startswith("logging.")),
 }
 
@@ -51,12 +53,18 @@ def worker_spec(
     local_rank: int = 0,
     local_world_size: int = 1,
 ) -> WorkerSpec:
-    """What a worker is told at its start. `sets` are keys of its own, by dotted name. `local_rank` is its number among the
-    workers of its machine.
+    """The spec of one worker. `sets` are keys of its own, by dotted name. `local_rank` is its number among the workers of its
+    machine. A source that is a Python file is its task.
 
-    With configuration files the worker compares them with the server's; without any it takes all from the server.
+    With configuration files the worker compares them with the server's. Without any it takes over what the server may choose
+    (`engine/adopt.py`).
     """
     own_sets = dict(sets or {})
+    tasks = [source for source in sources if is_task(source)]
+    if len(tasks) + (task is not None) > 1:
+        raise UserError(f"one task at a time, not {', '.join([*tasks, *([task] if task else [])])}")
+    task = tasks[0] if tasks else task
+    sources = [source for source in sources if source not in tasks]
     said = load_config(sources, overrides=overrides, sets=own_sets | ({"strategy.name": strategy} if sources else {}))
     resolved: dict[str, Any] = {}
     if sources:
@@ -70,6 +78,8 @@ def worker_spec(
         raise UserError("where is the server? Give --server HOST:PORT, as the server prints it when it starts")
     _check_address(server)
     own = _own_values(said)
+    if sources:  # resolved, in the configuration itself
+        own = {key: value for key, value in own.items() if key not in ("data.name", "data.tokenizer")}
     if batch_size is not None:
         own["cluster.batch_size"] = {host: batch_size}
     if task is not None:
@@ -131,14 +141,27 @@ def _check_own(config: Config) -> None:
             )
 
 
+def own_overrides(config: Config, *, same_machine: bool) -> list[str]:
+    """`key=value` for what a worker does not take from its server: launchers pass these on to the workers that they start.
+
+    `same_machine`: the worker is on the server's machine, so that a loopback address of Loki means the same there.
+    """
+    values = _values(public_dict(config), sorted((OWN_KEYS - FROM_SERVER) | {"data.name"}))
+    defaults = _values(public_dict(resolve(Config.model_validate({}))), list(values))
+    if (url := config.logging.loki_url) is not None and not same_machine:
+        from smolcluster.observe.loki import endpoint_of
+
+        if is_loopback(endpoint_of(url).host):
+            del values["logging.loki_url"]
+    return [f"{key}={json.dumps(value)}" for key, value in values.items() if value != defaults[key]]
+
+
+def _values(plain: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: plain[section][name] for key in keys for section, _, name in [key.partition(".")]}
+
+
 def _own_values(config: Config) -> dict[str, Any]:
-    plain = config.model_dump(mode="json")
-    values: dict[str, Any] = {}
-    for key in _said_keys(config):
-        if key in OWN_KEYS:
-            section, _, name = key.partition(".")
-            values[key] = plain[section][name]
-    return values
+    return _values(config.model_dump(mode="json"), [key for key in _said_keys(config) if key in OWN_KEYS])
 
 
 def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> int:
@@ -162,7 +185,7 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
 
 
 class _Pushing(Sink):
-    """The log of this worker, and its way to Loki if it has one: this machine's, or else the server's when that is known.
+    """The log of this worker, and its push to Loki where its owner names one.
 
     Without a folder for logs the lines wait in a temporary file, which goes when they have arrived or nobody wants them.
     """
@@ -189,11 +212,7 @@ class _Pushing(Sink):
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted) and self._pusher is None:
-            url = event.config.get("logging", {}).get("loki_url")
-            if url and self._path is not None and self._means_the_same_here(url):
-                self._push_to(url)
-            else:
-                self._forget()
+            self._forget()
 
     def close(self) -> None:
         if self._pusher is not None:
@@ -218,12 +237,6 @@ class _Pushing(Sink):
         spec = self._spec
         assert self._path is not None
         self._pusher = start_pushing(self._path, url=url, role=spec.role, rank=spec.rank, host=spec.host)
-
-    def _means_the_same_here(self, url: str) -> bool:
-        """A server that pushes to its own machine says nothing to workers on others."""
-        from smolcluster.observe.loki import endpoint_of
-
-        return not is_loopback(endpoint_of(url).host) or is_loopback(self._spec.server.rpartition(":")[0].strip("[]"))
 
     def _forget(self) -> None:
         if self._temporary is not None:

@@ -46,7 +46,7 @@ def prepare(
     """
     if backend is not None and backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
-    tasks = [s for s in sources if s.endswith(".py") or ".py:" in s]
+    tasks = [s for s in sources if is_task(s)]
     files = [s for s in sources if s not in tasks]
     if len(tasks) > 1:
         raise UserError(f"one task at a time, not {', '.join(tasks)}")
@@ -118,6 +118,11 @@ def task_name(config: Config) -> str:
         path, _, name = config.task.rpartition(":")
         return (name if path else Path(config.task).stem).lower()
     return "mnist" if config.data.name == "mnist" else config.model.type
+
+
+def is_task(source: str) -> bool:
+    """Whether a source is a Python file, or a class in one, instead of a configuration."""
+    return source.endswith(".py") or ".py:" in source
 
 
 def absolute_task(task: str) -> str:

@@ -151,7 +151,7 @@ def _services(job: Job) -> Iterator[tuple[str, Service]]:
         yield "server", {**lead, "command": containers.server_command(job), "healthcheck": check}
         for rank in range(job.workers):
             host = f"worker-{rank}"
-            command = containers.worker_command(rank=str(rank), host=host, server="server", task=_task(job))
+            command = containers.worker_command(job, rank=str(rank), host=host, server="server", task=_task(job))
             after = {"depends_on": {"server": {"condition": "service_healthy"}}}
             yield host, {"entrypoint": command[:1], "command": command[1:], **after, **_gpu(job, rank)}
         return

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.job import Job
+from smolcluster.launch.joining import own_overrides
 
 CONFIG = "/etc/smolcluster/config.yaml"
 DATA = "/data"
@@ -55,10 +56,16 @@ def server_command(job: Job) -> list[str]:
     return ["smolcluster", "server", CONFIG, "--run-dir", run_dir(job), *where]
 
 
-def worker_command(*, rank: str, host: str, server: str, task: str | None) -> list[str]:
+def worker_command(job: Job, *, rank: str, host: str, server: str, task: str | None) -> list[str]:
     """`task` as it is called in the container."""
     copy = ["--task", task] if task is not None else []
-    return ["smolcluster", "worker", rank, host, "--server", f"{server}:{SERVER_PORT}", *copy]
+    return ["smolcluster", "worker", rank, host, "--server", f"{server}:{SERVER_PORT}", *copy, *own_values(job)]
+
+
+def own_values(job: Job) -> list[str]:
+    """Arguments of a worker: what it does not take from its server."""
+    own = own_overrides(job.config, same_machine=False)
+    return ["--override", *own] if own else []
 
 
 def train_command(job: Job) -> list[str]:

@@ -11,7 +11,7 @@ from smolcluster.config import Config, builtin_configs, load_config
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.text import parse_time
 from smolcluster.launch.plan import Elastic, check_restartable, parse_elastic
-from smolcluster.launch.prepare import absolute_task, prepare, task_name
+from smolcluster.launch.prepare import absolute_task, is_task, prepare, task_name
 
 MEET_PORT = 29400  # where the launchers of `train --elastic` meet
 RANK_PORT = 29500  # where the ranks of the mesh plane meet
@@ -115,10 +115,6 @@ def plan_job(
     check_name(job.name)
     check_fit(job)
     return job
-
-
-def is_task(source: str) -> bool:
-    return source.endswith(".py") or ".py:" in source
 
 
 def check_name(name: str) -> None:

@@ -213,7 +213,7 @@ def _server(job: Job, settings: Settings) -> Manifest:
 
 def _workers(job: Job, settings: Settings) -> Manifest:
     server = f"{job.name}-server"
-    command = containers.worker_command(rank=INDEX, host="$(NODE_NAME)", server=server, task=job.task)
+    command = containers.worker_command(job, rank=INDEX, host="$(NODE_NAME)", server=server, task=job.task)
     pod = _pod(job, settings, component="worker", command=command)
     node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
     pod["spec"]["containers"][0]["env"].append(node)

@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
+from smolcluster.launch.batch.containers import own_values
 from smolcluster.launch.batch.job import Job
 from smolcluster.launch.batch.text import mebibytes, slurm_time
 from smolcluster.launch.environment import FIRST_PORT, NUM_PORTS
@@ -224,15 +225,13 @@ def _server_and_workers(job: Job, settings: Settings) -> Iterator[str]:
     yield f"port={port}"
     yield '"$python" -m smolcluster "${arguments[@]}" --bind 0.0.0.0 --port "$port" &'
     yield "run=$!"
-    worker = ['"$SLURM_PROCID"', '"$SLURMD_NODENAME"', '--server "$1"']
+    worker = ['"$SLURM_PROCID"', '"$SLURMD_NODENAME"', '--server "$1"', '"${@:2}"']
     if job.gpus_per_node:
-        worker.append(f'--device "cuda:$((SLURM_LOCALID % {job.gpus_per_node}))"')
-    if job.task is not None:
-        worker.append('--task "$2"')
+        worker.insert(-1, f'--device "cuda:$((SLURM_LOCALID % {job.gpus_per_node}))"')
+    own = [*(["--task", job.task] if job.task is not None else []), *own_values(job)]
     yield "# shellcheck disable=SC2016 # the tasks of srun fill these in"
     yield f"{_srun(job)} bash -c 'exec \"$0\" -m smolcluster worker {' '.join(worker)}' \\"
-    task = f" {shlex.quote(job.task)}" if job.task is not None else ""
-    yield f'    "$python" "$SLURMD_NODENAME:$port"{task} &'
+    yield f'    "$python" "$SLURMD_NODENAME:$port"{"".join(f" {shlex.quote(word)}" for word in own)} &'
     yield "workers=$!"
     yield ""
     yield (_STOPPED if settings.requeue else _STOPPED_FOR_GOOD).format(stop='kill -TERM "$run"')

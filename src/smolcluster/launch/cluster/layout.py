@@ -21,6 +21,7 @@ from smolcluster.comm.addresses import is_loopback
 from smolcluster.config.schema import Config, HostConfig
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.links import Way, find_way
+from smolcluster.launch.joining import own_overrides
 from smolcluster.launch.plan import parse_elastic
 from smolcluster.launch.prepare import choose_plane
 
@@ -278,6 +279,8 @@ class _Draft:
             device = self.hosts[host].device
             joins += ["--device", device] if device is not None else []
             joins += ["--task", self.config.task] if self.config.task is not None else []
+            own = own_overrides(self.config, same_machine=host == self.lead)
+            joins += ["--override", *own] if own else []
             local = self._local(rank)
             seats.append(
                 Seat(name=f"worker-{rank}", host=host, arguments=tuple(joins), restart=True, environment=local)
