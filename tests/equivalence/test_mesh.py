@@ -83,3 +83,13 @@ def test_every_shape_equals_single(
     assert_same_run(one, many, tolerance=1e-9)
     assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)
     assert many.summary["samples"] == 4 * 8
+
+
+def test_pipelines_with_unlike_batches_gather_together(tmp_path: Path) -> None:
+    """Sharded along dp, two pipelines gather parameters for each micro-batch: both must have as many of them."""
+    config = CONFIG | {"training.steps": 2}
+    alone = run_world(1, tmp_path / "one", config | {"training.batch_size": 14}, task="DoubleGPT", strategy="single")
+    hosts = {"cluster.workers": ["a", "b", "c", "d"], "cluster.batch_size": {"a": 8, "b": 6, "c": 8, "d": 6}}
+    parts = {"strategy.dp": 2, "strategy.pp": 2, "strategy.fsdp_stage": 3}
+    many = run_world(4, tmp_path / "many", config | hosts | parts, task="DoubleGPT", strategy="mesh")
+    assert_same_run(alone, many, tolerance=1e-9)

@@ -153,22 +153,31 @@ def test_layers_that_do_not_fit(layers: int, ranks: int, options: dict[str, Any]
 
 
 def test_micro_batches_divide_the_batch() -> None:
-    assert num_microbatches(PipelineOptions(), 12, 2) == 4
-    assert num_microbatches(PipelineOptions(), 7, 4) == 7
-    assert num_microbatches(PipelineOptions(schedule="gpipe"), 11, 4) == 1
+    assert num_microbatches(PipelineOptions(), [12], 2) == 4
+    assert num_microbatches(PipelineOptions(), [7], 4) == 7
+    assert num_microbatches(PipelineOptions(schedule="gpipe"), [11], 4) == 1
     with pytest.raises(
-        UserError, match=r"1f1b on 4 ranks needs as many micro-batches, and a batch of 11 .* is cut into 1"
+        UserError, match=r"1f1b on 4 ranks needs as many micro-batches, and a batch of 11 .* cut into 1"
     ):
-        num_microbatches(PipelineOptions(), 11, 4)
-    assert num_microbatches(PipelineOptions(schedule="sequential", num_microbatches=4), 12, 2) == 1
+        num_microbatches(PipelineOptions(), [11], 4)
+    assert num_microbatches(PipelineOptions(schedule="sequential", num_microbatches=4), [12], 2) == 1
     with pytest.raises(
         UserError, match="num_microbatches = 5 does not divide a batch of 12 samples; try 1, 2, 3, 4, 6, 12"
     ):
-        num_microbatches(PipelineOptions(num_microbatches=5), 12, 2)
+        num_microbatches(PipelineOptions(num_microbatches=5), [12], 2)
     # Two stages on each of three ranks: three rounds of ten would not be equally long.
-    assert num_microbatches(PipelineOptions(schedule="interleaved"), 10, 6) == 5
+    assert num_microbatches(PipelineOptions(schedule="interleaved"), [10], 6) == 5
     with pytest.raises(UserError, match="num_microbatches = 10 cannot be dealt out in equal rounds of 3 or more"):
-        num_microbatches(PipelineOptions(schedule="interleaved", num_microbatches=10), 10, 6)
+        num_microbatches(PipelineOptions(schedule="interleaved", num_microbatches=10), [10], 6)
+
+
+def test_pipelines_beside_each_other_have_as_many_micro_batches() -> None:
+    assert num_microbatches(PipelineOptions(), [8, 12, 8], 2) == 4
+    assert num_microbatches(PipelineOptions(schedule="gpipe"), [8, 9], 2) == 1
+    with pytest.raises(UserError, match=r"needs as many micro-batches, and batches of 8, 9 samples can be cut into 1"):
+        num_microbatches(PipelineOptions(), [8, 9], 2)
+    with pytest.raises(UserError, match=r"num_microbatches = 8 does not divide batches of 8, 12 samples; try 1, 2, 4"):
+        num_microbatches(PipelineOptions(num_microbatches=8), [12, 8], 2)
 
 
 def test_a_sequence_is_cut_between_its_children_and_keeps_their_names() -> None:

@@ -198,6 +198,11 @@ class Context:
         return self.seat.rank == min(s.rank for s in self.seats if s.shard == self.seat.shard)
 
     @property
+    def part_sizes(self) -> list[int]:
+        """Samples of one part of a step, of every data shard: steps are cut into `training.grad_accumulation` parts."""
+        return [samples // self.config.training.grad_accumulation for samples in self.samples_per_step]
+
+    @property
     def traffic(self) -> Traffic:
         """What this process has moved: over all its links, to the server and to other workers."""
         return self.group.traffic if self.line is None else self.line.transport.traffic

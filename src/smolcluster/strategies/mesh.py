@@ -87,7 +87,7 @@ class Mesh(Parallel):
         """In a pipeline, for forward of each micro-batch, and once more for backward."""
         if axes.pp == 1:
             return 2
-        return 1 + num_microbatches(options, nodes[0].batch_size, len(holders(axes.pp, options)))
+        return 1 + num_microbatches(options, [node.batch_size for node in nodes], len(holders(axes.pp, options)))
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
         return make_pipe(self, self.options, model)

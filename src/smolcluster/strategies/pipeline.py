@@ -128,10 +128,7 @@ def check_stages(options: PipelineOptions, model: nn.Module, nodes: Sequence[Nod
     layers = layers_of(model)
     if pp > 1 and layers is not None:
         cut = Cut.plan(layers.count, pp, options)
-        for batch_size in sorted(
-            {node.batch_size for node in nodes}
-        ):  # pipelines beside each other may have unlike ones
-            num_microbatches(options, batch_size, len(cut.layers))
+        num_microbatches(options, [node.batch_size for node in nodes], len(cut.layers))
 
 
 def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) -> Pipe | None:
@@ -336,7 +333,7 @@ class Pipe:
     def _build(self, part: Any) -> None:
         """The schedule is made when the first batch is here: it shows the shapes that travel."""
         name, length = self._options.schedule, length_of(part)
-        self._num_microbatches = num_microbatches(self._options, length, len(self.cut.layers))
+        self._num_microbatches = num_microbatches(self._options, self._context.part_sizes, len(self.cut.layers))
         size = length // self._num_microbatches
         self.shapes = self._measure(tree_map_only(Tensor, lambda t: t[:size], part))
         stages = [

@@ -154,9 +154,8 @@ def measured_split(strategy: Parallel, options: PipelineOptions, model: nn.Modul
     """Layers of each stage, by what the ranks measured just now; the same on all of them."""
     context, axes = strategy.context, strategy.mesh_axes
     ranks = holders(axes.pp, options)
-    batch_size = context.samples_per_step[strategy.coords["dp"]] // context.config.training.grad_accumulation
-    count = num_microbatches(options, batch_size, len(ranks))
-    part = to_device(context.example(batch_size // count), context.device)
+    count = num_microbatches(options, context.part_sizes, len(ranks))
+    part = to_device(context.example(context.part_sizes[strategy.coords["dp"]] // count), context.device)
     context.group.barrier()  # ranks of one machine measure at the same time, as they will train
     mine = measure(strategy.task, model, layers, part, context.device)
     in_flight = {"sequential": 1, "gpipe": count, "1f1b": min(count, axes.pp)}.get(

@@ -9,8 +9,9 @@ Parameter names stay those of the whole model.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +81,14 @@ def _evenly(num_layers: int, count: int) -> list[int]:
     return [num_layers // count + (stage < num_layers % count) for stage in range(count)]
 
 
-def num_microbatches(options: PipelineOptions, batch_size: int, num_stages: int) -> int:
-    """Into how many a batch of so many samples is cut; an error where the schedule cannot run with as many."""
+def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num_stages: int) -> int:
+    """Return into how many micro-batches a batch is cut: one number for all pipelines that run beside each other.
+
+    They may have unlike batch sizes, but where parameters are sharded along dp their ranks gather and reduce together, once per
+    micro-batch. Raises UserError where the schedule cannot run with as many.
+    """
+    sizes, batch_size = sorted(set(batch_sizes)), math.gcd(*batch_sizes)
+    batch = f"a batch of {sizes[0]} samples" if len(sizes) == 1 else f"batches of {', '.join(map(str, sizes))} samples"
     if options.schedule == "sequential":
         return 1
     ranks = num_stages // options.stages_per_rank if options.schedule in ("interleaved", "zero-bubble") else 0
@@ -93,10 +100,7 @@ def num_microbatches(options: PipelineOptions, batch_size: int, num_stages: int)
     possible = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and in_rounds(m)]
     said = options.num_microbatches
     if said is not None and batch_size % said:
-        raise UserError(
-            f"strategy.num_microbatches = {said} does not divide a batch of {batch_size} samples; "
-            f"try {divisors(batch_size)}"
-        )
+        raise UserError(f"strategy.num_microbatches = {said} does not divide {batch}; try {divisors(batch_size)}")
     if said is not None and not in_rounds(said):
         raise UserError(
             f"strategy.num_microbatches = {said} cannot be dealt out in equal rounds of {ranks} or more, "
@@ -105,8 +109,8 @@ def num_microbatches(options: PipelineOptions, batch_size: int, num_stages: int)
     count = max(m for m in possible if m <= 2 * num_stages) if said is None else said
     if options.schedule == "1f1b" and count < num_stages:
         raise UserError(
-            f"schedule 1f1b on {num_stages} ranks needs as many micro-batches, and a batch of {batch_size} samples "
-            f"is cut into {count}; raise {'training.batch_size' if said is None else 'strategy.num_microbatches'}, "
+            f"schedule 1f1b on {num_stages} ranks needs as many micro-batches, and {batch} can be "
+            f"cut into {count}; raise {'training.batch_size' if said is None else 'strategy.num_microbatches'}, "
             "or use strategy.schedule=gpipe"
         )
     return count
