@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,7 +261,37 @@ def test_a_front_and_a_stage_survive_whatever_they_are_told(seed: int) -> None:
         handler.unlinked(link, "the end")  # type: ignore[arg-type]
 
 
-def idle_holder() -> Holder:
+def test_a_front_names_no_files_but_those_that_the_owner_of_a_stage_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def open_source(reference: dict[str, str]) -> SimpleNamespace:
+        opened.append(reference["path"])
+        return SimpleNamespace(fingerprint=MODEL.fingerprint, name="m")
+
+    monkeypatch.setattr("smolcluster.serve.stage.open_source", open_source)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "link.gguf").symlink_to("/etc/hostname")
+    inside, outside = str(tmp_path / "models" / "a.gguf"), str(tmp_path / "id_ed25519")
+    paths = [
+        inside,
+        outside,
+        str(tmp_path / "models" / ".." / "id_ed25519"),
+        str(tmp_path / "models" / "link.gguf"),
+        "\0",
+    ]
+    for files, allowed in ((None, []), (tmp_path / "models", [inside])):
+        for path in paths:
+            for kind in ("gguf", "hugging_face", "run"):
+                holder = idle_holder(files)
+                found = holder._find(dataclasses.replace(MODEL, reference={"kind": kind, "path": path}))
+                assert (found is not None) == (path in allowed)
+        assert set(opened) == set(allowed)
+    assert idle_holder()._find(dataclasses.replace(MODEL, reference={"kind": "package", "path": "smollm2"})) is not None
+
+
+def idle_holder(files: Path | None = None) -> Holder:
     return Holder(
         Transport(),  # type: ignore[arg-type]
         "127.0.0.1:1",
@@ -267,6 +299,7 @@ def idle_holder() -> Holder:
         host="h",
         listen=("127.0.0.1", 0),
         device=torch.device("cpu"),
+        files=files,
     )
 
 

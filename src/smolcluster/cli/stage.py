@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,8 @@ EXAMPLES = """Examples:
 smolcluster stage --server 192.168.1.10:65433
 
 smolcluster stage --server mini1:65433 --device mps --memory 6GB
+
+smolcluster stage --server mini1:65433 --model /shared/models
 """
 
 
@@ -27,6 +30,14 @@ def stage(
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What it may take for weights and caches. Default: what is free.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="File or folder from which the server may let this machine load its model, under the same path. "
+            "Default: none; the server sends the weights.",
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Cores to compute with. Default: all.")] = None,
     bind: Annotated[
@@ -57,6 +68,7 @@ def stage(
         device=device,
         dtype=dtype,
         memory=memory,
+        files=model,
         threads=threads,
         bind=bind,
         port=port,

@@ -197,6 +197,7 @@ def _front(
             *(["--dtype", wanted.dtype] if wanted.dtype else []),
             *(["--bind", host] if not is_loopback(host) else []),
             *(["--no-token"] if keyring is None else []),
+            *(["--model", source.reference["path"]] if source.reference["kind"] != "package" else []),
         ]
         local = f"127.0.0.1:{port}" if host in ("0.0.0.0", "::") else front.address
         children = LocalStages(local, shape.workers, gave_up=front.note_problem, options=options)
@@ -271,6 +272,7 @@ def run_stage(
     device: str | None,
     dtype: str | None,
     memory: str | None,
+    files: Path | None,
     threads: int | None,
     bind: str | None,
     port: int,
@@ -315,6 +317,7 @@ def run_stage(
             device=chosen,
             dtype=kind,
             memory_bytes=limit,
+            files=None if files is None else files.expanduser(),
         )
     except BaseException:
         transport.close()

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from smolcluster.compute.memory import built_in_bytes, free_bytes
 from smolcluster.errors import SmolclusterError
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.parts import type_name
+from smolcluster.observe.text import printable
 from smolcluster.serve import wire
 from smolcluster.serve.ask import Token
 from smolcluster.serve.part import Part, Row, cache_bytes_per_token
@@ -75,14 +77,17 @@ class Holder:
         dtype: torch.dtype | None = None,
         memory_bytes: int | None = None,
         source: Source | None = None,
+        files: Path | None = None,
     ) -> None:
-        """`advertise`: the host that others are told, where it is not the one that is listened on. `source`: files that
-        are known to be here already; else those that the front names are looked for."""
+        """`advertise`: the host that others are told, where it is not the one that is listened on. `source`: a model that is
+        open already. `files`: a file or folder of this machine that the front may name; without, its weights come over the
+        wire, and only a model in an installed package is opened here."""
         self._transport, self._front_address = transport, front
         self._name, self._host, self._device = name, host, device
         self._dtype = dtype
         self._memory_bytes = memory_bytes
         self._source = source
+        self._files = None if files is None else files.resolve()
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._put = self._done = (
             0  # tasks; the one is counted by the transport's thread, the other by the one that computes
@@ -336,7 +341,7 @@ class Holder:
         model = self._model
         assert model is not None
         if assignment.name != self._name:
-            log.info("the server calls this stage %s: there is another %s", assignment.name, self._name)
+            log.info("the server calls this stage %s: there is another %s", printable(assignment.name), self._name)
             self._name = assignment.name
         layers = range(assignment.first_layer, assignment.first_layer + assignment.num_layers)
         try:
@@ -393,16 +398,30 @@ class Holder:
     def _find(self, model: Model) -> Source | None:
         if self._source is not None and self._source.fingerprint == model.fingerprint:
             return self._source
+        if not self._may_open(model.reference):
+            log.info(
+                "the files of %s are not open to the server (see --model): it will send them", printable(model.name)
+            )
+            return None
         try:
             found = open_source(model.reference)
         except SmolclusterError as error:
-            log.info("the files of %s are not here (%s): the front will send them", model.name, error)
+            log.info("the files of %s are not here (%s): the front will send them", printable(model.name), error)
             return None
         if found.fingerprint != model.fingerprint:
             log.warning("%s is another model here: the front will send its own", found.name)
             return None
         self._source = found
         return found
+
+    def _may_open(self, reference: Mapping[str, str]) -> bool:
+        """Whether the owner of this machine lets the front name these files."""
+        if reference.get("kind") == "package":
+            return True
+        try:
+            return self._files is not None and Path(reference.get("path", "")).resolve().is_relative_to(self._files)
+        except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links
+            return False
 
     def _build(self, config: GPTConfig, layers: range, assignment: Assignment, weights: dict[str, Tensor]) -> None:
         self._part = Part(

@@ -298,7 +298,7 @@ class _Draft:
         for number, host in enumerate(self.workers):
             address = self._server_of(host)
             name = host if self.workers.count(host) == 1 else f"{host}-{self.workers[:number].count(host)}"
-            holds = ["stage", "--server", f"{_quoted(address)}:{self.port}", "--name", name]
+            holds = ["stage", "--server", f"{_quoted(address)}:{self.port}", "--name", name, "--model", str(run.serve)]
             device = self.hosts[host].device
             holds += ["--device", device] if device is not None else []
             holds += ["--local-rank", str(self.workers[:number].count(host))] if self.workers.count(host) > 1 else []
