@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.gate import TRIES, GradientGate
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.data.leases import Leases, Range
+from smolcluster.engine.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit
 from smolcluster.strategies.edp import EDP, EDPOptions
@@ -314,6 +317,105 @@ def test_the_cost_of_buffers_does_not_grow_with_their_square(monkeypatch: pytest
         return model.walks
 
     assert walks(40) == walks(1)
+
+
+def gradient_messages(server: Server, who: Member, *, step: int, seed: int) -> list[Said]:
+    """A push of random numbers and buffers, in all its buckets."""
+    draw = torch.Generator().manual_seed(seed)
+    strategy, said = server.strategy, {"samples": 4, "loss": "1.0", "version": strategy_version(server)}
+    gradients = {n: torch.randn(p.shape, generator=draw) for n, p in server.model.named_parameters()}
+    buffers = {n: torch.rand(s, generator=draw) for n, s in strategy._buffer_shapes.items()}
+    payloads = [(strategy._gradients.codec.name, p) for _, p in strategy._gradients.encode(gradients, key=seed)]
+    payloads += [("fp32", p) for _, p in strategy._buffers.encode(buffers)]
+    return [
+        Said(
+            who,
+            Message(
+                kind=Kind.PUSH,
+                step=step,
+                channel=channel,
+                epoch=who.epoch,
+                codec=codec,
+                meta=said if channel == 0 else {},
+                payload=payload,
+            ),
+        )
+        for channel, (codec, payload) in enumerate(payloads)
+    ]
+
+
+def strategy_version(server: Server) -> int:
+    return int(server.strategy.replica.updates)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.BatchNorm1d(48), torch.nn.Linear(48, 10))
+
+
+DENSE, BUFFERS = 4 * sum(p.numel() for p in Blocks().parameters()), 4 * sum(b.numel() for b in Blocks().buffers())
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "topk", "powersgd"])
+@pytest.mark.parametrize(
+    ("strategy", "workers", "more"),
+    [(SyncPS, 3, {}), (EDP, 1, {}), (EDP, 2, {}), (EDP, 3, {"server_batch": 1}), (EDP, 5, {})],
+)
+def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    strategy: type[Served],
+    workers: int,
+    more: dict[str, Any],
+    codec: str,
+) -> None:
+    options = (SyncPSOptions if strategy is SyncPS else EDPOptions)(codec=codec, bucket_mb=0.01, **more)
+    torch.manual_seed(0)
+    server = Server(strategy, options, monkeypatch, model=Blocks())
+    again = Server(strategy, options, monkeypatch, model=copy.deepcopy(server.model))
+    sent = server.strategy._gradients.nbytes
+    with Journal(tmp_path, sync_s=None) as journal:
+        journal.recover()
+        office = server.strategy.context.office
+        office.record = lambda commit: journal.append(dict(commit.numbers), commit.gradient)
+        office.expected, office.fresh, server.strategy.context.total_steps = workers, True, 3
+        server.strategy._task = SimpleNamespace(tokens_per_sample=1)
+        members = [member(rank) for rank in range(workers)]
+        server.roster.newcomers += members
+        for step in (1, 2, 3):
+            for who in members:
+                messages = partial(gradient_messages, server, who, step=step, seed=10 * step + who.rank)
+                server.roster.script += [Later(messages, n) for n in range(100)]
+        server.strategy.serve()
+        assert server.strategy.replica.updates == 3
+    with Journal(tmp_path, sync_s=None) as journal:
+        records = journal.recover().records
+    assert len(records) == 3
+    pushes = 1 if strategy is SyncPS or more else workers
+    for record in records:
+        assert record.payload is not None
+        assert record.payload.nbytes == min(pushes * sent, DENSE) + BUFFERS
+        again.strategy.replay(Commit(step=0, contributors=[], gradient=record.payload, numbers=record.meta))
+    for (name, expected), found in zip(
+        server.model.state_dict().items(), again.model.state_dict().values(), strict=True
+    ):
+        assert expected.numpy().tobytes() == found.numpy().tobytes(), name
+
+
+class Later:
+    """The n-th message of a push that is made when the first is asked for, if it has so many."""
+
+    made: ClassVar[dict[int, list[Said]]] = {}
+
+    def __init__(self, make: Callable[[], list[Said]], n: int) -> None:
+        self.make, self.n = make, n
+
+    def __call__(self) -> Said | None:
+        if self.n == 0:
+            Later.made = {id(self.make): self.make()}
+        messages = Later.made[id(self.make)]
+        return messages[self.n] if self.n < len(messages) else None
 
 
 def test_edp_ends_when_every_worker_is_refused_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

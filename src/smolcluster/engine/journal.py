@@ -8,7 +8,7 @@
 A log file is written front to back by one process and never changed. It is a row of frames:
 
     open      always first: how many records came before this file
-    record    JSON, then the little-endian bytes of at most one tensor
+    record    JSON, then the little-endian bytes of at most one tensor, or of several in a row
     seal      records before this number are on the disk itself, not only in the kernel's memory
 
     frame = kind (4) | length of the JSON (4) | length of the tensor (8) | number (8) | crc of tensor and JSON (4)
@@ -38,7 +38,7 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -208,23 +208,30 @@ class Journal:
 
     # Appending
 
-    def append(self, meta: dict[str, Any], payload: Tensor | None = None) -> None:
+    def append(self, meta: dict[str, Any], payload: Tensor | Sequence[Tensor] | None = None) -> None:
         """One record, `meta` as JSON. When this returns, kill -9 cannot undo it; a power cut can, for about `sync_s`.
+
+        Several tensors are written one behind the other, without a copy, and come back as one row of bytes.
 
         Raises JournalFull when it could not be written whole: then it is not there, the step must not be committed, and
         a later `append` may be tried.
         """
-        view = tensor_bytes(payload) if payload is not None else memoryview(b"")
-        tensor = None if payload is None else [str(payload.dtype).removeprefix("torch."), list(payload.shape)]
+        views = [tensor_bytes(t) for t in ([payload] if isinstance(payload, Tensor) else payload or [])]
+        num_bytes = sum(view.nbytes for view in views)
+        tensor: list[Any] | None = None if payload is None else ["uint8", [num_bytes]]
+        if isinstance(payload, Tensor):
+            tensor = [str(payload.dtype).removeprefix("torch."), list(payload.shape)]
         text = json.dumps([meta, tensor], separators=(",", ":")).encode()
-        crc = zlib.crc32(view)
+        crc = 0
+        for view in views:
+            crc = zlib.crc32(view, crc)
         with self._lock:
             self._check_ready()
             fresh: _Segment | None = None
             try:
                 segment = self._current or (fresh := self._open_segment())
-                head = _frame(_RECORD, self._records, text=text, payload_bytes=view.nbytes, crc=crc, at=segment.size)
-                self._write(segment, head, view, records=1)
+                head = _frame(_RECORD, self._records, text=text, payload_bytes=num_bytes, crc=crc, at=segment.size)
+                self._write(segment, head, *views, records=1)
             except OSError as error:
                 if fresh is not None:
                     self._remove_empty(fresh)

@@ -257,7 +257,9 @@ class Server(Role):
     def _replay(self, meta: Mapping[str, Any], gradient: Tensor | None) -> None:
         line = meta["line"]
         contributors = line["contributors"]
-        self.strategy.replay(Commit(step=int(line["step"]), contributors=contributors, gradient=gradient))
+        self.strategy.replay(
+            Commit(step=int(line["step"]), contributors=contributors, gradient=gradient, numbers=dict(meta))
+        )
         samples = sum(int(c["samples"]) for c in contributors)
         self.step = int(line["step"])
         self.samples += samples
@@ -418,7 +420,7 @@ class Server(Role):
         needed = min(self._due, default=commit.step)
         self._read_by = {step: kept for step, kept in self._read_by.items() if step >= needed} | {commit.step: read}
 
-    def _append(self, meta: dict[str, Any], gradient: Tensor | None) -> None:
+    def _append(self, meta: dict[str, Any], gradient: Tensor | Sequence[Tensor] | None) -> None:
         """A step that cannot be recorded is not committed: training waits for room, loudly."""
         told = -math.inf
         while True:

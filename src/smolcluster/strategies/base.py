@@ -153,7 +153,8 @@ class Commit:
 
     step: int
     contributors: Sequence[dict[str, Any]]  # rank, instance, seq, samples, ranges
-    gradient: Tensor | None = None  # the averaged gradient, flat; None where no one server applies it
+    # What the step applied, where a server does: tensors to be written in a row; when it is replayed, one row of bytes.
+    gradient: Tensor | Sequence[Tensor] | None = None
     numbers: dict[str, Any] = field(default_factory=dict)
 
 

@@ -236,6 +236,9 @@ class EDP(Served):
             self._unfit.clear()
             self.gate.nothing_counted(self.replica.updates + 1)
 
+    def _pushes_in_a_step(self, samples: int) -> float:
+        return -(-self._wanted() // samples)
+
     def _wanted(self) -> int:
         return self.options.server_batch or sum(m.batch_size for m in self._roster.members.values())
 

@@ -5,8 +5,10 @@ The server holds the model and its optimizer; every worker has a replica.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import Codec as Encoding
 from smolcluster.comm.codecs import CodecError, Feedback, make_codec
+from smolcluster.comm.codecs.base import numbers as as_numbers
 from smolcluster.comm.elastic.messages import Kind
 from smolcluster.comm.elastic.parcels import Parcels
 from smolcluster.comm.elastic.roster import Gone, Member, Said
@@ -57,6 +60,7 @@ class Push:
     tensors: dict[str, Tensor]
     missing: set[int]
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    encoded: dict[int, Tensor] | None = None  # as it came, by channel; None: not kept
     norm: float = 0.0
     weight: float = 1.0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -103,6 +107,7 @@ class Served(Elastic):
         )  # also those that are there twice
         buffers = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if n not in parameters]
         self._buffer_shapes = {n: torch.Size(shape) for n, shape in buffers}
+        self._dense_bytes = 4 * sum(math.prod(shape) for _, shape in trained)
         self._gradients = Parcels(trained, codec=codec, bucket_bytes=bucket_bytes)
         self._weights = Parcels(floats, codec=make_codec("fp32"), bucket_bytes=bucket_bytes)
         self._buffers = Parcels(
@@ -204,6 +209,8 @@ class Served(Elastic):
             missing = set(range(len(self._gradients) + len(self._buffers)))
             push = self._pushes[key] = Push(member, message.step, message.meta, tensors, missing)
             push.buffers = {n: torch.empty(s) for n, s in self._buffer_shapes.items()}
+            if self._pushes_in_a_step(push.samples) * self._gradients.nbytes < self._dense_bytes:
+                push.encoded = {}
         try:
             if buffer >= 0:
                 self._buffers.decode(buffer, message.payload, push.buffers)
@@ -213,6 +220,8 @@ class Served(Elastic):
             del self._pushes[key]
             self._roster.evict(member, f"its push cannot be decoded: {why}")
             return None
+        if push.encoded is not None and buffer < 0:
+            push.encoded[message.channel] = message.payload.clone()
         self._roster.release(message.payload)
         push.missing.discard(message.channel)
         if push.missing:
@@ -231,6 +240,10 @@ class Served(Elastic):
             return None
         return push
 
+    def _pushes_in_a_step(self, samples: int) -> float:
+        """How many pushes of so many samples make a step, where they themselves may be recorded; else infinite."""
+        return math.inf
+
     def _shapes(self) -> dict[str, torch.Size]:
         return {n: p.shape for n, p in self.replica.model.named_parameters() if p.requires_grad}
 
@@ -242,15 +255,15 @@ class Served(Elastic):
 
     def _average(self, pushes: Sequence[Push]) -> dict[str, Tensor]:
         """By count and weight, in the order given."""
-        total = sum(p.count * p.weight for p in pushes) or 1.0  # or nothing counts, and all of them are zero
-        average = {n: t.mul_(pushes[0].count * pushes[0].weight / total) for n, t in pushes[0].tensors.items()}
-        for push in pushes[1:]:
-            for name, tensor in average.items():
-                tensor.add_(push.tensors[name], alpha=push.count * push.weight / total)
+        average: dict[str, Tensor] = {}
+        for push, share in zip(pushes, _shares(pushes), strict=True):
+            average = _add(average, push.tensors, share=share)
         return average
 
-    def _record(self, pushes: Sequence[Push], average: dict[str, Tensor]) -> None:
-        """The next step counts, from here on and whatever happens."""
+    def _record(
+        self, pushes: Sequence[Push], average: dict[str, Tensor], *, encoded: Sequence[Tensor] | None = None
+    ) -> None:
+        """The next step counts, from here on and whatever happens. `encoded`: the average as the workers get it."""
         step = self.replica.updates + 1
         contributors = []
         for push in pushes:
@@ -268,9 +281,21 @@ class Served(Elastic):
             )
         # Buffers are those of the first worker, as on the mesh plane.
         buffers = min(pushes, key=lambda push: push.member.rank).buffers
-        parts = [*(average[n] for n in self._gradients.names), *(buffers[n] for n in self._buffers.names)]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        self.office.record(Commit(step=step, contributors=contributors, gradient=flat))
+        numbers, parts = self._smallest_form(pushes, average, encoded)
+        parts += [buffers[n] for n in self._buffers.names]
+        self.office.record(Commit(step=step, contributors=contributors, gradient=parts, numbers=numbers))
+
+    def _smallest_form(
+        self, pushes: Sequence[Push], average: dict[str, Tensor], encoded: Sequence[Tensor] | None
+    ) -> tuple[dict[str, Any], list[Tensor]]:
+        """What `replay` makes exactly this average of, in the fewest bytes that are at hand."""
+        if encoded is not None:
+            return {"form": "encoded", "shares": None}, list(encoded)
+        kept = [push.encoded for push in pushes if push.encoded is not None]
+        if len(kept) == len(pushes) and len(pushes) * self._gradients.nbytes < self._dense_bytes:
+            payloads = [channels[channel] for channels in kept for channel in sorted(channels)]
+            return {"form": "encoded", "shares": _shares(pushes)}, payloads
+        return {"form": "dense"}, [average[n] for n in self._gradients.names]
 
     def _take_step(self, pushes: Sequence[Push], average: dict[str, Tensor]) -> Tensor:
         """Returns the norm of its gradient."""
@@ -289,12 +314,30 @@ class Served(Elastic):
         return self.replica.apply(scale=1.0)
 
     def replay(self, commit: Commit) -> None:
-        assert commit.gradient is not None
-        names = [*self._gradients.names, *self._buffers.names]
-        shapes = {**self._shapes(), **self._buffer_shapes}
-        parts = dict(zip(names, _split(commit.gradient, [shapes[n] for n in names]), strict=True))
-        self._set_buffers({n: parts[n] for n in self._buffers.names})
-        self._apply({n: parts[n] for n in self._gradients.names})
+        assert isinstance(commit.gradient, Tensor)
+        row, shapes = commit.gradient.view(torch.uint8), self._shapes()
+        if commit.numbers.get("form", "dense") == "dense":
+            size = self._dense_bytes
+            average = _split(row[:size], {n: shapes[n] for n in self._gradients.names})
+        else:
+            shares = commit.numbers["shares"]
+            size = self._gradients.nbytes * len(shares or [1.0])
+            average = self._decode_all(row[:size], shares)
+        self._set_buffers(_split(row[size:], {n: self._buffer_shapes[n] for n in self._buffers.names}))
+        self._apply(average)
+
+    def _decode_all(self, row: Tensor, shares: Sequence[float] | None) -> dict[str, Tensor]:
+        """The average that was sent; with `shares`, that of the pushes that came."""
+        average: dict[str, Tensor] = {}
+        offset = 0
+        for number in range(len(shares or [1.0])):
+            tensors = {n: torch.empty(s) for n, s in self._shapes().items()}
+            for channel, payload in enumerate(self._gradients.payloads()):
+                end = offset + payload.shape[0]
+                self._gradients.decode(channel, row[offset:end], tensors)
+                offset = end
+            average = tensors if shares is None else _add(average, tensors, share=shares[number])
+        return average
 
 
 def mean_loss(pushes: Sequence[Push]) -> Tensor:
@@ -302,11 +345,27 @@ def mean_loss(pushes: Sequence[Push]) -> Tensor:
     return torch.tensor(sum(p.loss * p.count for p in pushes) / (sum(p.count for p in pushes) or 1.0))
 
 
-def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:
-    offset = 0
-    for shape in shapes:
-        yield flat[offset : offset + shape.numel()].view(shape)
-        offset += shape.numel()
+def _shares(pushes: Sequence[Push]) -> list[float]:
+    total = sum(p.count * p.weight for p in pushes) or 1.0  # or nothing counts, and all of them are zero
+    return [p.count * p.weight / total for p in pushes]
+
+
+def _add(average: dict[str, Tensor], tensors: dict[str, Tensor], *, share: float) -> dict[str, Tensor]:
+    """In place, into the first of them: replayed in the same order, it gives the same bits."""
+    if not average:
+        return {n: t.mul_(share) for n, t in tensors.items()}
+    for name, tensor in average.items():
+        tensor.add_(tensors[name], alpha=share)
+    return average
+
+
+def _split(row: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Bytes of float32 numbers as the tensors that were written there, one behind the other."""
+    flat, ends = as_numbers(row, torch.float32), accumulate(shape.numel() for shape in shapes.values())
+    return {
+        name: flat[end - shape.numel() : end].view(shape)
+        for (name, shape), end in zip(shapes.items(), ends, strict=True)
+    }
 
 
 def _sound(meta: dict[str, Any]) -> bool:

@@ -169,7 +169,7 @@ class SyncPS(Served):
                 self._begin_again(step, f"the average cannot be encoded: {why}")
                 continue
             rate = self.replica.learning_rate
-            self._record(pushes, average)
+            self._record(pushes, average, encoded=encoded)
             reached = self._send_average(step, encoded, counted=[push.member.rank for push in pushes])
             norm = self._take_step(pushes, average)  # while the workers read it
             self._send_weights(step, reached)
