@@ -100,6 +100,15 @@ def test_a_command_of_the_docs_works(
     assert said.out or said.err
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md", "docs/dashboard.md", "docs/cluster.md"])
+def test_a_laptop_can_train_what_the_first_pages_train(page: str) -> None:
+    """`gpt` takes hours on two cores; a reader who copies a line wants to see it end."""
+    commands = [command.words.split() for command in TOLD if command.page == page]
+    started = [words for words in commands if words[0] in ("train", "server") and "--dry-run" not in words]
+    assert started
+    assert not [words for words in started if words[1:2] in (["gpt"], ["gpt2-small"], ["wikitext2"])]
+
+
 def test_the_cluster_file_of_the_readme(tmp_path: Path) -> None:
     text = block_of("README.md", language="yaml", containing="hosts:")
     (tmp_path / "cluster.yaml").write_text(text)
