@@ -18,6 +18,14 @@ Here all stages share this machine's cores: with one stream they work one after 
 eight at most as many at once as there are cores.
 
 Target: one stream at 95 % of the limit or more; eight streams at least 0.9 S times one stream's tokens per second.
+
+With --device, another measurement: one stage on that device (bf16 on a GPU), one stream, tokens per second.
+
+    repeated lengths    every sample has the same lengths of the cache
+    fresh lengths       no two samples have a length in common: a kernel that is planned for each length shows here
+    bare loop           the same model in one process, nothing around it
+
+Target: fresh lengths at 90 % of repeated ones or more.
 """
 
 from __future__ import annotations
@@ -31,8 +39,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +49,11 @@ import torch
 
 from benchmarks.harness import Comparison, Measured, Session, Variant
 from benchmarks.network import Network, check_possible, hosts
+from benchmarks.p8_front import PROMPT
 from benchmarks.workload import ROOT, child_environment
 from smolcluster.comm.elastic.security import new_token
 from smolcluster.engine.export import write_folder
-from smolcluster.errors import SmolclusterError
+from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import export_config, export_weights
 from smolcluster.serve.sources import find_source
@@ -61,15 +71,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", default="loopback", help="loopback, or a rate such as 100mbit (needs root)")
     parser.add_argument("--stages", default="1,2,4", help="(default: 1,2,4; quick: 1,2)")
     parser.add_argument("--count", type=int, help="tokens of a sample (default: 48; quick: 6)")
+    parser.add_argument(
+        "--device", help="cuda, ...: fresh against repeated lengths on one stage (default: not measured)"
+    )
 
 
 def run(session: Session, arguments: argparse.Namespace) -> None:
-    numbers = [1, 2] if session.quick else [int(word) for word in arguments.stages.split(",")]
     count = arguments.count or (6 if session.quick else 48)
+    if arguments.device is None:
+        _over_stages(session, arguments, count=count)
+    else:
+        _on_device(session, arguments.model, arguments.device, count=count)
+
+
+def _over_stages(session: Session, arguments: argparse.Namespace, *, count: int) -> None:
+    numbers = [1, 2] if session.quick else [int(word) for word in arguments.stages.split(",")]
     session.name = f"p8-{arguments.model}-{arguments.link}"
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = _tiny(folder) if session.quick else "smollm2" if arguments.model == "smollm2" else _gpt2(folder)
+        model = _model(folder, arguments.model, quick=session.quick)
         network = None
         if arguments.link != "loopback":
             check_possible()
@@ -88,6 +108,48 @@ def run(session: Session, arguments: argparse.Namespace) -> None:
         length = min(256, config.max_seq_len - 8)
         session.compare(_first_token(clusters, peers | bare, session, length=length))
         _judge(session, alone, together, numbers, hop_s, {name: statistics.median(o) for name, o in outside.items()})
+
+
+def _on_device(session: Session, name: str, device: str, *, count: int) -> None:
+    """One stage and a bare loop on this device, over lengths of the cache that are new and over the same ones again."""
+    session.name = f"p8-{name}-{device}"
+    rounds = 1 if session.quick else 2
+    samples = 1 + session.repeats * rounds  # warm-up too
+    with contextlib.ExitStack() as stack:
+        model = _model(Path(stack.enter_context(tempfile.TemporaryDirectory())), name, quick=session.quick)
+        config = find_source(model).config
+        needed = PROMPT + (1 + samples) * count
+        if needed > config.max_seq_len:
+            raise UserError(
+                f"--count {count}: {needed} lengths are needed, the model has {config.max_seq_len}; lower it"
+            )
+        bare = stack.enter_context(_peer(model, "ours", device=device))
+        served = stack.enter_context(_cluster(model, 1, None, device=device))
+        session.parameters = {"config": asdict(config), "device": device, "count": count}
+        variants = [
+            Variant(name="bare loop, repeated lengths", run=_rate(bare, repeat(0), count), role="peer"),
+            Variant(name="bare loop, fresh lengths", run=_rate(bare, range(1, 1 + samples), count)),
+            Variant(name="served, repeated lengths", run=_rate(served, repeat(0), count)),
+            Variant(name="served, fresh lengths", run=_rate(served, range(1, 1 + samples), count)),
+            Variant(name="bare loop again", run=_rate(bare, repeat(0), count), role="noise"),
+        ]
+        comparison = Comparison(name="1 stream: tokens per second", variants=variants, unit="1/s", rounds=rounds)
+        measured = session.compare(comparison)
+    for who in ("bare loop", "served"):
+        share = measured.ratio(f"{who}, fresh lengths", f"{who}, repeated lengths")
+        verdict = "met" if share >= 0.9 else "missed"
+        print(f"{who}: fresh lengths at {share:.1%} of repeated ones (target 90 %: {verdict})")
+
+
+def _rate(asked: Asked, places: Iterable[int], count: int) -> Callable[[], float]:
+    """Tokens per second of one stream. Each sample takes the next place: the prompt is as long as so many samples."""
+    waiting = iter(places)
+
+    def sample() -> float:
+        told = asked.ask(what="tokens", streams=1, count=count, prompt=PROMPT + next(waiting) * count)
+        return float(told["tokens"] / told["seconds"])
+
+    return sample
 
 
 # What is compared
@@ -218,12 +280,12 @@ def _process(command: list[str], *, host: int | None, network: Network | None, t
 
 
 @contextlib.contextmanager
-def _cluster(model: str, stages: int, network: Network | None) -> Iterator[Asked]:
+def _cluster(model: str, stages: int, network: Network | None, *, device: str = "cpu") -> Iterator[Asked]:
     port = PORT + stages
     token = None if network is None else new_token()
     address = f"{'127.0.0.1' if network is None else network.address(0)}:{port}"
     front = [sys.executable, "-m", "benchmarks.p8_front", model, str(stages), address]
-    stage = [sys.executable, "-m", "smolcluster", "stage", "--server", address, "--device", "cpu", "--threads", "1"]
+    stage = [sys.executable, "-m", "smolcluster", "stage", "--server", address, "--device", device, "--threads", "1"]
     with contextlib.ExitStack() as stack:
         led = stack.enter_context(_process(front, host=0, network=network, token=token))
         for number in range(stages):
@@ -254,8 +316,8 @@ def _bare(model: str, stages: int, network: Network | None) -> Iterator[Asked]:
 
 
 @contextlib.contextmanager
-def _peer(model: str, kind: str) -> Iterator[Asked]:
-    command = [sys.executable, "-m", "benchmarks.peers.one_process", model, kind]
+def _peer(model: str, kind: str, *, device: str = "cpu") -> Iterator[Asked]:
+    command = [sys.executable, "-m", "benchmarks.peers.one_process", model, kind, device]
     with _process(command, host=None, network=None, token=None) as process:
         yield _within(lambda: Asked(process))
 
@@ -324,8 +386,10 @@ def _hop_s(network: Network | None, *, size: int) -> float:
 # Models
 
 
-def _gpt2(folder: Path) -> str:
-    return _random(folder, GPTConfig.gpt2("small"))
+def _model(folder: Path, name: str, *, quick: bool) -> str:
+    if quick:
+        return _tiny(folder)
+    return "smollm2" if name == "smollm2" else _random(folder, GPTConfig.gpt2("small"))
 
 
 def _tiny(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 python -m benchmarks.p8_front MODEL STAGES HOST:PORT        waits for its stages, then says {"ready": true}
 {"what": "tokens", "streams": 8, "count": 64}          ->   {"seconds": ..., "tokens": ..., "outside_s": ...}
+        and "prompt": 300, where it is not 16 tokens
 {"what": "first", "prompt": 256}                       ->   {"seconds": ...}
 """
 
@@ -31,14 +32,14 @@ def prompt(length: int, stream: int = 0) -> tuple[int, ...]:
     return tuple((37 * n + 101 * stream) % 255 + 1 for n in range(length))
 
 
-async def tokens(front: Front, *, streams: int, count: int) -> dict[str, Any]:
+async def tokens(front: Front, *, streams: int, count: int, length: int) -> dict[str, Any]:
     """From the moment in which all have their first token until the first has all of them. `outside_s`: of a batch's way, the
     time in which no stage computed."""
     front.hops.clear()
     times: list[list[float]] = [[] for _ in range(streams)]
 
     async def one(number: int) -> None:
-        ask = Ask(tokens=prompt(PROMPT, number), max_tokens=count, sampling=Sampling(temperature=0.0))
+        ask = Ask(tokens=prompt(length, number), max_tokens=count, sampling=Sampling(temperature=0.0))
         async for _ in front.stream(ask):
             times[number].append(time.perf_counter())
 
@@ -71,7 +72,8 @@ def main() -> None:
             if said["what"] == "first":
                 told = asyncio.run(first(front, length=said["prompt"]))
             else:
-                told = asyncio.run(tokens(front, streams=said["streams"], count=said["count"]))
+                length = said.get("prompt", PROMPT)
+                told = asyncio.run(tokens(front, streams=said["streams"], count=said["count"], length=length))
             print(json.dumps(told), flush=True)
     finally:
         front.close()

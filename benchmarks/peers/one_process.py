@@ -1,4 +1,7 @@
-"""The same weights in one process, for `p8`: our GPT with its cache, or `transformers`. Asked as `p8_front` is."""
+"""The same weights in one process, for `p8`: our GPT with its cache, or `transformers`. Asked as `p8_front` is.
+
+python -m benchmarks.peers.one_process MODEL ours|transformers [DEVICE]        bf16 on a GPU, fp32 on a CPU, as stages
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.p8_front import PROMPT, prompt
+from smolcluster.compute.device import synchronize
 from smolcluster.models import GPT
 from smolcluster.models.hugging_face import export_config, export_weights
 from smolcluster.serve.sources import Source, find_source
@@ -19,11 +23,11 @@ from smolcluster.serve.sources import Source, find_source
 Generate = Callable[[Tensor, int], None]
 
 
-def ours(source: Source) -> Generate:
+def ours(source: Source, device: torch.device, dtype: torch.dtype) -> Generate:
     config = source.config
     with torch.device("meta"):
         model = GPT(config)
-    weights = source.load(range(config.num_layers), first=True, last=True, dtype=torch.float32, device="cpu")
+    weights = source.load(range(config.num_layers), first=True, last=True, dtype=dtype, device=device)
     model.load_state_dict(weights, assign=True)
     model.eval()
 
@@ -39,16 +43,16 @@ def ours(source: Source) -> Generate:
     return generate
 
 
-def theirs(source: Source) -> Generate:
+def theirs(source: Source, device: torch.device, dtype: torch.dtype) -> Generate:
     import transformers
 
     config = source.config
-    weights = source.load(range(config.num_layers), first=True, last=True, dtype=torch.float32, device="cpu")
+    weights = source.load(range(config.num_layers), first=True, last=True, dtype=dtype, device=device)
     said = export_config(config)
     kind = getattr(
         transformers, said["architectures"][0].replace("ForCausalLM", "Config").replace("LMHeadModel", "Config")
     )
-    model = getattr(transformers, said["architectures"][0])(kind(**said)).eval()
+    model = getattr(transformers, said["architectures"][0])(kind(**said)).to(device, dtype).eval()
     model.load_state_dict(export_weights(config, weights), strict=False)
     model.generation_config.eos_token_id = None
 
@@ -68,11 +72,16 @@ def theirs(source: Source) -> Generate:
 
 def main() -> None:
     model, kind = sys.argv[1:3]
-    generate = {"ours": ours, "transformers": theirs}[kind](find_source(model))
+    device = torch.device(sys.argv[3] if len(sys.argv) > 3 else "cpu")
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    generate = {"ours": ours, "transformers": theirs}[kind](find_source(model), device, dtype)
 
     def timed(tokens_BT: Tensor, count: int) -> float:
+        tokens_BT = tokens_BT.to(device)
+        synchronize(device)
         began = time.perf_counter()
         generate(tokens_BT, count)
+        synchronize(device)
         return time.perf_counter() - began
 
     print(json.dumps({"ready": True}), flush=True)
@@ -81,7 +90,7 @@ def main() -> None:
         if said["what"] == "first":
             told = {"seconds": timed(torch.tensor([prompt(said["prompt"])]), 1)}
         else:
-            tokens_BT = torch.tensor([prompt(PROMPT, stream) for stream in range(said["streams"])])
+            tokens_BT = torch.tensor([prompt(said.get("prompt", PROMPT), stream) for stream in range(said["streams"])])
             begun = timed(tokens_BT, 1)
             made = said["streams"] * (said["count"] - 1)
             told = {"seconds": timed(tokens_BT, said["count"]) - begun, "tokens": made}

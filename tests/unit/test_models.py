@@ -360,6 +360,27 @@ def test_a_cache_refuses_what_does_not_fit() -> None:
 
 
 @FAMILIES
+@torch.no_grad()
+def test_attention_over_a_cache_excludes_cudnn(config: GPTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN builds a plan for every new length: with a cache that is one for each token."""
+    enabled: list[bool] = []
+    plain = F.scaled_dot_product_attention
+
+    def attention(*args: Tensor, **options: object) -> Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    model = make(config, dtype=torch.float32)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    model.generate(tokens()[:, :3], 3)
+    assert enabled == [False] * 3 * model.num_layers
+    enabled.clear()
+    model(tokens())
+    assert enabled == [before] * model.num_layers  # training has one length, and cuDNN may be the fastest
+
+
+@FAMILIES
 def test_too_many_tokens_are_refused(config: GPTConfig) -> None:
     with pytest.raises(ValueError, match=f"{CONTEXT + 1} tokens do not fit max_seq_len {CONTEXT}"):
         GPT(config)(tokens(1, CONTEXT + 1))

@@ -355,3 +355,24 @@ def test_nothing_is_kept_for_a_gradient() -> None:
     assert logits.shape == (1, VOCAB)
     assert logits.is_inference()
     assert part.run([one(1, 3, 2, answer=False)], tokens(2)).shape == (0, VOCAB)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_excludes_cudnn(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN builds a plan for every new length of a cache. Prompts, chunks behind a prompt and single tokens alike."""
+    enabled: list[bool] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(*args: Tensor, **options: object) -> Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    (part,) = parts_of(MODELS[shape, torch.float32], dtype=torch.float32)
+    for start, count in ((0, 5), (5, 3), (8, 1)):
+        part.run([one(0, start, count)], tokens(count))
+    with pytest.raises(ValueError):
+        part.run([one(0, 99, 1)], tokens(1))
+    assert enabled == [False] * 3 * LAYERS
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -17,7 +17,8 @@ Shapes are written as suffixes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,12 +82,40 @@ def rotate(x_BTHE: Tensor, rope: Rope) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
 
 
-def attend(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, mask_TS: Tensor | None, dropout: float) -> Tensor:
-    """Causal attention; each key and value head serves H/K query heads. Without a mask, T is S or 1."""
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Keep torch from choosing cuDNN for attention here, whatever the device.
+
+    cuDNN builds a plan for every new length of the keys, 40 to 300 ms each on an H200; with a cache, each token is a new
+    length. The flag is the process's: where threads overlap, the choice may last longer or shorter, results do not change.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def attend(
+    q_BHTE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    *,
+    mask_TS: Tensor | None,
+    dropout: float = 0.0,
+    cached: bool = False,
+) -> Tensor:
+    """Causal attention; each key and value head serves H/K query heads. Without a mask, T is S or 1.
+
+    `cached`: keys and values come from a cache, and the caller has excluded cuDNN (`without_cudnn_attention`).
+    """
     groups = q_BHTE.size(1) // k_BKSE.size(1)
-    native = q_BHTE.device.type == "cpu" or (q_BHTE.is_cuda and q_BHTE.dtype in (torch.float16, torch.bfloat16))
+    # On CUDA flash attention takes grouped heads but no mask; cuDNN takes both; neither takes fp32.
+    half = q_BHTE.dtype in (torch.float16, torch.bfloat16)
+    native = q_BHTE.device.type == "cpu" or (q_BHTE.is_cuda and half and not (cached and mask_TS is not None))
     if groups > 1 and not native:
-        # No fused kernel takes grouped heads here: CUDA in fp32 would build the T x S matrix, old MPS would crash.
+        # No fused kernel takes grouped heads here: CUDA would build the T x S matrix, old MPS would crash.
         k_BKSE, v_BKSE = k_BKSE.repeat_interleave(groups, dim=1), v_BKSE.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(
         q_BHTE,
@@ -134,7 +163,8 @@ class Attention(nn.Module):
             k_BKSE, v_BKSE = cache.append(self.layer, k_BKSE, v_BKSE)
         elif self.gather is not None:
             k_BKSE, v_BKSE = self.gather(torch.cat((k_BKSE, v_BKSE), dim=1)).chunk(2, dim=1)
-        y_BHTE = attend(q_BHTE, k_BKSE, v_BKSE, mask_TS=mask_TS, dropout=self.config.dropout if self.training else 0.0)
+        dropout = self.config.dropout if self.training else 0.0
+        y_BHTE = attend(q_BHTE, k_BKSE, v_BKSE, mask_TS=mask_TS, dropout=dropout, cached=cache is not None)
         y_BTD: Tensor = self.out(y_BHTE.transpose(1, 2).flatten(2))
         return y_BTD
 
@@ -260,8 +290,11 @@ class GPT(nn.Module):
         if start > 0 and num_tokens > 1:
             # A later chunk: is_causal would align its first query with the first key.
             mask_TS = torch.ones(num_tokens, start + num_tokens, dtype=torch.bool, device=x_BTD.device).tril(start)
-        if cache is not None or not torch.is_grad_enabled():
-            return run_in_turn(call_block, blocks, x_BTD, rope, mask_TS, cache)
+        if cache is not None:
+            with without_cudnn_attention():
+                return run_in_turn(call_block, blocks, x_BTD, rope, mask_TS, cache)
+        if not torch.is_grad_enabled():
+            return run_in_turn(call_block, blocks, x_BTD, rope, mask_TS, None)
         call = partial(checkpoint, self._call, use_reentrant=False) if self.gradient_checkpointing else self._call
         return self._run(call, blocks, x_BTD, rope, mask_TS)
 

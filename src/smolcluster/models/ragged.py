@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smolcluster.models.gpt import GPT, Block, attend, rope_at, rotate
+from smolcluster.models.gpt import GPT, Block, attend, rope_at, rotate, without_cudnn_attention
 from smolcluster.models.gpt_config import GPTConfig
 
 
@@ -54,6 +54,7 @@ def embed(model: GPT, tokens_N: Tensor, pieces: Iterable[Piece]) -> Tensor:
     return x_ND
 
 
+@without_cudnn_attention()
 def run_blocks(blocks: Iterable[Block], x_ND: Tensor, pieces: Sequence[Piece], *, config: GPTConfig) -> Tensor:
     """Some of the blocks, in order. The i-th of them reads and writes the i-th layer of the caches."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -97,7 +98,7 @@ class Passage:
         self.new[layer].copy_(kv.transpose(0, 1))
         keys, values = self.keys[layer], self.values[layer]
         if len(q_THE) > 1:
-            y_1HTE = attend(q_THE.transpose(0, 1)[None], keys, values, mask_TS=self.mask_TS, dropout=0.0)
+            y_1HTE = attend(q_THE.transpose(0, 1)[None], keys, values, mask_TS=self.mask_TS, cached=True)
             return y_1HTE[0].transpose(0, 1).flatten(1)
         # One token sees all: the G query heads of a key head may stand as G tokens, and each key is read once for them.
         q_1KGE = q_THE.view(1, keys.size(1), -1, keys.size(3))
