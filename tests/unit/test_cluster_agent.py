@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
 import tarfile
 import threading
@@ -590,3 +591,72 @@ def test_a_key_that_cannot_be_read_is_not_a_machine_that_is_away(known_hosts: Pa
     ):
         error = refused(key=key)
         assert (error.layer, str(error)) == ("login", f"pi5: {what}; check hosts.pi5.key")
+
+
+# Secrets
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+def test_what_a_machine_keeps_is_its_users_alone(tmp_path: Path) -> None:
+    """The environment of a host may hold keys; logs and runs what was trained on."""
+    root = tmp_path / ".smolcluster"
+    (root / "clusters").mkdir(parents=True)  # by an earlier version, open to all
+    code = root / "code/c/smolcluster/launch/cluster"
+    code.mkdir(parents=True)
+    (code / "keeper.py").write_bytes(Path(keeper.__file__).read_bytes())
+    home = root / "clusters/lab"
+    where: dict[str, Any] = {"folder": str(root), "name": "lab", "mark": "m"}
+    # Instead of `python -m smolcluster`: a process that makes a folder and says something.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nif [ "$1" = -m ]; then mkdir run; echo said; else exec {sys.executable} "$@"; fi\n')
+    python.chmod(0o755)
+    seat = {"name": "w", "arguments": [], "again": None, "restart": False, "environment": {"HF_TOKEN": "secret"}}
+    asked = [
+        {"op": "begin", **where},
+        {"op": "start", "seats": [seat], "python": str(python), "code": "c", "parcel": "p", "panes": False, **where},
+    ]
+    run = [
+        sys.executable,
+        "-c",
+        "import os; os.umask(0o022); from smolcluster.launch.cluster.agent import main; main()",
+    ]
+    lines = "".join(json.dumps(request) + "\n" for request in asked)
+    ended = subprocess.run(run, input=lines, capture_output=True, text=True, timeout=120, check=True)
+    assert [json.loads(line) for line in ended.stdout.splitlines()] == [{"result": None}, {"result": ["w"]}]
+    place = home / "processes/w"
+    deadline = time.monotonic() + 120
+    while not (place / "state.json").exists() or json.loads((place / "state.json").read_text())["state"] != "finished":
+        assert time.monotonic() < deadline, list(place.iterdir())
+        time.sleep(0.02)
+    assert b"said" in (place / "output.log").read_bytes()
+    assert "secret" in (place / "order.json").read_text()
+    assert {mode(path) for path in (root, root / "clusters", home, place, home / "run")} == {0o700}
+    assert {mode(place / name) for name in ("order.json", "output.log", "state.json")} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({}, "is not a file of a run"),
+        ({"file": 7, "data": ""}, "is not a file of a run"),
+        ({"file": "metrics.jsonl"}, "cannot be read"),
+        ({"file": "metrics.jsonl", "data": None, "at": 0}, "cannot be read"),
+        ({"file": "metrics.jsonl", "data": "%%%", "at": 0}, "cannot be read"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": -1}, "cannot go on at -1"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": 4}, "has 3 bytes here and cannot go on at 4"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": 1 << 60}, "cannot go on at"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": True}, "cannot go on at True"),
+        ({"file": "metrics.jsonl", "data": "YQ==", "at": None}, "cannot go on at None"),
+    ],
+)
+def test_a_machine_cannot_write_beyond_what_a_mirror_has(tmp_path: Path, told: dict[str, Any], words: str) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"abc")
+    with pytest.raises(HostError, match=words):
+        put(tmp_path, told)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"abc"
+    put(tmp_path, {"file": "metrics.jsonl", "data": "ZA==", "at": 2})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"abd"

@@ -605,3 +605,40 @@ def test_another_machine_is_dialled_only_with_a_token() -> None:
     security.check_dial("10.0.0.1:1", security.Keyring([security.new_token()], source="test"))
     with pytest.raises(UserError, match="token add"):
         security.check_dial("10.0.0.1:65432", None)
+
+
+# Keys of pages
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+def test_a_browser_is_opened_without_the_key_in_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every user of the machine sees the arguments of every process."""
+    import queue
+    import tempfile
+    import webbrowser
+
+    from smolcluster.web.server import open_browser
+
+    opened: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(webbrowser, "open", opened.put)
+    open_browser("http://127.0.0.1:5050/#key=topsecret")
+    page = Path(opened.get(timeout=60).removeprefix("file://"))
+    assert "topsecret" not in str(page)
+    assert 'content="0;url=http://127.0.0.1:5050/#key=topsecret"' in page.read_text()
+    assert (page.stat().st_mode & 0o777, page.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    open_browser("http://127.0.0.1:5050/")
+    assert opened.get(timeout=60) == "http://127.0.0.1:5050/"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    from smolcluster.engine.run_dir import RunDir
+
+    before = os.umask(0o022)
+    try:
+        with RunDir(tmp_path / "runs" / "one").opened("a: 1\n", resume=False):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "runs" / "one").stat().st_mode & 0o777 == 0o700

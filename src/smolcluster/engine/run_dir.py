@@ -79,7 +79,8 @@ class RunDir:
         """Make the folder and write the configuration."""
         self.check_free(resume=resume)
         with self._refusals():
-            self.logs.mkdir(parents=True, exist_ok=True)
+            self._make()
+            self.logs.mkdir(exist_ok=True)
             self._write_config(config_text.encode())
 
     @contextlib.contextmanager
@@ -141,6 +142,10 @@ class RunDir:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
+    def _make(self) -> None:
+        """Make the folder, for its owner alone: logs and samples may hold what others must not read."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     @property
     def _lock_file(self) -> Path:
         return self.path / ".lock"
@@ -150,7 +155,7 @@ class RunDir:
         with contextlib.ExitStack() as stack:
             try:
                 with self._refusals():
-                    self.path.mkdir(parents=True, exist_ok=True)
+                    self._make()
                     stack.enter_context(Files().lock(self._lock_file))
             except BlockingIOError as error:
                 raise UserError(

@@ -89,7 +89,7 @@ def setup_logging(
     reset_logging()
     handlers: list[logging.Handler] = []
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A lone surrogate becomes \udcXX, which is what JSON would write for it anyway.
         handlers.append(logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace"))
         handlers[-1].setFormatter(JsonFormatter(role=role, rank=rank, host=host))

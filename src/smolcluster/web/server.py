@@ -15,13 +15,18 @@ Half of a connection closed is a connection closed: whoever sends no more is tak
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import errno
+import html
 import os
+import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from smolcluster.comm.addresses import is_loopback
@@ -83,10 +88,29 @@ def url_of(listener: socket.socket, token: str | None, *, name: str = "token") -
 
 
 def open_browser(url: str) -> None:
-    """On a thread of its own: a browser may be waited for, and waits itself for the page that is served here."""
+    """Open a page, on a thread of its own: a browser may be waited for, and waits itself for the page that is served here.
+
+    The list of processes shows a browser's arguments to every user. A URL with a key is therefore not among them: they name a
+    file that only this user can read, and that leads there. It is removed at the end.
+    """
     import webbrowser
 
+    if "#" in url:
+        url = _way_to(url).as_uri()
     threading.Thread(target=webbrowser.open, args=(url,), daemon=True, name="browser").start()
+
+
+def _way_to(url: str) -> Path:
+    """Make a page that leads on to `url`."""
+    folder = Path(tempfile.mkdtemp(prefix="smolcluster-open-"))  # mode 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    page = folder / "open.html"
+    quoted = html.escape(url, quote=True)
+    text = f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={quoted}"><a href="{quoted}">open</a>\n'
+    handle = os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    return page
 
 
 def names_here(bind: str) -> tuple[str, ...]:

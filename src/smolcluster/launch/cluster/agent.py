@@ -98,6 +98,26 @@ def _home(folder: str, name: str) -> Path:
     return _root(folder) / "clusters" / name
 
 
+def _private_home(folder: str, name: str) -> Path:
+    """Make the folder of a cluster, which holds secrets: its token, environments of processes, logs."""
+    root, home = _root(folder), _home(folder, name)
+    home.mkdir(parents=True, exist_ok=True)
+    ours = [root] if root.name == ".smolcluster" else []  # another one is the user's own choice, and may hold more
+    for path in (*ours, home.parent, home):
+        with contextlib.suppress(OSError):  # somebody else's, where several users share it
+            path.chmod(0o700)
+    return home
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """Write a file that nobody else can read, not even while it is written."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+
+
 def _memory() -> int | None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -263,14 +283,7 @@ def has(folder: str, places: list[str], **_: Any) -> list[bool]:
 
 def keep_secret(folder: str, name: str, data: bytes, **_: Any) -> None:
     """The token, for nobody else's eyes."""
-    home = _home(folder, name)
-    home.mkdir(parents=True, exist_ok=True)
-    path = home / "token"
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
+    _write_private(_private_home(folder, name) / "token", data)
 
 
 def read(folder: str, place: str, most: int = 1 << 20, **_: Any) -> str | None:
@@ -434,7 +447,7 @@ def _disk(error: OSError, path: Path) -> Wrong:
 
 def begin(folder: str, name: str, mark: str, **_: Any) -> None:
     """Somebody brings the cluster up, which may take minutes. `stop` takes the mark away."""
-    place = _home(folder, name) / "ups"
+    place = _private_home(folder, name) / "ups"
     place.mkdir(parents=True, exist_ok=True)
     (place / mark).write_text("", encoding="utf-8")
 
@@ -451,7 +464,7 @@ def start(
     **_: Any,
 ) -> Any:
     """Start these, each with its keeper; one that runs already is left as it is. `parcel` names the code and files it has."""
-    home = _home(folder, name)
+    home = _private_home(folder, name)
     keeper = _root(folder) / "code" / code / "smolcluster" / "launch" / "cluster" / "keeper.py"
     begun = []
     for seat in seats:
@@ -487,7 +500,7 @@ def start(
                 ),
             },
         }
-        (place / "order.json").write_text(json.dumps(order), encoding="utf-8")
+        _write_private(place / "order.json", json.dumps(order).encode())  # its environment may hold secrets
         if not (home / "ups" / mark).exists():  # `stop` takes it away before it looks for orders
             (place / "order.json").unlink()
             raise Wrong("it was taken down while it was brought up", "bring it up again, if that was not wanted")
@@ -822,6 +835,7 @@ OPERATIONS = {
 
 
 def main() -> None:
+    os.umask(0o077)  # what is kept here is its user's alone
     if os.name == "posix":  # a shell without a login does not look there
         usual = ["/opt/homebrew/bin", "/usr/local/bin", str(Path.home() / ".local/bin")]
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), *usual])

@@ -222,6 +222,7 @@ def _locked(file: BinaryIO, *, shared: bool) -> bool:
 
 
 def main() -> int:
+    os.umask(0o077)  # logs, and what the process writes, are its user's alone
     folder = Path(sys.argv[1])
     lock = hold(folder / "lock", within_s=LOCK_S)
     if lock is None:

@@ -116,10 +116,17 @@ class _Copying:
 
 
 def put(folder: Path, told: Mapping[str, Any]) -> None:
-    """What a machine has told of a file. It may name none outside the folder."""
-    place, data = str(told["file"]), base64.b64decode(told["data"])
-    if not _PLACE.fullmatch(place):
-        raise HostError("mirror", f"{place[:80]!r} is not a file of a run", layer="machine")
+    """Write what a machine sent of a file: the whole of it, or from byte `at` on.
+
+    Raises HostError for a file outside the folder, for fields that cannot be, and for an offset beyond what is here.
+    """
+    place, sent, at = told.get("file"), told.get("data"), told.get("at")
+    if not isinstance(place, str) or not _PLACE.fullmatch(place):
+        raise HostError("mirror", f"{place!r:.80} is not a file of a run", layer="machine")
+    try:
+        data = base64.b64decode(sent if isinstance(sent, str) else "-", validate=True)
+    except ValueError as error:
+        raise HostError("mirror", f"the content of {place} cannot be read", layer="machine") from error
     path = folder / place
     path.parent.mkdir(parents=True, exist_ok=True)
     if "at" not in told:
@@ -127,7 +134,10 @@ def put(folder: Path, told: Mapping[str, Any]) -> None:
         fresh.write_bytes(data)
         fresh.replace(path)
         return
+    size = path.stat().st_size if path.exists() else 0
+    if type(at) is not int or not 0 <= at <= size:
+        raise HostError("mirror", f"{place} has {size} bytes here and cannot go on at {at!r:.40}", layer="machine")
     with path.open("r+b" if path.exists() else "w+b") as file:
-        file.truncate(int(told["at"]))
-        file.seek(int(told["at"]))
+        file.truncate(at)
+        file.seek(at)
         file.write(data)
