@@ -108,7 +108,7 @@ def _first_step(session: Session) -> None:
             sets = {
                 **{key: value for key, value in SHAPE.sets().items() if value is not None},
                 "training.device": "cpu",
-                "training.eval_batches": 1,
+                "training.eval_samples": SHAPE.batch_size,
                 "training.checkpoint_steps": 0,
                 "data.cache_dir": Path(folder) / "cache",
             }

@@ -74,7 +74,7 @@ def _train(run_dir: Path, *, strategy: str, workers: int, steps: int, **sets: ob
         **{key: value for key, value in SHAPE.sets().items() if value is not None},
         "training.device": "cpu",
         "training.eval_steps": 0,
-        "training.eval_batches": 1,
+        "training.eval_samples": SHAPE.batch_size,
         "training.checkpoint_steps": 0,
         "data.cache_dir": run_dir.parent / "cache",
         **{key.replace("__", "."): value for key, value in sets.items()},

@@ -208,7 +208,7 @@ def run(
         "training.batch_size": BATCH,
         "training.learning_rate": 0.003,
         "training.eval_steps": 0,
-        "training.eval_batches": None,  # all: on a part of them clean runs differ by more than the margin
+        "training.eval_samples": None,  # all: on a part of them clean runs differ by more than the margin
         "training.checkpoint_steps": 0,
         "training.seed": 1,
         "cluster.plane": "elastic",

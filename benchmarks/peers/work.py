@@ -62,7 +62,7 @@ class Work:
             group=MemoryGroup.world(1)[0],
             device=torch.device("cpu"),
             batch_size=self.batch_size,
-            max_batches=None,
+            samples=None,
         )
         return result["val_loss"]
 

@@ -241,7 +241,7 @@ def test_ranks_started_by_hand_train_the_same_weights(smol: Smol, base: Run, tmp
         *("--steps", str(STEPS), "--use-gradient-checkpointing", "--no-nccl"),
         *(
             "--override",
-            "training.eval_batches=2",
+            "training.eval_samples=8",
             "training.eval_steps=4",
             "training.device=cpu",
             "logging.log_interval=1",

@@ -67,7 +67,7 @@ def test_an_export_is_imported_and_trained_on(smol: Smol, folder: Path, tmp_path
     assert first.keys() == saved.keys()
     assert all(torch.equal(first[name], saved[name]) for name in saved)
     arguments = ("train", "--resume", "run", "--strategy", "fsdp", "--workers", "2", "--steps", "2")
-    smol.run(*arguments, "--override", "training.batch_size=2", "training.eval_batches=1", cwd=tmp_path).ok()
+    smol.run(*arguments, "--override", "training.batch_size=2", "training.eval_samples=2", cwd=tmp_path).ok()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
     again = smol.run("import", tmp_path / "hf", tmp_path / "run", cwd=tmp_path)
     assert again.status == 2

@@ -16,7 +16,7 @@ def test_a_gpt_learns_the_embedded_text(tmp_path: Path) -> None:
         "training.batch_size": 8,
         "training.steps": 500,
         "training.learning_rate": 3e-3,
-        "training.eval_batches": 16,
+        "training.eval_samples": 256,
         "lr_schedule.warmup_iters": 20,
         "logging.log_interval": 50,
         "data.cache_dir": str(tmp_path / "cache"),

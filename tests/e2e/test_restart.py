@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_worker_changes_no_bit(smol: Smol, folder: Path) -> None:
     sets: dict[str, Any] = {
         **{"model.model_dim": 32, "model.num_layers": 2, "model.num_heads": 2, "model.max_seq_len": 32},
-        **{"model.dropout": 0.1, "training.eval_steps": 0, "training.eval_batches": 2, "training.checkpoint_steps": 5},
+        **{"model.dropout": 0.1, "training.eval_steps": 0, "training.eval_samples": 8, "training.checkpoint_steps": 5},
         **{"training.steps": 40, "training.batch_size": 4, "training.device": "cpu", "logging.log_interval": 1},
     }
     calm = run_world(2, folder / "calm", sets, task="SlowDoubleGPT", strategy="fsdp", environ={"SLOW_UNTIL": "/"})
@@ -153,7 +153,7 @@ def test_machines_leave_and_come_and_the_curve_stays(cluster: Cluster, tmp_path:
     sets = {
         **{"model.model_dim": 32, "model.num_layers": 2, "model.num_heads": 2, "model.max_seq_len": 32},
         **{"model.ff_dim": 64, "training.eval_steps": 0, "training.checkpoint_steps": 2, "training.steps": 60},
-        **{"training.device": "cpu", "training.eval_batches": 2, "logging.log_interval": 1},
+        **{"training.device": "cpu", "training.eval_samples": 8, "logging.log_interval": 1},
     }
     where = f"{cluster.network.address(0)}:29400"
     command = ["-m", "smolcluster", "train", f"{TASKS}:SlowDoubleGPT", "--strategy", "fsdp", "--elastic", "2:3"]
@@ -243,7 +243,7 @@ def test_ranks_that_torchrun_starts_again_go_on_by_themselves(smol: Smol, folder
         "model.max_seq_len=32",
         "training.device=cpu",
     ]
-    sets += ["training.batch_size=4", "training.eval_steps=0", "training.eval_batches=2", "training.checkpoint_steps=5"]
+    sets += ["training.batch_size=4", "training.eval_steps=0", "training.eval_samples=8", "training.checkpoint_steps=5"]
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     command = ("train", "--run-dir", "runs/torchrun", "--override", *sets)
     smol.run(*command, "--steps", "10", cwd=folder, env=place).ok()

@@ -26,7 +26,7 @@ GPT: dict[str, Any] = {
     "model.num_heads": 2,
     "model.max_seq_len": 32,
     "model.ff_dim": 64,
-    "training.eval_batches": 2,
+    "training.eval_samples": 24,
 }
 
 

@@ -20,7 +20,7 @@ from smolcluster.strategies.registry import known_strategies
 STEPS = 3
 GPT: dict[str, Any] = COMMON | {
     **{"model.model_dim": 16, "model.num_layers": 2, "model.num_heads": 2, "model.max_seq_len": 12, "model.ff_dim": 32},
-    **{"training.steps": STEPS, "training.grad_clip_norm": 0.5, "training.eval_batches": 4},
+    **{"training.steps": STEPS, "training.grad_clip_norm": 0.5, "training.eval_samples": 30},
 }
 AT_ONCE = {"strategy.worker_update_interval": 1}
 ELASTIC = {"cluster.plane": "elastic"}
@@ -66,9 +66,7 @@ def named(case: tuple[str, int, int, int, dict[str, Any]]) -> str:
 
 
 def divided(batch_size: int, parts: int, options: dict[str, Any]) -> dict[str, Any]:
-    """With the same validation samples."""
-    sizes = {"training.batch_size": batch_size, "training.eval_batches": 32 // batch_size}
-    return GPT | sizes | {"training.grad_accumulation": parts} | options
+    return GPT | {"training.batch_size": batch_size, "training.grad_accumulation": parts} | options
 
 
 def test_all_strategies_are_here() -> None:

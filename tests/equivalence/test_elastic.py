@@ -145,7 +145,7 @@ def test_many_small_buckets_equal_single(tmp_path: Path, single: Single, strateg
 def test_a_gpt_equals_single(tmp_path: Path, single: Single) -> None:
     """The real model on the embedded text, with tied embeddings; a parameter server and peers, in fp32."""
     shape = {"model_dim": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "ff_dim": 64}
-    config = COMMON | {f"model.{k}": v for k, v in shape.items()} | {"training.eval_batches": 2}
+    config = COMMON | {f"model.{k}": v for k, v in shape.items()} | {"training.eval_samples": 8}
     one = single(config | {"training.batch_size": 12}, task=None)
     for strategy in ("syncps", "allreduce"):
         parts = {"training.batch_size": 4}
@@ -297,8 +297,8 @@ def test_default_settings_reach_the_loss_of_single_on_text(tmp_path: Path, singl
     """
     shape = {"model_dim": 32, "num_layers": 2, "num_heads": 2, "max_seq_len": 32, "ff_dim": 64}
     config = LEARNING | {f"model.{k}": v for k, v in shape.items()}
-    config |= {"training.batch_size": 16, "training.eval_batches": 8}
-    one = single(config | {"training.batch_size": 32, "training.eval_batches": 4}, task=None).summary["val_loss"]
+    config |= {"training.batch_size": 16, "training.eval_samples": 128}
+    one = single(config | {"training.batch_size": 32}, task=None).summary["val_loss"]
     for strategy, margin in (("syncps", 0.01), ("edp", 0.3)):
         world = run_elastic_world(2, tmp_path / strategy, config, strategy=strategy)
         assert_good_end(world)

@@ -78,7 +78,7 @@ def test_every_shape_equals_single(
     tmp_path: Path, one: World, size: int, dp: int, tp: int, pp: int, stage: int
 ) -> None:
     parts = {"training.batch_size": 8 // dp, "strategy.dp": dp, "strategy.tp": tp, "strategy.pp": pp}
-    parts |= {"strategy.fsdp_stage": stage, "training.eval_batches": 2 * dp}
+    parts |= {"strategy.fsdp_stage": stage}
     many = run_world(size, tmp_path, CONFIG | parts, task="DoubleGPT", strategy="mesh")
     assert_same_run(one, many, tolerance=1e-9)
     assert one.summary["val_loss"] == pytest.approx(many.summary["val_loss"], rel=1e-9)

@@ -60,7 +60,7 @@ def test_what_is_counted_is_what_crosses_the_sockets(tmp_path: Path, case: MeshC
 def test_an_evaluation_is_counted_too(tmp_path: Path) -> None:
     """Stage 2 gathers for it, and the step after it finds its parameters gathered already: as many bytes over the pair."""
     config = {**settings(SHAPE), "training.steps": 6, "training.batch_size": 2, "strategy.fsdp_stage": 2}
-    config |= {"training.eval_steps": 2, "training.eval_batches": 2}
+    config |= {"training.eval_steps": 2, "training.eval_samples": 8}
     rows = run_world(2, tmp_path / "run", config, strategy="fsdp").ranks[0].rows()
     once = formula(fsdp(2, 2), SHAPE)[0] / 2
     sent = [(later.bytes_sent - earlier.bytes_sent) / once for earlier, later in itertools.pairwise(rows)]

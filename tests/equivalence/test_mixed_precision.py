@@ -48,7 +48,7 @@ def test_follows_single(tmp_path: Path, ones: dict[str, World], way: str, precis
     size, strategy, options = WAYS[way]
     shards = size // 2 if way.startswith("dp") else 1
     parts = {f"strategy.{key}": value for key, value in options.items()}
-    parts |= {"training.batch_size": 4 // shards, "training.precision": precision, "training.eval_batches": 2 * shards}
+    parts |= {"training.batch_size": 4 // shards, "training.precision": precision}
     many = run_world(size, tmp_path, CONFIG | parts, strategy=strategy)
     assert [rank.status for rank in many.ranks] == [0] * size, [rank.failed for rank in many.ranks]
     one, exact = ones[precision], ones["fp32"]

@@ -72,7 +72,7 @@ def test_layers_by_measured_speed(tmp_path: Path, schedule: str, shape: dict[str
     one = run_world(1, tmp_path / "one", config, task="DoubleGPT", strategy="single")
     parts = {f"strategy.{axis}": length for axis, length in shape.items()}
     parts |= {"strategy.layer_distribution": "auto", "strategy.schedule": schedule, "strategy.num_microbatches": 2}
-    parts |= {"training.batch_size": 8 // shape.get("dp", 1), "training.eval_batches": 2 * shape.get("dp", 1)}
+    parts |= {"training.batch_size": 8 // shape.get("dp", 1)}
     size, strategy = (4, "mesh") if shape else (2, "pipeline")
     many = run_world(size, tmp_path / "many", config | parts, task="UnlikeGPT", strategy=strategy)
     assert_same_run(one, many, tolerance=1e-9)

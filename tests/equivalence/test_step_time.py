@@ -15,7 +15,7 @@ CONFIG = {
     "training.steps": 9,
     "training.batch_size": 4,
     "training.eval_steps": 3,
-    "training.eval_batches": 2,
+    "training.eval_samples": 8,
     "training.checkpoint_steps": 0,
 }
 

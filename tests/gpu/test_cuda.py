@@ -19,7 +19,7 @@ COMMON = {f"model.{k}": v for k, v in SHAPE.items()} | {
     "training.batch_size": 8,
     "training.steps": 30,
     "training.learning_rate": 3e-3,
-    "training.eval_batches": 4,
+    "training.eval_samples": 16,
     "lr_schedule.warmup_iters": 5,
 }
 

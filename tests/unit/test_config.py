@@ -619,6 +619,31 @@ def test_steps_of_a_file_win_over_epochs_of_files(tmp_path: Path) -> None:
     assert load_config([first, second]).training.steps == 5
 
 
+@pytest.mark.parametrize(
+    ("file", "overrides", "samples"),
+    [
+        ("{eval_samples: 50, batch_size: 4}", [], 50),
+        ("{eval_batches: 3, batch_size: 4}", [], 12),
+        ("{eval_batches: 3}", ["training.batch_size=5"], 15),
+        ("{eval_samples: 50, batch_size: 4}", ["training.eval_batches=2"], 8),
+        ("{eval_batches: 3, batch_size: 4}", ["training.eval_samples=7"], 7),
+        ("{eval_samples: 50}", ["training.eval_batches=null"], None),
+        ("{eval_batches: 3}", ["training.eval_samples=null"], None),
+    ],
+)
+def test_eval_batches_are_samples(tmp_path: Path, file: str, overrides: list[str], samples: int | None) -> None:
+    """Of the batch size; what is said last holds."""
+    config = resolve(load_config([write(tmp_path, f"training: {file}")], overrides=overrides))
+    assert (config.training.eval_samples, config.training.eval_batches) == (samples, None)
+    again = resolve(load_config([write(tmp_path, dump(config), "again.yaml")]))
+    assert again.training.eval_samples == samples
+
+
+def test_eval_batches_and_eval_samples_in_one_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"eval_batches = 3: and training\.eval_samples = 50; leave eval_batches out"):
+        load_config([write(tmp_path, "training: {eval_samples: 50, eval_batches: 3}")])
+
+
 def test_the_reference_page_is_up_to_date() -> None:
     page = ROOT / "docs" / "configuration.md"
     assert page.read_text(encoding="utf-8") == markdown(), "run: python -m smolcluster.config.reference > docs/..."

@@ -27,6 +27,7 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     if config.model.type == "gpt":
         yield from _shape(config)
     yield from _rates(config)
+    yield from _evaluation(config)
     yield from _machines(config)
     yield from _hosts(config.cluster)
     yield from _links(config.cluster)
@@ -59,6 +60,13 @@ def _rates(config: Config) -> Iterator[Conflict]:
     if low is not None and low > peak:
         text = f"lr_schedule.min_lr = {low:g}: must not exceed training.learning_rate = {peak:g}; null means a tenth"
         yield Conflict((("lr_schedule", "min_lr"), ("training", "learning_rate")), text)
+
+
+def _evaluation(config: Config) -> Iterator[Conflict]:
+    samples, batches = config.training.eval_samples, config.training.eval_batches
+    if samples is not None and batches is not None:
+        text = f"training.eval_batches = {batches}: and training.eval_samples = {samples}; leave eval_batches out"
+        yield Conflict((("training", "eval_batches"), ("training", "eval_samples")), text)
 
 
 def _machines(config: Config) -> Iterator[Conflict]:

@@ -67,6 +67,7 @@ def load_config(
         problems += found
         merged = merge(merged, tree)
     merged = _without_steps_of_files(merged, num_files=len(sources))
+    merged = _with_later_of(merged, ("training", "eval_samples"), ("training", "eval_batches"))
     known, found = _known(merged)
     problems += found
     config, found = _validate(known)
@@ -155,6 +156,17 @@ def _without_steps_of_files(merged: Node, *, num_files: int) -> Node:
         return merged
     nothing = Node({"steps": dataclasses.replace(steps, value=None)}, epochs.place, "training")
     return merge(merged, Node({"training": nothing}, merged.place))
+
+
+def _with_later_of(merged: Node, *paths: tuple[str, str]) -> Node:
+    """Of two keys for one thing the one that a later source names holds, null included."""
+    found = [(path, node) for path in paths if (node := merged.find(path)) is not None]
+    last = max((node.place.order for _, node in found), default=0)
+    for (section, key), node in found:
+        if node.place.order < last:
+            nothing = Node({key: dataclasses.replace(node, value=None)}, node.place, section)
+            merged = merge(merged, Node({section: nothing}, merged.place))
+    return merged
 
 
 def _known(merged: Node) -> tuple[Node, list[Problem]]:

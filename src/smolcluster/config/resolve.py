@@ -51,6 +51,8 @@ def _resolve_training(config: Config) -> None:
     if training.batch_size is None:
         tokens_fit = max(1, min(32, 4096 // config.model.max_seq_len))
         training.batch_size = 32 if config.model.type == "simplenn" else tokens_fit
+    if training.eval_batches is not None:
+        training.eval_samples, training.eval_batches = training.eval_batches * training.batch_size, None
     if training.epochs is None and training.steps is None:
         training.epochs = next((n for name, n in _EPOCHS.items() if config.data.name.startswith(name)), 1)
 

@@ -129,9 +129,12 @@ class TrainingConfig(Section):
     eval_steps: Natural | None = Field(
         200, description="evaluate every so many steps and at the end; null or 0: only at the end"
     )
-    eval_batches: Count | None = Field(
-        None, description="evaluate on at most so many batches; null: the whole validation set"
+    eval_samples: Count | None = Field(
+        None,
+        description="evaluate on the first so many validation samples: the same for every strategy, number of workers and "
+        "batch size; null: all of them",
     )
+    eval_batches: Count | None = Field(None, description="the former eval_samples, in batches of batch_size samples")
     checkpoint_steps: Natural | None = Field(
         None, description="save every so many steps and at the end; null: every eval_steps; 0: never, nor at the end"
     )

@@ -27,18 +27,18 @@ def evaluate(
     group: Group,
     device: torch.device,
     batch_size: int,
-    max_batches: int | None,
+    samples: int | None,
     measure: Callable[[Any], dict[str, Tensor]] | None = None,
     share: Share | None = None,
 ) -> dict[str, float]:
-    """Means over the validation samples: `val_loss`, and `val_accuracy`, `val_ppl` where the task has them.
+    """Means over the first `samples` validation samples: `val_loss`, and `val_accuracy`, `val_ppl` where the task has them.
 
     Batches are weighted by their samples, or by the targets in them that count where the task says so. Share i
     of n takes every n-th batch from i on; sums meet in one small all-reduce, in double precision.
     """
     share = share or Share(index=group.rank, count=group.size)
-    num_batches = math.ceil(len(data) / batch_size)
-    num_batches = num_batches if max_batches is None else min(num_batches, max_batches)
+    num_samples = min(len(data), samples or len(data))
+    num_batches = math.ceil(num_samples / batch_size)
     numbers = list(range(share.index, num_batches, share.count))
     if share.lockstep:  # who has none left takes part in one more that does not count
         numbers += [num_batches] * (math.ceil(num_batches / share.count) - len(numbers))
@@ -48,7 +48,7 @@ def evaluate(
     for number in numbers:
         counts = share.counts and number < num_batches
         first = number * batch_size if number < num_batches else 0
-        indices = np.arange(first, min(len(data), first + batch_size))
+        indices = np.arange(first, min(num_samples, first + batch_size))
         part = to_device(data.batch(indices), device)
         with autocast(task.config.training.precision, device):
             metrics = task.metrics(model, part) if measure is None else measure(part)
@@ -62,11 +62,11 @@ def evaluate(
 
     sums = torch.cat([sums, torch.tensor([float(has_accuracy)], dtype=torch.float64)]).to(group.device)
     group.all_reduce(sums).wait()
-    loss_sum, accuracy_sum, samples, with_accuracy = sums.tolist()
-    loss = loss_sum / samples if samples else math.nan  # nothing counts
+    loss_sum, accuracy_sum, weights, with_accuracy = sums.tolist()
+    loss = loss_sum / weights if weights else math.nan  # nothing counts
     result = {"val_loss": loss}
     if with_accuracy:
-        result["val_accuracy"] = accuracy_sum / samples
+        result["val_accuracy"] = accuracy_sum / weights
     if task.perplexity:
         result["val_ppl"] = math.exp(loss) if loss < 700 else math.inf
     return result

@@ -164,7 +164,7 @@ class Loop:
             group=self.context.group,
             device=self.context.device,
             batch_size=self._config.batch_size or 1,
-            max_batches=self._config.eval_batches,
+            samples=self._config.eval_samples,
             measure=lambda part: self.strategy.measure(self.task, part),
             share=share,
         )

@@ -108,7 +108,7 @@ class Referee:
                     group=MemoryGroup.world(1)[0],
                     device=self._device,
                     batch_size=training.batch_size or 1,
-                    max_batches=training.eval_batches,
+                    samples=training.eval_samples,
                     measure=self._measure,
                 )
             except _LeftOut:

@@ -56,7 +56,7 @@ class Request:
             "cluster.num_workers": size,
             "training.steps": self.warmup + self.steps,
             "training.eval_steps": 0,
-            "training.eval_batches": size,
+            "training.eval_samples": size,
             "training.checkpoint_steps": 0,
             "logging.log_interval": self.warmup,
             "logging.wandb": False,
