@@ -545,7 +545,7 @@ class _Spoil(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-class Spoiled(Digits):
+class _Spoils(Task):
     """SPOIL is RANK:CALL:FACTOR,...: on this rank the gradient of this training batch (1: the first) is multiplied."""
 
     calls = 0
@@ -554,11 +554,48 @@ class Spoiled(Digits):
         loss = super().loss(model, batch)
         if not model.training:
             return loss
-        Spoiled.calls += 1
+        _Spoils.calls += 1
         for rank, call, factor in (part.split(":") for part in os.environ["SPOIL"].split(",")):
-            if rank == os.environ["TEST_RANK"] and int(call) == Spoiled.calls:
+            if rank == os.environ["TEST_RANK"] and int(call) == _Spoils.calls:
                 loss = _Spoil.apply(loss, float(factor))  # type: ignore[no-untyped-call]
         return loss
+
+
+class Spoiled(_Spoils, Digits):
+    """Real handwriting."""
+
+
+class SpoiledTiny(_Spoils, Double):
+    """A few hundred numbers in fp64."""
+
+
+class SpoiledGPT(_Spoils, DoubleGPT):
+    """The embedded text in fp64."""
+
+
+class SpoiledStatistics(_Spoils, BatchNorm):
+    """The data is spoiled instead: on rank R the samples of training batch C hold NaN, with SPOIL=R:C:nan."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        spoiled = f"{os.environ['TEST_RANK']}:{_Spoils.calls + 1}:nan" in os.environ["SPOIL"].split(",")
+        return super().loss(model, (x * math.nan if spoiled and model.training else x, y))
+
+
+class EndsBroken(Tiny):
+    """The third step of the optimizer ruins a weight, with a gradient that was finite."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        first, taken = next(model.parameters()), []
+
+        def ruin(*_: Any) -> None:
+            taken.append(1)
+            if len(taken) == 3:
+                first.data[0, 0] = math.nan
+
+        optimizer.register_step_post_hook(ruin)
+        return optimizer
 
 
 class Odd(Tiny):

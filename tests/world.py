@@ -262,12 +262,12 @@ def _be_rank(
     # Some of torch's own machinery would pickle what it tells other ranks. Nothing here may make it do so.
     distributed_c10d._object_to_tensor = distributed_c10d._tensor_to_object = _refuse_to_pickle
     torch.set_num_threads(1)
-    os.environ.update(environ, OMP_NUM_THREADS="1")
+    spec = WorkerSpec.from_json(spec_json)
+    os.environ.update(environ, OMP_NUM_THREADS="1", TEST_RANK=str(spec.rank))
     if namespace is not None:
         enter_namespace(namespace)
     for module, attribute, value in tweaks:
         setattr(importlib.import_module(module), attribute, value)
-    spec = WorkerSpec.from_json(spec_json)
     status = run_worker(spec, _Channel(pipe, spec.rank, spec.world_size, hook), [_Sink(pipe)])
     pipe.send(("status", status))
     pipe.close()

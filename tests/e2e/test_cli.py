@@ -31,7 +31,7 @@ ROW = (
 SUMMARY = (
     *("status", "strategy", "workers", "world_size", "steps", "samples", "tokens", "wall_s", "tokens_per_s"),
     *("train_loss", "val_loss", "val_accuracy", "bytes_sent", "bytes_received", "staleness_mean", "staleness_max"),
-    *("stale_rejected", "restarts", "members_lost", "members_joined", "peak_memory_bytes"),
+    *("stale_rejected", "skipped", "restarts", "members_lost", "members_joined", "peak_memory_bytes"),
     *("weights_sha256", "checkpoint"),
 )
 # The same run in every test of this file, whoever starts its ranks.

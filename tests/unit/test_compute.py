@@ -6,7 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from smolcluster.compute.buffers import RunningStatistics
 from smolcluster.compute.device import choose_device, peak_memory_bytes, share_cores
 from smolcluster.compute.optim import load_named_state, make_optimizer, named_state, warmup_cosine, without_state
-from smolcluster.compute.precision import LossScale
-from smolcluster.compute.replica import Batch, Replica, to_device
+from smolcluster.compute.precision import MOST, PATIENCE, AgreedScale, LossScale
+from smolcluster.compute.replica import MOST_SKIPPED, Batch, Replica, to_device
 from smolcluster.compute.rng import derive_seed, seed_everything
 from smolcluster.config.schema import TrainingConfig
-from smolcluster.errors import UserError
+from smolcluster.errors import SmolclusterError, UserError
 
 CPU = torch.device("cpu")
 # What a process of the elastic plane does until its first step, and what it must not have imported then.
@@ -62,8 +63,8 @@ def batch(seed: int, *, parts: int = 1, size: int = 6) -> Batch:
     return Batch(parts=list(zip(x.split(size), y.split(size), strict=True)), samples=parts * size, tokens=0, step=1)
 
 
-def replica(**changes: Any) -> Replica:
-    config = TrainingConfig(learning_rate=0.01, weight_decay=0.1)
+def replica(*, optimizer: Literal["adamw", "sgd"] = "adamw", **changes: Any) -> Replica:
+    config = TrainingConfig(learning_rate=0.01, weight_decay=0.1, optimizer=optimizer, momentum=0.9)
     model = network()
     settings = {"precision": "fp32", "grad_clip_norm": 0.3, "learning_rate": lambda n: 0.01 / (n + 1)} | changes
     return Replica(model=model, loss=loss, optimizer=make_optimizer(model, config), device=CPU, **settings)
@@ -142,6 +143,139 @@ def test_fp16_scale_is_exact_and_an_overflow_changes_nothing() -> None:
     assert ours.updates == 2
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("spoiled", [1, 3])
+def test_a_step_that_the_optimizer_skips_by_a_flag_is_as_one_that_the_host_skips(
+    monkeypatch: pytest.MonkeyPatch, optimizer: Literal["adamw", "sgd"], spoiled: int
+) -> None:
+    """As on a GPU, where nobody waits for the norm. The same to the bit, in every step and in the optimizer's state."""
+    waiting, deferring = replica(optimizer=optimizer), replica(optimizer=optimizer)
+    for step in range(1, 6):
+        norms = []
+        for ours, device in ((waiting, "cuda"), (deferring, "cpu")):
+            monkeypatch.setattr("smolcluster.compute.replica.SKIPS_ON", device)
+            ours.compute(batch(step))
+            if step == spoiled:
+                ours.parameters[0].grad.view(-1)[0] = math.nan
+            before = {n: t.clone() for n, t in ours.weights().items()}
+            norms.append(ours.apply())
+            assert (step == spoiled) == all(torch.equal(before[n], t) for n, t in ours.weights().items())
+        assert torch.equal(*norms) or step == spoiled
+    assert isinstance(deferring._skipped, Tensor), "the host has looked at every step"
+    assert (waiting.skipped, deferring.skipped) == (1, 1)
+    assert (waiting.updates, deferring.updates) == (5, 5)
+    for a, b in zip(waiting.state_dict()[0].items(), deferring.state_dict()[0].items(), strict=True):
+        assert a[0] == b[0]
+        assert torch.equal(a[1], b[1]), a[0]
+    for name, tensor in waiting.weights().items():
+        assert torch.equal(tensor, deferring.weights()[name])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_too_many_skipped_steps_in_a_row_are_an_error(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr("smolcluster.compute.replica.SKIPS_ON", device)
+    ours = replica()
+
+    def take(*, spoiled: bool) -> None:
+        ours.compute(batch(1))
+        if spoiled:
+            ours.parameters[0].grad.fill_(math.inf)
+        ours.apply()
+        ours.check_progress()
+
+    for spoiled in [False, *[True] * (MOST_SKIPPED - 1), False, *[True] * (MOST_SKIPPED - 1)]:
+        take(spoiled=spoiled)
+    with pytest.raises(SmolclusterError, match=rf"last {MOST_SKIPPED} steps had NaN or infinite values"):
+        take(spoiled=True)
+    assert ours.skipped == 2 * MOST_SKIPPED - 1
+
+
+def test_resuming_after_skipped_steps_only() -> None:
+    """There is no optimizer state yet, which is no sign of another optimizer."""
+    ours, later = replica(), replica()
+    ours.compute(batch(1))
+    ours.parameters[0].grad.fill_(math.nan)
+    ours.apply()
+    optimizer, numbers = ours.state_dict()
+    assert (optimizer, numbers) == ({}, {"updates": 1, "skipped": 1})
+    later.load_state_dict(ours.weights(), optimizer, numbers)
+    assert (later.updates, later.skipped) == (1, 1)
+
+
+class Statistics(nn.Module):
+    """A running mean, one that is a new tensor each time, and a table that never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("table", torch.ones(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.norm(self.layer(x))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("spoiled", [{1}, {3}, {3, 4}])
+def test_running_statistics_that_are_not_finite_are_undone(delayed: bool, spoiled: set[int]) -> None:
+    """On a GPU the verdict comes a step later: some good steps may go too, and never more than those."""
+    torch.manual_seed(0)
+    model = Statistics()
+    buffers = RunningStatistics(model, CPU)
+    if delayed:
+        buffers._flag, buffers._delayed = Later(), True  # type: ignore[assignment]
+    for step in range(1, 8):
+        buffers.keep()
+        model(torch.randn(6, 4) * (math.nan if step in spoiled else 1.0))
+        buffers.judge()
+    buffers.settle()
+    assert all(torch.isfinite(buffer).all() for buffer in model.buffers())
+    counted = int(model.norm.num_batches_tracked)
+    assert 7 - len(spoiled) - 2 * delayed <= counted <= 7 - len(spoiled)
+    assert model.norm.running_mean.abs().max() > 0
+    assert sum(copy.numel() for copy in buffers._kept.values()) < 1000, "what never changes is not copied again"
+
+    last = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers.keep()
+    model(torch.full((6, 4), math.inf))
+    buffers.judge()
+    buffers.settle()
+    assert all(torch.equal(last[name], buffer) for name, buffer in model.named_buffers())
+
+
+class Later:
+    """A flag that is read one step later, as on a GPU."""
+
+    def __init__(self) -> None:
+        self.last = False
+
+    def read(self, value: Tensor) -> bool:
+        self.last, earlier = bool(value), self.last
+        return earlier
+
+
+def test_a_loss_scale_is_lowered_once_for_all_gradients_that_it_broke() -> None:
+    scale = LossScale(value=1024.0)
+    assert [scale.update(overflow=True, used=1024.0) for _ in range(3)] == [True, False, False]
+    assert scale.value == 512.0
+    assert scale.update(overflow=True, used=128.0)  # it has grown since
+    assert scale.value == 64.0
+
+
+def test_one_member_alone_does_not_lower_the_scale_of_all_for_ever() -> None:
+    scale = AgreedScale(growth_interval=1000)
+    for _ in range(20):
+        scale.overflowed("broken", scale.value)
+        scale.committed(["a", "b"])
+    assert scale.value == 2.0**16 / 2**PATIENCE
+    for _ in range(10):  # but when nobody's gradient counts, the scale is too high for all
+        used = scale.value
+        assert [scale.overflowed(member, used) for member in "ab"] == [True, False]
+    assert scale.value == 2.0**16 / 2**PATIENCE / 2**10
+    assert not any(scale.overflowed("c", used) for used in (1.0, math.nan, -math.inf, "2", None, [8]))
+
+
 @given(st.lists(st.booleans(), max_size=60))
 def test_loss_scale_stays_a_power_of_two_of_at_least_one(overflows: list[bool]) -> None:
     scale = LossScale(value=4.0, growth_interval=3)
@@ -149,6 +283,7 @@ def test_loss_scale_stays_a_power_of_two_of_at_least_one(overflows: list[bool]) 
         scale.update(overflow=overflow)
         assert scale.value >= 1.0
         assert math.log2(scale.value).is_integer()
+    assert scale.value <= MOST
     copy = LossScale()
     copy.load_state_dict(scale.state_dict())
     assert (copy.value, copy.good_steps) == (scale.value, scale.good_steps)

@@ -57,6 +57,7 @@ ROW = StepLogged(
     staleness=0.5,
     staleness_max=2,
     stale_rejected=3,
+    skipped=2,
 )
 
 
@@ -158,6 +159,7 @@ def test_the_last_value_of_everything_is_served(sink: PrometheusSink) -> None:
         "bytes_received_total": 20,
         "staleness": 0.5,
         "stale_rejected_total": 3,
+        "skipped_total": 2,
         "checkpoint_step": 5,
         "checkpoint_seconds": 0.5,
         "checkpoint_stall_seconds": 0.01,

@@ -4,6 +4,10 @@
     apply()          unscale, clip, optimizer step at the learning rate of this update
 
 Strategies put their exchange between the two. A replica knows nothing of other replicas.
+
+A gradient that is not finite changes nothing: the step counts as an update, and as skipped. Ranks that hold the same norm skip
+the same steps. On a GPU the optimizer skips by a flag on the device, as with torch's GradScaler, so that the host need not wait
+for the norm. It has to wait where the optimizer cannot do that (one that is not fused), and in fp16, for the loss scale.
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
 from smolcluster.comm.sharded import gradient, is_sharded
+from smolcluster.compute.buffers import RunningStatistics
 from smolcluster.compute.optim import load_named_state, named_state, without_state
 from smolcluster.compute.precision import LossScale, autocast
-from smolcluster.errors import UserError
+from smolcluster.errors import SmolclusterError, UserError
 
 Loss = Callable[[nn.Module, Any], Tensor]
+SKIPS_ON = "cuda"  # device where the host must not wait for every step
+MOST_SKIPPED = 20  # steps in a row whose gradients were not finite, before a run fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,12 @@ class Replica:
         self.device = device
         self.updates = 0  # how many gradients have been applied: the version of the weights
         self.scale = LossScale() if precision == "fp16" else None
+        self.led = False  # a server judges the gradients and sets the loss scale
+        self.buffers = RunningStatistics(model, device)
+        # Steps without a finite gradient: of all, and in a row. The first is on the device where the host does not wait.
+        self._skipped: int | Tensor = 0
+        self._in_row: int | Tensor = 0
+        self._stepped = False  # the optimizer has taken a step, and so has its state
         self.gradient_norms: dict[str, Tensor] = {}
         self._plain_loss = loss
         self._loss: Loss = compiled(model, loss) if compile else loss
@@ -98,6 +111,7 @@ class Replica:
             self.model.train()
         self.drop_gradients()  # a step that was abandoned may have left its own
         total: Tensor | None = None
+        self.buffers.keep()
         shares = batch.shares
         for number, part in enumerate(batch.parts):
             part = to_device(part, self.device)
@@ -113,6 +127,7 @@ class Replica:
             if share != 0:
                 mine = loss.detach() if share is None else loss.detach() * share
                 total = mine if total is None else total + mine
+        self.buffers.judge()
         if total is None:
             return torch.zeros((), device=self.device)
         return total / len(batch.parts) if shares is None and len(batch.parts) > 1 else total
@@ -120,8 +135,8 @@ class Replica:
     def apply(self, *, scale: float | None = None, norm: float | Tensor | None = None) -> Tensor:
         """One update from the gradients on the parameters. Returns their norm before clipping.
 
-        `norm` is given where only a part of the gradients is here, or where all must clip alike. A step whose gradients
-        overflowed in fp16 counts as an update but changes no weight.
+        `norm` is given where only a part of the gradients is here, or where all must clip alike. A step whose norm is not
+        finite counts as an update but changes no weight and no optimizer state.
         """
         parameters = [p for p in self.parameters if p.grad is not None]
         gradients = [g for p in parameters if (g := gradient(p)) is not None]
@@ -135,17 +150,15 @@ class Replica:
             total = torch.as_tensor(norm, dtype=wide, device=self.device)
         if self.track_gradients:
             self.gradient_norms = {n: p.grad.norm() for n, p in self.model.named_parameters() if p.grad is not None}
-        overflow = self.scale is not None and not bool(torch.isfinite(total))
-        if not overflow:
-            if self._clip is not None and gradients:
-                factor = torch.clamp(self._clip / (total + 1e-6), max=1.0)
-                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-            rate = self._learning_rate(self.updates)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * group.get("lr_scale", 1.0)
-            self.optimizer.step()
-        if self.scale is not None:
-            self.scale.update(overflow=overflow)
+        skip = ~torch.isfinite(total)
+        if self._skips_on_device(gradients):
+            self._update(gradients, total, skip=skip)
+            self._skipped, self._in_row = self._skipped + skip, (self._in_row + skip) * skip
+        else:
+            skipped = bool(skip)
+            if not skipped:
+                self._update(gradients, total)
+            self._count(skipped=skipped, scale=scale)
         self.updates += 1
         self.drop_gradients()
         return total
@@ -154,6 +167,48 @@ class Replica:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def _update(self, gradients: list[Tensor], total: Tensor, *, skip: Tensor | None = None) -> None:
+        """Clip, and take a step of the optimizer; `skip`: a flag on the device, whether to leave the step out."""
+        if self._clip is not None and gradients:
+            factor = torch.clamp(self._clip / (total + 1e-6), max=1.0)
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        rate = self._learning_rate(self.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+        found_inf = None if skip is None else skip.float()
+        setattr(self.optimizer, "found_inf", found_inf)  # noqa: B010 - what fused optimizers of torch look at
+        self.optimizer.step()
+        self._stepped = True
+
+    def _skips_on_device(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether the optimizer can leave a step out by itself. In its first step some of its state would be left undefined."""
+        able = self._stepped and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return able and self.scale is None and bool(gradients) and gradients[0].device.type == SKIPS_ON
+
+    def _count(self, *, skipped: bool, scale: float) -> None:
+        """Count a step, and adapt the loss scale to it."""
+        if self.scale is not None and not self.led:
+            self.scale.update(overflow=skipped, used=scale)
+        self._skipped += skipped
+        if not skipped:
+            self._in_row = 0
+        elif scale <= 1.0 or self.scale is None:  # or a lower loss scale may help
+            self._in_row += 1
+            self.check_progress()
+
+    @property
+    def skipped(self) -> int:
+        """Updates that changed nothing, as their gradients were not finite. On a GPU this waits for the last of them."""
+        return int(self._skipped)
+
+    def check_progress(self) -> None:
+        """Raise when nothing has been learned for many steps. On a GPU this waits for the last of them."""
+        if not self.led and int(self._in_row) >= MOST_SKIPPED:
+            raise SmolclusterError(
+                f"the gradients of the last {int(self._in_row)} steps had NaN or infinite values, and were not applied; "
+                "look at the data, or lower training.learning_rate"
+            )
+
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers by name, not copied."""
         return {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
@@ -161,6 +216,8 @@ class Replica:
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Optimizer tensors, and the few numbers beside them."""
         numbers: dict[str, Any] = {"updates": self.updates}
+        if self.skipped:
+            numbers["skipped"] = self.skipped
         if self.scale is not None:
             numbers["loss_scale"] = self.scale.state_dict()
         return named_state(self.model, self.optimizer), numbers
@@ -174,14 +231,14 @@ class Replica:
     def lacking(self, optimizer: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> list[str]:
         """Parameters without optimizer state in what should be all of it, if every parameter has a gradient in every step."""
         skipped = self.scale is not None and not optimizer  # every step so far may have overflowed
-        fresh = skipped or int(numbers["updates"]) == 0
+        fresh = skipped or int(numbers["updates"]) <= int(numbers.get("skipped", 0))
         return [] if fresh else without_state(self.model, self.optimizer, optimizer)
 
     def load_optimizer(self, optimizer: Mapping[str, Tensor], numbers: dict[str, Any], *, bare: bool) -> None:
         """`bare`: nothing was saved for any parameter, of which this replica may have some only."""
         load_named_state(self.model, self.optimizer, optimizer)
-        self.updates = int(numbers["updates"])
-        bare = bare and self.updates > 0 and any(group["params"] for group in self.optimizer.param_groups)
+        self.updates, self._skipped = int(numbers["updates"]), int(numbers.get("skipped", 0))
+        bare = bare and self.updates > self._skipped and any(group["params"] for group in self.optimizer.param_groups)
         if bare and self.scale is None and isinstance(self.optimizer, torch.optim.AdamW):
             raise UserError(
                 "the checkpoint has no optimizer state, as plain SGD saves it, and this run uses AdamW; "

@@ -1,4 +1,4 @@
-"""What must hold before a run starts; each refusal says what to change."""
+"""What must hold before a run starts, and at its end; each refusal says what to change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smolcluster.config.schema import Config
-from smolcluster.errors import UserError
+from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import size
 
 if TYPE_CHECKING:  # this module is read by those who start processes, without torch
@@ -34,6 +34,15 @@ def is_automatic(config: Config, host: str) -> bool:
     """Whether this host's batch size is to follow its speed."""
     said = config.cluster.batch_size
     return (said if isinstance(said, str) else said.get(host)) == "auto"
+
+
+def check_finite(broken: str | None, *, step: int) -> None:
+    """`broken` is the name of a weight or buffer with NaN or infinite values at the end of a run."""
+    if broken is not None:
+        raise SmolclusterError(
+            f"the run ended at step {step} with NaN or infinite values in {broken}; go back to an earlier checkpoint with "
+            "--resume, look at the data, or lower training.learning_rate"
+        )
 
 
 def check_enough_samples(num_samples: int, counts: list[int]) -> None:

@@ -5,7 +5,6 @@ for each step: read a batch, strategy.step, and when they are due: evaluate, log
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from smolcluster.comm.group import gather_json
+from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything
 from smolcluster.data.dataset import Dataset
@@ -78,6 +78,7 @@ class Loop:
         self._profiler = profiler
         self._warned_of_loss = False
         self._counted: bool | None = None  # whether the task counts targets
+        self._skipped = 0
         self._saved_step = -1
 
     def run(self) -> None:
@@ -180,6 +181,7 @@ class Loop:
         if not math.isfinite(row["loss"]) and not self._warned_of_loss:
             self._warned_of_loss = True
             self.context.warn(f"the loss is {row['loss']} at step {step}; try a lower training.learning_rate")
+        self._warn_of_skipped(step)
         norms = self.strategy.gradient_norms()
         traffic = self.context.traffic
         self._observer.emit(
@@ -193,12 +195,25 @@ class Loop:
                 bytes_received=traffic.bytes_received,
                 staleness_max=self.meter.staleness_max,
                 stale_rejected=self.strategy.stale_rejected,
+                skipped=self._skipped,
                 gradient_norms={name: float(norm) for name, norm in norms.items()} or None,
                 machine=self._facts.due(),
                 **row,
                 **(self.last_evaluation if with_evaluation else {}),  # type: ignore[arg-type]
             )
         )
+
+        self.strategy.check_progress()
+
+    def _warn_of_skipped(self, step: int) -> None:
+        before, self._skipped = self._skipped, self.strategy.skipped
+        new = self._skipped - before
+        # In fp16 a step is skipped now and then, to find the loss scale.
+        if new > 0 and self.context.seat.rank == 0 and self._config.precision != "fp16":
+            what = (
+                "a step was skipped, as its gradient" if new == 1 else f"{new} steps were skipped, as their gradients"
+            )
+            self.context.warn(f"{what} had NaN or infinite values, at step {step} or shortly before")
 
     # Checkpoints. Every rank drains and asks for the state; the lead rank copies and writes it. Together, every rank has a
     # part of it, which it copies and writes itself.
@@ -224,11 +239,11 @@ class Loop:
         self._saved_step = step
         if self._saver is None:
             return
-        broken = [n for n, t in state.weights.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+        broken = not_finite(state.weights)
         if self._together:
-            broken = list(itertools.chain.from_iterable(gather_json(self.context.group, broken[:1])))
+            broken = next(filter(None, gather_json(self.context.group, broken)), None)
         if broken:  # good checkpoints must not give way to this one
-            log.error("step %d is not saved: %s has NaN or infinite values", step, broken[0])
+            log.error("step %d is not saved: %s has NaN or infinite values", step, broken)
             return
         started = time.perf_counter()
         snapshot = Snapshot(

@@ -28,12 +28,13 @@ from smolcluster.comm.elastic.tcp import TcpTransport
 from smolcluster.comm.elastic.transport import Link
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.data.leases import Leases
 from smolcluster.engine import history
 from smolcluster.engine.checkpoint import CheckpointStore
-from smolcluster.engine.checks import batch_size_of, check_enough_samples
+from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite
 from smolcluster.engine.files import atomic_write_text
 from smolcluster.engine.identity import new_peer, new_run_id
 from smolcluster.engine.journal import Journal, JournalFull, Recovered
@@ -558,9 +559,9 @@ class Server(Role):
     def _save(self, snapshot: Snapshot, *, best: bool, final: bool) -> None:
         if self.saver is None:
             return
-        broken = [n for n, t in snapshot.weights.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+        broken = not_finite(snapshot.weights)
         if broken:
-            log.error("step %d is not saved: %s has NaN or infinite values", snapshot.step, broken[0])
+            log.error("step %d is not saved: %s has NaN or infinite values", snapshot.step, broken)
             return
         self.saver.submit(snapshot, best=best, final=final)
 
@@ -568,6 +569,8 @@ class Server(Role):
 
     def _finish(self) -> int:
         interrupted = self.step < self.total_steps
+        if not interrupted:
+            check_finite(not_finite(self.strategy.state().weights), step=self.step)
         if self.meter.unlogged:
             self.observer.emit(self._row())
         if interrupted and self.saver is not None and self.step > 0:
@@ -614,6 +617,7 @@ class Server(Role):
             "staleness_sum": 0,
             "staleness_max": 0,
             "stale_rejected": 0,
+            "skipped": 0,  # what is not finite is refused here, and counted as such
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         final = self.strategy.state().weights

@@ -14,7 +14,7 @@ from smolcluster.observe.events import plain
 FIELDS = (
     *("status", "strategy", "workers", "world_size", "steps", "samples", "tokens", "wall_s", "tokens_per_s"),
     *("train_loss", "val_loss", "val_accuracy", "bytes_sent", "bytes_received"),
-    *("staleness_mean", "staleness_max", "stale_rejected", "restarts", "members_lost", "members_joined"),
+    *("staleness_mean", "staleness_max", "stale_rejected", "skipped", "restarts", "members_lost", "members_joined"),
     *("peak_memory_bytes", "weights_sha256", "checkpoint"),
 )
 
@@ -39,6 +39,7 @@ def join_ranks(ranks: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]
         "staleness_mean": sum(r["staleness_sum"] for r in ranks) / steps if steps else 0.0,
         "staleness_max": max(r["staleness_max"] for r in ranks),
         "stale_rejected": sum(r["stale_rejected"] for r in ranks),
+        "skipped": max(r["skipped"] for r in ranks),  # all ranks skip the same steps
         "restarts": 0,
         "members_lost": 0,
         "members_joined": 0,
@@ -64,7 +65,8 @@ def failed_summary(*, strategy: str, world_size: int, last_row: dict[str, Any] |
     """What is known when a run dies: the last logged row of rank 0."""
     row = last_row or {}
     summary: dict[str, Any] = dict.fromkeys(FIELDS)
-    summary |= dict.fromkeys(("staleness_mean", "staleness_max", "stale_rejected", "restarts", "members_joined"), 0)
+    summary |= dict.fromkeys(("staleness_mean", "staleness_max", "stale_rejected", "skipped"), 0)
+    summary |= dict.fromkeys(("restarts", "members_joined"), 0)
     summary |= {
         "status": "failed",
         "strategy": strategy,

@@ -20,6 +20,7 @@ from smolcluster.comm.bulletin import Bulletin
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
 from smolcluster.comm.rendezvous import Place, connect
 from smolcluster.comm.watch import Watch
+from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.data.sampler import Sampler, ShardedSampler
@@ -27,6 +28,7 @@ from smolcluster.engine.checks import (
     OWN_TO_A_HOST,
     batch_size_of,
     check_enough_samples,
+    check_finite,
     check_same_config,
     check_same_task,
     identify_task,
@@ -370,6 +372,9 @@ class Worker(Role):
         """Join what every rank counted; the lead writes the summary."""
         loop, traffic, meter = self.loop, self.group.traffic, self.loop.meter
         weights = loop.final_weights()
+        if not loop.interrupted:
+            broken = not_finite(weights) if weights is not None else None
+            check_finite(gather_json(self.group, broken)[0], step=loop.progress.step)
         mine = {
             "role": self.seat.role,
             "step": loop.progress.step,
@@ -386,6 +391,7 @@ class Worker(Role):
             "staleness_sum": meter.staleness_sum,
             "staleness_max": meter.staleness_max,
             "stale_rejected": loop.strategy.stale_rejected,
+            "skipped": loop.strategy.skipped,
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         if self.watch is not None:

@@ -73,6 +73,7 @@ class StepLogged(Event):
     staleness: float
     staleness_max: int = 0  # since the start of this process, like the next
     stale_rejected: int = 0
+    skipped: int = 0  # steps that changed nothing, as the gradient was not finite; since the start of training
     val_loss: float | None = None
     val_accuracy: float | None = None
     val_ppl: float | None = None

@@ -62,6 +62,7 @@ METRICS = {
     "smolcluster_bytes_received_total": Metric("counter", "Bytes received since then.", "bytes_received"),
     "smolcluster_staleness": Metric("gauge", "Age of gradients in steps, mean since the row before.", "staleness"),
     "smolcluster_stale_rejected_total": Metric("counter", "Gradients refused as too old.", "stale_rejected"),
+    "smolcluster_skipped_total": Metric("counter", "Steps whose gradient was not finite, not applied.", "skipped"),
     "smolcluster_members": Metric("gauge", "Workers that take part now, as the server knows."),
     "smolcluster_checkpoint_step": Metric("gauge", "Step of the last checkpoint that was saved."),
     "smolcluster_checkpoint_seconds": Metric("gauge", "How long writing it took, beside training."),

@@ -15,6 +15,7 @@ from smolcluster.observe.text import clock, encodable, number, printable, short,
 
 _COUNTS = (
     ("stale_rejected", "stale gradient refused", "stale gradients refused"),
+    ("skipped", "step skipped (NaN or infinite)", "steps skipped (NaN or infinite)"),
     ("members_lost", "worker lost", "workers lost"),
     ("restarts", "restart", "restarts"),
 )

@@ -20,6 +20,7 @@ METRICS = {
     "staleness": "staleness",
     "staleness_max": "staleness_max",
     "stale_rejected": "stale_rejected",
+    "skipped": "skipped",
     "bytes_sent": "bytes_sent",
     "bytes_received": "bytes_received",
     "samples": "samples",

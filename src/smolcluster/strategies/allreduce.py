@@ -145,6 +145,7 @@ class AllReduce(Replicated):
     def drain(self) -> None:
         while self.replica.updates < self._sent:
             self._apply_oldest()
+        super().drain()
         self._broadcast(dict(self.replica.model.named_buffers()))
 
     def load_state(self, state: State) -> None:

@@ -20,7 +20,7 @@ from smolcluster.comm.elastic.line import Lease, Line
 from smolcluster.comm.elastic.roster import Roster
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.compute.optim import warmup_cosine
-from smolcluster.compute.precision import DTYPES
+from smolcluster.compute.precision import DTYPES, AgreedScale
 from smolcluster.compute.replica import Batch, Loss, Replica
 from smolcluster.compute.rng import seed_everything
 from smolcluster.compute.timing import Span
@@ -169,6 +169,7 @@ class Office:
     first_step: int = 0  # steps that were committed before
     recent: dict[int, tuple[int, float, float]] = field(default_factory=dict)  # of the last ones: view, weight, norm
     established: Sequence[str] = ()  # instances of the members that committed the last of them
+    scale: AgreedScale = field(default_factory=AgreedScale)  # the loss scale of members that train in fp16
     record: Callable[[Commit], None]  # the step is committed when this returns: a restart will know of it
     committed: Callable[[StepReport], None]  # told of every step, so that it can log, evaluate and save
     wants: Callable[[int], bool]  # whether the state after this step is needed, to evaluate or save
@@ -321,6 +322,14 @@ class Strategy(ABC):
     def whole_model(self, task: Task) -> nn.Module:
         """To try out, on the lead rank, when training is over."""
         return self.model
+
+    @property
+    def skipped(self) -> int:
+        """Steps that changed nothing, as their gradients were not finite. All ranks count the same."""
+        return 0
+
+    def check_progress(self) -> None:  # noqa: B027 - elsewhere a server judges the gradients
+        """Raise when too many steps in a row were skipped."""
 
     def gradient_norms(self) -> dict[str, Tensor]:
         """Per parameter, of the last applied gradient, when `training.track_gradients` is on."""

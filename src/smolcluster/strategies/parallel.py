@@ -239,7 +239,9 @@ class Parallel(Strategy):
             if pipe is None:
                 loss = self._exchange.compute(batch)
             else:
+                replica.buffers.keep()
                 loss = pipe.compute(batch, weight=self._exchange.loss_weight * replica.loss_scale)
+                replica.buffers.judge()
         comm = Span(context.device)
         if pipe is not None:
             pipe.join_twins()
@@ -301,6 +303,13 @@ class Parallel(Strategy):
             self._squared.index_add_(0, torch.tensor(places, dtype=torch.int64, device=device), squares)
         return squares.sum()
 
+    @property
+    def skipped(self) -> int:
+        return self.replica.skipped
+
+    def check_progress(self) -> None:
+        self.replica.check_progress()
+
     def gradient_norms(self) -> dict[str, Tensor]:
         """The parts meet here, when a row is logged: all ranks do so after the same steps."""
         if not self._tracks:
@@ -332,6 +341,7 @@ class Parallel(Strategy):
 
     def drain(self) -> None:
         """Buffers are those of the first data shard."""
+        self.replica.buffers.settle()
         for buffer in self.replica.model.buffers():
             if buffer.numel() and self.data.size > 1:
                 exchanged = buffer.to(self.data.buffer_device(buffer.device))

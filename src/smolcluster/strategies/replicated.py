@@ -31,11 +31,22 @@ class Replicated(Strategy):
     def without_state(self, optimizer: Iterable[str]) -> list[str]:
         return without_state(self.replica.model, self.replica.optimizer, optimizer)
 
+    @property
+    def skipped(self) -> int:
+        return self.replica.skipped
+
+    def check_progress(self) -> None:
+        self.replica.check_progress()
+
+    def drain(self) -> None:
+        self.replica.buffers.settle()
+
     def gradient_norms(self) -> dict[str, Tensor]:
         return self.replica.gradient_norms
 
 
 def replica_state(replica: Replica) -> State:
+    replica.buffers.settle()
     optimizer, numbers = replica.state_dict()
     return State(weights=replica.weights(), optimizer=optimizer, numbers=numbers)
 

@@ -1,0 +1,96 @@
+"""Running statistics (BatchNorm and the like) are judged as gradients are: what is not finite is undone.
+
+One batch with a NaN would leave its mark in a running mean for ever. So buffers that forward changes are copied before it, and
+put back when one of them is not finite after it. On a GPU the verdict is read one step later, so that nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from smolcluster.comm.sharded import local
+from smolcluster.compute.timing import DelayedFlag
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with NaN or infinite values."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(local(tensor)).all()):
+            return name
+    return None
+
+
+class RunningStatistics:
+    """The buffers of a model that forward changes."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._places = [(part, name) for part in model.modules() for name in part._buffers]
+        self._changing: set[int] | None = None  # places; None: no forward has been seen
+        self._seen: dict[int, tuple[int, int]] = {}  # place -> the tensor and its version, before forward
+        self._kept: dict[int, Tensor] = {}  # copies from before forward
+        self._older: dict[int, Tensor] = {}  # from before the forward of the step before
+        self._flag = DelayedFlag(device) if self._places else None
+        self._delayed = device.type == "cuda"
+
+    def keep(self) -> None:
+        """Before forward: copy what it may change. Later ones copy only what the first was seen to change."""
+        if not self._places:
+            return
+        now = self._buffers()
+        self._seen = {place: (id(buffer), buffer._version) for place, buffer in now.items()}
+        sources = {p: b for p, b in now.items() if self._changing is None or p in self._changing}
+        copies = [torch.empty_like(buffer) for buffer in sources.values()]
+        if copies:
+            torch._foreach_copy_(copies, list(sources.values()))
+        self._older, self._kept = self._kept, dict(zip(sources, copies, strict=True))
+
+    def judge(self) -> None:
+        """After forward: undo it if a buffer is not finite. On a GPU this acts on the verdict of the step before."""
+        if self._flag is None:
+            return
+        now = self._buffers()
+        changed = {place for place, buffer in now.items() if self._seen.get(place) != (id(buffer), buffer._version)}
+        if self._changing is None:
+            # Look at the values, once: torch's own BatchNorm changes its buffers without a new version of them.
+            changed |= {place for place, copy in self._kept.items() if _differ(copy, now.get(place))}
+            self._kept = {place: copy for place, copy in self._kept.items() if place in changed}
+        self._changing = (self._changing or set()) | changed
+        verdict = self._verdict(now)
+        if verdict is None or not self._flag.read(verdict):
+            return
+        if self._delayed:
+            self._kept = self._older
+        self._undo(now)
+
+    def settle(self) -> None:
+        """Before others take the buffers over, or they are saved: act on the verdict of the last step too."""
+        now = self._buffers()
+        verdict = self._verdict(now) if self._delayed and self._changing else None
+        if verdict is not None and bool(verdict):
+            self._undo(now)
+
+    def _verdict(self, now: dict[int, Tensor]) -> Tensor | None:
+        judged = [
+            now[p] for p in sorted(self._changing or ()) if p in now and now[p].is_floating_point() and now[p].numel()
+        ]
+        if not judged:
+            return None
+        largest = [norm.float() for norm in torch._foreach_norm(judged, torch.inf)]
+        return ~torch.isfinite(torch.stack(largest)).all()
+
+    @torch.no_grad()
+    def _undo(self, now: dict[int, Tensor]) -> None:
+        for place, copy in self._kept.items():
+            if place in now and now[place].shape == copy.shape:
+                now[place].copy_(copy)
+
+    def _buffers(self) -> dict[int, Tensor]:
+        found = ((place, part._buffers[name]) for place, (part, name) in enumerate(self._places))
+        return {place: local(buffer) for place, buffer in found if buffer is not None}
+
+
+def _differ(before: Tensor, after: Tensor | None) -> bool:
+    return after is None or before.shape != after.shape or bool((before != after).any())
