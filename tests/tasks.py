@@ -598,6 +598,20 @@ class EndsBroken(Tiny):
         return optimizer
 
 
+class Hangs(Digits):
+    """HANG is RANK:CALL:FILE: on this rank the loss of this training batch (1: the first) is there when the file is."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        rank, call, file = os.environ["HANG"].split(":", 2)
+        Hangs.calls += model.training
+        if rank == os.environ["TEST_RANK"] and int(call) == Hangs.calls:
+            while not Path(file).exists():
+                time.sleep(0.05)
+        return super().loss(model, batch)
+
+
 class Odd(Tiny):
     """The worker whose rank is ODD builds another model."""
 

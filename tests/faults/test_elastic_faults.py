@@ -57,9 +57,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "syncps": ("syncps", {}),
     "edp": ("edp", {}),
     "allreduce": ("allreduce", {"cluster.plane": "elastic"}),
+    "fsdp": ("fsdp", {"cluster.plane": "elastic", "strategy.fsdp_stage": 1}),
     "allreduce-2": ("allreduce", {"cluster.plane": "elastic", "strategy.staleness_bound": 2}),
 }
-EVERY = pytest.mark.parametrize("kind", KINDS)
+EVERY = pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "allreduce-2"])
 
 
 def usually(*kinds: str) -> pytest.MarkDecorator:
@@ -285,6 +286,30 @@ def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slo
     assert seen["pause"] <= DETECTION_S * slower() + bound(lines, 0.45, steps=25), seen
     assert seen["back"] <= bound(lines, 5.0, steps=125), seen
     assert world.workers[1].status == 0
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "fsdp"])
+def test_a_worker_whose_computing_hangs_is_fenced_and_catches_up(tmp_path: Path, kind: str) -> None:
+    """Its transport still sends heartbeats; the others wait for its gradient, and then go on without it."""
+    seen: dict[str, Any] = {}
+    release = tmp_path / "release"
+
+    def script(world: ElasticWorld) -> None:
+        wait_for_history(world, lambda lines: changes(lines, "evicted", 1), what="the worker that hangs to be evicted")
+        instance, evicted = instance_of(world, 1), time.time()
+        seen["instance"] = instance
+        wait_for_next_step(world, after=evicted, without=instance)
+        release.touch()
+        wait_for_counted(world, 1, after=evicted)
+
+    config = {"training.steps": 120, "strategy.step_timeout": 5.0}
+    environ = {"HANG": f"1:10:{release}"}
+    world = run(kind, 3, tmp_path, config, task="Hangs", environ=environ, script=script)
+    assert_sound(world, steps=120)
+    [line] = changes(lines_of(world), "evicted")
+    assert "while others wait for it" in line["reason"]
+    assert [line["instance"] for line in changes(lines_of(world), "joined", 1)] == [seen["instance"]] * 2
+    assert world.summary["members_lost"] == 1, "a healthy worker was lost"
 
 
 # Workers come

@@ -62,7 +62,9 @@ class FakeLink:
 class Run:
     """A coordinator whose events a test makes, one after the other."""
 
-    def __init__(self, *, whole: bool, committed: int = 0, has: bool = True) -> None:
+    def __init__(
+        self, *, whole: bool, committed: int = 0, has: bool = True, step_timeout_s: float | None = None
+    ) -> None:
         self.mailbox = Mailbox()
         self.warnings: list[str] = []
         self.saved: dict[int, State] = {}
@@ -108,7 +110,9 @@ class Run:
         )
         self.roster, self.office = roster, office
         self.links: dict[int, FakeLink] = {}
-        self.coordinator = Coordinator(cast(Coordinated, strategy), steps_ahead=1, whole=whole)
+        self.coordinator = Coordinator(
+            cast(Coordinated, strategy), steps_ahead=1, whole=whole, step_timeout_s=step_timeout_s
+        )
 
     def _load(self, state: State) -> None:
         self.loaded = state
@@ -384,6 +388,30 @@ def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(mo
     assert barred == [0.0, 10.0, 30.0, 0.0]
 
 
+# A member computes for ever
+
+
+def test_a_member_that_computes_while_others_wait_is_evicted_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    run = Run(whole=True, step_timeout_s=6.0)
+    run.join(0, 1, 2)
+    run.commit(1)
+    run.commit(2)
+    while sorted(run.roster.members) == [0, 1, 2] and clock[0] < 1020.0:
+        clock[0] += 0.5
+        for rank in (0, 2):
+            epoch = run.links[rank].last(Kind.VIEW).epoch
+            run.hear(rank, Message(kind=Kind.WAITING, epoch=epoch))
+        run.go_on()
+    assert sorted(run.roster.members) == [0, 2]
+    assert 6.0 < clock[0] - 1000.0 < 8.0
+    run.commit(3)
+    assert run.coordinator._committed == 3
+
+
 # Sums
 
 
@@ -423,6 +451,7 @@ def test_a_state_that_comes_before_its_view_is_kept() -> None:
         _flights=deque(),
         _is_over=lambda view: False,
         _check_stop=lambda: None,
+        _report_waiting=lambda: None,
         _peers=SimpleNamespace(receive_state=receive_state),
         load_state=loaded.append,
     )

@@ -341,6 +341,11 @@ class StrategyConfig(Section):
     timeout: Positive | None = Field(
         None, description="syncps: seconds to wait for stragglers after the first gradient"
     )
+    step_timeout: Positive | None = Field(
+        None,
+        description="allreduce, fsdp on the elastic plane: seconds that a worker may compute while others wait for it, "
+        "before it is evicted; null: follows the measured step times",
+    )
     use_quantization: bool | None = Field(None, description="edp, syncps: 8-bit gradients; the same as codec: int8")
     codec: Annotated[Codec, Lower] | None = Field(None, description="how gradients are encoded on the wire")
     codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), Number] | None = Field(

@@ -47,6 +47,7 @@ from smolcluster.compute.timing import Span
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, Options, StepReport
 from smolcluster.strategies.coordinator import Coordinator
+from smolcluster.strategies.deadline import WAITING_S
 from smolcluster.strategies.elastic import Elastic, unpack_state
 from smolcluster.tasks.base import Task
 
@@ -61,6 +62,9 @@ class CoordinatedOptions(Options):
         "drop", description="for gradients that come too late to count: drop them, or stop this worker"
     )
     bucket_mb: float = Field(25.0, gt=0, description="gradients travel in buckets of this size")
+    step_timeout: float | None = Field(
+        None, gt=0, description="seconds a worker may compute while others wait, before it is evicted; null: adaptive"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +135,8 @@ class Coordinated(Elastic):
             self._group: ElasticGroup | None = None
             self._address = self._peers.listen(self._line.own_host, 0)
             self._peers.on_lost(lambda member, reason: self._suspect(member.rank, reason))
+            self._peers.on_waiting(self._report_waiting)
+            self._reported_waiting = 0.0
             # Nobody waits any longer for members that are gone, or for a step that nobody can commit.
             self._newest = 0  # epoch of the newest view that was announced; older ones are over
             self._away = False  # the coordinator is: no view holds
@@ -194,9 +200,21 @@ class Coordinated(Elastic):
                     wait = False
             except ViewChanged:
                 wait = True  # the next view is on its way
-        while (message := self._line.get(None if wait else 0)) is not None:
+        while (message := self._next_message(wait=wait)) is not None:
             self._hear(message)
             wait = False
+
+    def _next_message(self, *, wait: bool) -> Message | None:
+        while (message := self._line.get(WAITING_S if wait else 0)) is None and wait:
+            self._report_waiting()
+        return message
+
+    def _report_waiting(self) -> None:
+        """On the thread that trains: while it computes, or hangs, nothing is reported."""
+        now = time.monotonic()
+        if now - self._reported_waiting >= WAITING_S:
+            self._reported_waiting = now
+            self._line.send(Kind.WAITING, epoch=self._epoch)
 
     def _report(self, flight: Flight) -> None:
         mine, held = self.reduction.norms(flight)
@@ -299,6 +317,7 @@ class Coordinated(Elastic):
         """From the member that the coordinator chose; False when that has come to nothing, and a new view follows."""
         while not self._is_over(view):
             self._check_stop()
+            self._report_waiting()
             try:
                 said, tensors = self._donated or self._peers.receive_state(STATE_POLL_S)
             except PeerLost:
@@ -340,7 +359,8 @@ class Coordinated(Elastic):
         return True
 
     def serve(self) -> None:
-        Coordinator(self, steps_ahead=self.num_slots, whole=self.results_are_whole).run()
+        timeout_s = self.options.step_timeout
+        Coordinator(self, steps_ahead=self.num_slots, whole=self.results_are_whole, step_timeout_s=timeout_s).run()
 
     def replay(self, commit: Commit) -> None:
         """Nothing to do again: the workers have the weights."""

@@ -24,6 +24,7 @@ from smolcluster.comm.elastic.view import View
 from smolcluster.compute.gate import TRIES
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, StepReport
+from smolcluster.strategies.deadline import ComputeWatch
 from smolcluster.strategies.elastic import RETURN_S, send_state, unpack_state
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ class Upload:
 
 
 class Coordinator:
-    def __init__(self, strategy: Coordinated, *, steps_ahead: int, whole: bool) -> None:
+    def __init__(
+        self, strategy: Coordinated, *, steps_ahead: int, whole: bool, step_timeout_s: float | None = None
+    ) -> None:
         self._strategy, self._context = strategy, strategy.context
         self._office, self._roster = strategy.office, strategy.office.roster
         self._ahead = steps_ahead  # steps a worker may have in flight
@@ -66,6 +69,7 @@ class Coordinator:
         self._seated: set[str] = set()  # instances of the present view
         self._complaints: dict[Complaint, float] = {}  # in the present view, and when each first came
         self._strikes = Strikes()
+        self._watch = ComputeWatch(step_timeout_s)
         self._barred: dict[int, float] = {}  # rank -> until when it may not come back
         self._tries = 0  # how often in a row the results of the next step differed
         self._without_since: float | None = None  # nobody here has the weights
@@ -94,6 +98,7 @@ class Coordinator:
             self._form_view()
         self._listen()
         self._judge()
+        self._evict_hung()
 
     def _listen(self) -> None:
         event = self._roster.get(0.1)
@@ -108,6 +113,8 @@ class Coordinator:
                     self._take_done(member, message)
                 elif message.kind is Kind.SUSPECT:
                     self._take_suspicion(member, message)
+                elif message.kind is Kind.WAITING:
+                    self._watch.waits(member.instance, now=time.monotonic())
 
     # Views
 
@@ -156,6 +163,7 @@ class Coordinator:
             said = {**meta, "leases": leases[member.rank]}
             member.link.send(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=said))
         self._view_epoch = roster.epoch
+        self._watch.begin(self._seated, now=time.monotonic())
         self._ask()
 
     def _is_lent(self, members: list[Member]) -> bool:
@@ -272,6 +280,18 @@ class Coordinator:
             named = ", ".join(f"{a} and {b}" for a, b in pairs)
             self._put_out(members[rank], f"workers cannot reach each other: {named}")
 
+    def _evict_hung(self) -> None:
+        """Go on without members that compute for too long while others wait; they may join again when they answer."""
+        if self._view_due:
+            return
+        step = self._committed + 1
+        done = self._done.get(step, {})
+        delivered = [member.instance for member in self._roster.in_order() if member.rank in done]
+        overdue = self._watch.overdue(delivered=delivered, now=time.monotonic())
+        for member in self._roster.in_order():
+            if (busy_s := overdue.get(member.instance)) is not None:
+                self._put_out(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
+
     def _put_out(self, member: Member, reason: str) -> None:
         """Evict a member; it may come back after its quarantine."""
         now = time.monotonic()
@@ -366,6 +386,7 @@ class Coordinator:
         numbers = {"recent": recent, "established": self._established}
         self._office.record(Commit(step=step, contributors=contributors, numbers=numbers))
         self._committed, self._tries = step, 0
+        self._watch.commit({str(part["instance"]) for part in contributors}, now=time.monotonic())
 
         later = step + self._ahead
         for member in roster.in_order():

@@ -38,7 +38,7 @@ from smolcluster.comm.elastic.view import View
 from smolcluster.comm.elastic.wires import Wires
 from smolcluster.comm.group import Group, PeerLost, Traffic, Work
 
-LONGEST_WAIT_S = 3600.0  # at a time; a lock knows no infinity
+WAITING_S = 1.0  # a wait that takes longer is reported, and then as often
 FAR_AHEAD = 4096  # operations by which a peer may be ahead of us; further is nonsense
 _PATH = re.compile(r"\d{1,6}(\.\d{1,6}){0,7}")
 _SMALL_TORCH_ADD = 16_384  # elements: torch adds so many on the calling thread, and more with a team of threads
@@ -70,8 +70,12 @@ class Landing:
 class Exchange:
     """The operations of one view, and the pieces that wait for one."""
 
-    def __init__(self, wires: Wires, view: View, *, timeout_s: float) -> None:
+    def __init__(
+        self, wires: Wires, view: View, *, timeout_s: float, on_waiting: Callable[[], None] | None = None
+    ) -> None:
+        """`on_waiting`: called every `WAITING_S` by a thread that waits for an operation."""
         self.wires, self.view, self.timeout_s = wires, view, timeout_s
+        self.on_waiting = on_waiting or _nothing
         self.error: Exception | None = None
         self.heard = time.monotonic()  # when something last came or went
         self._lock = threading.Lock()
@@ -249,7 +253,8 @@ class Operation:
             left = exchange.heard + exchange.timeout_s - time.monotonic()
             if left <= 0:
                 raise PeerLost(f"{self.name}: nothing moved for {exchange.timeout_s:g} s; {self._waits_for()}")
-            self.finished.wait(min(left, LONGEST_WAIT_S))
+            if not self.finished.wait(min(left, WAITING_S)):
+                exchange.on_waiting()
         exchange.check()
         if self._copy_back is not None:
             self._copy_back()

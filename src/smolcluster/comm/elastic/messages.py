@@ -48,6 +48,7 @@ class Kind(enum.IntEnum):
     DONE = 48  # worker: I hold the sum of this step; its norm, and mine
     COMMIT = 49  # coordinator: this step counts, with these samples
     SUSPECT = 51  # worker: I cannot reach this peer
+    WAITING = 52  # worker: I compute nothing, and wait for others in this view
 
     # Inference.
     LAYERS = 80  # front: hold these layers of the model; step numbers the assignment

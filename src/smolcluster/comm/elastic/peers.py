@@ -65,6 +65,7 @@ class Peers:
         self._timeout_s, self._connect_s, self._limit_bytes = timeout_s, connect_s, limit_bytes
         self._wires = Wires(transport, limit_bytes=limit_bytes, chunks_left=self._settle)
         self._on_lost: Callable[[Member, str], None] | None = None
+        self._on_waiting: Callable[[], None] | None = None
         self._exchange: Exchange | None = None
         self._index: dict[str, int] = {}  # instance -> place in the view
         self._dialers: dict[str, Dialer] = {}  # by instance
@@ -83,6 +84,10 @@ class Peers:
         """`callback(member, reason)` when a member of the view cannot be reached. On the transport's thread: not to block."""
         self._on_lost = callback
 
+    def on_waiting(self, callback: Callable[[], None]) -> None:
+        """Call this from a thread that waits for an operation, as long as it waits."""
+        self._on_waiting = callback
+
     def form(self, view: View) -> ElasticGroup:
         """The group of this view; the one before it is aborted. Does not wait for links: operations do.
 
@@ -96,7 +101,8 @@ class Peers:
             if view.epoch <= self._exchange.view.epoch:
                 raise ValueError(f"view {view.epoch} comes after view {self._exchange.view.epoch}")
             self._exchange.abort(ViewChanged(f"the members have changed: view {view.epoch} has {len(view.members)}"))
-        exchange, settled = Exchange(self._wires, view, timeout_s=self._timeout_s), threading.Event()
+        exchange = Exchange(self._wires, view, timeout_s=self._timeout_s, on_waiting=self._on_waiting)
+        settled = threading.Event()
         self._wires.soon(lambda: self._switch(exchange, settled))
         if not settled.wait(SETTLE_S):
             self._wires.soon(self._cut_off)
