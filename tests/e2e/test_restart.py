@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tests.e2e.command import Smol, children, eventually, read_rows, read_summary
 from tests.world import TASKS, run_world
 
+from smolcluster.comm.elastic.security import new_token
 from smolcluster.errors import UserError
 
 pytestmark = [
@@ -142,7 +143,11 @@ class Cluster:
 @pytest.fixture
 def cluster(network: Network, smol: Smol, tmp_path: Path) -> Iterator[Cluster]:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    cluster = Cluster(network, tmp_path, {**smol.env, "PYTHONPATH": path, "SLOW_UNTIL": str(tmp_path / "free")})
+    cluster = Cluster(
+        network,
+        tmp_path,
+        {**smol.env, "PYTHONPATH": path, "SLOW_UNTIL": str(tmp_path / "free"), "SMOLCLUSTER_TOKEN": new_token()},
+    )
     yield cluster
     cluster.close()
 

@@ -585,6 +585,8 @@ def test_several_workers_in_a_pod_are_started_by_a_launcher() -> None:
         *("--override", "cluster.join_timeout=900"),  # a pod has its name before its image
     ]
     assert {"name": "LEADER", "value": leader} in container["env"]
+    key = {"secretKeyRef": {"name": "gpt-allreduce-token", "key": "token"}}  # the launchers know each other by it
+    assert {"name": "SMOLCLUSTER_TOKEN", "valueFrom": key} in container["env"]
     assert container["resources"]["limits"] == {"cpu": "6", "memory": "8192Mi"}
     assert {"name": "OMP_NUM_THREADS", "value": "3"} in container["env"]
     wish = plan_job(["gpt"], nodes=4, elastic="2:4")

@@ -120,6 +120,7 @@ def test_the_mesh_plane(tmp_path: Path) -> None:
     assert [(seat.name, seat.host) for seat in again.seats] == [("launcher-0", "a"), ("launcher-1", "b")]
     assert "--rdzv-endpoint" in again.seats[1].arguments
     assert all("10.0.0.1:29500" in seat.arguments for seat in again.seats)
+    assert again.needs_token  # the launchers know each other by it
 
 
 def test_the_files_of_the_documents(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +19,7 @@ import pytest
 from tests.unit.story import Script, Story
 
 from smolcluster.comm import rollcall
+from smolcluster.comm.elastic.security import Keyring, new_token
 from smolcluster.comm.rollcall import Keeper, Member, dial
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
@@ -29,6 +33,7 @@ from smolcluster.launch.restart import run_restarting
 from smolcluster.launch.rounds import Decree, broken, next_round
 
 ROOT = Path(__file__).parents[2]
+TOKEN = new_token()
 
 
 def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +48,7 @@ def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypa
         pytest.raises(
             UserError, match=r"nobody answers at --rdzv-endpoint 192.0.2.1:9 in 0.3 s \(cluster.join_timeout\)"
         ),
-        met(("192.0.2.1", 9), within_s=0.3),
+        met(("192.0.2.1", 9), within_s=0.3, keyring=Keyring([new_token()])),
     ):
         pass
     assert len(waits) > 1
@@ -227,6 +232,123 @@ def test_strangers_are_turned_away(said: bytes) -> None:
     assert known.roll.gone == {}
     for each in (stranger, known, keeper):
         each.close()
+
+
+def stranger(keeper: Keeper) -> socket.socket:
+    sock = dial("127.0.0.1", keeper.port, within_s=30)
+    assert sock is not None
+    return sock
+
+
+def test_long_lines_end_nobody_but_their_sender() -> None:
+    """Each line below would fit, and a roll with both would not."""
+    keeper = Keeper("127.0.0.1", 0, silent_s=30.0)
+    known = member(keeper, name="a")
+    long = json.dumps({"name": "x" * 800_000}).encode() + b"\n"
+    strangers = [stranger(keeper), stranger(keeper)]
+    for each in strangers:
+        with contextlib.suppress(ConnectionError):
+            each.sendall(long)
+            each.recv(100)
+    known.say(step=1)
+    assert known.wait(lambda: any(f.get("step") == 1 for f in known.roll.members.values()), within_s=30)
+    assert known.lost is None
+    for each in (*strangers, known, keeper):
+        each.close()
+
+
+def heard(known: Member, change: int) -> bool:
+    return any(fields.get("change") == change for fields in known.roll.members.values())
+
+
+def test_one_that_does_not_read_blocks_nobody_and_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It beats all the time, so that it is not silent."""
+    monkeypatch.setattr(rollcall, "BEAT_S", 0.05)
+    keeper = Keeper("127.0.0.1", 0, silent_s=3.0)
+    deaf = stranger(keeper)
+    deaf.sendall(b'{"name": "deaf"}\n')
+    known = member(keeper, name="a")
+    changes = 0
+    while not known.roll.gone:
+        changes += 1
+        known.say(change=changes, words="x" * 2000, **{f"more-{n}": "y" * 2000 for n in range(30)})
+        assert known.wait(functools.partial(heard, known, changes), within_s=30)
+        with contextlib.suppress(OSError):
+            deaf.sendall(b"\n")
+    assert [fields["name"] for fields in known.roll.gone.values()] == ["deaf"]
+    assert list(known.roll.how.values()) == [rollcall.SILENT]
+    assert known.lost is None
+    for each in (deaf, known, keeper):
+        each.close()
+
+
+def test_without_the_token_nobody_is_on_the_roll() -> None:
+    both = Keyring([new_token(), TOKEN])
+    keeper = Keeper("127.0.0.1", 0, silent_s=30.0, keyring=Keyring([TOKEN]))
+
+    def joined(keyring: Keyring | None, name: str) -> Member:
+        found = rollcall.join("127.0.0.1", keeper.port, {"name": name}, silent_s=30.0, within_s=30, keyring=keyring)
+        assert found is not None
+        return found
+
+    known = joined(both, "a")  # its first token is another one
+    plain = joined(None, "plain")
+    plain.wait(lambda: plain.number >= 0, within_s=30)
+    assert (plain.number, plain.lost) == (-1, rollcall.CLOSED)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        joined(Keyring([new_token()]), "b")
+    known.say(step=1)
+    assert known.wait(lambda: list(known.roll.members.values()) == [{"name": "a", "step": 1}], within_s=30)
+    assert known.roll.gone == {}
+    for each in (plain, known, keeper):
+        each.close()
+
+
+def test_without_the_secret_nobody_is_on_the_roll() -> None:
+    keeper = Keeper("127.0.0.1", 0, silent_s=30.0, secret="of this run")
+    known = Member(stranger(keeper), {"name": "a"}, silent_s=30.0, secret="of this run")
+    for said in (b"{}", b'{"secret": ""}', b'{"secret": ["of this run"]}', b'{"secret": "\\ud800"}'):
+        sock = stranger(keeper)
+        sock.sendall(said + b"\n")
+        with contextlib.suppress(ConnectionError):
+            assert sock.recv(100) == b""
+        sock.close()
+    known.say(step=1)
+    assert known.wait(lambda: list(known.roll.members.values()) == [{"name": "a", "step": 1}], within_s=30)
+    assert known.roll.gone == {}
+    for each in (known, keeper):
+        each.close()
+
+
+def test_connections_that_say_nothing_leave_room_for_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollcall, "MOST_PENDING", 4)
+    keeper = Keeper("127.0.0.1", 0, silent_s=30.0)
+    silent = [stranger(keeper) for _ in range(20)]
+    known = member(keeper, name="a")
+    assert known.wait(lambda: list(known.roll.members.values()) == [{"name": "a"}], within_s=30)
+    for sock in silent[:16]:  # those that had to make room
+        with contextlib.suppress(ConnectionError):
+            assert sock.recv(1) == b""
+    for each in (*silent, known, keeper):
+        each.close()
+
+
+def test_launchers_beyond_this_machine_need_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SMOLCLUSTER_TOKEN", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    wish = parse_elastic("1:2", workers=1, endpoint="192.0.2.1:29400")
+    with pytest.raises(
+        UserError, match=r"192.0.2.1:29400 can be reached .* no cluster token .* `smolcluster token new`"
+    ):
+        run_restarting(config(), wish, run_dir=RunDir(tmp_path / "run"), resume=None, backend=None, sinks=[])
+    keeper = Keeper("127.0.0.1", 0, silent_s=30.0, keyring=Keyring([TOKEN]))
+    where = ("127.0.0.1", keeper.port)
+    for keyring in (Keyring([new_token()]), None):
+        with pytest.raises(UserError, match="give every machine the same"), met(where, within_s=30, keyring=keyring):
+            pass
+    with met(where, within_s=30, keyring=Keyring([TOKEN])) as (member, leads):
+        assert member is not None and not leads  # noqa: PT018
+    keeper.close()
 
 
 def test_nobody_is_waited_for_longer_than_said() -> None:
@@ -437,10 +559,13 @@ def test_a_machine_that_comes_is_made_room_for(story: Restarted) -> None:
     where = endpoint()
     first = ["listen", "row 1", "note alone", "stop?", "leave"]
     second = ["listen", "row 2", "note together", "hang"]
-    third = ["listen", "row 3", "finish"]
+    third = ["listen", "row 3", "await again", "finish"]  # or the run is over before the other has begun
     other = Machine(parse_elastic("1:2", workers=1, endpoint=where))
     start_when((story.run_dir.path / "alone").exists, other)
-    script = {"worker-0": [first, second, third], "worker-1": [["row 2", "await together", "die"], GOOD]}
+    script = {
+        "worker-0": [first, second, third],
+        "worker-1": [["row 2", "await together", "die"], ["note again", *GOOD]],
+    }
     summary = story.run(script, "1:2", workers=1, endpoint=where)
     other.join(10)
     assert (summary["status"], summary["restarts"], summary["members_lost"]) == ("finished", 2, 1)

@@ -130,7 +130,7 @@ def k8s(
         raise UserError("the token would be on the screen: write it to a file with --out FILE, or use --submit")
     if out is not None or not submit:
         batch.deliver(text, out, private=token is not None)
-    if job.plane == "elastic" and token is None:
+    if kubernetes.needs_token(job) and token is None:
         batch.note(f"the pods need the token; make its secret once: {kubernetes.secret_command(job, settings)}")
     if claim is None:
         batch.note("without --claim the run is lost with its pod")

@@ -1,35 +1,51 @@
-"""Who is there, and what each says of itself: a roll that one process keeps and all see. Nothing here imports torch.
+"""A heartbeat roster: one process keeps it, members report to it, and all see it. Nothing here imports torch.
 
-    member -> keeper    a line of JSON: everything it has to say of itself, again whenever that changes
+    member -> keeper    a line of JSON: all fields of this member, again whenever one changes
     keeper -> members   a line of JSON: the roll, whenever it changes
     both ways           an empty line every BEAT_S: I am here
 
 A process that dies closes its connection, and the others know at once. One whose machine or network is gone closes nothing: it
-is missed when it has been silent for `silent_s`. Time is measured by whoever listens; clocks are not compared.
+is missed when it has been silent for `silent_s`. Time is measured by the listener; clocks are not compared.
 
-The mesh plane uses it twice: between the launchers of `train --elastic` (launch/rounds.py) and between ranks that nobody else
-watches (watch.py). Like torch.distributed beside it, it neither authenticates nor encrypts; what comes in is bounded JSON.
+The mesh plane uses it twice: between the launchers of `train --elastic` (launch/rounds.py), with the cluster token and TLS 1.3
+as on the elastic plane, and between ranks that nobody else watches (watch.py), with a secret of that run. A peer that does not
+prove itself within PROVE_S is dropped, and never shows on the roll.
+
+Keeper and Member each have one thread with an event loop, and nothing on it blocks. A member that reads slowly gets the newest
+roll when it has read the last; one that does not read is evicted. Lines, members and the whole roll are bounded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import hmac
 import json
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from smolcluster.comm.addresses import reach
+from smolcluster.comm.elastic.security import Credentials, Keyring
 
 BEAT_S = 0.5
-LINE_BYTES = 1 << 20  # the longest line that is read
+LINE_BYTES = 1 << 17  # of one member
+ROLL_BYTES = 1 << 23  # of all fields together
+TEXT_CHARS = 2000  # of one text that a member sends
+UNSENT_BYTES = 1 << 16  # a peer that is further behind waits for the next roll
 MOST_MEMBERS = 4096
 MOST_GONE = 256  # of those that left, so many are remembered
+MOST_PENDING = 64  # connections that have not proved themselves
+PROVE_S = 10.0
+LINGER_S = 2.0  # for the last lines to leave
 RETRY_S = 0.1
 REACH_S = 10.0  # for one attempt: a name may mean another machine by then
+NO_FILES_PAUSE_S = 0.05
 
 CLOSED, SILENT = "closed", "silent"  # how somebody left
 Fields = dict[str, Any]
@@ -40,114 +56,325 @@ class Roll:
     """Numbers are given in the order of arrival, and not again."""
 
     members: dict[int, Fields] = field(default_factory=dict)
-    gone: dict[int, Fields] = field(default_factory=dict)  # what each said last
+    gone: dict[int, Fields] = field(default_factory=dict)  # the last fields of each
     how: dict[int, str] = field(default_factory=dict)  # each of these left
 
 
-class Keeper:
-    """Keeps the roll. Listens from the start; OSError when it cannot."""
+class _Line(asyncio.Protocol):
+    """One connection: lines in, lines out. `said` is called for every object, `over` once at the end."""
 
-    def __init__(self, host: str, port: int, *, silent_s: float) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
-        self.port: int = self._listener.getsockname()[1]
-        self._silent_s = silent_s
-        self._lock = threading.Lock()  # guards all below, and the order of what is sent
-        self._roll = Roll()
-        self._lines: dict[int, socket.socket] = {}
-        self._count = 0
-        self._open = True
-        for work in (self._accept, self._beat):
-            threading.Thread(target=work, daemon=True, name=f"roll-{work.__name__}").start()
+    def __init__(
+        self, *, most_bytes: int, said: Callable[[_Line, Fields, int], None], over: Callable[[_Line], None]
+    ) -> None:
+        self.number: int | None = None  # on the roll
+        self.how = CLOSED
+        self.heard = self.moved = time.monotonic()  # the last byte from the peer; the last time it was not behind
+        self.stale = False  # it has not been sent the newest roll
+        self.transport: asyncio.Transport | None = None
+        self._most_bytes, self._said, self._over = most_bytes, said, over
+        self._buffer = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = time.monotonic()
+        self._buffer += data
+        lines: list[bytearray] = []
+        if b"\n" in data:
+            *lines, self._buffer = self._buffer.split(b"\n")
+        try:
+            for line in lines:
+                if line:
+                    self._said(self, _parse(line, most_bytes=self._most_bytes), len(line))
+            if len(self._buffer) > self._most_bytes:
+                raise ValueError("a line is too long")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # it speaks another language
+            self.abort()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._over(self)
+
+    def send(self, text: bytes) -> None:
+        """Never blocks. A line that is broken is noticed by whoever listens to it."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(text + b"\n")
+
+    @property
+    def behind(self) -> bool:
+        """Whether the peer has yet to read what was sent to it."""
+        return self.transport is not None and self.transport.get_write_buffer_size() > UNSENT_BYTES
 
     def close(self) -> None:
-        with self._lock:
-            self._open = False
-            lines = list(self._lines.values())
-        for line in (self._listener, *lines):
-            _end(line)
+        """What was sent is sent first."""
+        if self.transport is not None:
+            self.transport.close()
 
-    def _accept(self) -> None:
-        while self._open:
-            try:
-                line, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._listen, args=(line,), daemon=True, name="roll-line").start()
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
 
-    def _listen(self, line: socket.socket) -> None:
-        """One member, from its first line to its end."""
-        line.settimeout(self._silent_s)
-        number, how = None, CLOSED
+
+def _parse(line: bytearray, *, most_bytes: int) -> Fields:
+    if len(line) > most_bytes:
+        raise ValueError("a line is too long")
+    said = json.loads(line)
+    if not isinstance(said, dict):
+        raise ValueError("not an object")
+    return said
+
+
+class _Thread:
+    """An event loop on a thread of its own, which calls `tick` every BEAT_S with the time for which it stood still."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.SelectorEventLoop()  # also on Windows: the other kind takes no socket that is not its own
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+
+    def post(self, callback: Callable[..., object], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(callback, *args)
+
+    def tick(self, work: Callable[[float, float], None], due: float) -> None:
+        now = time.monotonic()
+        self.loop.call_later(BEAT_S, self.tick, work, now + BEAT_S)
+        work(now, max(0.0, now - due))
+
+    def close(self, lines: Callable[[], list[_Line]]) -> None:
+        """Close these, and end the thread when none is left, or after LINGER_S."""
+
+        async def linger() -> None:
+            for line in lines():
+                line.close()
+            until = time.monotonic() + LINGER_S
+            while lines() and time.monotonic() < until:
+                await asyncio.sleep(0.005)
+            for line in lines():
+                line.abort()
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # the last connections are told that they are lost
+            self.loop.stop()
+
+        self.post(lambda: self.loop.create_task(linger()))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * LINGER_S)
+
+    def _run(self) -> None:
         try:
-            for said in _lines_of(line):
-                with self._lock:
-                    if number is None:
-                        number = self._admit(line)
-                    self._roll.members[number] = said
-                    self._tell_all()
-        except TimeoutError:
-            how = SILENT
-        except (OSError, ValueError):
-            pass  # it is gone, or speaks another language
+            self.loop.run_forever()
         finally:
-            _end(line)
-            if number is not None:
-                with self._lock:
-                    del self._lines[number]
-                    self._strike(number, how)
-                    self._tell_all()
+            self.loop.close()
 
-    def _admit(self, line: socket.socket) -> int:
-        if len(self._lines) >= MOST_MEMBERS:
-            raise ValueError("the roll is full")
-        number, self._count = self._count, self._count + 1
-        self._lines[number] = line
-        _send(line, {"you": number})
-        return number
 
-    def _strike(self, number: int, how: str) -> None:
+class Keeper:
+    """Keeps the roll. Listens from the start; OSError when it cannot.
+
+    `keyring`: members prove by TLS that they hold a token of it. `secret`: they send it with their first line.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, silent_s: float, keyring: Keyring | None = None, secret: str = ""
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._context = None if keyring is None else keyring.server_context()
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._silent_s, self._secret = silent_s, secret
+        # All below belongs to the thread.
+        self._roll = Roll()
+        self._sizes: dict[int, int] = {}  # bytes of each one's fields, also of those that left
+        self._lines: dict[int, _Line] = {}
+        self._pending: dict[asyncio.Task[None], None] = {}  # connected and not proved; oldest first
+        self._unclaimed: set[socket.socket] = set()  # of tasks that have not begun
+        self._count = 0
+        self._thread = _Thread("roll-keeper")
+        self._thread.post(self._begin)
+
+    def close(self) -> None:
+        self._thread.post(self._end)
+        self._thread.close(lambda: list(self._lines.values()))
+
+    def _begin(self) -> None:
+        self._accepting = self._thread.loop.create_task(self._accept())
+        self._thread.tick(self._tick, time.monotonic())
+
+    def _end(self) -> None:
+        self._accepting.cancel()
+        self._listener.close()
+        for task in self._pending:
+            task.cancel()
+
+    # Those that connect
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = await self._thread.loop.sock_accept(self._listener)
+            except ConnectionError:
+                continue
+            except OSError:  # out of file descriptors, most likely
+                self._drop_oldest()
+                await asyncio.sleep(NO_FILES_PAUSE_S)
+                continue
+            if len(self._pending) >= MOST_PENDING:
+                self._drop_oldest()
+            self._unclaimed.add(sock)
+            task = self._thread.loop.create_task(self._meet(sock))
+            self._pending[task] = None
+            task.add_done_callback(functools.partial(self._met, sock))
+
+    def _drop_oldest(self) -> None:
+        if self._pending:
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            oldest.cancel()
+
+    def _met(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._pending.pop(task, None)
+        if sock in self._unclaimed:  # the task was cancelled before it began
+            self._unclaimed.discard(sock)
+            sock.close()
+
+    async def _meet(self, sock: socket.socket) -> None:
+        """From a connected socket to a member, or to nothing."""
+        self._unclaimed.discard(sock)  # asyncio closes it
+        admitted = asyncio.Event()
+        line = _Line(
+            most_bytes=LINE_BYTES,
+            said=lambda line, said, nbytes: self._said(line, said, nbytes, admitted),
+            over=lambda line: self._over(line, admitted),
+        )
+        tls: dict[str, Any] = {"ssl_handshake_timeout": PROVE_S, "ssl_shutdown_timeout": LINGER_S}
+        tls = {} if self._context is None else {"ssl": self._context, **tls}
+        try:
+            async with asyncio.timeout(PROVE_S):
+                await self._thread.loop.connect_accepted_socket(lambda: line, sock, **tls)
+                await admitted.wait()
+        except OSError:  # TimeoutError and SSLError too: it has no token, or says nothing
+            pass
+        finally:
+            if line.number is None:
+                line.abort()
+
+    # Members
+
+    def _said(self, line: _Line, said: Fields, nbytes: int, admitted: asyncio.Event) -> None:
+        proved = hmac.compare_digest(str(said.pop("secret", "")).encode(), self._secret.encode())
+        if line.number is None:
+            if not proved or len(self._lines) >= MOST_MEMBERS:
+                raise ValueError("it does not have the secret, or the roll is full")
+            admitted.set()
+        number = self._count if line.number is None else line.number
+        if sum(self._sizes.values()) - self._sizes.get(number, 0) + nbytes > ROLL_BYTES and not self._forget(nbytes):
+            raise ValueError("the roll has no room for it")
+        if line.number is None:
+            line.number, self._count = number, self._count + 1
+            self._lines[number] = line
+            line.send(json.dumps({"you": number}).encode())
+        self._sizes[number] = nbytes
+        self._roll.members[number] = said
+        self._tell_all()
+
+    def _forget(self, nbytes: int) -> bool:
+        """Drop those that left until there is room; whether there is."""
+        while self._roll.gone and sum(self._sizes.values()) + nbytes > ROLL_BYTES:
+            self._drop_gone()
+        return sum(self._sizes.values()) + nbytes <= ROLL_BYTES
+
+    def _over(self, line: _Line, admitted: asyncio.Event) -> None:
+        number = line.number
+        admitted.set()
+        if number is None or self._lines.pop(number, None) is None:
+            return
         self._roll.gone[number] = self._roll.members.pop(number)
-        self._roll.how[number] = how
+        self._roll.how[number] = line.how
         if len(self._roll.gone) > MOST_GONE:
-            oldest = min(self._roll.gone)
-            del self._roll.gone[oldest], self._roll.how[oldest]
+            self._drop_gone()
+        self._tell_all()
+
+    def _drop_gone(self) -> None:
+        oldest = min(self._roll.gone)
+        del self._roll.gone[oldest], self._roll.how[oldest], self._sizes[oldest]
 
     def _tell_all(self) -> None:
-        roll = {"members": self._roll.members, "gone": self._roll.gone, "how": self._roll.how}
         for line in self._lines.values():
-            _send(line, roll)
+            line.stale = True
+        self._catch_up()
 
-    def _beat(self) -> None:
-        while self._open:
-            time.sleep(BEAT_S)
-            with self._lock:
-                for line in self._lines.values():
-                    _send(line, None)
+    def _catch_up(self) -> None:
+        """Send the newest roll to those that lack it and have read the last one."""
+        roll: bytes | None = None
+        for line in self._lines.values():
+            if line.stale and not line.behind:
+                roll = roll or json.dumps({part: getattr(self._roll, part) for part in Roll.__slots__}).encode()
+                line.stale = False
+                line.send(roll)
+
+    def _tick(self, now: float, stood_still_s: float) -> None:
+        for line in list(self._lines.values()):
+            line.heard += stood_still_s
+            line.moved = now if not line.behind else line.moved + stood_still_s
+            if now - min(line.heard, line.moved) > self._silent_s:
+                line.how = SILENT
+                line.abort()
+            elif not line.behind:
+                line.send(b"")
+        self._catch_up()
 
 
 class Member:
-    """A place on the roll. `on_change` is called after every change, on the thread that listens."""
+    """A place on the roll. `on_change` is called after every change, on the thread that listens, and must not block."""
 
-    def __init__(self, line: socket.socket, fields: Fields, *, silent_s: float) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        fields: Fields,
+        *,
+        silent_s: float,
+        credentials: Credentials | None = None,
+        secret: str = "",
+    ) -> None:
+        """Takes over the socket. With `credentials` the keeper has to prove that it holds the same token: ssl.SSLError."""
         self.on_change: Callable[[], None] = lambda: None
         self.roll = Roll()
         self.number = -1
         self.lost: str | None = None  # how the keeper left
-        self._line, self._fields = line, dict(fields)
+        self._fields: Fields = {**fields, **({"secret": secret} if secret else {})}
+        self._silent_s = silent_s
         self._news = threading.Condition()
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # the order of reports; nothing under it blocks
         self._open = True
-        line.settimeout(silent_s)
+        self._line = _Line(most_bytes=2 * ROLL_BYTES, said=self._heard, over=self._over)
+        self._thread = _Thread("roll-member")
+        try:
+            asyncio.run_coroutine_threadsafe(self._connect(sock, credentials), self._thread.loop).result()
+        except OSError:
+            self._open = False
+            sock.close()
+            self._thread.close(list)
+            raise
         self.say()
-        for work in (self._listen, self._beat):
-            threading.Thread(target=work, daemon=True, name=f"roll-{work.__name__}").start()
+        self._thread.post(lambda: self._thread.tick(self._tick, time.monotonic()))
+
+    async def _connect(self, sock: socket.socket, credentials: Credentials | None) -> None:
+        sock.setblocking(False)
+        tls: dict[str, Any] = {}
+        if credentials is not None:
+            tls = {"ssl": credentials.client_context(), "server_hostname": credentials.server_name}
+            tls |= {"ssl_handshake_timeout": PROVE_S, "ssl_shutdown_timeout": LINGER_S}
+        await self._thread.loop.create_connection(lambda: self._line, sock=sock, **tls)
 
     def say(self, **fields: Any) -> None:
-        """Change what this member says of itself, and send it."""
+        """Change the fields of this member, and send them."""
         with self._sending:
-            self._fields |= fields
-            _send(self._line, self._fields)
+            self._fields |= {name: _short(value) for name, value in fields.items()}
+            self._thread.post(self._line.send, json.dumps(self._fields).encode())
 
     def wait(self, question: Callable[[], bool], *, within_s: float) -> bool:
         """Until the answer is yes, asked at every change; False when the time is over or the keeper is lost."""
@@ -156,26 +383,22 @@ class Member:
         return question()
 
     def close(self) -> None:
+        """What was said is sent first."""
         self._open = False
-        _end(self._line)
+        self._thread.close(lambda: [self._line] if self.lost is None else [])
 
-    def _listen(self) -> None:
-        how = CLOSED
-        try:
-            for said in _lines_of(self._line):
-                with self._news:
-                    if "you" in said:
-                        self.number = int(said["you"])
-                    else:
-                        self.roll = Roll(*({int(k): v for k, v in said[part].items()} for part in Roll.__slots__))
-                    self._news.notify_all()
-                self._changed()
-        except TimeoutError:
-            how = SILENT
-        except (OSError, ValueError, KeyError):
-            pass
+    def _heard(self, _: _Line, said: Fields, __: int) -> None:
         with self._news:
-            self.lost = how
+            if "you" in said:
+                self.number = int(said["you"])
+            else:
+                self.roll = Roll(*({int(k): v for k, v in said[part].items()} for part in Roll.__slots__))
+            self._news.notify_all()
+        self._changed()
+
+    def _over(self, line: _Line) -> None:
+        with self._news:
+            self.lost = line.how
             self._news.notify_all()
         self._changed()
 
@@ -183,11 +406,17 @@ class Member:
         if self._open:
             self.on_change()
 
-    def _beat(self) -> None:
-        while self._open and self.lost is None:
-            time.sleep(BEAT_S)
-            with self._sending:
-                _send(self._line, None)
+    def _tick(self, now: float, stood_still_s: float) -> None:
+        self._line.heard += stood_still_s
+        if now - self._line.heard > self._silent_s:
+            self._line.how = SILENT
+            self._line.abort()
+        elif not self._line.behind:
+            self._line.send(b"")
+
+
+def _short(value: Any) -> Any:
+    return value[:TEXT_CHARS] if isinstance(value, str) else value
 
 
 def dial(host: str, port: int, *, within_s: float, until: Callable[[], bool] = lambda: False) -> socket.socket | None:
@@ -200,30 +429,26 @@ def dial(host: str, port: int, *, within_s: float, until: Callable[[], bool] = l
     return None
 
 
-def _send(line: socket.socket, said: Fields | None) -> None:
-    """A beat for None. A line that is broken is noticed by whoever listens to it."""
-    with contextlib.suppress(OSError):
-        line.sendall(b"\n" if said is None else json.dumps(said).encode() + b"\n")
+def join(
+    host: str, port: int, fields: Fields, *, silent_s: float, within_s: float, keyring: Keyring | None
+) -> Member | None:
+    """A place on the roll of a keeper that may not be there yet; None when nobody answers in time.
+
+    Each token has its turn. Raises ssl.SSLError when the keeper holds none of them.
+    """
+    deadline = time.monotonic() + within_s
+    for last, credentials in _turns(keyring):
+        sock = dial(host, port, within_s=max(0.0, deadline - time.monotonic()))
+        if sock is None:
+            return None
+        try:
+            return Member(sock, fields, silent_s=silent_s, credentials=credentials)
+        except ssl.SSLCertVerificationError:
+            if last:
+                raise
+    return None
 
 
-def _lines_of(line: socket.socket) -> Iterator[Fields]:
-    """What is said, object by object; beats are left out. Ends with the connection; TimeoutError when it is silent."""
-    buffer = b""
-    while True:
-        chunk = line.recv(65536)
-        if not chunk:
-            return
-        *whole, buffer = (buffer + chunk).split(b"\n")
-        if len(buffer) > LINE_BYTES:
-            raise ValueError("a line is too long")
-        for text in filter(None, whole):
-            said = json.loads(text)
-            if not isinstance(said, dict):
-                raise ValueError("not an object")
-            yield said
-
-
-def _end(line: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
-    line.close()
+def _turns(keyring: Keyring | None) -> list[tuple[bool, Credentials | None]]:
+    known: list[Credentials | None] = [None] if keyring is None else [*keyring.credentials]
+    return [(number == len(known) - 1, each) for number, each in enumerate(known)]

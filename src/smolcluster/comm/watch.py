@@ -7,6 +7,7 @@ is cut off after SILENT_S. Whoever is then still waiting for it, deep in a backe
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -26,12 +27,13 @@ class Watch:
         self._host, self._on_lost = host, on_lost
         self._ended = threading.Lock()  # taken by whoever ends the process: the rank itself, or the watch
         self._done = False
-        self._keeper = Keeper(host, 0, silent_s=SILENT_S) if group.rank == 0 else None
-        port = gather_json(group, None if self._keeper is None else self._keeper.port)[0]
-        line = dial(host, port, within_s=GATHER_S)
-        if line is None:
+        secret = secrets.token_hex(16)  # rank 0's counts: the ranks get it over the group, and nobody else has it
+        self._keeper = Keeper(host, 0, silent_s=SILENT_S, secret=secret) if group.rank == 0 else None
+        port, secret = gather_json(group, None if self._keeper is None else [self._keeper.port, secret])[0]
+        sock = dial(host, port, within_s=GATHER_S)
+        if sock is None:
             raise OSError(f"nobody answers at {host}:{port}")
-        self._member = Member(line, {"rank": group.rank, "name": name}, silent_s=SILENT_S)
+        self._member = Member(sock, {"rank": group.rank, "name": name}, silent_s=SILENT_S, secret=secret)
         self._member.on_change = self._look
         self._member.wait(lambda: len(_ranks(self._member.roll)) == group.size, within_s=GATHER_S)
 

@@ -4,44 +4,68 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
-from smolcluster.comm.rollcall import Keeper, Member, dial
+from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.elastic.security import Keyring, explain
+from smolcluster.comm.rollcall import Keeper, Member, join
 from smolcluster.errors import UserError
 from smolcluster.launch.rounds import SILENT_S
 
+SAME_TOKEN = "give every machine the same cluster token (`smolcluster token show --secret`, `smolcluster token add`)"
+
 
 @contextlib.contextmanager
-def met(endpoint: tuple[str, int] | None, *, within_s: float) -> Iterator[tuple[Member | None, bool]]:
+def met(
+    endpoint: tuple[str, int] | None, *, within_s: float, keyring: Keyring | None = None
+) -> Iterator[tuple[Member | None, bool]]:
     """This machine's place among the launchers, and whether it leads. Without an endpoint it is alone, and has none.
 
-    Machines that start together find each other `within_s`.
+    Machines that start together find each other `within_s`. Beyond this machine they need the cluster token.
     """
     if endpoint is None:
         yield None, True
         return
     (host, port), keeper = endpoint, None
+    check_token(endpoint, keyring)
     if is_here(endpoint):
         with contextlib.suppress(OSError):  # another launcher on this machine was first
-            keeper = Keeper(host, port, silent_s=SILENT_S)
+            keeper = Keeper(host, port, silent_s=SILENT_S, keyring=keyring)
     try:
-        line = dial(host, port, within_s=within_s)
-        if line is None and not is_known(host):
+        fields = {"host": socket.gethostname(), "workers": 0}
+        try:
+            member = join(host, port, fields, silent_s=SILENT_S, within_s=within_s, keyring=keyring)
+        except ssl.SSLError as error:
+            raise UserError(f"--rdzv-endpoint {host}:{port}: {explain(error)}; {SAME_TOKEN}") from error
+        if member is None and not is_known(host):
             raise UserError(
                 f"--rdzv-endpoint {host}:{port}: this machine does not know the name {host}; use the address of the machine "
                 "that leads, such as 192.168.1.10"
             )
-        if line is None:
+        if member is None:
             raise UserError(
                 f"nobody answers at --rdzv-endpoint {host}:{port} in {within_s:g} s (cluster.join_timeout); is the command "
                 "started on that machine, with this address, and does a firewall let it through?"
             )
-        member = Member(line, {"host": socket.gethostname(), "workers": 0}, silent_s=SILENT_S)
         with contextlib.closing(member):
+            if not member.wait(lambda: member.number >= 0, within_s=SILENT_S) and member.lost is not None:
+                raise UserError(f"--rdzv-endpoint {host}:{port} has refused this machine; {SAME_TOKEN}")
             yield member, keeper is not None
     finally:
         if keeper is not None:
             keeper.close()
+
+
+def check_token(endpoint: tuple[str, int], keyring: Keyring | None) -> None:
+    """Beyond this machine launchers meet with a token only."""
+    host, port = endpoint
+    if keyring is None and not is_loopback(host):
+        raise UserError(
+            f"--rdzv-endpoint {host}:{port} can be reached from other machines, and there is no cluster token to tell ours "
+            "from others; make one with `smolcluster token new` and give it to every machine (`smolcluster token add`, or "
+            "SMOLCLUSTER_TOKEN)"
+        )
 
 
 def is_known(host: str) -> bool:

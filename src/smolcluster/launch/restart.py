@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import socket
 import time
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from smolcluster.comm.elastic.security import load_keyring
 from smolcluster.comm.rollcall import Member
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
@@ -76,7 +78,8 @@ def run_restarting(
 ) -> dict[str, Any]:
     """Train until the end, however often workers die. Returns the summary where the run is led, elsewhere only its status."""
     refuse_inside_a_worker()
-    with met(elastic.endpoint, within_s=config.cluster.join_timeout) as (member, leads):
+    keyring = None if elastic.endpoint is None else load_keyring(config.cluster.token, os.environ)
+    with met(elastic.endpoint, within_s=config.cluster.join_timeout, keyring=keyring) as (member, leads):
         run = _Run(config, elastic, run_dir=run_dir, resume=resume, backend=backend, sinks=sinks)
         if not leads:
             return run.run(member, leads=False)

@@ -89,7 +89,7 @@ def check(job: Job, settings: Settings) -> None:
             f"--workers-per-node {job.workers_per_node}: on the elastic plane a pod is one worker; use --nodes {job.workers} "
             f"with --gpus {min(1, job.gpus_per_node)}"
         )
-    if job.plane == "mesh" and (settings.token or settings.secret):
+    if not needs_token(job) and (settings.token or settings.secret):
         raise UserError("the ranks of the mesh plane have no token: leave out --secret and --token-from-...")
     if job.task is not None:
         check_task(job.task, image=settings.image)
@@ -143,6 +143,11 @@ def together(job: Job) -> Elastic | None:
     if job.plane == "mesh" and job.elastic is None and job.workers_per_node > 1:
         return Elastic(fewest=job.workers, most=job.workers, here=job.workers_per_node)
     return job.elastic
+
+
+def needs_token(job: Job) -> bool:
+    """Members of the elastic plane prove themselves by it, and launchers of `train --elastic`."""
+    return job.plane == "elastic" or together(job) is not None
 
 
 def secret_command(job: Job, settings: Settings) -> str:
@@ -262,7 +267,7 @@ def _pod(
     variables: list[Manifest] = [
         {"name": name, "value": value} for name, value in (containers.environment(job) | (env or {})).items()
     ]
-    if job.plane == "elastic":
+    if needs_token(job):
         key = {"name": settings.secret_name(job), "key": KEY}
         variables.append({"name": "SMOLCLUSTER_TOKEN", "valueFrom": {"secretKeyRef": key}})
     volume = {"persistentVolumeClaim": {"claimName": settings.claim}} if settings.claim else {"emptyDir": {}}

@@ -159,7 +159,7 @@ def lay_out(config: Config, *, name: str, run: str) -> Layout:
         ways=ways,
         addresses=dict(draft.addresses),
         listens=(draft.bind, draft.port),
-        needs_token=plane != "mesh" and not is_loopback(draft.bind),
+        needs_token=draft.needs_token(plane),
     )
 
 
@@ -324,6 +324,13 @@ class _Draft:
             again = (*run, "--resume", "auto") if host == self.lead else run
             seats.append(Seat(name=f"launcher-{number}", host=host, arguments=run, again=again, restart=True))
         return seats
+
+    def needs_token(self, plane: str) -> bool:
+        """Where others could connect and be asked for it: servers, models, and launchers that start workers again."""
+        if plane == "mesh":
+            meet = {self.meeting_point(host) for host in self.workers}
+            return self.config.run.elastic is not None and not all(map(is_loopback, meet))
+        return not is_loopback(self.bind)
 
     def _local(self, rank: int) -> dict[str, str]:
         """Which of the workers of its machine it is: they share out its GPUs, its cores and the ports of metrics."""
