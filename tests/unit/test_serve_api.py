@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.dashboard_client import get, raw
-from tests.unit.scripted_engine import END, SAID, ScriptedEngine, serving
+from tests.unit.scripted_engine import END, SAID, ByteText, ScriptedEngine, serving
 
 from smolcluster.errors import UserError
 from smolcluster.serve.api_types import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_HERE, completion_logprobs
@@ -69,6 +70,48 @@ def port(served: tuple[ScriptedEngine, int], engine: ScriptedEngine) -> int:
 def own() -> ScriptedEngine:
     """For a server of the test's own."""
     return ScriptedEngine()
+
+
+LOOP = (
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [LOOP, "{{ raise_exception('a secret of the model') }}"])
+def test_a_template_stops_nobody_else_and_its_words_stay_here(
+    own: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, source: str
+) -> None:
+    """While one loops another request is answered; then the client hears that it was refused, and the log says why."""
+    from smolcluster.serve import rendering
+
+    renderer, rendered = rendering.Renderer(source), threading.Event()
+
+    def chat(_: ByteText, messages: list[dict[str, str]]) -> list[int]:
+        rendered.set()
+        return list(renderer.render(messages, add_generation_prompt=True, names={}).encode())
+
+    started: list[rendering._Process] = []
+
+    class Recorded(rendering._Process):
+        def __init__(self) -> None:
+            super().__init__()
+            started.append(self)
+
+    monkeypatch.setattr(ByteText, "chat", chat)
+    monkeypatch.setattr(rendering, "_Process", Recorded)
+    monkeypatch.setattr(rendering, "RENDER_S", 600.0)
+    rendering._POOL.close()  # the next one is recorded
+    with serving(own) as port, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, port, "/v1/chat/completions", CHAT)
+        assert rendered.wait(30)
+        assert post(port, "/v1/completions", COMPLETION | {"max_tokens": 1})[0] == 200
+        if source == LOOP:
+            assert not asked.done()
+            started[0]._process.kill()  # sooner than its deadline
+        status, _, body = asked.result(90)
+    assert status == 400
+    assert json.loads(body)["error"]["message"] == "messages: the model's chat template refuses this conversation"
+    assert ("takes longer than 600 s" if source == LOOP else "a secret of the model") in caplog.text
 
 
 def post(port: int, path: str, body: Any, **headers: str) -> tuple[int, dict[str, str], bytes]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from smolcluster.data.tokenizers import ByteTokenizer, CharTokenizer, printable_
 from smolcluster.errors import UserError
 from smolcluster.models import GPTConfig
 from smolcluster.models.parts import shapes
-from smolcluster.serve.chat_template import ChatTemplate
+from smolcluster.serve import chat_template, rendering
+from smolcluster.serve.chat_template import ChatTemplate, TemplateFailed
+from smolcluster.serve.rendering import Renderer
 from smolcluster.serve.sources import find_source
 from smolcluster.serve.text import StopStrings, Text
 from smolcluster.serve.vocabulary import (
@@ -314,6 +318,55 @@ def test_bounds_change_nothing_else() -> None:
     found = ChatTemplate(source).render(messages, add_generation_prompt=True, names={})
     assert found == plain.render(messages=messages)
     assert "<|assistant|>1" in found
+
+
+LOOP = (
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_loops_is_ended_and_others_go_on() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    good = Renderer("{{ messages[0].content }}")
+    with pytest.raises(TemplateFailed, match=r"takes longer than 0\.2 s"):
+        Renderer(LOOP).render(messages, add_generation_prompt=True, names={}, within_s=0.2)
+    assert good.render(messages, add_generation_prompt=True, names={}) == "x"
+
+
+def test_a_template_that_wants_all_memory_is_ended() -> None:
+    source = (
+        "{% set ns = namespace(x=[]) %}{% for a in range(9999) %}{% set ns.x = [ns.x, 'x' * 3999999] %}{% endfor %}"
+    )
+    if sys.platform == "linux":
+        with pytest.raises(TemplateFailed):
+            Renderer(source).render([], add_generation_prompt=True, names={}, within_s=60)
+    assert Renderer("fine").render([], add_generation_prompt=True, names={}) == "fine"
+
+
+def test_the_process_of_templates_has_no_secrets_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMOLCLUSTER_TOKEN", "a-secret-for-the-test")
+    rendering._POOL.close()
+    assert Renderer("fine").render([], add_generation_prompt=True, names={}) == "fine"
+    if sys.platform == "linux":
+        (process,) = rendering._POOL._idle
+        found = Path(f"/proc/{process._process.pid}/environ").read_bytes()
+        assert b"PATH=" in found
+        assert b"a-secret-for-the-test" not in found
+
+
+def test_an_old_jinja_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before 3.1.6 let a template out of the sandbox."""
+    chat_template._environment.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.1.5")
+    try:
+        with pytest.raises(
+            UserError, match=r"Jinja 3\.1\.5 lets .*; install a newer one with: pip install 'jinja2>=3.1.6'"
+        ):
+            ChatTemplate("x")
+        monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.2.0rc1")
+        ChatTemplate("x")
+    finally:
+        chat_template._environment.cache_clear()
 
 
 def test_a_template_that_is_none() -> None:

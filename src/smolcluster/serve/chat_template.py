@@ -3,21 +3,24 @@
 A template comes with the weights. It runs in Jinja's sandbox, where it reaches nothing but the messages. Bounded are what it
 writes, its ranges, and every text, list and number that an operator, a filter, a method or a block makes: before it is made
 where it could be many times larger than what it is made of (template_sizes.py), else behind it. Not bounded are how many of
-them it makes and keeps, how long it takes, and how long lists within lists are when they are written out. So a template that
-wants to waste time or memory can still do so, only not in one step: it is as trustworthy as the model is.
+them it makes and keeps, how long it takes, and how long lists within lists are when they are written out: for that, a model
+that is served has its template run in a process that can be killed (rendering.py).
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
+import importlib.metadata
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from smolcluster.errors import MissingExtra, UserError
 from smolcluster.serve.template_sizes import of_filter, of_method, of_operator
 
+OLDEST_JINJA = (3, 1, 6)  # older sandboxes let a template read the environment and run code
 _SOURCE_LIMIT = 1 << 20
 _TEXT_LIMIT = 4 << 20
 _RANGE_LIMIT = 10_000
@@ -28,6 +31,16 @@ _NOT_HERE = (
     "wordwrap",
     "xmlattr",
 )  # filters that no template needs and that could grow without bounds
+
+
+class TemplateFailed(UserError):
+    """A template did not make a text of a conversation. `detail` is its own text: for logs, not for clients."""
+
+    public = "the model's chat template refuses this conversation"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"{self.public}: {detail}")
+        self.detail = detail
 
 
 class ChatTemplate:
@@ -46,7 +59,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, names: Mapping[str, str]
     ) -> str:
-        """The text of a conversation. `names` are those of special tokens. Raises UserError when the template refuses it."""
+        """The text of a conversation. `names` are those of special tokens. Raises TemplateFailed."""
         pieces, length = [], 0
         try:
             given = {"tools": None, "documents": None, **names}
@@ -58,8 +71,18 @@ class ChatTemplate:
                     raise OverflowError(f"it writes more than {_TEXT_LIMIT} characters")
                 pieces.append(piece)
         except Exception as error:
-            raise UserError(f"the model's chat template refuses this conversation: {error}") from error
+            raise TemplateFailed(str(error) or type(error).__name__) from error
         return "".join(pieces)
+
+
+def _check_version() -> None:
+    version = importlib.metadata.version("jinja2")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST_JINJA:
+        least = ".".join(map(str, OLDEST_JINJA))
+        raise UserError(
+            f"Jinja {version} lets the chat template of a model read this machine's environment; "
+            f"install a newer one with: pip install 'jinja2>={least}'"
+        )
 
 
 @functools.cache
@@ -72,6 +95,7 @@ def _environment() -> Any:
         from jinja2.visitor import NodeTransformer
     except ImportError as error:
         raise MissingExtra("jinja2", extra="serve", purpose="the chat template of a model") from error
+    _check_version()
 
     class Generation(Extension):
         """`{% generation %}` marks what the model itself would say. It is plain text here."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import math
 import secrets
 import time
@@ -22,10 +23,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.observe.text import printable
 from smolcluster.serve.ask import Ask, Busy, Engine, Finish, NobodyThere, Sampling, Token
+from smolcluster.serve.chat_template import TemplateFailed
 from smolcluster.serve.limits import Limits
 from smolcluster.serve.metrics import Metrics
 from smolcluster.serve.text import StopStrings
+
+log = logging.getLogger(__name__)
 
 _LONG = 2000  # characters: what takes a while to tokenise does so beside the event loop
 _SEEDS = 1 << 63
@@ -279,10 +284,10 @@ class Service:
         if len(messages) > self.limits.messages:
             raise BadRequest(f"messages has {len(messages)} entries; at most {self.limits.messages}", "messages")
         try:
-            if sum(len(message["content"]) for message in messages) > _LONG:
-                tokens = await asyncio.to_thread(self.text.chat, list(messages))
-            else:
-                tokens = self.text.chat(list(messages))
+            tokens = await asyncio.to_thread(self.text.chat, list(messages))
+        except TemplateFailed as failed:
+            log.warning("%s: %s", failed.public, printable(failed.detail[:_LONG]))
+            raise BadRequest(f"messages: {failed.public}", "messages") from None
         except (UserError, ValueError) as error:
             raise BadRequest(f"messages: {error}", "messages") from None
         return self._checked(tokens, "messages")

@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from smolcluster.errors import UserError
-from smolcluster.serve.chat_template import ChatTemplate
+from smolcluster.serve.rendering import Renderer
 from smolcluster.serve.vocabulary import Marker, Vocabulary
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z_]{0,31}")
@@ -50,7 +50,7 @@ class Text:
         self.vocab_size = vocabulary.size
         self.stop_tokens = stop_tokens
         self._vocabulary = vocabulary
-        self._template = None if template is None else ChatTemplate(template)
+        self._template = None if template is None else Renderer(template)
         self._first, self._first_in_chat = list(first), first_in_chat or template is None
         self._names = dict(names or {})
         self._hidden = frozenset(marker.token for marker in vocabulary.markers if marker.special) | stop_tokens
@@ -92,9 +92,7 @@ class Text:
         """What one token stands for; of a marker, its name."""
         return self._vocabulary.token_bytes(token)
 
-    def _render(
-        self, messages: list[dict[str, str]], template: ChatTemplate, *, add_generation_prompt: bool
-    ) -> list[int]:
+    def _render(self, messages: list[dict[str, str]], template: Renderer, *, add_generation_prompt: bool) -> list[int]:
         seen = set().union(template.source, *(message["content"] for message in messages))
         unused = (chr(code) for code in _PRIVATE if chr(code) not in seen)
         guard, edge = next(unused, ""), next(unused, "")
