@@ -41,6 +41,7 @@ from tests.world import ElasticWorld, Who, run_elastic_world
 from tools import chaos
 
 from smolcluster.comm.elastic.security import new_token
+from smolcluster.engine import history
 from smolcluster.errors import UserError
 
 STEPS = 250
@@ -338,6 +339,29 @@ def test_workers_join_in_the_middle_without_a_stall(tmp_path: Path, kind: str) -
     assert len(changes(lines, "joined")) == 2 + 6
     assert longest_pause(lines) <= bound(lines, 1.0, steps=25), "a join held the others up"
     assert set(world.statuses.values()) == {0}
+
+
+# A worker is too slow
+
+
+def test_a_straggler_of_syncps_costs_one_timeout_and_comes_back(tmp_path: Path) -> None:
+    """The others wait for it once, not in every step; it counts again as soon as it keeps up."""
+    go, timeout_s, until = tmp_path / "go", 1.0, 30
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(until)
+        go.touch()
+        wait_for_counted(world, 1, after=time.time())
+        world.ask_to_stop()
+
+    config = {"training.steps": 5000, "strategy.timeout": timeout_s}
+    world = run("syncps", 2, tmp_path / "run", config, task="Hangs", environ={"HANG": f"1:3:{go}"}, script=script)
+    lines = lines_of(world)
+    assert history.check(lines) == []
+    times = [line["time"] for line in commits(lines)[:until]]
+    assert sum(b - a >= timeout_s for a, b in itertools.pairwise(times)) <= until // 5
+    (notice,) = {notice for notice in world.server.notices() if "is late with step 3" in notice}
+    assert notice.startswith("worker 1 (testhost)")
 
 
 # A worker computes nonsense

@@ -202,7 +202,7 @@ class Served(Elastic):
             return None
         push = self._pushes.get(key)
         if push is None:
-            if message.channel != 0 or not _sound(message.meta):
+            if message.channel != 0 or not sound(message.meta):
                 self._roster.evict(member, "its push does not begin at the beginning")
                 return None
             tensors = {n: torch.empty(s) for n, s in self._shapes().items()}
@@ -368,7 +368,8 @@ def _split(row: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     }
 
 
-def _sound(meta: dict[str, Any]) -> bool:
+def sound(meta: dict[str, Any]) -> bool:
+    """Return whether the first message of a push has its numbers."""
     try:
         float(meta["loss"]), float(meta.get("compute_s", 0.0))
         count = float(meta.get("count", 0.0))

@@ -1,7 +1,8 @@
 """syncps (SyncPS): a synchronous parameter server.
 
     server, for t = 1, 2, ...:
-        collect the gradients of step t, from all workers; `timeout` seconds after the first, go on with those that came
+        collect the gradients of step t, from all workers but known stragglers; `timeout` seconds after the first, go on
+            with those that came
         g_t <- their mean, weighted by samples (or targets, where the task counts them); record it
         send g_t to all
         w <- optimizer(w, clip(g_t))
@@ -15,6 +16,11 @@
 Only gradients of the current step count. One that comes late is refused and counted; the g_t it missed are already on their
 way, so its worker catches up by applying them in order. A worker that reads too slowly to keep up gets the whole state again.
 
+A worker that was late is a straggler: it costs the others one `timeout`, not one per step. It sits out until its late gradient
+has come, then starts with the others on the next step. Its gradients count if they come before the server is done, but the
+server waits for it again only once it has delivered one within `timeout` of the first of its step. Late gradients tell its
+speed, too: with `batch_size: auto` it gets fewer samples and keeps up.
+
 With a lossy codec g_t is what everybody decodes, the server included, so that all of them take the same step.
 
 With interval 1 and alpha 1 this is `single`. A worker's death costs the server nothing but its share of one step; the
@@ -25,8 +31,10 @@ Bytes per step and worker, for S bytes of encoded gradients and W bytes of weigh
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from pydantic import Field
@@ -38,14 +46,27 @@ from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.strategies.base import Cost, Node, Options, Shape, StepReport
-from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire, mean_loss
+from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire, mean_loss, sound
 from smolcluster.tasks.base import Task
+
+log = logging.getLogger(__name__)
 
 
 class SyncPSOptions(ServedOptions):
     worker_update_interval: int = Field(4, ge=1, description="steps between pulls of the server's weights")
     polyak_alpha: float = Field(1.0, ge=0, le=1, description="share of the server's weights in a pull")
     timeout: float = Field(10.0, gt=0, description="seconds to wait for the others after the first gradient of a step")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Late:
+    """A gradient that the server went on without, and that is still to come."""
+
+    step: int
+    due: float  # by then it would have been in time, on the clock of time.monotonic
+    samples: int  # of its lease
+    sent: float | None  # when its lease was sent, on the clock of time.perf_counter
+    compute_s: float = 0.0
 
 
 class SyncPS(Served):
@@ -80,6 +101,12 @@ class SyncPS(Served):
             self._pushed = 0  # the step of my last gradient
             self._anew = False  # I was welcomed again: what I have pushed before does not count
             self._norm: Tensor | None = None
+        if self.context.office is not None:
+            self._behind: set[Member] = set()  # have not read what they were sent
+            self._late: dict[Member, Late] = {}  # compute a step that is over
+            self._idle: set[Member] = set()  # have delivered it, and start on the next step with the others
+            self._stragglers: set[Member] = set()  # are not waited for
+            self._sent: dict[Member, float] = {}  # who got the last average, and when
 
     # The worker
 
@@ -137,9 +164,10 @@ class SyncPS(Served):
             self.stale_rejected += 1
 
     def _drop_leases_before(self, step: int) -> None:
-        """Steps that were committed without me are not mine to compute any more."""
+        """Steps that were committed without me are not mine to compute any more; the server must not wait for them."""
         while self._line.leases and self._line.leases[0].step < step:
-            self._line.leases.popleft()
+            dropped = self._line.leases.popleft().step
+            self._line.send(Kind.PUSH, step=dropped, epoch=self._epoch, meta={"skip": "late"})
 
     def _mix(self, server: dict[str, Tensor]) -> None:
         alpha = self.options.polyak_alpha
@@ -152,8 +180,6 @@ class SyncPS(Served):
 
     def serve(self) -> None:
         self.muster()
-        self._behind: set[Member] = set()
-        self._sent: dict[Member, float] = {}  # who got the last average, and when
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             step = self.replica.updates + 1
             self._welcome()
@@ -177,18 +203,19 @@ class SyncPS(Served):
             self.office.committed(self._report(pushes, norm=norm, rate=rate))
 
     def _collect(self, step: int) -> list[Push]:
-        """The gradients of this step, in rank order, from all members or those that came in time."""
+        """Return the gradients of this step, in rank order: of all members, or of those that came in time."""
         arrived: dict[int, Push] = {}
         done: set[Member] = set()  # those that have answered, refused ones included
         deadline: float | None = None
         while not self.context.stop_requested():
-            awaited = {member for member in self._roster.in_order() if member not in self._behind}
+            present = self._present()
+            awaited = present - self._stragglers or present
             if arrived and (done >= awaited or (deadline and time.monotonic() >= deadline)):
                 break
-            if not awaited:  # nobody is here, or who is here has not read what it was sent
-                self._bring_up()
+            if not present:  # nobody is here, has read what it was sent, or holds a lease of this step
+                self._bring_up(self._idle - self._behind)
                 self._welcome()
-            elif not arrived and done >= awaited:  # all were refused
+            elif not arrived and done >= present:  # all were refused
                 done.clear()
                 self._begin_again(step, "")
                 self._welcome()
@@ -196,9 +223,9 @@ class SyncPS(Served):
             event = self._roster.get(wait_s or 0.001)
             if isinstance(event, Gone):
                 self._gone(event)
-                self._behind.discard(event.member)
                 done.discard(event.member)
                 arrived = {rank: push for rank, push in arrived.items() if push.member is not event.member}
+                deadline = deadline if arrived else None
             elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
                 if (known := arrived.get(event.member.rank)) is not None and known.member is event.member:
                     self._again(event, step)
@@ -209,12 +236,63 @@ class SyncPS(Served):
                     deadline = deadline or time.monotonic() + self.options.timeout
         else:
             return []  # asked to stop: half a step is none
-        for member in self._roster.in_order():
-            if member.rank not in arrived:
-                self.office.leases.give_back(member.instance, step)
-                if self._pushes.pop((member.rank, step), None) is not None:  # the rest of it comes too late
-                    self._too_late(member, step)
+        assert deadline is not None
+        missing = self._present() - done
+        for member in filter(missing.__contains__, self._roster.in_order()):
+            self._go_on_without(member, step, due=deadline)
         return [arrived[rank] for rank in sorted(arrived)]
+
+    def _present(self) -> set[Member]:
+        """Return the members that hold a lease of the current step, or have answered it."""
+        out = self._behind | self._idle | self._late.keys()
+        return {member for member in self._roster.members.values() if member not in out}
+
+    def _gone(self, gone: Gone) -> None:
+        super()._gone(gone)
+        self._takes_part(gone.member)
+        self._behind.discard(gone.member)
+        self._stragglers.discard(gone.member)
+
+    def _takes_part(self, member: Member) -> None:
+        """Forget what it was late with."""
+        self._late.pop(member, None)
+        self._idle.discard(member)
+
+    # Stragglers
+
+    def _go_on_without(self, member: Member, step: int, *, due: float) -> None:
+        samples = sum(r.count for r in self.office.leases.give_back(member.instance, step))
+        self._late[member] = late = Late(step=step, due=due, samples=samples, sent=self._sent.get(member))
+        if member not in self._stragglers:
+            self._stragglers.add(member)
+            self.context.warn(f"{member.name} is late with step {step}: it is not waited for until it keeps up again")
+        half = self._pushes.pop((member.rank, step), None)
+        if half is not None:  # the rest of it comes too late
+            late.compute_s = float(half.meta.get("compute_s", 0.0))
+            self._too_late(member, step)
+
+    def _take_late(self, member: Member, message: Message) -> None:
+        """Note a bucket of a step that is over."""
+        if message.channel == 0 and "skip" not in message.meta:
+            self._too_late(member, message.step)
+        late = self._late.get(member)
+        if late is None or late.step != message.step:
+            return
+        if message.channel == 0 and sound(message.meta) and message.meta["samples"] == late.samples:
+            late.compute_s = float(message.meta.get("compute_s", 0.0))
+        if "skip" not in message.meta and message.channel < len(self._gradients) + len(self._buffers) - 1:
+            return  # there is more to come
+        del self._late[member]
+        self._idle.add(member)
+        fixed_s = time.perf_counter() - late.sent - late.compute_s if late.sent is not None else None
+        self.note_speed(member, samples=late.samples, compute_s=late.compute_s, fixed_s=fixed_s)
+        if time.monotonic() <= late.due:
+            self._keeps_pace(member)
+
+    def _keeps_pace(self, member: Member) -> None:
+        if member in self._stragglers:
+            self._stragglers.discard(member)
+            log.info("%s keeps up again: it is waited for", member.name)
 
     def _again(self, said: Said, step: int) -> None:
         """More from a member whose gradient of this step is here."""
@@ -228,13 +306,14 @@ class SyncPS(Served):
         if message.step != step:
             if message.payload is not None:
                 self._roster.release(message.payload)
-            if message.channel == 0 and message.epoch == member.epoch:
-                self._too_late(member, message.step)
+            if message.epoch == member.epoch:
+                self._take_late(member, message)
             return None
         refused = self.stale_rejected
         push = self._arrived(said)
         if push is not None or self.stale_rejected > refused:
             done.add(member)
+            self._keeps_pace(member)
         if push is not None:
             compute_s = float(push.meta.get("compute_s", 0.0))
             sent = self._sent.get(member)
@@ -261,6 +340,7 @@ class SyncPS(Served):
 
     def _renew(self, member: Member) -> None:
         """It is to begin this step anew: nothing that it has pushed of it counts, nor what is on its way."""
+        self._takes_part(member)
         self._roster.renew(member)
         self._pushes.pop((member.rank, self.replica.updates + 1), None)
 
@@ -279,8 +359,9 @@ class SyncPS(Served):
         reached = [member for member in self._roster.in_order() if self._keeps_up(member)]
         for member in reached:
             meta: dict[str, object] = {"counted": counted}
-            if step < self.context.total_steps:
+            if step < self.context.total_steps and member not in self._late:
                 meta["leases"] = [self.lend(member, step + 1)]
+                self._idle.discard(member)
             self._send_buckets(member, Kind.AVERAGE, step, encoded, meta)
         self._sent = dict.fromkeys(reached, time.perf_counter())
         return reached
@@ -318,9 +399,9 @@ class SyncPS(Served):
             return False
         return True
 
-    def _bring_up(self) -> None:
-        """Members that were behind, and have read all they were sent, get the whole state."""
-        for member in [member for member in self._behind if member.link.queued_bytes == 0]:
+    def _bring_up(self, others: Iterable[Member] = ()) -> None:
+        """Members that were behind, and have read all they were sent, get the whole state and a lease; `others` too."""
+        for member in [*(member for member in self._behind if member.link.queued_bytes == 0), *others]:
             self._behind.discard(member)
             self._renew(member)
             state, numbers = self.copied_state()
