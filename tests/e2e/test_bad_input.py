@@ -314,6 +314,23 @@ def test_no_room_at_the_start(smol: Smol, tmp_path: Path) -> None:
         assert list(tree(disk)) == ["ballast"]
 
 
+def test_a_journal_keeps_to_the_room_there_is(smol: Smol, tmp_path: Path) -> None:
+    """A server whose disk has room for a checkpoint and not for its journal is refused; a little more is enough for any
+    number of steps."""
+    settings = ("training.checkpoint_steps=1000", "training.max_checkpoints_to_keep=1", "training.eval_steps=0")
+    command = ("train", "--strategy", "syncps", "--workers", "1", "--steps", "90", "--run-dir", "disk/run")
+    command += ("--override", *TINY, *settings, "cluster.standby=false")
+    with small_disk(tmp_path, kilobytes=4096) as disk:
+        (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - (1200 << 10)))
+        said = ("the server's journal", "at least", "disk/run", "MB free", "another --run-dir")
+        check_refused(smol.run(*command, cwd=tmp_path), *said)
+        assert list(tree(disk)) == ["ballast"]
+        (disk / "ballast").unlink()
+        ended = smol.run(*command, cwd=tmp_path).ok()  # 8 MB of gradients
+        assert "training stands still" not in ended.out
+        assert read_summary(disk / "run")["steps"] == 90
+
+
 def test_room_that_runs_out_does_not_stop_training(smol: Smol, tmp_path: Path) -> None:
     """The disk fills up in the middle of the run: every failure is said aloud, and training goes to its end."""
     with small_disk(tmp_path, kilobytes=2048) as disk:

@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ from tests.faults import test_checkpoint_faults as model
 from tests.faults.test_checkpoint_faults import Crash, ModelFile, Survivor, build, power_cut
 from torch import Tensor
 
-from smolcluster.engine.files import Files, OutputFile
+from smolcluster.engine.checks import check_server_disk
+from smolcluster.engine.files import Files, OutputFile, size_on_disk
 from smolcluster.engine.journal import DamagedJournal, Journal, JournalFull, Record
 from smolcluster.engine.tensorfile import tensor_bytes
 from smolcluster.errors import UserError
@@ -659,6 +661,66 @@ def test_a_disk_that_is_full_when_a_server_starts_is_told(tmp_path: Path) -> Non
             break
     assert {"fsync_file", "create", "write", "fsync"} <= set(failed)
     assert found(tmp_path) == 1
+
+
+@pytest.mark.parametrize("state_bytes", [4_000, 40_000])
+def test_a_journal_never_takes_more_than_its_bound(tmp_path: Path, state_bytes: int) -> None:
+    """Nor more than it is allowed, while snapshots are slow."""
+    slow = threading.Event()
+
+    class Slow(FastFiles):
+        def mkdir(self, path: Path) -> None:
+            super().mkdir(path)
+            if path.name.startswith(".tmp-step"):
+                slow.wait(0.05)  # never set: a disk that takes its time
+
+    state, gradient, allowed = torch.zeros(state_bytes // 4), torch.zeros(500), 2 * state_bytes + 60_000
+    most = snapshots = 0
+    with Journal(tmp_path, files=Slow(), sync_s=None) as journal:
+        journal.recover()
+        journal.bound_disk(allowed)
+        journal.snapshot({"step": 0}, {"state": state}, wait=True)
+        for step in range(200):
+            journal.append({"step": step}, gradient)
+            most = max(most, size_on_disk(tmp_path))
+            if journal.should_snapshot:
+                journal.snapshot({"step": step + 1}, {"state": state})
+                snapshots += 1
+    overhead = 2 * 2_500 + 3_000  # manifests and the like; the records that step over the limits
+    assert most <= allowed + overhead
+    assert snapshots >= 5
+    with Journal(tmp_path, files=FastFiles(), sync_s=None) as journal:
+        recovered = journal.recover()
+        assert recovered.meta is not None
+        assert recovered.meta["step"] + len(recovered.records) == 200
+
+
+def test_the_room_for_a_journal() -> None:
+    warned: list[str] = []
+
+    def room(free: int, *, again: bool = False) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+            return check_server_disk(
+                Path("run"),
+                checkpoint_bytes=10,
+                keep=3,
+                least_bytes=20,
+                most_bytes=100,
+                there_bytes=5,
+                again=again,
+                warn=warned.append,
+            )
+
+    assert room(1000) == 100
+    assert room(100) == 55, "beside three checkpoints, the best and the next"
+    assert not warned
+    assert room(30) == 20
+    assert "max_checkpoints_to_keep" in warned.pop()
+    with pytest.raises(UserError, match="the server's journal 20 B at least"):
+        room(24)
+    assert room(24, again=True) == 20, "a server that comes back goes on"
+    assert "make room" in warned.pop()
 
 
 def open_files() -> int:

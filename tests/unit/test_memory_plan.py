@@ -21,6 +21,7 @@ from smolcluster.engine import role
 from smolcluster.engine.checks import Room, check_memory
 from smolcluster.engine.choices import Choice, as_configured, choices
 from smolcluster.engine.dry_run import describe_memory, ranges
+from smolcluster.engine.journal import disk_bound
 from smolcluster.engine.plan import Forecast, Plan, SeatMemory, Subject, alike_seats, forecast, rehearse_rank
 from smolcluster.engine.planning import choose, to_dict
 from smolcluster.engine.rehearsal import Way
@@ -448,7 +449,28 @@ def test_a_dry_run_tells_each_seat() -> None:
     assert "activations and buffers; at most" in lines[0]
     assert lines[-1].endswith("it fits")
     made = subject(2, {"strategy.name": "syncps"})
-    assert [line.split(":")[0] for line in describe_memory(made, "elastic")] == ["ranks 0-1", "server", "memory"]
+    lines = describe_memory(made, "elastic")
+    assert [line.split(":")[0] for line in lines] == ["ranks 0-1", "server", "memory"]
+    assert "; journal: " in lines[1]
+
+
+def test_what_a_server_writes_to_its_disk_follows_from_what_is_sent() -> None:
+    """With 8 bits a quarter of it, where that is what comes or goes; a coordinator writes no tensors."""
+
+    def journal(name: str, ranks: int = 2, **said: Any) -> tuple[int, int]:
+        made = subject(ranks, {f"strategy.{key}": value for key, value in said.items()})
+        choice = Choice(label=name, strategy=name, plane="elastic", options=said)
+        (server,) = [seat for seat in forecast(made, choice, ways=[Way()]).seats if seat.role == "server"]
+        return server.journal_step, server.journal_most
+
+    parameters = subject(2, {}).shape.parameters
+    dense = journal("syncps")[0]
+    assert dense == 4 * parameters
+    assert dense / 4 < journal("syncps", codec="int8")[0] < 0.3 * dense
+    assert journal("edp")[0] == dense
+    assert journal("edp", codec="int8")[0] < 0.6 * dense
+    assert journal("edp", ranks=5, codec="int8")[0] == dense
+    assert journal("syncps")[1] == disk_bound(state_bytes=3 * dense, record_bytes=dense)
 
 
 def test_ranges() -> None:

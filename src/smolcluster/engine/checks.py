@@ -151,6 +151,42 @@ def check_memory(
     warn(text)
 
 
+def check_server_disk(
+    folder: Path,
+    *,
+    checkpoint_bytes: int,
+    keep: int,
+    least_bytes: int,
+    most_bytes: int,
+    there_bytes: int = 0,
+    again: bool = False,
+    warn: Callable[[str], None],
+) -> int:
+    """Return how many bytes a server's journal may take, between its least and its most.
+
+    Checkpoints come beside it: `keep`, the best, and the one being written. `there_bytes` are those of both that are there
+    already. A server that was started `again` goes on, as it did before: to end here would end the run.
+    """
+    free = shutil.disk_usage(folder).free + there_bytes
+    checkpoints = (keep + 2) * checkpoint_bytes
+    if free < checkpoint_bytes + least_bytes:
+        needs = f"a checkpoint needs about {size(checkpoint_bytes)} and " if checkpoint_bytes else ""
+        text = (
+            f"{needs}the server's journal {size(least_bytes)} at least, and {folder} has {size(free)} free; "
+            "choose another --run-dir, or make room there"
+        )
+        if not again:
+            raise UserError(text)
+        warn(text)
+    elif free < checkpoints + least_bytes:
+        warn(
+            f"{folder} has {size(free)} free: not enough for the server's journal, {keep} checkpoints of "
+            f"{size(checkpoint_bytes)}, the best and the next one; make room there, or lower "
+            "training.max_checkpoints_to_keep"
+        )
+    return max(least_bytes, min(most_bytes, free - checkpoints))
+
+
 def check_disk_space(folder: Path, *, need_bytes: int) -> None:
     """Weights and two optimizer states must fit, or every save of the run would fail."""
     free = shutil.disk_usage(folder).free

@@ -108,6 +108,8 @@ def _seat(seat: SeatMemory, way: Way) -> str:
     said = f"{who}: {', '.join(parts)}; at most {size(seat.peak(way))} at a time"
     if peak is not None and seat.start > peak.at.total:
         said += ", while the model is built"
+    if seat.role == "server":
+        said += f"; journal: {size(seat.journal_step)} a step, up to {size(seat.journal_most)} of its disk"
     return f"{said} ({seat.note})" if seat.note else said
 
 

@@ -160,6 +160,15 @@ def ensure_folder(path: Path, *, files: Files) -> None:
     files.fsync_folder(path.parent)
 
 
+def size_on_disk(folder: Path) -> int:
+    """Return the bytes of all files in a folder, 0 if there is none. Files may go while it looks."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
 def atomic_write_text(path: Path, text: str, *, files: Files | None = None) -> None:
     """Writes a small text file: after a crash at any moment it holds the old text or the new one, whole."""
     files = files or Files()

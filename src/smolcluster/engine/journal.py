@@ -61,6 +61,23 @@ _CRC = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CRC.size
 _ALIGNMENT = 64
 
+# A snapshot follows when the log has as many bytes as the first, or so many times the state, or as many records.
+SNAPSHOT_BYTES, SNAPSHOT_RATIO, SNAPSHOT_RECORDS = 64 << 20, 4.0, 500
+BESIDE = 0.5  # of that many bytes may be logged while the snapshot is written; then appends wait for it
+_RECORD_BYTES = 4096  # of a record beside its tensors, about
+
+
+def disk_bound(*, state_bytes: int, record_bytes: int) -> int:
+    """Return the most bytes that a journal takes: a snapshot, the next one on its way, and the log."""
+    log = max(SNAPSHOT_BYTES, int(SNAPSHOT_RATIO * state_bytes))
+    log = min(log, SNAPSHOT_RECORDS * (record_bytes + _RECORD_BYTES))
+    return 2 * state_bytes + int((1 + BESIDE) * log)
+
+
+def least_disk(*, state_bytes: int, record_bytes: int) -> int:
+    """Return the fewest bytes with which it works: two records, then a snapshot."""
+    return 2 * state_bytes + int((1 + BESIDE) * 2 * (record_bytes + _RECORD_BYTES)) + (1 << 20)
+
 
 class DamagedJournal(SmolclusterError):
     """Committed records were on the disk and cannot be read any more."""
@@ -93,9 +110,9 @@ class Journal:
         *,
         files: Files | None = None,
         sync_s: float | None = 0.2,
-        snapshot_bytes: int = 64 << 20,
-        snapshot_ratio: float = 8.0,
-        snapshot_records: int = 500,
+        snapshot_bytes: int = SNAPSHOT_BYTES,
+        snapshot_ratio: float = SNAPSHOT_RATIO,
+        snapshot_records: int = SNAPSHOT_RECORDS,
         log: logging.Logger | None = None,
     ) -> None:
         """Raises UserError when another process has this journal. `sync_s` None: only `sync` flushes."""
@@ -103,6 +120,7 @@ class Journal:
         self._files = files or Files()
         self._sync_s, self._snapshot_bytes, self._snapshot_ratio = sync_s, snapshot_bytes, snapshot_ratio
         self._snapshot_records = snapshot_records
+        self._disk_bytes: int | None = None
         self._log = log or logging.getLogger(__name__)
         self._closing = contextlib.ExitStack()
         self._store = _Snapshots(folder / "snapshots", self, files=self._files, log=self._log)
@@ -225,6 +243,8 @@ class Journal:
         crc = 0
         for view in views:
             crc = zlib.crc32(view, crc)
+        if self._snapshot_running and self._log_bytes > BESIDE * self._log_limit:
+            self._saver.wait()  # the disk is slower than training, which must not fill it
         with self._lock:
             self._check_ready()
             fresh: _Segment | None = None
@@ -364,8 +384,18 @@ class Journal:
         does not fill; in records, so that replaying them is quick and takes little memory."""
         if self._snapshot_running:
             return False
+        return self._snapshot_wanted or self._log_bytes > self._log_limit or self._log_records >= self._snapshot_records
+
+    def bound_disk(self, num_bytes: int) -> None:
+        """Take no more than so many bytes: a shorter log, more snapshots."""
+        self._disk_bytes = num_bytes
+
+    @property
+    def _log_limit(self) -> float:
         limit = max(self._snapshot_bytes, self._snapshot_ratio * self._state_bytes)
-        return self._snapshot_wanted or self._log_bytes > limit or self._log_records >= self._snapshot_records
+        if self._disk_bytes is not None:
+            limit = min(limit, (self._disk_bytes - 2 * self._state_bytes) / (1 + BESIDE))
+        return max(0.0, limit)
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Makes memory for a copy of `tensors` ready in the background, so that the first snapshot is as quick as any."""

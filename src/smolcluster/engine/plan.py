@@ -23,6 +23,7 @@ from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.checks import batch_size_of
 from smolcluster.engine.choices import ALONE, Choice
+from smolcluster.engine.journal import disk_bound
 from smolcluster.engine.rehearsal import CannotRehearse, Rehearsed, Scene, Way, rehearse
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import machines
@@ -44,6 +45,8 @@ class SeatMemory:
     ways: dict[Way, Peak]  # empty: not rehearsed
     start: int = 0  # the most while the model is built and cut up
     note: str = ""  # what is not rehearsed here, and why
+    journal_step: int = 0  # bytes that a server writes to its disk in every step
+    journal_most: int = 0  # bytes that its journal takes there
 
     def peak(self, way: Way) -> int:
         """The most bytes: of a step, or of setting up."""
@@ -244,7 +247,18 @@ def _elastic_seats(
     if serving is not None and servers:
         held = _by_formula(serving)
         every = dict.fromkeys(peaks, Peak(at=held, each=held))
-        found.append(SeatMemory(ranks=servers, role="server", states=held, ways=every, note="by the formula"))
+        state = 3 * serving.parameter_bytes if serving.journal_bytes else 0
+        found.append(
+            SeatMemory(
+                ranks=servers,
+                role="server",
+                states=held,
+                ways=every,
+                note="by the formula",
+                journal_step=serving.journal_bytes,
+                journal_most=disk_bound(state_bytes=state, record_bytes=serving.journal_bytes),
+            )
+        )
     return found
 
 

@@ -97,6 +97,8 @@ def _seat(seat: SeatMemory, configured: Way) -> dict[str, Any]:
         "start_bytes": seat.start,
         "peak_bytes": seat.peak(configured),
         "note": seat.note,
+        "journal_step_bytes": seat.journal_step,
+        "journal_bytes": seat.journal_most,
         "ways": [
             {
                 "checkpointing": way.checkpointing,

@@ -136,11 +136,12 @@ class Role(ABC):
 
     # Checkpoints
 
-    def _make_saver(self, strategy: Strategy, *, together: bool = False) -> Saver:
-        """`together`: every rank has one, for its part of the state."""
+    def _make_saver(self, strategy: Strategy, *, together: bool = False, again: bool = False) -> Saver:
+        """`together`: every rank has one, for its part of the state. `again`: there was room when the run began."""
         self.run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         weights_bytes = sum(t.nbytes for t in strategy.layout().values())
-        check_disk_space(self.run_dir.path, need_bytes=3 * weights_bytes)
+        if not again:
+            check_disk_space(self.run_dir.path, need_bytes=3 * weights_bytes)
         self.store = CheckpointStore(self.run_dir.checkpoints, keep=self.config.training.max_checkpoints_to_keep)
         self.checkpoint: str | None = None
         told = not together or self.spec.rank == 0

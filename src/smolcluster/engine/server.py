@@ -34,10 +34,10 @@ from smolcluster.config import public_dict
 from smolcluster.data.leases import Leases
 from smolcluster.engine import history
 from smolcluster.engine.checkpoint import CheckpointStore
-from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite
-from smolcluster.engine.files import atomic_write_text
+from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite, check_server_disk
+from smolcluster.engine.files import atomic_write_text, size_on_disk
 from smolcluster.engine.identity import new_peer, new_run_id
-from smolcluster.engine.journal import Journal, JournalFull, Recovered
+from smolcluster.engine.journal import Journal, JournalFull, Recovered, disk_bound, least_disk
 from smolcluster.engine.length import last_step, more_of, samples_read
 from smolcluster.engine.loop import due, stored_best
 from smolcluster.engine.meter import Meter
@@ -123,6 +123,7 @@ class Server(Role):
         if journal is None:
             journal = Journal(self.run_dir.journal)
             journal.recover()
+        journal.bound_disk(self._journal_bytes)
         self.journal = journal
         self._recover(recovered, snapshot)
 
@@ -184,7 +185,9 @@ class Server(Role):
         self.strategy = self.strategy_class(self.options, self.context)
         self.strategy.setup(self.task)
         self.layout = layout_of(self.strategy.state().weights)
-        self.saver = self._make_saver(self.strategy) if training.checkpoint_steps != 0 else None
+        again = self.run_dir.journal.is_dir()
+        self._journal_bytes = self._check_disk(again=again)
+        self.saver = self._make_saver(self.strategy, again=again) if training.checkpoint_steps != 0 else None
         self.referee = (
             None
             if self.val_data is None
@@ -199,6 +202,23 @@ class Server(Role):
         self._read_by: dict[
             int, dict[str, Any]
         ] = {}  # what had been read by these steps, where their state is to come yet
+
+    def _check_disk(self, *, again: bool) -> int:
+        """Return how many bytes the journal may take. `again`: one was begun before."""
+        training, weights = self.config.training, sum(t.nbytes for t in self.strategy.layout().values())
+        needs = {"state_bytes": 0, "record_bytes": 0}
+        if self.strategy.server_has_weights:
+            needs = {"state_bytes": 3 * weights, "record_bytes": weights}
+        return check_server_disk(
+            self.run_dir.path,
+            checkpoint_bytes=3 * weights if training.checkpoint_steps != 0 else 0,
+            keep=training.max_checkpoints_to_keep,
+            least_bytes=least_disk(**needs),
+            most_bytes=disk_bound(**needs),
+            there_bytes=size_on_disk(self.run_dir.journal) + size_on_disk(self.run_dir.checkpoints),
+            again=again,
+            warn=self._warn,
+        )
 
     # Where it starts: its own journal, a checkpoint, or nothing
 

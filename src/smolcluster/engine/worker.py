@@ -243,7 +243,7 @@ class Worker(Role):
         together = self.bulletin is not None
         self.saver = None
         if training.checkpoint_steps != 0 and (self.lead or together):
-            self.saver = self._make_saver(strategy, together=together)
+            self.saver = self._make_saver(strategy, together=together, again=self.spec.again)
         assert self.seat.shard is not None
         self.loop = Loop(
             strategy=strategy,

@@ -47,8 +47,17 @@ def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
     for note, names in notes.items():
         if note:
             console.print(Text(f"{note}: {'; '.join(names)}", style="dim"))
+    for row in rows:
+        for seat in row["seats"]:
+            if seat["role"] == "server":
+                console.print(Text(_server(row["name"], seat), style="dim"))
     console.print(Text(f"room: {size(plan['limit_bytes'])} ({plan['limit']})"))
     console.print(Text(_advice(plan), style="bold"))
+
+
+def _server(name: str, seat: Mapping[str, Any]) -> str:
+    step, most = size(seat["journal_step_bytes"]), size(seat["journal_bytes"])
+    return f"the server of {name}: {size(seat['peak_bytes'])} of memory; its journal writes {step} a step, up to {most} of disk"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -108,6 +108,7 @@ class Cost:
     bytes_received: int
     messages: int
     activations_travel: bool = False  # too; how much depends on the samples, and is not in these numbers
+    journal_bytes: int = 0  # of a server: written to its journal
     offloaded: bool = False  # parameters, gradients and optimizer state are in the machine's memory, not the GPU's
 
     @property

@@ -87,6 +87,14 @@ class EDP(Served):
             messages=2 * max(1, round(size / (options.bucket_mb * 2**20))),
         )
 
+    @classmethod
+    def record_bytes(cls, options: ServedOptions, shape: Shape, nodes: Sequence[Node]) -> int:
+        """The pushes of a step as they came, or their average: what is less."""
+        assert isinstance(options, EDPOptions)
+        batch = max(1, min((node.batch_size for node in nodes), default=1))
+        pushes = len(nodes) if options.server_batch is None else -(-options.server_batch // batch)
+        return min(pushes * bytes_on_the_wire(options, shape)[0], 4 * shape.parameters)
+
     def setup(self, task: Task) -> None:
         super().setup(task)
         if self.context.line is not None:

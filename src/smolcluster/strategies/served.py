@@ -94,7 +94,13 @@ class Served(Elastic):
             bytes_sent=len(nodes) * gradients,
             bytes_received=len(nodes) * gradients,
             messages=0,
+            journal_bytes=cls.record_bytes(options, shape, nodes),
         )
+
+    @classmethod
+    def record_bytes(cls, options: ServedOptions, shape: Shape, nodes: Sequence[Node]) -> int:
+        """What a step adds to the journal: the average as it is sent."""
+        return bytes_on_the_wire(options, shape)[0]
 
     def setup(self, task: Task) -> None:
         super().setup(task)
