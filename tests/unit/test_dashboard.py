@@ -334,6 +334,20 @@ def test_states(member: Any, rows: int, status: str, age_s: float, named: bool, 
     assert state_of(machine, status=status, age_s=age_s, named=named) == expected
 
 
+def test_silence_is_measured_against_the_own_pace_of_a_process(tmp_path: Path) -> None:
+    """Steps of 10 s, a row every 10 of them: nobody is silent after a minute and a half, and everybody is after an hour."""
+    run = configure(tmp_path / "run", strategy="edp", more="logging:\n  log_interval: 10\n")
+    slow = {"step_time_s": 10.0}
+    append(run / "metrics.jsonl", row(1, 0, **slow), row(1, 1, **slow), row(1, 2, role="server", **slow))
+    for path in run.iterdir():
+        aged(path, T0 + 1)
+    told = told_of(run, now=T0 + 95)
+    assert set(states(told).values()) == {"training"}
+    assert told["status"] == "training"
+    told = told_of(run, now=T0 + 3600)
+    assert set(states(told).values()) == {"silent"}
+
+
 def test_the_word_of_good_bye_is_that_of_the_transport() -> None:
     assert GOOD_BYE == LEFT
 
@@ -395,6 +409,7 @@ def test_an_elastic_run(elastic: Path) -> None:
 def test_one_who_comes_back_trains_again_and_is_drawn_at_the_step_of_the_run(elastic: Path) -> None:
     append(elastic / "history.jsonl", member("joined", 1, 6))
     append(elastic / "metrics.jsonl", row(6, 2, role="server"), row(1, 1, time=T0 + 6.5))  # it counts from one again
+    append(elastic / "metrics.jsonl", row(7, 2, role="server"))
     told = told_of(elastic, now=T0 + 7)
     assert states(told)["worker 1"] == "training"
     assert told["machines"][1]["losses"] == 1
@@ -416,6 +431,34 @@ def test_a_row_of_the_server_that_comes_late_moves_no_worker(tmp_path: Path) -> 
     assert columns["step"] == sorted(columns["step"])
     for step, when in zip(columns["step"][1:], columns["time"][1:], strict=True):  # of the first, no pace is known
         assert step == pytest.approx(when - T0)
+
+
+def test_rows_before_the_second_row_of_the_server_are_drawn_where_the_run_was(tmp_path: Path) -> None:
+    """The server logs its steps 1 and 40; four workers log each of their own ten steps in between."""
+    run = configure(tmp_path / "run", strategy="edp", workers=1, steps=200)
+    append(run / "metrics.jsonl", row(1, 1, role="server", time=T0))
+    append(run / "metrics.jsonl", *(row(own, 0, time=T0 + 4 * own) for own in range(1, 10)))
+    early = told_of(run, now=T0 + 37)
+    assert early["curves"]["rank0"]["columns"]["step"] == []  # not all of them at step 1
+    assert (early["machines"][0]["step"], early["machines"][0]["own_steps"]) == (9, True)
+    assert early["machines"][1]["own_steps"] is False
+    append(run / "metrics.jsonl", row(40, 1, role="server", time=T0 + 39))
+    steps = told_of(run, now=T0 + 40)["curves"]["rank0"]["columns"]["step"]
+    assert steps == pytest.approx([1 + 4 * own for own in range(1, 10)])
+
+
+def test_a_killed_worker_is_called_that_and_is_back_after_seconds(elastic: Path) -> None:
+    append(
+        elastic / "logs" / "launcher-mini.log",
+        log("worker 1 died (killed by SIGKILL); starting it again", "WARNING", 5),
+    )
+    told = told_of(elastic, now=T0 + 5)
+    assert told["machines"][1]["reason"] == "killed (SIGKILL)"
+    assert "worker 1: killed (SIGKILL)" in [event["text"] for event in told["events"]]
+    append(elastic / "history.jsonl", member("joined", 1, 22))
+    reader = RunReader(elastic, now=lambda: T0 + 23)
+    reader.poll_to_the_end()
+    assert reader.happenings()[-1].text == "worker 1 is back after 17 s (killed (SIGKILL))"
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 1), st.integers(-20, 5)), max_size=60))

@@ -25,7 +25,7 @@ FIELDS = (
     *("loss", "grad_norm", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s", "wait_s"),
     *("staleness", "sent_per_s", "received_per_s"),
 )
-SILENT_S = 8.0  # without a row, and at least so many of its longest pauses so far
+SILENT_S = 8.0  # without a row, and at least so many of its own pauses between rows
 SILENT_PAUSES = 4.0
 RATE_S = 5.0  # over which bytes per second are taken
 MOST_SPANS = 50
@@ -56,6 +56,11 @@ class Machine:
     _counted: tuple[float, float] = (0.0, 0.0)  # the counts of its latest row, since its process began
     _recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=64))
 
+    def pause_s(self, *, log_interval: int) -> float:
+        """How long to expect between two of its rows: by its latest rows, and by the time of its steps."""
+        step_s = finite((self.last or {}).get("step_time_s")) or 0.0
+        return max(self.longest_pause_s, step_s * log_interval)
+
     @property
     def name(self) -> str:
         return "server" if self.role == "server" else f"worker {self.rank}"
@@ -77,9 +82,9 @@ class Machine:
         self.heard_at = passed
         return passed
 
-    def take(self, row: dict[str, Any], *, step: float, time: float, resumed: bool = False) -> dict[str, Any]:
-        """A row of this rank. Returns it with what follows from it: bytes per second, time spent waiting. `resumed`: the run
-        was, since its last row."""
+    def take(self, row: dict[str, Any], *, step: float | None, time: float, resumed: bool = False) -> dict[str, Any]:
+        """Take a row of this rank and add it to the curve. Returns it with what follows from it: bytes per second, time spent
+        waiting. `resumed`: the run was, since its last row. `step`: of the run; None: not known yet, the curve comes later."""
         late = self.last is not None and time < self.last["time"]
         if not late:
             self._count(row, time)
@@ -91,7 +96,8 @@ class Machine:
                 self.facts = known_facts(row["machine"])
         sent_per_s, received_per_s = self._rates()
         derived = row | {"wait_s": waiting_s(row), "sent_per_s": sent_per_s, "received_per_s": received_per_s}
-        self.curve.add(derived, step=step, time=time)
+        if step is not None:
+            self.curve.add(derived, step=step, time=time)
         return derived
 
     def count(self) -> Count:
@@ -115,6 +121,11 @@ class Machine:
         self.losses += how in ("lost", "evicted")
         self._recent.clear()
         self.end_span(time)
+
+    @property
+    def gone_since(self) -> float | None:
+        """When it was last here, where it has been gone since."""
+        return self.spans[-1][1] if self.spans else None
 
     def _was_gone(self, since: float, until: float) -> bool:
         return any(to is not None and since <= to <= until for _, to in self.spans)
@@ -146,9 +157,11 @@ def waiting_s(row: Mapping[str, Any]) -> float | None:
     return max(0.0, step_s - compute_s - comm_s)
 
 
-def state_of(machine: Machine, *, status: str, age_s: float, alone: bool = False, named: bool = False) -> State:
-    """`status` of the run, `age_s` since the last row of this rank, `alone`: a server without workers, `named`: what the run
-    failed of names this rank."""
+def state_of(
+    machine: Machine, *, status: str, age_s: float, log_interval: int = 1, alone: bool = False, named: bool = False
+) -> State:
+    """`status` of the run, `age_s` since the last row of this rank, which writes one every `log_interval` steps, `alone`: a
+    server without workers, `named`: what the run failed of names this rank."""
     if status == "finished":
         return "lost" if machine.member == "lost" else "evicted" if machine.member == "evicted" else "finished"
     if status in ("failed", "interrupted"):
@@ -159,7 +172,7 @@ def state_of(machine: Machine, *, status: str, age_s: float, alone: bool = False
         return machine.member
     if machine.last is None:
         return "starting"
-    if age_s > max(SILENT_S, SILENT_PAUSES * machine.longest_pause_s):
+    if age_s > max(SILENT_S, SILENT_PAUSES * machine.pause_s(log_interval=log_interval)):
         return "waiting" if alone and status == "training" else "silent"
     return "training"
 

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import os
 import re
 import socket
@@ -42,6 +43,9 @@ COPIED_S = 60.0  # between the end of a run and the time of its summary: files o
 ROSTER = b'"logger": "smolcluster.comm.elastic.roster"'
 OWN_STEPS = ("edp",)  # where a worker counts steps of its own, which are not the run's
 _SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passphrase|(?:api|access|private|secret)_?key)$", re.IGNORECASE)
+SAME_DEATH_S = 30.0  # between what the server and what the launcher write of it
+MOST_WAITING = 1000  # rows of workers for a row of the server
+_DIED = re.compile(r"(?P<who>worker (?P<rank>\d{1,4})|the server) died \((?P<how>[^()]{1,200})\)")
 MOST_BRACKETS = 5000  # of a configuration
 _ADDRESS = re.compile(r"[a-z0-9+.-]{1,20}://[^\s\"',]+", re.IGNORECASE)
 
@@ -87,10 +91,14 @@ class RunReader:
         self.beginnings += 1
         self.first_time: float | None = None
         self._pace = Pace()
+        self._waiting: deque[tuple[Machine, dict[str, Any]]] = deque()  # rows whose step of the run is not known yet
         self._latest: dict[int, dict[str, Any]] = {}  # derived rows of workers
         self._new_rows = self._num_running = 0
         self._diverged: set[int] = set()
         self._servers = 0
+        self._deaths: dict[
+            int, tuple[float, str]
+        ] = {}  # by rank: when and how its process ended, as the launcher saw it
         self._named_in_logs: dict[int, tuple[str, str]] = {}  # rank: role, host
         self._metrics = LineFollower(self.path / "metrics.jsonl", skip_to_last=self._last_bytes)
         self._history = LineFollower(self.path / "history.jsonl", skip_to_last=self._last_bytes)
@@ -115,6 +123,7 @@ class RunReader:
         found |= self._read_checkpoints() | self._read_summary()
         self.behind = history.more or metrics.more
         if not self.behind and self.status() not in ("starting", "training", "silent"):
+            self._draw_waiting(until=math.inf if self._pace.known else -math.inf)
             self.joined.flush()
         return bool(found or history.lines or metrics.lines)
 
@@ -214,12 +223,32 @@ class RunReader:
         if machine.role == "server":
             self._pace.add(when, int(step))
             machine.take(row, step=step, time=when, resumed=resumed)
+            self._draw_waiting(until=when)
+        elif self.strategy in OWN_STEPS:
+            self._waiting.append((machine, machine.take(row, step=None, time=when, resumed=resumed)))
+            self._draw_waiting(until=-math.inf)
         else:
-            own = self.strategy not in OWN_STEPS or not self._pace.known
-            at = step if own else self._pace.step_at(when, rank=rank, last=self.total_steps)
-            self._latest[rank] = machine.take(row, step=at, time=when, resumed=resumed)
-            self._take_workers(at, when, pause_s=machine.longest_pause_s)
+            self._draw_worker(machine, machine.take(row, step=step, time=when, resumed=resumed), step)
         self.joined.add(row, num_workers=self.num_workers, pause_s=machine.longest_pause_s)
+
+    def _draw_waiting(self, *, until: float) -> None:
+        """Draw rows of workers that count steps of their own, once a row of the server tells which step the run was at. Not
+        more than MOST_WAITING wait: clocks may differ."""
+        waiting, self._waiting = self._waiting, deque()
+        too_many = len(waiting) - MOST_WAITING
+        for index, (machine, row) in enumerate(waiting):
+            if row["time"] <= until or index < too_many:
+                step = float(row["step"])
+                if self._pace.known:
+                    step = self._pace.step_at(row["time"], rank=machine.rank, last=self.total_steps)
+                machine.curve.add(row, step=step, time=row["time"])
+                self._draw_worker(machine, row, step)
+            else:
+                self._waiting.append((machine, row))
+
+    def _draw_worker(self, machine: Machine, row: dict[str, Any], step: float) -> None:
+        self._latest[machine.rank] = row
+        self._take_workers(step, row["time"], pause_s=machine.longest_pause_s)
 
     def _take_workers(self, step: float, when: float, *, pause_s: float) -> None:
         """A point of the mean over the workers that are there, when about all of them have a new row."""
@@ -288,14 +317,20 @@ class RunReader:
     def _take_member(self, machine: Machine, event: str, when: float, reason: str) -> None:
         match event:
             case "joined":
-                again = bool(machine.spans)
+                since, killed = (
+                    machine.gone_since,
+                    f" ({machine.reason})" if machine.reason.startswith("killed") else "",
+                )
+                again = f"{machine.name} is back" + ("" if since is None else f" after {when - since:.0f} s{killed}")
+                text = again if machine.spans else f"{machine.name} joined"
                 machine.joined(when)
-                kind, text = "join", f"{machine.name} joined" + (" again" if again else "")
+                kind = "join"
             case "left" if reason == GOOD_BYE:
                 machine.gone("left", when, reason)
                 kind, text = "leave", f"{machine.name} has left"
             case "left":
-                machine.gone("lost", when, reason)
+                died, how = self._deaths.get(machine.rank, (-math.inf, ""))
+                machine.gone("lost", when, how if abs(when - died) < SAME_DEATH_S else reason)
                 kind, text = "lost", f"{machine.name} is gone: {reason}"
             case "evicted":
                 machine.gone("evicted", when, reason)
@@ -323,6 +358,9 @@ class RunReader:
         return found
 
     def _take_log_line(self, name: str, line: bytes) -> None:
+        if name.startswith("launcher-"):
+            self._take_launcher_line(line)
+            return
         trouble = b'"level": "INFO"' not in line and b'"level": "DEBUG"' not in line
         if trouble and b" is gone: " in line and ROSTER in line and self._history.modified:
             return  # the history tells of it too
@@ -340,6 +378,22 @@ class RunReader:
             self._tell(Happening(time=when, kind=kind, text=shortened(who + str(fields["message"])), rank=rank))
         elif not self._history.modified and isinstance(fields.get("rank"), int):
             self._tell(Happening(time=when, kind="join", text=f"worker {fields['rank']} started", rank=rank))
+
+    def _take_launcher_line(self, line: bytes) -> None:
+        """The launcher knows how a process died; its peers see a connection that broke."""
+        fields = _object(line) or {}
+        died = _DIED.match(str(fields.get("message", "")))
+        if died is None:
+            return
+        rank = None if died["rank"] is None else int(died["rank"])
+        how = re.sub(r"^killed by (\w+)$", r"killed (\1)", died["how"])
+        when = _timestamp(fields.get("time")) or self.now()
+        if rank is not None:
+            self._deaths[rank] = (when, how)
+            machine = self.machines.get(rank)
+            if machine is not None and machine.member == "lost":
+                machine.reason = how[:MOST_TEXT]
+        self._tell(Happening(time=when, kind="lost", text=shortened(f"{died['who']}: {how}"), rank=rank))
 
     def happenings(self) -> list[Happening]:
         """In the order of time. A checkpoint is one as long as it is kept: nothing tells of those that were removed."""
@@ -363,6 +417,11 @@ class RunReader:
     @property
     def total_steps(self) -> int | None:
         return count_of(self.config.get("training.steps", ""))
+
+    @property
+    def log_interval(self) -> int:
+        """Steps between two rows."""
+        return count_of(self.config.get("logging.log_interval", "")) or 1
 
     @property
     def started(self) -> float | None:
@@ -396,7 +455,8 @@ class RunReader:
         quiet = self.quiet_s()
         if self.last_row_time is None:
             return "silent" if quiet > 4 * QUIET_S else "starting"
-        longest = max((machine.longest_pause_s for machine in self.machines.values()), default=0.0)
+        interval = self.log_interval
+        longest = max((machine.pause_s(log_interval=interval) for machine in self.machines.values()), default=0.0)
         return "silent" if quiet > max(QUIET_S, 6 * longest) else "training"
 
     def quiet_s(self) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 from smolcluster.dashboard.joining import VAL_FIELDS
 from smolcluster.dashboard.links import links_of, shape_of
 from smolcluster.dashboard.machines import MOST_TEXT, Machine, state_of, waiting_s
-from smolcluster.dashboard.reading import Happening, RunReader, shortened
+from smolcluster.dashboard.reading import OWN_STEPS, Happening, RunReader, shortened
 from smolcluster.dashboard.thin import Curve, finite, moment, tidy
 from smolcluster.observe.board import Seat
 from smolcluster.observe.events import StepLogged
@@ -123,6 +123,7 @@ class Teller:
                 machine,
                 status=status,
                 age_s=run.age_s(machine),
+                log_interval=run.log_interval,
                 alone=server and alone,
                 named=is_named(machine, error),
             )
@@ -147,6 +148,7 @@ class Teller:
             "device": facts.get("device") or ("" if device == "null" else device),
             "facts": facts,
             "step": last.get("step"),
+            "own_steps": machine.role != "server" and self.run.strategy in OWN_STEPS,
             **{name: tidy(finite(last.get(name))) for name in _ROW},
             "wait_s": tidy(waiting_s(last)),
             "stale_rejected": int(finite(last.get("stale_rejected")) or 0),

@@ -148,13 +148,13 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "state": row["state"],
         "host": row["host"] or "-",
         "device": row["device"] or "-",
-        "step": "-" if row["step"] is None else str(row["step"]),
+        "step": "-" if row["step"] is None else f"{row['step']}{' own' if row['own_steps'] else ''}",
         "loss": "-" if row["loss"] is None else number(row["loss"]),
         "step time": "-" if total is None or server else duration(total),
         **{title: "-" if server else share(name) for title, name in _SHARES.items()},
         "staleness": "-" if row["staleness"] is None or server else f"{row['staleness']:.3g}",
         "traffic": f"{size(traffic)}/s" if traffic else "-",
-        "memory": f"{used / memory:.0%}" if used and memory else "-",
+        "memory": f"{used / memory:.0%} of {'GPU' if gpu else 'host'}" if used and memory else "-",
         "temp": "-" if heat is None else f"{heat:.0f} °C",
     }
 

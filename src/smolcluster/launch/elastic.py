@@ -50,6 +50,7 @@ from smolcluster.launch.processes import (
     why_it_ended,
 )
 from smolcluster.observe.events import Event, Failed, Notice, Phase, Progress, RunFinished, StepLogged
+from smolcluster.observe.logs import LauncherLog
 from smolcluster.observe.observer import Observer, Sink
 
 MOST_DEATHS = 3  # in a row, without any work between them
@@ -122,7 +123,7 @@ class _Run:
     ) -> None:
         self.config, self.run_dir = config, run_dir
         self.outcome = Outcome(command=command)
-        self.observer = Observer([self.outcome, *sinks])
+        self.observer = Observer([self.outcome, LauncherLog(run_dir.path, host=socket.gethostname()), *sinks])
         self.inbox = Inbox()
         self.children: list[Child] = []  # all that are alive
         self.standby: Child | None = None

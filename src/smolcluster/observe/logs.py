@@ -10,6 +10,7 @@ process's stderr to it; `tail` copes with both.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.observe.console import rate
-from smolcluster.observe.events import CheckpointSaved, Event, StepLogged, plain
+from smolcluster.observe.events import CheckpointSaved, Event, Notice, StepLogged, plain
 from smolcluster.observe.text import number, printable
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,26 @@ class LogSink:
 
     def close(self) -> None:
         """The log is open for longer."""
+
+
+class LauncherLog:
+    """A sink that writes what a launcher warns of to `logs/launcher-<host>.log`: who died, and of what."""
+
+    def __init__(self, run_dir: str | Path, *, host: str) -> None:
+        self._path = log_path(run_dir, "launcher", None, host)
+        self._formatter = JsonFormatter(role="launcher", rank=None, host=host)
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Notice) and event.level == "WARNING" and event.rank is None:
+            record = logging.LogRecord("launcher", logging.WARNING, "", 0, "%s", (event.message,), None)
+            with (
+                contextlib.suppress(OSError),
+                self._path.open("a", encoding="utf-8", errors="backslashreplace") as file,
+            ):
+                file.write(self._formatter.format(record) + "\n")
+
+    def close(self) -> None:
+        """The file is opened for each line: there are few."""
 
 
 class LineFormatter(logging.Formatter):

@@ -18,6 +18,7 @@ The end. `close` says BYE behind what is queued, and the other side hangs up. A 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -492,7 +493,8 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         if self._leaving:
             self.end(self.reason)
         elif exc is not None:
-            self.end(f"the connection broke: {exc}")
+            problem = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else str(exc)
+            self.end(f"the connection broke: {problem}")
         elif self._dialing and self.traffic.bytes_received == 0:
             self.end(
                 "it hung up without a word"

@@ -327,12 +327,13 @@ class Machines {
     attr(row, "data-state", m.state);
     text(device, [m.host, deviceOf(m)].filter(Boolean).join(" · ") || DASH);
     attr(device, "title", m.facts.device_name);
-    text(step, count(m.step));
+    text(step, known(m.step) && m.own_steps ? `${count(m.step)} own` : count(m.step));
+    attr(step, "title", m.own_steps ? "steps of this worker since it joined; the run counts the server's" : null);
     text(loss, number(m.loss));
     text(time, server && state.machines.length > 1 ? DASH : duration(m.step_time_s));
-    const [used, total] = memoryOf(m);
-    text(memory, total && known(used) ? percent(used / total) : DASH);
-    attr(memory, "title", total ? `${bytes(used)} of ${bytes(total)}` : null);
+    const [used, total, whose] = memoryOf(m);
+    text(memory, total && known(used) ? `${percent(used / total)} of ${whose}` : DASH);
+    attr(memory, "title", total ? `${bytes(used)} of ${bytes(total)} in use on the ${whose}, by all processes` : null);
     text(heat, degrees(heatOf(m)));
   }
 
@@ -341,12 +342,15 @@ class Machines {
   }
 }
 
+const VISIBLE_LINKS = 8; // as many as the box has room for: see `.scroll.tall`
+
 class Links {
   constructor() {
     this.body = el("tbody");
     const head = el("tr", {}, ...[["link", ""], ["now", "n"], ["in all", "n"]].map(([title, kind]) => el("th", { scope: "col", class: kind || null }, title)));
+    this.count = el("p", { class: "fine", data: { count: "links" } });
     this.note = el("p", { class: "fine", hidden: true }, "≈ follows from what each machine sent and received in all");
-    this.node = el("div", {}, el("div", { class: "scroll tall" }, el("table", { class: "links" }, el("thead", {}, head), this.body)), this.note);
+    this.node = el("div", {}, el("div", { class: "scroll tall" }, el("table", { class: "links" }, el("thead", {}, head), this.body)), this.count, this.note);
   }
 
   set(state) {
@@ -365,6 +369,9 @@ class Links {
         text(all.lastChild, (link.inferred ? "≈ " : "") + bytes(link.bytes));
       },
     );
+    const most_shown = Math.min(200, state.links.length);
+    text(this.count, state.links.length > VISIBLE_LINKS ? `${most_shown} of ${state.links.length} links; scroll for the others` : "");
+    this.count.hidden = state.links.length <= VISIBLE_LINKS;
     this.note.hidden = !state.links.some((link) => link.inferred);
     if (!state.links.length) this.body.replaceChildren(el("tr", {}, el("td", { colspan: "3", class: "none" }, "one machine, no links")));
   }

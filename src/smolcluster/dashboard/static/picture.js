@@ -238,10 +238,11 @@ function fit(made, where, word, room) {
 
 export const deviceOf = (machine) => machine.device || (machine.facts.device_memory_total_bytes ? "gpu" : "");
 export const heatOf = (machine) => machine.facts.device_temperature_c ?? machine.facts.temperature_c;
+/** Used, total, and whose: everything on the machine or on its GPU, not this process alone. */
 export const memoryOf = ({ facts }) =>
   known(facts.device_memory_total_bytes)
-    ? [facts.device_memory_used_bytes, facts.device_memory_total_bytes]
-    : [facts.memory_used_bytes, facts.memory_total_bytes];
+    ? [facts.device_memory_used_bytes, facts.device_memory_total_bytes, "GPU"]
+    : [facts.memory_used_bytes, facts.memory_total_bytes, "host"];
 
 function describe(state) {
   const words = state.machines.map((machine) => `${machine.name} ${STATES[machine.state]?.word ?? machine.state}`);
@@ -251,15 +252,15 @@ function describe(state) {
 /** Everything that is known of a machine, as lines of the small window. */
 export function details(machine) {
   const { facts } = machine;
-  const [used, total] = memoryOf(machine);
+  const [used, total, whose] = memoryOf(machine);
   const rows = [
     ["state", [STATES[machine.state]?.word ?? machine.state, machine.reason].filter(Boolean).join(": ")],
     ["host", machine.host],
     ["device", [machine.device, facts.device_name].filter(Boolean).join(", ")],
-    ["memory", total ? `${bytes(used)} of ${bytes(total)}` : ""],
+    [`memory of the ${whose}`, total ? `${bytes(used)} of ${bytes(total)}` : ""],
     ["temperature", known(heatOf(machine)) ? degrees(heatOf(machine)) : ""],
     ["load", known(facts.load) ? `${percent(facts.load)} of ${facts.cores} cores` : ""],
-    ["step", known(machine.step) ? short(machine.step) : ""],
+    [machine.own_steps ? "own step" : "step", known(machine.step) ? short(machine.step) : ""],
     ["loss", known(machine.loss) ? number(machine.loss) : ""],
     ["step time", known(machine.step_time_s) ? duration(machine.step_time_s) : ""],
     ["sent", bytes(machine.sent)],
