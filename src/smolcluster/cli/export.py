@@ -37,6 +37,7 @@ def export(
     for name in done.damaged:
         typer.echo(f"note: {name} is damaged; the newest good checkpoint is exported instead")
     typer.echo(f"{out}: {done.architecture} of {done.checkpoint}, {done.num_parameters:,} parameters, {dtype}")
-    typer.echo(f"tokenizer: {_TOKENIZERS.get(done.tokenizer, done.tokenizer)}; it is not part of the folder")
+    where = "its files are in the folder" if done.has_tokenizer else "it is not part of the folder"
+    typer.echo(f"tokenizer: {_TOKENIZERS.get(done.tokenizer, done.tokenizer)}; {where}")
     load = f"from transformers import AutoModelForCausalLM; model = AutoModelForCausalLM.from_pretrained({str(out)!r})"
     typer.echo(f"load it with: {load}")

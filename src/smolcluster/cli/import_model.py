@@ -7,23 +7,35 @@ from typing import Annotated
 
 import typer
 
-EXAMPLES = """Example:
+EXAMPLES = """Examples:
 
 smolcluster import SmolLM2-135M runs/smollm
 
-smolcluster train --resume runs/smollm --steps 100 --override data.tokenizer=SmolLM2-135M/tokenizer.json
+smolcluster import model.gguf runs/smollm
+
+smolcluster train --resume runs/smollm --steps 100 --override data.name=text data.root=my_book.txt
 """
 
 
 def import_model(
-    folder: Annotated[
-        Path, typer.Argument(help="A Hugging Face folder: config.json and model.safetensors, or its shards.")
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="A Hugging Face folder (config.json and model.safetensors, or its shards), or a *.gguf file."
+        ),
     ],
     run: Annotated[Path, typer.Argument(help="The run directory to make; it must not hold a run yet.")],
 ) -> None:
-    """Make a run at step 0 from the weights of a GPT-2, Llama or Qwen2 model."""
-    from smolcluster.engine.importing import import_model
+    """Make a run at step 0 from a GPT-2, Llama or Qwen2 model: its weights, tokenizer and chat template."""
+    from smolcluster.engine.importing import import_gguf, import_model
 
-    shape = import_model(folder, run)
+    if model.is_file():
+        from smolcluster.serve.sources import GGUFSource
+
+        shape, tokenizer = import_gguf(model, run, GGUFSource.open(model).tokenizer_files())
+    else:
+        shape, tokenizer = import_model(model, run)
     typer.echo(f"{run}: {shape.num_parameters:,} parameters, {shape.num_layers} layers of {shape.model_dim}")
+    if tokenizer is None:
+        typer.echo(f"{model} has no tokenizer: name the model's own with data.tokenizer=PATH when you train")
     typer.echo(f"go on from it with: smolcluster train --resume {run} --steps 100")

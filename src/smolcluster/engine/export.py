@@ -3,8 +3,9 @@
     OUT/
         config.json          the shape, under their keys
         model.safetensors    the weights, under their names (models/hugging_face.py)
+        tokenizer.json, ...  tokenizer and chat template, where the run has them as files (tokenizer_files.py)
 
-Both are written and flushed in a `.tmp-` folder beside OUT, which then takes its name: OUT is whole or not there.
+All are written and flushed in a `.tmp-` folder beside OUT, which then takes its name: OUT is whole or not there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from smolcluster.engine.files import Files, ensure_folder, temporary_name
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.snapshot import MANIFEST
 from smolcluster.engine.tensorfile import HashedFile, TensorFile
+from smolcluster.engine.tokenizer_files import tokenizer_of
 from smolcluster.errors import UserError, suggest, unknown_name
 from smolcluster.models import GPTConfig
 from smolcluster.models.hugging_face import CONFIG, WEIGHTS, export_config, export_weights
@@ -40,6 +42,7 @@ class Exported:
     damaged: list[str]  # newer checkpoints that could not be read
     num_parameters: int
     tokenizer: str
+    has_tokenizer: bool  # the folder holds its files
 
 
 def export_run(run: Path, out: Path, *, checkpoint: str | None = None, dtype: str = "fp32") -> Exported:
@@ -59,13 +62,15 @@ def export_run(run: Path, out: Path, *, checkpoint: str | None = None, dtype: st
         theirs, tensors = export_config(shape, dtype=DTYPES[dtype]), export_weights(shape, weights)
     except ValueError as error:
         raise UserError(f"{place.path} cannot be exported: {error}") from error
-    write_folder(out, theirs, tensors)
+    files = tokenizer_of(place, config.data)
+    write_folder(out, theirs, tensors, beside=files)
     return Exported(
         architecture=theirs["architectures"][0],
         checkpoint=folder_name(snapshot.step),
         damaged=damaged,
         num_parameters=shape.num_parameters,
         tokenizer=config.data.tokenizer or default_tokenizer(config.data.name),
+        has_tokenizer=bool(files),
     )
 
 
@@ -83,9 +88,14 @@ def check_free(out: Path) -> None:
 
 
 def write_folder(
-    out: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor], *, files: Files | None = None
+    out: Path,
+    config: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    *,
+    beside: Mapping[str, bytes] | None = None,
+    files: Files | None = None,
 ) -> None:
-    """Both files, in one piece."""
+    """Write the folder in one piece: the shape, the weights, and the files in `beside`."""
     files = files or Files()
     temporary = out.parent / temporary_name(out.name)
     try:
@@ -94,9 +104,10 @@ def write_folder(
         with files.create(temporary / WEIGHTS) as raw:
             TensorFile.plan(tensors).write_to(HashedFile(raw))
             raw.fsync()
-        with files.create(temporary / CONFIG) as raw:
-            raw.write(f"{json.dumps(config, indent=2)}\n".encode())
-            raw.fsync()
+        for name, content in {**(beside or {}), CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}.items():
+            with files.create(temporary / name) as raw:
+                raw.write(content)
+                raw.fsync()
         files.fsync_folder(temporary)
         if out.is_dir():
             out.rmdir()  # empty, or this fails

@@ -39,6 +39,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def tokenizer(self) -> Path:
+        """The tokenizer and chat template that the model was imported with; not there for other models."""
+        return self.path / "tokenizer"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -193,7 +198,7 @@ class RunDir:
             elif not (self._has_rows() or self.summary.exists() or self.has_checkpoints()):
                 for file in (self.config, self.metrics, self.history, self.run_id):
                     file.unlink(missing_ok=True)
-                for folder in (self.checkpoints, self.journal, self.logs):
+                for folder in (self.checkpoints, self.journal, self.logs, self.tokenizer):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _has_rows(self) -> bool:

@@ -46,6 +46,7 @@ from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.snapshot import Snapshot, check_compatible, check_whole
 from smolcluster.engine.summary import join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
+from smolcluster.engine.tokenizer_files import check_tokenizer, tokenizer_info
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, from_json
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
@@ -302,6 +303,7 @@ class Server(Role):
         self.roster.joined, self.roster.lost = int(counts.get("joined", 0)), int(counts.get("lost", 0))
 
     def _resume(self, snapshot: Snapshot) -> None:
+        check_tokenizer(snapshot.info, self.task)
         check_compatible(snapshot, self.strategy.layout())
         check_whole(snapshot, self.strategy.without_state(snapshot.optimizer))
         sampler = snapshot.state["sampler"] or {"position": 0}  # an imported model has read nothing
@@ -573,6 +575,7 @@ class Server(Role):
                 "strategy": self.strategy.name,
                 "world_size": len(self.batch_sizes),
                 "torch": torch.__version__,
+                **tokenizer_info(self.task),
             },
         )
 

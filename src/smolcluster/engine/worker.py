@@ -52,6 +52,7 @@ from smolcluster.engine.stored import StoredTensors
 from smolcluster.engine.summary import join_ranks, last_known, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.together import LeadStore, PartStore, all_see
+from smolcluster.engine.tokenizer_files import check_tokenizer, tokenizer_info
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
@@ -267,6 +268,7 @@ class Worker(Role):
                 "strategy": strategy.name,
                 "world_size": self.spec.world_size,
                 "torch": torch.__version__,
+                **tokenizer_info(self.task),
             },
         )
 
@@ -299,6 +301,7 @@ class Worker(Role):
         head, found, problem = self.head, self.found, None
         if found is not None:
             try:
+                check_tokenizer(found.info, self.task)
                 check_compatible(found, self.loop.strategy.layout())
                 check_whole(found, self.loop.strategy.without_state(found.optimizer))
             except UserError as error:

@@ -71,7 +71,10 @@ def prepare(
         sets["task"] = absolute_task(tasks[0])
     if not sources and canonical_strategy(sets.get("strategy.name") or "") == "single":
         sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # more workers were not the user's wish
-    config = resolve(load_config(files, overrides=overrides, sets=sets))
+    config = load_config(files, overrides=overrides, sets=sets)
+    if found is not None:
+        _use_recorded_tokenizer(config, found.run)
+    config = resolve(config)
     workers = config.cluster.num_workers or 1
     config.strategy.name = check_name(config.strategy.name)
     plane = choose_plane(config)
@@ -97,6 +100,15 @@ def prepare(
         plane=plane,
         anew=anew,
     )
+
+
+def _use_recorded_tokenizer(config: Config, run: RunDir) -> None:
+    """Read text with the tokenizer that the resumed run was imported with, unless the user names another one."""
+    if not run.tokenizer.is_dir() or config.task is not None:
+        return
+    recorded = load_config([run.config]).data.tokenizer if run.config.is_file() else None
+    if config.data.tokenizer in (None, recorded):
+        config.data.tokenizer = str(run.tokenizer.absolute())
 
 
 def choose_plane(config: Config) -> str:

@@ -35,13 +35,13 @@ from smolcluster.engine.checkpoint import CheckpointStore, Manifest, read_manife
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.snapshot import MANIFEST, open_checkpoint
 from smolcluster.engine.stored import StoredTensors
-from smolcluster.errors import DamagedCheckpoint, UserError, suggest
+from smolcluster.errors import DamagedCheckpoint, MissingExtra, UserError, suggest
 from smolcluster.models import GPTConfig
 from smolcluster.models.gguf import GGUF, MAGIC
 from smolcluster.models.hugging_face import CONFIG, Folder, read_json
 from smolcluster.models.parts import cast, check_depth, check_shapes, check_values, part_of, shapes
 from smolcluster.serve.text import Text
-from smolcluster.serve.vocabulary import Defined, Spelled, flag, from_gguf
+from smolcluster.serve.vocabulary import Defined, Spelled, definition_from_gguf, flag, from_gguf
 from smolcluster.tasks.gpt import gpt_config
 
 log = logging.getLogger(__name__)
@@ -213,6 +213,9 @@ def _find_in_folder(path: Path) -> Source:
 # GGUF
 
 
+_KINDS_OF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name, and the header's
+
+
 class GGUFSource(Source):
     def __init__(self, path: Path, *, name: str | None = None, reference: dict[str, str] | None = None) -> None:
         path = path.resolve()
@@ -223,6 +226,14 @@ class GGUFSource(Source):
         self._note_files([path])
         self.fingerprint = _fingerprint([self._file.header_sha256, *_samples(path)])
 
+    @classmethod
+    def open(cls, path: Path) -> GGUFSource:
+        """Raises UserError for a file that is none."""
+        try:
+            return cls(path)
+        except (ValueError, OSError) as error:
+            raise UserError(f"cannot import {path}: {error}") from error
+
     def _load(
         self, layers: range, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
@@ -231,32 +242,61 @@ class GGUFSource(Source):
     def text(self) -> Text:
         given = self._file.metadata
         vocabulary = from_gguf(given, where=str(self._file.path))
-
-        def token(key: str) -> int | None:
-            value = given.get(f"tokenizer.ggml.{key}_token_id")
-            return value if isinstance(value, int) and 0 <= value < vocabulary.size else None
-
-        ends = {token(key) for key in ("eos", "eot", "eom")} - {None}
+        ends = {self._token(key) for key in ("eos", "eot", "eom")} - {None}
         special = {marker.text: marker.token for marker in vocabulary.markers if marker.special}
         ends |= {special[text] for text in _ENDS if text in special}
-        tokens = {"bos": token("bos"), "eos": token("eos"), "unk": token("unknown"), "pad": token("padding")}
-        tokens_of = dict(enumerate(given["tokenizer.ggml.tokens"]))
-        begins = given.get("tokenizer.ggml.model") == "llama" or given.get("tokenizer.ggml.pre") == "llama-bpe"
-        try:
-            wanted = flag(given, "tokenizer.ggml.add_bos_token", default=begins) and tokens["bos"] is not None
-        except UserError as error:
-            raise UserError(f"{self._file.path}: {error}") from error
         template = given.get("tokenizer.chat_template")
+        names, bos = self._names(), self._token("bos")
         return self._checked(
             Text(
                 vocabulary,
                 template=template if isinstance(template, str) else None,
-                first=[tokens["bos"]] if wanted and tokens["bos"] is not None else [],
+                first=[bos] if self._begins() and bos is not None else [],
                 first_in_chat=True,
                 stop_tokens=frozenset(token for token in ends if token is not None),
-                names={f"{kind}_token": tokens_of[number] for kind, number in tokens.items() if number is not None},
+                names=names,
             )
         )
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Return the tokenizer of the header as the files of a Hugging Face folder. Empty: it cannot be used here."""
+        given = self._file.metadata
+        try:
+            definition = definition_from_gguf(given, where=str(self._file.path))
+            stop = sorted(self.text().stop_tokens)
+        except MissingExtra:
+            raise
+        except UserError as error:
+            log.warning("the tokenizer is left out: %s", error)
+            return {}
+        options: dict[str, Any] = {**self._names(), "add_bos_token": self._begins()}
+        if isinstance(template := given.get("tokenizer.chat_template"), str):
+            options["chat_template"] = template
+        files = {
+            "tokenizer.json": definition,
+            "tokenizer_config.json": options,
+            "generation_config.json": {"eos_token_id": stop},
+        }
+        return {name: f"{json.dumps(content, ensure_ascii=False)}\n".encode() for name, content in files.items()}
+
+    def _token(self, key: str) -> int | None:
+        given = self._file.metadata
+        value = given.get(f"tokenizer.ggml.{key}_token_id")
+        return value if isinstance(value, int) and 0 <= value < len(given["tokenizer.ggml.tokens"]) else None
+
+    def _names(self) -> dict[str, str]:
+        tokens = {kind: self._token(key) for kind, key in _KINDS_OF_TOKENS.items()}
+        texts = self._file.metadata["tokenizer.ggml.tokens"]
+        return {f"{kind}_token": texts[number] for kind, number in tokens.items() if number is not None}
+
+    def _begins(self) -> bool:
+        """Whether every prompt begins with the first token."""
+        given = self._file.metadata
+        begins = given.get("tokenizer.ggml.model") == "llama" or given.get("tokenizer.ggml.pre") == "llama-bpe"
+        try:
+            return flag(given, "tokenizer.ggml.add_bos_token", default=begins) and self._token("bos") is not None
+        except UserError as error:
+            raise UserError(f"{self._file.path}: {error}") from error
 
 
 # Hugging Face's layout
@@ -285,7 +325,7 @@ class FolderSource(Source):
         if files is None:
             raise UserError(
                 f"{folder} has no tokenizer.json, so there is no way from text to its tokens; put that of the model there "
-                "(a folder that `smolcluster export` wrote has none: serve the run itself)"
+                "(an export of a run that read bytes or characters has none: serve the run itself)"
             )
         return self._checked(_our_text(Gpt2Tokenizer(*files)))
 
@@ -390,6 +430,8 @@ class RunSource(Source):
     def __init__(self, path: Path, *, manifest: Manifest) -> None:
         run = RunDir(path.parent.parent)
         self._settings = _read_settings(run)
+        if run.tokenizer.is_dir():  # it comes with the run, wherever that lies now
+            self._settings.data.tokenizer = str(run.tokenizer)
         weights = open_checkpoint(path, manifest, optimizer=False, lazily=True).weights
         assert isinstance(weights, StoredTensors)
         self._weights = weights

@@ -208,8 +208,18 @@ _CUTS: dict[str, tuple[str, ...]] = {
 }
 
 
+_PLAIN_MARKER = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
 def from_gguf(metadata: Mapping[str, Any], *, where: str) -> Defined:
     """The tokenizer in the header of a GGUF file."""
+    found = Defined(definition_from_gguf(metadata, where=where), where=where)
+    found.size = len(metadata["tokenizer.ggml.tokens"])  # those that are never used count too
+    return found
+
+
+def definition_from_gguf(metadata: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the tokenizer in the header of a GGUF file as the contents of a tokenizer.json."""
     kind = metadata.get("tokenizer.ggml.model")
     try:
         if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
@@ -220,13 +230,11 @@ def from_gguf(metadata: Mapping[str, Any], *, where: str) -> Defined:
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     added = [
-        {"id": token, "content": text, "special": types[token] != USER_DEFINED}
+        {"id": token, "content": text, "special": types[token] != USER_DEFINED, **_PLAIN_MARKER}
         for token, text in enumerate(tokens)
         if text and types[token] in (CONTROL, UNKNOWN_TOKEN, USER_DEFINED)
     ]
-    found = Defined({"version": "1.0", "added_tokens": added, **model}, where=where)
-    found.size = len(tokens)  # those that are never used count too
-    return found
+    return {"version": "1.0", "added_tokens": added, **model}
 
 
 def _merged(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]) -> dict[str, Any]:
