@@ -707,3 +707,26 @@ def test_of_several_types_the_most_precise_error_is_told(override: str, message:
         load_config([], overrides=[override])
     assert str(raised.value).startswith(f"--override: {message}")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("checkpoint.interval", "training.checkpoint_steps"),
+        ("checkpoint.steps", "training.checkpoint_steps"),
+        ("training.checkpoint_interval", "training.checkpoint_steps"),
+        ("save.every", "training.checkpoint_steps"),
+        ("eval.interval", "training.eval_steps"),
+        ("log.interval", "logging.log_interval"),
+        ("logging.interval", "logging.log_interval"),
+        ("optimizer.lr", "training.learning_rate"),
+        ("data.batch_size", "training.batch_size"),
+        ("model.learning_rate", "training.learning_rate"),
+        ("modl.num_layers", "model.num_layers"),
+    ],
+)
+def test_an_unknown_key_suggests_what_was_meant(written: str, meant: str) -> None:
+    """A section that there is not may be a word of the key, and words have synonyms."""
+    near, likeness = nearest(written)
+    assert near == meant
+    assert likeness > 0.6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import typing
 
 from smolcluster.config.flags import FLAGS
@@ -63,6 +64,11 @@ _ELSEWHERE = {
 }
 
 
+# Words that mean the same in a key.
+_SAME_WORD = {"interval": "steps", "every": "steps", "freq": "steps", "frequency": "steps", "save": "checkpoint"}
+_SAME_WORD |= {"lr": "learning_rate", "validation": "eval", "val": "eval", "checkpoints": "checkpoint", "step": "steps"}
+
+
 def canonical_strategy(name: str) -> str:
     """The strategy's own name: `ClassicDP` -> `allreduce`. Case, `-` and `_` do not matter. Others pass unchanged."""
     return ALIASES.get(name.strip().lower().replace("-", "").replace("_", ""), name.strip())
@@ -97,15 +103,30 @@ def _spellings() -> dict[str, str]:
 def nearest(name: str) -> tuple[str, float]:
     """The known key most like `name`, and how alike they are, up to 1. The last part weighs most.
 
-    So `trainin.batch_size` finds `training.batch_size`, and `model.learning_rate` finds `training.learning_rate`.
+    So `trainin.batch_size` finds `training.batch_size`, and `model.learning_rate` finds `training.learning_rate`. A section
+    that there is not may be the first word of a key: `checkpoint.interval` finds `training.checkpoint_steps`.
     """
     section, _, leaf = name.rpartition(".")
 
     def likeness(spelling: str) -> float:
         its_section, _, its_leaf = spelling.rpartition(".")
-        same_leaf = difflib.SequenceMatcher(None, leaf, its_leaf).ratio()
-        same_section = difflib.SequenceMatcher(None, section, its_section).ratio() if section else 1.0
-        return 0.75 * same_leaf + 0.25 * same_section
+        # Of a section that there is, no other is more alike than the next.
+        same_section = float(section == its_section) if section in SECTIONS else _likeness(section, its_section)
+        same_section = same_section if section else 1.0
+        found = 0.75 * max(_likeness(leaf, its_leaf), _same_words(leaf, its_leaf)) + 0.25 * same_section
+        if section and section not in SECTIONS:
+            found = max(found, _same_words(f"{section}_{leaf}", its_leaf))
+        return found
 
     best = max(_spellings(), key=likeness)
     return _spellings()[best], likeness(best)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _same_words(one: str, other: str) -> float:
+    """How alike two keys are whose words may be others for the same thing; a little less than two that are spelt alike."""
+    words = [[_SAME_WORD.get(word, word) for word in re.split(r"[._]", key.lower())] for key in (one, other)]
+    return 0.95 * _likeness("_".join(words[0]), "_".join(words[1]))
