@@ -9,14 +9,16 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.command import TINY, Beside, Process, Running, Smol, eventually, read_rows, read_summary
+from tests.e2e.command import TINY, Beside, Process, Running, Smol, children, eventually, read_rows, read_summary
 
 from smolcluster.comm.addresses import reach
 
@@ -177,6 +179,41 @@ def test_two_signals_at_once_are_one(smol: Smol, folder: Path) -> None:
         running.process.send_signal(signal.SIGTERM)
     ended = running.end(within_s=20)
     assert "nothing was saved" not in ended.err
+    assert list((run_dir / "checkpoints").glob("step-*"))
+
+
+def drain(terminal: int) -> None:
+    """Read what is shown there, until it is closed."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 65536):
+            pass
+
+
+@pytest.mark.parametrize(
+    "options", [("--workers", "2"), ("--strategy", "edp", "--workers", "1")], ids=["mesh", "elastic"]
+)
+def test_a_terminal_that_is_closed_ends_the_run_in_order(smol: Smol, folder: Path, options: tuple[str, ...]) -> None:
+    """SIGHUP, and from then on nothing can be written there. Until then `ps` says who is who."""
+    run_dir = folder / "runs" / f"hangup-{len(options)}"
+    ours, theirs = os.openpty()
+    command = ("train", "--run-dir", run_dir, *options, "--steps", "1000000", "--override", *TINY)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "smolcluster", *map(str, command)],
+        **{"cwd": folder, "env": smol.env, "stdin": subprocess.DEVNULL, "stdout": theirs, "stderr": theirs},
+    )
+    os.close(theirs)
+    threading.Thread(target=drain, args=(ours,), daemon=True).start()
+    try:
+        eventually(lambda: read_rows(run_dir), what="the first step")
+        titles = {Path(f"/proc/{child.pid}/cmdline").read_bytes()[:25] for child in children(running.pid)}
+        assert b"smolcluster worker rank 0" in titles
+        os.close(ours)
+        running.send_signal(signal.SIGHUP)
+        assert running.wait(60) == 130
+    finally:
+        running.kill()
+        running.wait()
+    assert read_summary(run_dir)["status"] == "interrupted"
     assert list((run_dir / "checkpoints").glob("step-*"))
 
 

@@ -25,8 +25,9 @@ from smolcluster.launch.elastic import dial_address, invitation, run_elastic
 from smolcluster.launch.joining import worker_spec
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.launch.prepare import choose_plane, prepare
-from smolcluster.launch.processes import end_all, spawn, wait_for
+from smolcluster.launch.processes import end_all, signals, spawn, wait_for
 from smolcluster.observe.events import Event, RunFinished, StepLogged
+from smolcluster.stopping import stop_signals
 
 ROOT = Path(__file__).parents[2]
 WORKS = ["row 1", "note worked-{rank}", "await over", "finish"]
@@ -266,6 +267,45 @@ def test_an_interrupt_does_not_end_a_process_that_has_just_started(tmp_path: Pat
     end_all([child], grace_s=0)
     assert (child.process.returncode, child.log.read_text()) == (1, "")
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # ours is as it was
+
+
+def cmdline(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_role_rank_and_run_are_in_the_command_line(tmp_path: Path) -> None:
+    """A spare can be told from the server by `ps`; and a process that becomes another says so itself."""
+    seat = {"rank": 2, "world_size": 2, "local_rank": 0, "local_world_size": 3}
+    spec = WorkerSpec(config={}, host="here", run_dir=str(tmp_path), role="server", **seat)
+    children = [
+        spawn(spec, queue.SimpleQueue(), module="tests.unit.scripted_process", standby=spare) for spare in (False, True)
+    ]
+    try:
+        server, spare = (" ".join(cmdline(child.process.pid)) for child in children)
+    finally:
+        end_all(children, grace_s=0)
+    assert server.endswith(f"smolcluster server rank 2 of {tmp_path}")
+    assert spare.endswith(f"smolcluster standby server rank 2 of {tmp_path}")
+    code = "from smolcluster.engine.title import set_title; set_title('smolcluster server rank 2'); print(); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code, "smolcluster", "spare"], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert cmdline(process.pid) == ["smolcluster server rank 2"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGHUP")
+def test_a_hangup_asks_to_stop_unless_it_is_ignored() -> None:
+    """`nohup` ignores it for its command."""
+    assert signal.SIGHUP in stop_signals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
+        with signals(list, queue.SimpleQueue()):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_server_alone_says_how_to_join(story: Elastic) -> None:

@@ -1,7 +1,7 @@
 """How the outside reaches a worker: a request to stop, the rendezvous port, the launcher's death.
 
 PipeChannel      under our launcher: JSON lines on standard input; its end means the launcher is gone
-SignalChannel    on its own (torchrun, one rank by hand): SIGINT and SIGTERM
+SignalChannel    on its own (torchrun, one rank by hand): SIGINT, SIGTERM and SIGHUP
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from smolcluster.comm.group import PeerLost
 from smolcluster.engine.spec import SIGNALS_TOGETHER_S
+from smolcluster.stopping import HANGUP, ignore_hangup, leave_terminal, stop_signals, terminals
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +56,17 @@ class SignalChannel:
         mouth.setblocking(False)
         self._mouth = mouth  # open as long as the process lives
         signal.set_wakeup_fd(mouth.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._numbers, self._shown = stop_signals(), terminals()
+        for number in self._numbers:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, daemon=True, name="signal-channel").start()
 
     def _listen(self) -> None:
         while number := self._ears.recv(1):
-            if number[0] not in (signal.SIGINT, signal.SIGTERM):
+            if number[0] not in self._numbers:
                 continue
+            if number[0] == HANGUP:
+                leave_terminal(self._shown)
             if self._stop:
                 os._exit(130)
             self._stop = True
@@ -90,8 +94,9 @@ class PipeChannel:
         self._news = threading.Condition()
         self._gone = False
         self.orphaned = False
-        # Ctrl-C in a terminal reaches every process of its group; only the launcher acts on it.
+        # Ctrl-C in a terminal reaches every process of its group; only the launcher acts on it, and on its end.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_hangup()
         if sys.platform != "win32":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher starts us with it blocked
         signal.signal(signal.SIGTERM, lambda *_: self._stop.set())

@@ -19,6 +19,7 @@ from smolcluster.comm.torch_group import lost_peer
 from smolcluster.engine.channel import Channel, PipeChannel
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.spec import WorkerSpec
+from smolcluster.engine.title import set_title, title_of
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Failed, Notice, Phase
 from smolcluster.observe.logs import LogSink
@@ -109,6 +110,7 @@ def main() -> None:
         buffer += chunk
     line, rest = buffer.split(b"\n", 1)
     spec = WorkerSpec.from_json(line.decode())
+    set_title(title_of(spec))
     sink = PipeSink(events)
     sys.stdout = _PrintedLines(sink, spec.rank)
     channel = PipeChannel(rest, announce=lambda port: sink.handle(Phase(rank=spec.rank, name="port", detail=str(port))))

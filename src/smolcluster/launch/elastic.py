@@ -163,8 +163,8 @@ class _Run:
         if post.spec.server:
             tell(child, post.spec.to_json())
 
-    def _spawn(self, spec: WorkerSpec) -> Child:
-        child = spawn(spec, self.inbox, module=_PROCESS)
+    def _spawn(self, spec: WorkerSpec, *, standby: bool = False) -> Child:
+        child = spawn(spec, self.inbox, module=_PROCESS, standby=standby)
         self.children.append(child)
         return child
 
@@ -206,7 +206,7 @@ class _Run:
                 self.server.worked = self.server.worked or event.step > self.step
                 self.step = max(self.step, event.step)
                 if self.standby is None and self.config.cluster.standby and not self.stopping:
-                    self.standby = self._spawn(self.server.spec)
+                    self.standby = self._spawn(self.server.spec, standby=True)
             case RunFinished():
                 event = RunFinished(summary=self._complete(event.summary))
             case _:

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.engine.spec import ENVIRONMENT, SIGNALS_TOGETHER_S, WorkerSpec
+from smolcluster.engine.title import title_of
 from smolcluster.errors import UserError
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.observe.events import Event, Failed, Notice, from_json
 from smolcluster.observe.logs import log_path, tail
+from smolcluster.stopping import HANGUP, leave_terminal, stop_signals, terminals
 
 WORKER_MARK = "SMOLCLUSTER_WORKER"  # in the environment of every process of a run
 GRACE_S = 2.0  # between asking a process to end and ending it
@@ -65,13 +67,18 @@ def refuse_inside_a_worker() -> None:
         )
 
 
-def spawn(spec: WorkerSpec, inbox: Inbox, *, module: str = "smolcluster.engine.process") -> Child:
-    """Start the process for this seat and listen to it. It imports and waits; `tell` it its spec to set it going."""
+def spawn(
+    spec: WorkerSpec, inbox: Inbox, *, module: str = "smolcluster.engine.process", standby: bool = False
+) -> Child:
+    """Start the process for this spec and read its events. It imports and waits; `tell` it its spec to set it going.
+
+    `standby`: it may have to wait for long, and `ps` shows it as such until then.
+    """
     log = log_path(spec.run_dir, spec.role, spec.rank, spec.host)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as stderr, _interrupts_held():
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-m", module, *title_of(spec, standby=standby).split(" ")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -119,15 +126,17 @@ def _read(child: Child, inbox: Inbox) -> None:
 
 @contextlib.contextmanager
 def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM is a notice from nobody in the inbox; the second ends all. Yields those that came.
+    """The first Ctrl-C, SIGTERM or SIGHUP is a notice from nobody in the inbox; the second ends all. Yields those that came.
 
     Two at once are one: `timeout` sends its signal to the process and to its group.
     """
     came: list[int] = []
-    first_at = -math.inf
+    first_at, shown = -math.inf, terminals()
 
     def on_signal(number: int, _frame: object) -> None:
         nonlocal first_at
+        if number == HANGUP:
+            leave_terminal(shown)
         if not came:
             first_at = time.monotonic()
         elif time.monotonic() - first_at < SIGNALS_TOGETHER_S:
@@ -146,7 +155,7 @@ def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[l
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, on_signal) for number in stop_signals()}
     try:
         yield came
     finally:

@@ -242,8 +242,8 @@ class _Run:
             master_addr="127.0.0.1" if self.elastic.endpoint is None else self.elastic.endpoint[0],
         )
 
-    def _spawn(self, spec: WorkerSpec) -> Child:
-        child = spawn(spec, self.inbox, module=_PROCESS)
+    def _spawn(self, spec: WorkerSpec, *, standby: bool = False) -> Child:
+        child = spawn(spec, self.inbox, module=_PROCESS, standby=standby)
         self.children.append(child)
         return child
 
@@ -251,7 +251,7 @@ class _Run:
         """Processes that import what they will need, while there is something else to wait for."""
         for rank in ranks:
             if rank not in self.warm:
-                self.warm[rank] = self._spawn(self._spec(rank))
+                self.warm[rank] = self._spawn(self._spec(rank), standby=True)
 
     # While a round lasts
 

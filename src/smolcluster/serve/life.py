@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smolcluster.errors import SmolclusterError, UserError, unknown_name
+from smolcluster.stopping import stop_signals
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +98,7 @@ def shape_of(wanted: Wanted) -> Shape:
 
 
 def run_front(wanted: Wanted, *, tell: Callable[[str], None], ready: Callable[[str], None]) -> int:
-    """Serve until Ctrl-C or SIGTERM. Everything that can be wrong without the model is told before it is loaded."""
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. Everything that can be wrong without the model is told before it is loaded."""
     from smolcluster.comm.elastic.security import check_bind, load_keyring
     from smolcluster.comm.elastic.sockets import split_address
     from smolcluster.serve import http
@@ -109,7 +110,9 @@ def run_front(wanted: Wanted, *, tell: Callable[[str], None], ready: Callable[[s
     listen = ("127.0.0.1", 0) if wanted.listen is None else split_address(wanted.listen)
     check_bind(listen[0], keyring)
     place = http.Place(bind=wanted.bind, port=wanted.port, key=wanted.api_key, allow_hosts=wanted.allow_hosts).checked()
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in stop_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, _terminated)
     with contextlib.closing(http.open_port(place)) as opened:
         number = opened.getsockname()[1]
         with _front(wanted, shape, keyring, listen, tell) as (front, service):
@@ -119,9 +122,9 @@ def run_front(wanted: Wanted, *, tell: Callable[[str], None], ready: Callable[[s
     return 0
 
 
-def _terminated(*_: object) -> None:
+def _terminated(number: int, _: object) -> None:
     """Stages are to hear of the end."""
-    raise SystemExit(128 + signal.SIGTERM)
+    raise SystemExit(128 + number)
 
 
 async def _serve(
@@ -328,7 +331,7 @@ def run_stage(
         interrupted.set()
         holder.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         signal.signal(number, end)
 
     def watch() -> None:
