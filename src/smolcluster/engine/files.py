@@ -163,9 +163,10 @@ def ensure_folder(path: Path, *, files: Files) -> None:
 def size_on_disk(folder: Path) -> int:
     """Return the bytes of all files in a folder, 0 if there is none. Files may go while it looks."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+    for place, _, names in os.walk(folder):  # passes over folders that are gone
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size  # noqa: PTH118
     return total
 
 
