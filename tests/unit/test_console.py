@@ -260,6 +260,14 @@ def test_messages_have_their_own_lines_and_cannot_steer_the_terminal() -> None:
     ]
 
 
+def test_a_warning_that_all_ranks_begin_with_is_printed_once() -> None:
+    same = [Notice(level="WARNING", message="track_gradients has no effect", rank=rank) for rank in range(3)]
+    other = Notice(level="WARNING", message="no GPU here", rank=1)
+    assert plain([*same, other]) == ["warning: rank 0: track_gradients has no effect", "warning: rank 1: no GPU here"]
+    lines = plain([logged(0, 1), *same])  # in training each may have its own reason
+    assert len([line for line in lines if "no effect" in line]) == 3
+
+
 def test_a_stream_that_cannot_encode_a_letter_gets_a_question_mark() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")

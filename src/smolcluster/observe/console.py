@@ -47,9 +47,13 @@ class ConsoleSink:
         self._board = Board(alone=alone)
         make = _live_screen if _wants_live(stream, live) else PlainScreen
         self._screen: Screen | None = make(stream, self._board)
+        self._noticed: dict[str, int | None] = {}  # before the first step: what was said, and by which rank first
+        self._training = False
 
     def handle(self, event: Event) -> None:
         if self._screen is None:
+            return
+        if self._was_said_by_another(event):
             return
         closed = self._board.apply(event)
         if isinstance(event, RunFinished):
@@ -57,6 +61,13 @@ class ConsoleSink:
         for line in closed:
             self._screen.step(line)
         self._screen.show(event)
+
+    def _was_said_by_another(self, event: Event) -> bool:
+        """Ranks that begin have the same settings, and the same warnings about them: one is enough."""
+        self._training |= isinstance(event, StepLogged)
+        if not isinstance(event, Notice) or event.rank is None or self._training:
+            return False
+        return self._noticed.setdefault(event.message, event.rank) != event.rank
 
     def close(self) -> None:
         screen, self._screen = self._screen, None
