@@ -95,6 +95,8 @@ class Fake:
     models: list[str] = field(default_factory=lambda: ["smollm2"])
     state: dict[str, Any] = field(default_factory=three_stages)
     finish: str = "stop"
+    chat: bool = True
+    openings: list[str] = field(default_factory=list)
     url: str = ""
     _cookie: str = field(default_factory=lambda: secrets.token_hex(8))
     _ended: bool = False
@@ -103,7 +105,21 @@ class Fake:
         """As it was in the beginning, at the same address."""
         self.go.set()  # whoever is held back may go
         fresh = Fake()
-        for name in ("words", "pace_s", "hold_at", "next", "bodies", "left", "key", "models", "state", "finish", "go"):
+        for name in (
+            "words",
+            "pace_s",
+            "hold_at",
+            "next",
+            "bodies",
+            "left",
+            "key",
+            "models",
+            "state",
+            "finish",
+            "go",
+            "chat",
+            "openings",
+        ):
             setattr(self, name, getattr(fresh, name))
 
     def tell(self, **changes: Any) -> None:
@@ -190,7 +206,12 @@ class Fake:
 
         async def config(_: Request) -> Response:
             defaults = {"temperature": 0.8, "top_p": 0.95}
-            return JSONResponse({"model": self.models[0], "context": 2048, "layers": 30, "sampling": defaults})
+            offer = {"chat": self.chat, "openings": self.openings}
+            return JSONResponse({"model": self.models[0], "context": 2048, "layers": 30, "sampling": defaults, **offer})
+
+        async def health(_: Request) -> Response:
+            ready = self.state["ready"]
+            return JSONResponse({"ready": ready, "progress": "1 of 2 stages ready"}, 200 if ready else 503)
 
         async def complete(request: Request) -> Response:
             if not self.may(request):
@@ -225,6 +246,7 @@ class Fake:
             Route("/static/{path:path}", page),
             Route("/v1/models", models),
             Route("/config", config),
+            Route("/health", health),
         ]
         routes += [Route(path, complete, methods=["POST"]) for path in ("/v1/chat/completions", "/v1/completions")]
         inside = Starlette(routes=[*routes, Route("/login", login, methods=["POST"]), Route("/events", events)])

@@ -110,6 +110,41 @@ def test_an_answer_grows_while_it_is_written(fake: Fake, open_page: Callable[...
     assert page.evaluate("document.title") == "Tell me more."
 
 
+def test_a_model_without_a_template_continues_a_text(fake: Fake, open_page: Callable[..., Any]) -> None:
+    fake.chat, fake.openings, fake.words = False, ["The sea is wide", "In the morning"], [" and", " blue."]
+    page = open_page()
+    ready(page)
+    assert page.inner_text("#empty h2") == "Continue a text."
+    assert page.locator("#suggestions button").all_inner_texts() == fake.openings
+    page.click("#suggestions button >> nth=0")
+    until(page, f"{DONE} && {ANSWER}.trim() === 'and blue.'")
+    ask(page, "Then")
+    until(page, "document.querySelectorAll('article.assistant:not([aria-busy])').length === 2")
+    assert [body["prompt"] for body in fake.bodies] == ["The sea is wide", "The sea is wide and blue.\nThen"]
+    assert not any("messages" in body for body in fake.bodies)
+
+
+def test_a_question_waits_for_stages_that_are_starting(fake: Fake, open_page: Callable[..., Any]) -> None:
+    loading = {"layers": [0, 11], "machines": [machine("mini1", state="loading")]}
+    fake.tell(ready=False, stages=[loading, {"layers": [12, 29], "machines": [machine("mini2")]}])
+    fake.next.append(refuse(503, "the model is not ready", retry_after="60"))  # for a page that does not wait
+    page = open_page()
+    until(page, "document.querySelector('#notice').textContent.includes('1 of 2 stages ready')")
+    ask(page)
+    until(page, "document.querySelector('article.assistant[aria-busy=true]') !== null")
+    assert fake.bodies == []
+    fake.next.clear()
+    fake.tell(ready=True, stages=three_stages()["stages"])
+    until(page, DONE)
+    assert len(fake.bodies) == 1
+    fake.tell(ready=False, stages=[loading])
+    until(page, "document.querySelector('#status').textContent === 'loading'")
+    ask(page, "again")
+    page.click("#stop")
+    until(page, "document.querySelector('#send').hidden === false")
+    assert len(fake.bodies) == 1
+
+
 def test_stop_keeps_what_has_come_and_frees_the_server(fake: Fake, open_page: Callable[..., Any]) -> None:
     fake.hold_at = 4
     page = open_page()

@@ -93,8 +93,8 @@ def test_generate_and_chat_in_a_pipe(served: str, expected: str, smol: Smol, tmp
     ended = smol.run("generate", "The ", "--url", served, "--temperature", "0", "--max-tokens", "24", cwd=tmp_path).ok()
     assert ended.out.strip("\n") == expected.strip("\n")
     asked = subprocess.run(
-        [sys.executable, "-m", "smolcluster", "chat", served, "--temperature", "0", "--max-tokens", "8"],
-        input="Hello\n",
+        [sys.executable, "-m", "smolcluster", "chat", served, "--temperature", "0", "--max-tokens", "24"],
+        input="The \n",
         capture_output=True,
         text=True,
         env=smol.env,
@@ -103,7 +103,11 @@ def test_generate_and_chat_in_a_pipe(served: str, expected: str, smol: Smol, tmp
         check=False,
     )
     assert asked.returncode == 0, asked.stderr
-    assert asked.stdout  # so small a model says little that can be read
+    assert asked.stdout.strip("\n") == expected.strip("\n")  # it has no chat template: the text is continued
+    with urllib.request.urlopen(f"{served}/config") as answer:
+        config = json.load(answer)
+    assert config["chat"] is False
+    assert len(config["openings"]) == 3  # of the embedded text
 
 
 def test_a_killed_stage_is_started_again_and_nothing_is_left(

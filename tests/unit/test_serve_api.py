@@ -346,6 +346,9 @@ def test_health_and_config(port: int, engine: ScriptedEngine) -> None:
     assert (status, headers["retry-after"]) == (503, "5")
     assert json.loads(body)["problems"] == ["pi5: 2 GB are too little"]
     assert json.loads(body)["status"] == "waiting for machines"
+    loading = {"layers": [0, 14], "machines": [{"name": "a", "state": "loading"}]}
+    engine.more = {"stages": [loading, {"layers": [15, 29], "machines": [{"name": "b", "state": "ready"}]}]}
+    assert json.loads(get(port, "/health")[2])["progress"] == "1 of 2 stages ready"
     engine.more = {"there": 1, "wanted": 2}
     assert json.loads(get(port, "/health")[2])["status"] == "waiting for machines: 1 of 2 are there"
     engine.more = {}
@@ -354,6 +357,7 @@ def test_health_and_config(port: int, engine: ScriptedEngine) -> None:
     assert config["sampling"]["temperature"] == 1.0
     assert config["limits"]["body_bytes"] == 1 << 20
     assert config["needs_key"] is False
+    assert (config["chat"], config["openings"]) == (True, [])
 
 
 def test_metrics(own: ScriptedEngine) -> None:

@@ -253,6 +253,29 @@ def test_a_conversation_remembers(fake: Fake) -> None:
     assert "tokens/s, first after" in out
 
 
+def test_a_model_without_a_template_continues_the_text(fake: Fake) -> None:
+    fake.words = [" upon", " a time."]
+    status, out, _ = talk(fake, "Once", "Then", continues=True, openings=["The sea is wide"])
+    assert status == 0
+    assert [body["prompt"] for body in fake.bodies] == ["Once", "Once upon a time.\nThen"]
+    assert "it continues a text; write how one begins, such as: The sea is wide" in out
+
+
+def test_a_start_is_waited_for(fake: Fake) -> None:
+    fake.tell(ready=False)
+    told: list[str] = []
+
+    def tell(words: str) -> None:
+        told.append(words)
+        fake.tell(ready=True)
+
+    Client(fake.url).wait_ready(tell)
+    assert told == ["1 of 2 stages ready"]
+    fake.tell(ready=False)
+    with pytest.raises(ServerFailed, match="still not ready after 0 s: 1 of 2 stages ready"):
+        Client(fake.url).wait_ready(told.append, within_s=0)
+
+
 def test_several_lines(fake: Fake) -> None:
     talk(fake, "one\\", "two", '"""', "a", "/quit", 'b"""', '"""all in one"""', "//etc/passwd")
     asked = [body["messages"][-1]["content"] for body in fake.bodies]
@@ -353,6 +376,16 @@ def test_a_question_through_a_pipe(fake: Fake) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "bold words\n", "")
     assert [m["content"] for m in fake.bodies[0]["messages"]] == ["Be brief.", "Why?\nBecause?"]
     assert fake.bodies[0]["max_tokens"] == 7
+
+
+def test_a_pipe_into_a_model_without_a_template(fake: Fake) -> None:
+    fake.chat, fake.words = False, [" upon a time"]
+    done = command("chat", fake.url, text="Once\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, " upon a time\n", "")
+    assert fake.bodies[0]["prompt"] == "Once"
+    done = command("chat", fake.url, "--system", "Be brief.", text="Once\n")
+    assert (done.returncode, len(fake.bodies)) == (2, 1)
+    assert "--system has no effect: this model has no chat template" in done.stderr
 
 
 def test_generate(fake: Fake) -> None:

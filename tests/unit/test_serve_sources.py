@@ -18,6 +18,7 @@ from torch import Tensor
 
 from smolcluster.config import Config, ModelConfig, dump
 from smolcluster.config.schema import DataConfig
+from smolcluster.data.sources import find_sources
 from smolcluster.data.tokenizers import printable_bytes
 from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
 from smolcluster.engine.export import write_folder
@@ -441,3 +442,27 @@ def test_weights_that_change_under_a_server_are_refused(tmp_path: Path) -> None:
     (folders[1] / "model.safetensors").replace(folders[0] / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.safetensors has changed since it was opened"):
         source.load(range(1), first=True, last=False, **ON_CPU)
+
+
+# ---- what to begin from
+
+
+def test_a_run_offers_openings_of_its_own_text(tmp_path: Path) -> None:
+    model = MODELS["gpt2"]
+    weights = make(shape_of(model))
+    source = find_source(str(write_run(tmp_path / "embedded", model, weights)))
+    found = source.openings()
+    assert len(found) == 3
+    assert not source.text().has_template
+    text = " ".join("".join(find_sources(DataConfig()).train.chunks()).split())
+    assert all(opening in text for opening in found)
+
+    book = tmp_path / "book.txt"
+    book.write_text("CHAPTER 1\n\nLong ago there was a sea, and nobody had ever seen the other side of it.\n")
+    settings = {"name": "text", "root": str(book)}
+    run = write_run(tmp_path / "run", model, weights, **settings)
+    assert find_source(str(run)).openings() == ["Long ago there was a"]
+    book.unlink()
+    assert find_source(str(run)).openings() == []
+    imported = write_run(tmp_path / "imported", model, weights, step=0)  # it has never read the embedded text
+    assert find_source(str(imported)).openings() == []

@@ -44,7 +44,11 @@ def chat(
     repetition_penalty: RepetitionPenalty = None,
     key: Key = None,
 ) -> int:
-    """Talk to a served model. In a pipe: one question from stdin, the answer and nothing else to stdout."""
+    """Talk to a served model. In a pipe: one question from stdin, the answer and nothing else to stdout.
+
+    A model without a chat template, such as one trained on plain text, continues what you write.
+    """
+    from smolcluster.errors import UserError
     from smolcluster.serve.client import Client
     from smolcluster.serve.terminal import Chat, given, is_coloured, line_reader, print_pieces, read_all
 
@@ -59,11 +63,18 @@ def chat(
         }
     )
     client = Client(url, key=key)
-    if not sys.stdin.isatty():
-        question = read_all(sys.stdin, what="the question")
+    question = None if sys.stdin.isatty() else read_all(sys.stdin, what="the question")
+    client.wait_ready(lambda words: typer.echo(f"waiting: {words}", err=True))
+    about = client.describe()
+    continues = about.get("chat") is False
+    if continues and system:
+        raise UserError("--system has no effect: this model has no chat template; put it before your text")
+    if question is not None:
+        said = {"model": model or client.models()[0], **options}
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
-        print_pieces(client.chat(messages, options={"model": model or client.models()[0], **options}), sys.stdout)
+        answer = client.complete(question, options=said) if continues else client.chat(messages, options=said)
+        print_pieces(answer, sys.stdout)
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it stops an answer, also where a script ignores it
     talk = Chat(
@@ -73,5 +84,7 @@ def chat(
         system=system,
         read=line_reader(),
         colour=is_coloured(sys.stdout),
+        continues=continues,
+        openings=[words for words in about.get("openings") or [] if isinstance(words, str)],
     )
     return talk.run()

@@ -103,6 +103,7 @@ def _there(url: str, key: str | None, model: str | None) -> tuple[Completes, str
     from smolcluster.serve.client import Client
 
     client = Client(url, key=key)
+    client.wait_ready(lambda words: typer.echo(f"waiting: {words}", err=True))
     return client, model or client.models()[0]
 
 

@@ -268,7 +268,7 @@ class Api:
             return _answer({"status": "ok", "ready": True})
         there, wanted = state.get("there", 0), state.get("wanted", 0)
         few = f": {there} of {wanted} are there" if there < wanted else ""
-        waiting = {"status": f"waiting for machines{few}", "ready": False}
+        waiting = {"status": f"waiting for machines{few}", "ready": False, "progress": _progress(state)}
         if self._key is None:  # they name files; with the key they are in /events
             waiting["problems"] = state.get("problems", [])
         return _answer(waiting, 503, retry_s=NobodyThere.retry_after_s)
@@ -289,6 +289,8 @@ class Api:
                 "limits": service.limits.told(),
                 "needs_key": self._key is not None,
                 "version": smolcluster.__version__,
+                "chat": service.chats,
+                "openings": list(service.openings),
             }
         )
 
@@ -443,6 +445,14 @@ def _told(error: Exception) -> tuple[int, Json, float | None]:
 def _refused(_request: Request, error: Exception) -> Response:
     status, body, retry_s = _told(error)
     return _answer(body, status, retry_s=retry_s)
+
+
+def _progress(state: Json) -> str:
+    """How far the start has come: "1 of 2 stages ready"."""
+    stages = state.get("stages", [])
+    ready = sum(any(one.get("state") == "ready" for one in stage.get("machines", [])) for stage in stages)
+    wanted = max(len(stages), state.get("wanted", 0))
+    return f"{ready} of {wanted} stages ready" if wanted else "no machine is there yet"
 
 
 def _nowhere(request: Request, _error: Exception | None) -> Response:

@@ -16,7 +16,8 @@ import math
 import re
 import socket
 import ssl
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from smolcluster.errors import SmolclusterError, UserError
 
 URL = "http://127.0.0.1:5050"
 CONNECT_S = 10.0
+READY_S, LOOK_S = 900.0, 0.5  # how long a start may take, and how often it is looked at
 SILENCE_S = 600.0  # a long prompt on a slow machine takes its time
 MOST_LINE = 1 << 20  # bytes of one event
 MOST_BODY = 64 << 20  # bytes of an answer that is not streamed
@@ -82,6 +84,31 @@ class Client:
             raise ServerFailed(f"{self.url} serves no model")
         return found
 
+    def describe(self) -> Json:
+        """What a server of ours says about itself (/config). Empty for other servers."""
+        with contextlib.suppress(SmolclusterError), self._ask("GET", "/config") as answer:
+            return _whole(answer)
+        return {}
+
+    def wait_ready(self, tell: Callable[[str], None], *, within_s: float = READY_S) -> None:
+        """Wait while stages are starting, and tell how far they are. Raises ServerFailed when they never are ready."""
+        said, until = "", time.monotonic() + within_s
+        while (waiting := self._not_ready()) is not None:
+            if time.monotonic() > until:
+                raise ServerFailed(f"{self.url} is still not ready after {within_s:g} s: {waiting}")
+            if waiting != said:
+                tell(waiting)
+                said = waiting
+            time.sleep(LOOK_S)
+
+    def _not_ready(self) -> str | None:
+        try:
+            with self._ask("GET", "/health", fine=(200, 503)) as answer:
+                ready, state = answer.status == 200, _whole(answer)
+        except SmolclusterError:  # another kind of server, or nobody: what is asked next says so
+            return None
+        return None if ready else str(state.get("progress") or "the model is not ready")
+
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, options: Options, stream: bool = True
     ) -> Generator[Piece, None, None]:
@@ -103,7 +130,9 @@ class Client:
         yield Piece(text=_text(_choice(whole)), finish=_choice(whole).get("finish_reason"), tokens=_tokens(whole))
 
     @contextlib.contextmanager
-    def _ask(self, verb: str, path: str, body: Json | None = None) -> Iterator[http.client.HTTPResponse]:
+    def _ask(
+        self, verb: str, path: str, body: Json | None = None, *, fine: Sequence[int] = (200,)
+    ) -> Iterator[http.client.HTTPResponse]:
         connection = self._connection()
         headers = {"accept": "application/json, text/event-stream"}
         if body is not None:
@@ -117,7 +146,7 @@ class Client:
                 sent = None if body is None else json.dumps(body).encode()
                 connection.request(verb, self._path + path, body=sent, headers=headers)
                 answer = connection.getresponse()
-                if answer.status != 200:
+                if answer.status not in fine:
                     raise self._refused(answer)
             except (OSError, http.client.HTTPException, UnicodeError) as error:
                 raise self._unreachable(error) from error

@@ -215,7 +215,18 @@ def _front(
             needed = f"; {shape.missing} more needed" if shape.missing else ""
             tell(f"stages on {where}: smolcluster stage --server {server}{needed}")
         defaults = Sampling(temperature=wanted.temperature, top_p=wanted.top_p)
-        yield front, Service(front, text, model_name=called(wanted.model), defaults=defaults, limits=limits_of(wanted))
+        yield (
+            front,
+            Service(
+                front,
+                text,
+                model_name=called(wanted.model),
+                defaults=defaults,
+                limits=limits_of(wanted),
+                chats=text.has_template,
+                openings=source.openings(),
+            ),
+        )
 
 
 def limits_of(wanted: Wanted) -> ServiceLimits:

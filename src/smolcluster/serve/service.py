@@ -175,9 +175,13 @@ class Service:
         model_name: str,
         limits: Limits | None = None,
         defaults: Sampling | None = None,
+        chats: bool = True,
+        openings: Sequence[str] = (),
     ) -> None:
+        """`chats`: the model has a chat template; else pages offer to continue a text, with `openings` to begin from."""
         self.engine, self.text, self.model_name = engine, text, model_name
         self.limits, self.defaults = limits or Limits(), defaults or Sampling()
+        self.chats, self.openings = chats, tuple(openings)
         self.metrics = Metrics()
         self._sequences, self._ending = 0, False
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from smolcluster.config import load_config
 from smolcluster.config.schema import Config, DataConfig
 from smolcluster.data.names import default_tokenizer
+from smolcluster.data.openings import openings
 from smolcluster.data.sources import find_sources
 from smolcluster.data.tokenizers import Gpt2Tokenizer, HuggingFaceTokenizer, Tokenizer, find_gpt2_files, load_tokenizer
 from smolcluster.engine.checkpoint import CheckpointStore, Manifest, read_manifest, verify
@@ -85,6 +86,10 @@ class Source(ABC):
     @abstractmethod
     def text(self) -> Text:
         """Its tokenizer, chat template and stop tokens. Raises UserError where there is none, or one of another model."""
+
+    def openings(self) -> list[str]:
+        """Return beginnings of texts that the model can continue, from its own training text where that is here."""
+        return []
 
     def load(
         self, layers: range, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device | str
@@ -443,6 +448,7 @@ class RunSource(Source):
         check_depth(self.config.num_layers, len(found), where="config.yaml")
         check_shapes(found, shapes(self.config))
         self.name = f"{_short(run.path)} (step {manifest.step})"
+        self._step = manifest.step
         self.reference = {"kind": "run", "path": str(path)}
         files = {name: entry.sha256 for name, entry in sorted(manifest.files.items()) if name.startswith("weights")}
         self.fingerprint = _fingerprint([json.dumps([asdict(self.config), files], sort_keys=True)])
@@ -468,6 +474,9 @@ class RunSource(Source):
         if isinstance(tokenizer, HuggingFaceTokenizer):
             return self._checked(_folder_text(Path(tokenizer.name)))
         return self._checked(_our_text(tokenizer))
+
+    def openings(self) -> list[str]:
+        return openings(self._settings.data) if self._step > 0 else []  # an imported model has read another text
 
 
 def _read_settings(run: RunDir) -> Config:

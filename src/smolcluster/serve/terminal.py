@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,11 +111,16 @@ class Chat:
     read: Callable[[str], str] = input
     out: IO[str] = field(default_factory=lambda: sys.stdout)
     colour: bool = False
+    continues: bool = False  # the model has no chat template: it gets the text so far, and continues it
+    openings: Sequence[str] = ()  # to begin from
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self) -> int:
         """Until it is left: 0, or 130 by Ctrl-C."""
         self._note(f"{printable(self.model)} at {self.client.url}; /help tells what there is, Ctrl-D leaves")
+        if self.continues:
+            example = f", such as: {printable(self.openings[0])}" if self.openings else ""
+            self._note(f"this model has no chat template: it continues a text; write how one begins{example}")
         interrupted = False
         while True:
             try:
@@ -159,8 +164,12 @@ class Chat:
         asked = [{"role": "system", "content": self.system}] if self.system else []
         text, finished, first_s, tokens, ended = "", True, None, None, None
         shown = Shown()
+        options = {"model": self.model, **self.options}
         pieces: Generator[Piece, None, None]
-        pieces = self.client.chat([*asked, *self.messages], options={"model": self.model, **self.options})
+        if self.continues:
+            pieces = self.client.complete(continued(self.messages), options=options)
+        else:
+            pieces = self.client.chat([*asked, *self.messages], options=options)
         with closing(pieces):
             try:
                 for piece in pieces:
@@ -270,6 +279,16 @@ class Chat:
     def _note(self, text: str) -> None:
         words = printable(text)
         self._say(f"\x1b[2m{words}\x1b[0m" if self.colour else words)
+
+
+def continued(messages: Iterable[Mapping[str, str]]) -> str:
+    """The text so far. What a person adds begins a new line."""
+    text = ""
+    for message in messages:
+        if message["role"] == "user" and text and not text.endswith("\n"):
+            text += "\n"
+        text += message["content"]
+    return text
 
 
 def _file_named(text: str) -> Path:

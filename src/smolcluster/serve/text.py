@@ -60,6 +60,11 @@ class Text:
         self._all, self._secret = _any_of(self._markers), _any_of(marker.text for marker in secret)
         self._open = _any_of(self._markers.keys() - {marker.text for marker in secret})
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model knows conversations. Else it continues texts."""
+        return self._template is not None
+
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """`special`: markers become their tokens. Never for text that somebody has sent."""
         return self._encode(_valid(text), self._all if special else self._open)

@@ -33,7 +33,7 @@ export async function login(key) {
 
 /** {text}, {finish} and {usage} as they come. Ends only when the answer is whole. */
 export async function* chat(body, signal) {
-  const answer = await send("/v1/chat/completions", {
+  const answer = await send(body.messages ? "/v1/chat/completions" : "/v1/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
@@ -51,7 +51,8 @@ export async function* chat(body, signal) {
     }
     if (chunk.error) throw new Failure(sentence(chunk.error.message, "The server could not go on with the answer."), { kind: "broken" });
     const choice = chunk.choices?.[0];
-    if (typeof choice?.delta?.content === "string" && choice.delta.content) yield { text: choice.delta.content };
+    const piece = choice?.delta?.content ?? choice?.text;
+    if (typeof piece === "string" && piece) yield { text: piece };
     if (choice?.finish_reason) {
       whole = true;
       yield { finish: choice.finish_reason };

@@ -11,6 +11,7 @@ import { startTheme } from "./theme.js";
 const $ = (id) => document.getElementById(id);
 const AT_END_PX = 48;
 const MOST_RETRIES = 20; // by itself, when the server said when
+const OPENINGS = ["Once upon a time", "It was a quiet morning when", "The most important thing to know is"];
 const SUGGESTIONS = ["Why is the sky blue?", "Write a haiku about old computers.", "Explain recursion to a child."];
 
 let conversation = conversations.create();
@@ -22,6 +23,8 @@ let atEnd = true;
 let lastTop = 0;
 let engine = null; // the last state of the engine
 let connected = null;
+let continues = false; // the model has no chat template: it continues a text
+let whenReady = []; // answers that wait for stages which are still starting
 const deleted = new Set(); // of this page: an answer that ends later does not bring its conversation back
 
 const question = $("question");
@@ -220,7 +223,9 @@ function dropFrom(index) {
 async function answer() {
   const system = settings.systemPrompt();
   const asked = conversation.messages.map(({ role, content }) => ({ role, content }));
-  const body = { ...settings.request(), messages: system ? [{ role: "system", content: system }, ...asked] : asked };
+  const body = continues
+    ? { ...settings.request(), prompt: soFar(asked) }
+    : { ...settings.request(), messages: system ? [{ role: "system", content: system }, ...asked] : asked };
   const message = { role: "assistant", content: "" };
   const view = new Answer(message, { live: true });
   const mine = { controller: new AbortController(), message, view, of: conversation };
@@ -239,6 +244,7 @@ async function answer() {
   let usage = null;
   let problem = null;
   try {
+    await ready(mine.controller.signal);
     for await (const piece of chat(body, mine.controller.signal)) {
       if (piece.text !== undefined) {
         last = performance.now();
@@ -274,6 +280,20 @@ async function answer() {
     tries = 0;
     said(message.ended === "stopped" ? "Stopped." : "The answer is complete.");
   }
+}
+
+/** The text of a model that continues one. What a person adds begins a new line. */
+function soFar(messages) {
+  return messages.reduce((text, { role, content }) => text + (role === "user" && text && !text.endsWith("\n") ? "\n" : "") + content, "");
+}
+
+/** Wait while stages are starting; the notice says how far they are. */
+function ready(signal) {
+  if (engine?.ready !== false) return Promise.resolve();
+  return new Promise((resolve, reject) => {
+    whenReady.push(resolve);
+    signal.addEventListener("abort", () => reject(signal.reason), { once: true });
+  });
 }
 
 /** What has come so far is kept by `answer`, which ends now. */
@@ -422,6 +442,7 @@ function cancelEdit({ clear = true } = {}) {
 
 function engineChanged(state) {
   engine = state;
+  if (state.ready !== false) for (const go of whenReady.splice(0)) go();
   strip.set(state);
   status();
 }
@@ -455,6 +476,7 @@ async function learn() {
   }
   const config = await ask("/config").catch(() => null);
   settings.learn(config, models);
+  offer(config);
   showSettings();
   if (!learn.following) {
     learn.following = true;
@@ -462,11 +484,25 @@ async function learn() {
   }
 }
 
+/** What the empty page offers: questions, or beginnings of a text for a model that has no chat template. */
+function offer(config) {
+  continues = config?.chat === false;
+  const own = Array.isArray(config?.openings) ? config.openings.filter((words) => typeof words === "string" && words) : [];
+  const words = continues ? (own.length ? own : OPENINGS) : SUGGESTIONS;
+  $("suggestions").replaceChildren(...words.map((one) => el("button", { type: "button", on: { click: () => ((question.value = one), submit()) } }, one)));
+  text($("empty").querySelector("h2"), continues ? "Continue a text." : "Ask something.");
+  question.placeholder = continues ? "Begin a text" : "Ask something";
+  text(document.querySelector("label[for=question]"), continues ? "Your text" : "Your question");
+  $("system").closest(".field").hidden = continues;
+}
+
 function showSettings() {
   const model = settings.chosenModel();
   text($("name"), model ?? "…");
   $("name").title = model ?? "";
-  text($("what"), model ? `${model} runs on your own machines${settings.context ? `, with room for ${settings.context.toLocaleString("en")} tokens` : ""}.` : "");
+  const room = settings.context ? `, with room for ${settings.context.toLocaleString("en")} tokens` : "";
+  const how = continues ? " It has no chat template: it goes on with what you write." : "";
+  text($("what"), model ? `${model} runs on your own machines${room}.${how}` : "");
   $("open-settings").dataset.touched = settings.touched() ? "yes" : "";
   const label = el("span");
   summary(settings, label);
@@ -541,7 +577,7 @@ async function start() {
   $("close-settings").append(icon("M5 5l10 10M15 5L5 15"));
   $("send").append(icon("M10 16V4M5 9l5-5 5 5"));
   $("stop").append(icon("M6 6h8v8H6z"));
-  $("suggestions").append(...SUGGESTIONS.map((words) => el("button", { type: "button", on: { click: () => ((question.value = words), submit()) } }, words)));
+  offer(null);
 
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();

@@ -16,9 +16,14 @@ const spans = (stages) => stages.map(({ layers: [first, last] }) => ({ first, co
 /** In a sentence, what is missing; null when nothing is. */
 export function missing(state) {
   const all = (state.stages ?? []).filter((stage) => Array.isArray(stage.layers));
-  if (!all.length && state.ready === false) return "No machine holds the model yet. It waits for them to join.";
+  const starting = state.wanted ? `: ${state.there ?? 0} of ${state.wanted} stages are there` : "";
+  if (!all.length && state.ready === false) return `No machine holds the model yet${starting}. It waits for them to join.`;
   const holes = spans(all).filter((_, i) => !(all[i].machines ?? []).some((machine) => machine.state !== "lost"));
-  if (!holes.length) return state.ready === false ? "The model is loading. Questions are answered as soon as it is there." : null;
+  if (!holes.length && state.ready !== false) return null;
+  if (!holes.length) {
+    const there = all.filter((stage) => stage.machines.some((machine) => machine.state === "ready")).length;
+    return `The model is loading: ${there} of ${all.length} stages ready. Questions are answered as soon as it is there.`;
+  }
   const which = holes.map(layersOf).join(" and ");
   return `${which[0].toUpperCase()}${which.slice(1)} of the model ${holes.length > 1 || holes[0].count > 1 ? "are" : "is"} on no machine. It goes on when one is back.`;
 }
