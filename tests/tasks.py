@@ -548,6 +548,7 @@ class _Spoil(torch.autograd.Function):
 class _Spoils(Task):
     """SPOIL is RANK:CALL:FACTOR,...: on this rank the gradient of this training batch (1: the first) is multiplied."""
 
+    quick_check = False
     calls = 0
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -626,12 +627,66 @@ class Odd(Tiny):
 class DiesInEvaluation(Tiny):
     """The first process that evaluates is killed there; DIED is the file that says so."""
 
+    quick_check = False
+
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         died = Path(os.environ["DIED"])
         if not model.training and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
+
+
+class OwnMetrics(Double):
+    """Measures what it likes, and no loss; keeps running means, and draws random numbers."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2)).to(
+            self.dtype
+        )
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        x, y = batch
+        right = (model(x).argmax(dim=-1) == y).double()
+        found = {"right": right.mean(), "seen": random.random() + np.random.rand()}
+        return found | ({"positives": right[y == 1].mean()} if bool((y == 1).any()) else {})
+
+    def sample(self, model: nn.Module) -> tuple[str, str]:
+        return "x", str(float(model(torch.randn(1, 12, dtype=self.dtype)).sum()) + random.random())
+
+
+class Unchecked(OwnMetrics):
+    quick_check = False
+
+
+class MetricsFail(Double):
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"loss": batch[7]}  # type: ignore[misc]
+
+
+class MetricsAreALoss(Double):
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return self.loss(model, batch)  # type: ignore[return-value]
+
+
+class MetricIsAVector(Double):
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"scores": batch[1]}
+
+
+class SampleFails(Double):
+    def sample(self, model: nn.Module) -> tuple[str, str]:
+        raise KeyError("prompt")
+
+
+class SampleIsText(Double):
+    def sample(self, model: nn.Module) -> tuple[str, str]:
+        return "once upon a time"  # type: ignore[return-value]
+
+
+class CountIsNegative(Double):
+    def count(self, batch: tuple[Tensor, Tensor]) -> int:
+        return -1
 
 
 class LossIsAnInt(Tiny):
@@ -672,6 +727,7 @@ class NoData(Tiny):
 class TurnsToNan(Tiny):
     """From the fourth step on."""
 
+    quick_check = False
     calls = 0
 
     def val_data(self) -> None:  # type: ignore[override]
@@ -685,6 +741,7 @@ class TurnsToNan(Tiny):
 class NanInBetween(Tiny):
     """Its first evaluation is the best, the second has no result, and the others become better again."""
 
+    quick_check = False
     calls = 0
 
     def val_data(self) -> tuple[Tensor, Tensor]:
@@ -699,6 +756,8 @@ class NanInBetween(Tiny):
 class SavedBeforeEvaluated(Tiny):
     """An evaluation goes on as soon as there is a checkpoint in the folder SAVED, and fails if none comes."""
 
+    quick_check = False
+
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         deadline = time.monotonic() + 20.0
         while not any(Path(os.environ["SAVED"]).glob("step-*")):
@@ -709,6 +768,8 @@ class SavedBeforeEvaluated(Tiny):
 
 class LongEvaluation(Tiny):
     """Evaluations begin when the file ASKED is there, and have fifty batches of a fifth of a second."""
+
+    quick_check = False
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         while not Path(os.environ["ASKED"]).exists():

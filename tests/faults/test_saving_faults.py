@@ -12,7 +12,6 @@ from tests.equivalence.same_run import COMMON
 from tests.world import ElasticWorld, run_elastic_world, run_world
 
 from smolcluster.engine.checkpoint import CheckpointStore
-from smolcluster.engine.loop import stored_best
 
 
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])
@@ -32,10 +31,6 @@ def test_an_evaluation_without_a_result_does_not_cost_the_best_checkpoint(tmp_pa
     best = CheckpointStore(tmp_path / "checkpoints", keep=1).best()
     assert best is not None
     assert json.loads((best / "manifest.json").read_text(encoding="utf-8"))["metrics"]["val_loss"] == 1.0
-
-
-def test_a_best_loss_that_was_never_one_is_no_best() -> None:
-    assert [stored_best(said) for said in (None, math.nan, 2.5)] == [math.inf, math.inf, 2.5]
 
 
 def test_a_stop_saves_and_leaves_without_an_evaluation(tmp_path: Path) -> None:

@@ -528,7 +528,7 @@ KEYS = {
 }
 # Keys that must agree with one another: left as they are here, tested above.
 TIED = {"model.model_dim", "model.num_heads", "model.num_kv_heads", "strategy.layer_distribution", "strategy.codec"}
-TIED |= {"training.learning_rate", "lr_schedule.min_lr", "cluster.num_workers", "cluster.token"}
+TIED |= {"training.best", "training.learning_rate", "lr_schedule.min_lr", "cluster.num_workers", "cluster.token"}
 TIED |= {"cluster.server", "cluster.host_ip", "cluster.batch_size", "cluster.buffer_size"}
 TIED |= {"cluster.hosts", "cluster.links", "cluster.name"}
 FREE = {key: part for key, part in KEYS.items() if key not in TIED}

@@ -751,6 +751,16 @@ def test_an_evaluation_that_diverged_is_not_hidden_behind_the_one_before(tmp_pat
     assert "loss 1.6667" in drawn(told)
 
 
+def test_metrics_of_a_task_have_a_number_each(tmp_path: Path) -> None:
+    """Also where it has no loss."""
+    run = configure(tmp_path / "run", workers=1)
+    append(
+        run / "metrics.jsonl", row(1, val_f1=0.5, val_wer=2.0), row(2, val_f1=0.75, val_wer="nan", val_ppl=3.0), row(3)
+    )
+    numbers = told_of(run)["numbers"]
+    assert (numbers["metrics"], numbers["val_loss"], numbers["val_ppl"]) == ({"f1": 0.75, "wer": None}, None, 3.0)
+
+
 def test_checkpoints(tmp_path: Path) -> None:
     run = configure(tmp_path / "run", workers=1)
     for step, best in ((10, True), (20, False)):

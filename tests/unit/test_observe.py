@@ -589,7 +589,12 @@ def test_metric_names() -> None:
     plain = metrics_of(logged(1))
     assert {"train/loss", "train/grad_norm", "lr", "tokens_per_s", "staleness", "bytes_sent"} <= plain.keys()
     assert not any(name.startswith(("val/", "gradients/")) for name in plain)
-    full = metrics_of(logged(1, val_loss=1.0, val_accuracy=0.5, val_ppl=2.7, gradient_norms={"head.weight": 0.25}))
+    full = metrics_of(
+        logged(
+            1, val_loss=1.0, val_accuracy=0.5, val_ppl=2.7, val_extra={"f1": 0.9}, gradient_norms={"head.weight": 0.25}
+        )
+    )
+    assert full.pop("val/f1") == 0.9
     assert full.keys() - plain.keys() == {"val/loss", "val/accuracy", "val/ppl", "gradients/head.weight"}
     assert full["gradients/head.weight"] == 0.25
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from smolcluster.config.schema import ClusterConfig, Config
+from smolcluster.config.schema import ClusterConfig, Config, split_best
 from smolcluster.config.tree import KeyPath
 
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
@@ -63,6 +63,10 @@ def _rates(config: Config) -> Iterator[Conflict]:
 
 
 def _evaluation(config: Config) -> Iterator[Conflict]:
+    name, mode = split_best(config.training.best)
+    if not name or " " in name or mode not in ("min", "max"):
+        text = f"training.best = '{config.training.best:.80}': name a metric, and min or max, as in 'accuracy, max'"
+        yield Conflict((("training", "best"),), text)
     samples, batches = config.training.eval_samples, config.training.eval_batches
     if samples is not None and batches is not None:
         text = f"training.eval_batches = {batches}: and training.eval_samples = {samples}; leave eval_batches out"

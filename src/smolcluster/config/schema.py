@@ -38,6 +38,25 @@ def _stage_name(value: Any) -> Any:
     return stages.get(value.upper(), value) if isinstance(value, str) else value
 
 
+def _best(value: Any) -> Any:
+    """`accuracy max`, `{accuracy: max}` and `[accuracy, max]` as `accuracy, max`; for some names the direction is plain."""
+    if isinstance(value, dict) and len(value) == 1:
+        value = next(iter(value.items()))
+    words = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        return value
+    name, *mode = words or [""]
+    name = name.removeprefix("val_")
+    mode = mode or [{"loss": "min", "ppl": "min", "accuracy": "max"}.get(name, "")]
+    return ", ".join([name, *mode])
+
+
+def split_best(best: str) -> tuple[str, str]:
+    """The metric, and whether the least (`min`) or the greatest (`max`) is the best."""
+    name, _, mode = best.rpartition(", ")
+    return name, mode
+
+
 Number = BeforeValidator(_not_a_flag)
 Lower = BeforeValidator(_lower)
 Upper = BeforeValidator(_upper)
@@ -135,6 +154,11 @@ class TrainingConfig(Section):
         "batch size; null: all of them",
     )
     eval_batches: Count | None = Field(None, description="the former eval_samples, in batches of batch_size samples")
+    best: Annotated[str, BeforeValidator(_best)] = Field(
+        "loss, min",
+        description="the metric of the validation set that the best checkpoint is chosen by, and whether its least or its "
+        "greatest value is the best: accuracy, max",
+    )
     checkpoint_steps: Natural | None = Field(
         None, description="save every so many steps and at the end; null: every eval_steps; 0: never, nor at the end"
     )

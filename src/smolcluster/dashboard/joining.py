@@ -47,7 +47,7 @@ class Joined:
     def add(self, row: dict[str, Any], *, num_workers: int | None, pause_s: float = 0.0) -> None:
         """`pause_s`: the longest between two of the latest rows of this rank."""
         step, rank, when = row["step"], row["rank"], row["time"]
-        if row.get("val_loss") is not None:  # one that diverged leaves a gap
+        if any(name.startswith("val_") and value is not None for name, value in row.items()):  # NaN leaves a gap
             self.val.add(row, step=step, time=when)
             self.last_val = row if step >= self.last_val.get("step", step) else self.last_val
         if row.get("role") == "server":

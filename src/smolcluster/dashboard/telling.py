@@ -25,6 +25,7 @@ from smolcluster.observe.events import StepLogged
 
 PACE_S = 5.0  # over which tokens per second are taken
 _TAKING_PART = ("starting", "training", "silent", "finished", "stopped")
+MOST_METRICS = 16
 _ROW = ("loss", "step_time_s", "compute_s", "comm_s", "staleness", "tokens_per_s", "samples_per_s")
 
 Row = dict[str, Any]
@@ -191,6 +192,7 @@ class Teller:
             # These stand beside the same numbers of the console and of the list of runs: not rounded before they are shown.
             **{name: finite(joined.last.get(name)) for name in ("loss", "lr", "grad_norm")},
             **{name: finite(joined.last_val.get(name)) for name in VAL_FIELDS},
+            "metrics": _extra(joined.last_val),
             "best_val_loss": min((p.lowest for p in joined.val.points if p.lowest is not None), default=None),
             **{name: tidy(value) for name, value in self._pace().items()},
             **{name: tidy(split.get(name)) for name in ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")},
@@ -277,3 +279,9 @@ def _logged(row: Mapping[str, Any]) -> StepLogged:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 2)
+
+
+def _extra(row: Row) -> dict[str, float | None]:
+    """The metrics of an evaluation that only some tasks have, by name."""
+    names = sorted(name for name in row if name.startswith("val_") and name not in VAL_FIELDS)
+    return {name.removeprefix("val_"): finite(row[name]) for name in names[:MOST_METRICS]}

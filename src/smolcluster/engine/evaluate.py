@@ -1,8 +1,9 @@
-"""Loss and accuracy on the validation set, shared out over the workers."""
+"""The task's metrics on the validation set, shared out over the workers."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smolcluster.comm.group import Group
+from smolcluster.comm.group import Group, gather_json
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import to_device
 from smolcluster.data.dataset import Dataset
+from smolcluster.errors import UserError
 from smolcluster.strategies.base import Share
 from smolcluster.tasks.base import Task, count_of
+
+NAME = re.compile(r"[\w./@-]{1,64}")
 
 
 @torch.no_grad()
@@ -31,7 +35,7 @@ def evaluate(
     measure: Callable[[Any], dict[str, Tensor]] | None = None,
     share: Share | None = None,
 ) -> dict[str, float]:
-    """Means over the first `samples` validation samples: `val_loss`, and `val_accuracy`, `val_ppl` where the task has them.
+    """Means over the first `samples` validation samples, of whatever the task measures: `val_loss`, `val_accuracy`, ...
 
     Batches are weighted by their samples, or by the targets in them that count where the task says so. Share i
     of n takes every n-th batch from i on; sums meet in one small all-reduce, in double precision.
@@ -42,8 +46,7 @@ def evaluate(
     numbers = list(range(share.index, num_batches, share.count))
     if share.lockstep:  # who has none left takes part in one more that does not count
         numbers += [num_batches] * (math.ceil(num_batches / share.count) - len(numbers))
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, accuracy, weights
-    has_accuracy = False
+    sums: dict[str, tuple[float, float]] = {}  # by name: values times weights, and weights
     model.eval()
     for number in numbers:
         counts = share.counts and number < num_batches
@@ -55,18 +58,33 @@ def evaluate(
         weight = count_of(task, part) if counts else 0.0
         weight = len(indices) if weight is None else weight
         if weight:
-            has_accuracy = "accuracy" in metrics
-            values = [metrics["loss"], metrics.get("accuracy", torch.zeros(())), torch.ones(())]
-            sums += torch.tensor([float(v) for v in values], dtype=torch.float64) * weight
+            for name, value in check_metrics(task, metrics).items():
+                total, weights = sums.get(name, (0.0, 0.0))
+                sums[name] = total + value * weight, weights + weight
     model.train()
 
-    sums = torch.cat([sums, torch.tensor([float(has_accuracy)], dtype=torch.float64)]).to(group.device)
-    group.all_reduce(sums).wait()
-    loss_sum, accuracy_sum, weights, with_accuracy = sums.tolist()
-    loss = loss_sum / weights if weights else math.nan  # nothing counts
-    result = {"val_loss": loss}
-    if with_accuracy:
-        result["val_accuracy"] = accuracy_sum / weights
-    if task.perplexity:
+    names = list(dict.fromkeys(name for theirs in gather_json(group, list(sums)) for name in theirs))
+    pairs = torch.tensor([sums.get(name, (0.0, 0.0)) for name in names], dtype=torch.float64).to(group.device)
+    if names:
+        group.all_reduce(pairs).wait()
+    result = {f"val_{name}": total / weight for name, (total, weight) in zip(names, pairs.tolist(), strict=True)}
+    if task.perplexity and "val_loss" in result:
+        loss = result["val_loss"]
         result["val_ppl"] = math.exp(loss) if loss < 700 else math.inf
     return result
+
+
+def check_metrics(task: Task, metrics: Any) -> dict[str, float]:
+    """The metrics of one batch as plain numbers; raises UserError where they are not named numbers."""
+    if not isinstance(metrics, dict):
+        raise UserError(f"metrics() of {task.name} must return a dict of named numbers, not {type(metrics).__name__}")
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise UserError(f"metrics() of {task.name}: {name!r:.80} is no name; use letters, digits and . _ / @ -")
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+            raise UserError(f"metrics() of {task.name}: '{name}' must be one number, not {what}") from None
+    return found

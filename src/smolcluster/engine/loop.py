@@ -20,6 +20,7 @@ from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.sampler import Indices
+from smolcluster.engine.best import Best
 from smolcluster.engine.evaluate import evaluate
 from smolcluster.engine.meter import Meter
 from smolcluster.engine.profiler import Profiler
@@ -27,7 +28,7 @@ from smolcluster.engine.reader import Reader
 from smolcluster.engine.saver import Saver
 from smolcluster.engine.snapshot import Snapshot
 from smolcluster.errors import UserError
-from smolcluster.observe.events import StepLogged
+from smolcluster.observe.events import StepLogged, evaluation_fields
 from smolcluster.observe.machine import MachineFacts
 from smolcluster.observe.observer import Observer
 from smolcluster.strategies.base import Context, State, StepReport, Strategy
@@ -43,7 +44,6 @@ class Progress:
     step: int = 0
     samples: int = 0  # by this rank
     tokens: int = 0
-    best_val_loss: float = math.inf
 
 
 class Loop:
@@ -66,6 +66,7 @@ class Loop:
     ) -> None:
         self.strategy, self.task, self.context = strategy, task, context
         self.progress = Progress()
+        self.best = Best(context.config.training.best)
         self.meter = Meter(context.device)
         self._facts = MachineFacts(str(context.device))
         self.last_evaluation: dict[str, float] = {}
@@ -169,11 +170,7 @@ class Loop:
             measure=lambda part: self.strategy.measure(self.task, part),
             share=share,
         )
-        loss = self.last_evaluation["val_loss"]
-        improved = loss < self.progress.best_val_loss  # NaN is not, and leaves the best as it was
-        if improved:
-            self.progress.best_val_loss = loss
-        return improved
+        return self.best.improves(self.last_evaluation)
 
     def _log(self, step: int, *, with_evaluation: bool) -> None:
         row = self.meter.row()
@@ -199,7 +196,7 @@ class Loop:
                 gradient_norms={name: float(norm) for name, norm in norms.items()} or None,
                 machine=self._facts.due(),
                 **row,
-                **(self.last_evaluation if with_evaluation else {}),  # type: ignore[arg-type]
+                **(evaluation_fields(self.last_evaluation) if with_evaluation else {}),
             )
         )
 
@@ -253,7 +250,7 @@ class Loop:
             state={
                 "strategy": state.numbers,
                 "sampler": self._reader.state_dict(),
-                "best_val_loss": self.progress.best_val_loss if math.isfinite(self.progress.best_val_loss) else None,
+                **self.best.state_dict(),
             },
             metrics=dict(self.last_evaluation),
             info=self._info,
@@ -278,8 +275,8 @@ class Loop:
             step=snapshot.step,
             samples=samples,
             tokens=samples * self.task.tokens_per_sample,
-            best_val_loss=stored_best(state.get("best_val_loss")),
         )
+        self.best.load_state_dict(state)
 
     def _share(self, total: int) -> int:
         """This rank's part of the samples read before, perhaps by another number of workers; the parts add up."""
@@ -293,9 +290,3 @@ class Loop:
 
 def due(step: int, every: int | None) -> bool:
     return bool(every) and step % int(every or 1) == 0
-
-
-def stored_best(said: Any) -> float:
-    """The best validation loss so far, as it was saved. Where there was none, or NaN, any loss is better."""
-    best = math.inf if said is None else float(said)
-    return math.inf if math.isnan(best) else best

@@ -26,6 +26,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.saver import Saver, Store
 from smolcluster.engine.snapshot import Snapshot
 from smolcluster.engine.spec import WorkerSpec
+from smolcluster.engine.trial import needs_trial, try_task
 from smolcluster.errors import UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Notice, Progress, RunStarted, SampleText
 from smolcluster.observe.logs import log_path, setup_logging
@@ -133,6 +134,14 @@ class Role(ABC):
             sharers=-(-count // torch.cuda.device_count()) if self.device.type == "cuda" else 1,
             warn=self._warn,
         )
+
+    def _try_task(self, strategy: Strategy) -> None:
+        """Find mistakes in the user's code before step 1."""
+        if needs_trial(self.task):
+            size = self.config.training.batch_size or 1
+            warning = try_task(self.task, strategy, train_data=self.train_data, val_data=self.val_data, batch_size=size)
+            if warning is not None:
+                self._warn(warning)
 
     # Checkpoints
 

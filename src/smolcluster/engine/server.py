@@ -33,22 +33,23 @@ from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.data.leases import Leases
 from smolcluster.engine import history
+from smolcluster.engine.best import Best
 from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite, check_server_disk
 from smolcluster.engine.files import atomic_write_text, size_on_disk
 from smolcluster.engine.identity import new_peer, new_run_id
 from smolcluster.engine.journal import Journal, JournalFull, Recovered, disk_bound, least_disk
 from smolcluster.engine.length import last_step, more_of, samples_read
-from smolcluster.engine.loop import due, stored_best
+from smolcluster.engine.loop import due
 from smolcluster.engine.meter import Meter
 from smolcluster.engine.referee import Referee
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.snapshot import Snapshot, check_compatible, check_whole
-from smolcluster.engine.summary import join_ranks, write_summary
+from smolcluster.engine.summary import evaluation_summary, join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.tokenizer_files import check_tokenizer, tokenizer_info
 from smolcluster.errors import UserError
-from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, from_json
+from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, evaluation_fields, from_json
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.observe.machine import MachineFacts
 from smolcluster.strategies.base import Commit, Context, Node, Office, State, StepReport, Strategy
@@ -121,6 +122,8 @@ class Server(Role):
         self.total_steps = self._last_step(recovered, snapshot)
         self._check_something_is_left(recovered, snapshot)
         self._build()
+        if recovered is None and snapshot is None:
+            self._try_task(self.strategy)
         if journal is None:
             journal = Journal(self.run_dir.journal)
             journal.recover()
@@ -197,7 +200,7 @@ class Server(Role):
         self.meter = Meter(self.device)
         self._facts = MachineFacts(str(self.device))
         self.step = self.samples = self.tokens = 0
-        self.best_val_loss = math.inf
+        self.best = Best(training.best)
         self.last_evaluation: dict[str, float] = {}
         self._due: dict[int, StepLogged] = {}  # rows that wait for their evaluation
         self._read_by: dict[
@@ -274,7 +277,7 @@ class Server(Role):
         self.office.leases = Leases.from_state(meta["leases"])
         self._restore_agreement(meta)
         self._restore_member_counts(meta)
-        self.best_val_loss = stored_best(meta.get("best_val_loss"))
+        self.best.load_state_dict(meta)
 
     def _replay(self, meta: Mapping[str, Any], gradient: Tensor | None) -> None:
         line = meta["line"]
@@ -318,7 +321,7 @@ class Server(Role):
                 "tokens": samples * self.task.tokens_per_sample,
                 "epoch": 0,
                 "leases": leases,
-                "best_val_loss": snapshot.state.get("best_val_loss"),
+                **{key: snapshot.state.get(key) for key in ("best_val_loss", "best")},
             },
         )
         dropped = truncate_metrics(self.run_dir.metrics, after_step=snapshot.step)
@@ -341,7 +344,7 @@ class Server(Role):
             "recent": {str(step): list(value) for step, value in self.office.recent.items()},
             "established": list(self.office.established),
             "members": self._member_counts(),
-            "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
+            **self.best.state_dict(),
         }
         try:
             self.history.flush()
@@ -544,14 +547,12 @@ class Server(Role):
                 if save:
                     self._save(snapshot, best=False, final=final)
                 return
-            improved = result["val_loss"] < self.best_val_loss  # NaN is not, and leaves the best as it was
-            if improved:
-                self.best_val_loss = result["val_loss"]
+            improved = self.best.improves(result)
             self.last_evaluation = result
             self.observer.emit(_with(row, result))
             if improved or save:
                 snapshot.metrics.update(result)
-                snapshot.state["best_val_loss"] = self.best_val_loss if math.isfinite(self.best_val_loss) else None
+                snapshot.state.update(self.best.state_dict())
                 self._save(snapshot, best=improved, final=final)
 
         self.referee.submit(snapshot.step, weights, then)
@@ -567,7 +568,7 @@ class Server(Role):
             state={
                 "strategy": dict(state.numbers),
                 "sampler": {**leases, "seed": self.config.training.seed or 0, "num_samples": len(self.train_data)},
-                "best_val_loss": self.best_val_loss if math.isfinite(self.best_val_loss) else None,
+                **self.best.state_dict(),
             },
             metrics=dict(self.last_evaluation),
             info={
@@ -667,7 +668,7 @@ class Server(Role):
             members_lost=self.roster.lost,
             members_joined=self.roster.joined,
             wall_s=time.time() - self.started,
-            **{k: self.last_evaluation.get(k) for k in ("val_loss", "val_accuracy", "val_ppl")},
+            **evaluation_summary(self.last_evaluation),
             weights_sha256=weights_sha256(final),
             checkpoint=self.checkpoint if self.saver is not None else None,
             run_dir=str(self.run_dir.path),
@@ -729,7 +730,7 @@ def _difference(ours: list[list[Any]], theirs: Any) -> str:
 
 
 def _with(row: StepLogged, result: dict[str, Any]) -> StepLogged:
-    return dataclasses.replace(row, **result)
+    return dataclasses.replace(row, **evaluation_fields(result))
 
 
 def _clone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

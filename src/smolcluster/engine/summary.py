@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ def join_ranks(ranks: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]
         "finished": time.time(),
     }
     return summary | fields
+
+
+def evaluation_summary(evaluation: Mapping[str, float]) -> dict[str, float | None]:
+    """Every metric of the last evaluation; those that most tasks have are there in any case."""
+    return {**dict.fromkeys(("val_loss", "val_accuracy", "val_ppl")), **evaluation}
 
 
 def last_known(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -49,10 +49,11 @@ from smolcluster.engine.snapshot import (
     read_manifest,
 )
 from smolcluster.engine.stored import StoredTensors
-from smolcluster.engine.summary import join_ranks, last_known, write_summary
+from smolcluster.engine.summary import evaluation_summary, join_ranks, last_known, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.together import LeadStore, PartStore, all_see
 from smolcluster.engine.tokenizer_files import check_tokenizer, tokenizer_info
+from smolcluster.engine.trial import needs_trial
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
@@ -81,6 +82,8 @@ class Worker(Role):
         self._build()
         if self.resuming:
             self._resume()
+        if not self.spec.again:
+            self._try_task_on_lead()
         self._announce()
         try:
             self.loop.run()
@@ -357,6 +360,20 @@ class Worker(Role):
                 "resume from another checkpoint"
             ) from error
 
+    def _try_task_on_lead(self) -> None:
+        """A mistake that the lead rank finds ends all ranks alike."""
+        if not needs_trial(self.task):
+            return
+        problem: str | None = None
+        if self.lead:
+            try:
+                self._try_task(self.loop.strategy)
+            except UserError as error:
+                problem = str(error)
+        problem = gather_json(self.group, problem)[0]
+        if problem is not None:
+            raise UserError(problem)
+
     def _announce(self) -> None:
         started = self._started_event(
             self.loop.strategy,
@@ -408,7 +425,7 @@ class Worker(Role):
                 status="interrupted" if loop.interrupted else "finished",
                 strategy=loop.strategy.name,
                 wall_s=time.time() - self.started,
-                **{k: loop.last_evaluation.get(k) for k in ("val_loss", "val_accuracy", "val_ppl")},
+                **evaluation_summary(loop.last_evaluation),
                 weights_sha256=weights_sha256(weights),
                 checkpoint=self.checkpoint if self.saver is not None else None,
                 run_dir=str(self.run_dir.path),

@@ -28,6 +28,7 @@ class StepLine:
     loss: float  # mean over the ranks of this step, weighted by samples
     val_loss: float | None
     val_accuracy: float | None
+    val_extra: Mapping[str, float]  # other metrics, by name
     tokens_per_s: float  # sum over ranks
     samples_per_s: float
     eta_s: float | None  # until the slowest rank is done
@@ -108,6 +109,7 @@ class Board:
         self.progress: dict[str, Progress] = {}  # long work before training that is not done yet
         self.val_loss: float | None = None  # of the last evaluation
         self.val_accuracy: float | None = None
+        self.val_extra: Mapping[str, float] = {}
         self._val_step = -1
         self._val_is_new = False
         self._open: dict[int, dict[int, tuple[StepLogged, float]]] = {}
@@ -228,8 +230,9 @@ class Board:
 
     def _evaluated(self, row: StepLogged) -> None:
         """Whoever evaluates, each evaluation appears on one line: that of its step, or the next if it came late."""
-        if row.val_loss is not None and row.step > self._val_step:
-            self.val_loss, self.val_accuracy = row.val_loss, row.val_accuracy
+        evaluated = row.val_loss is not None or row.val_accuracy is not None or bool(row.val_extra)
+        if evaluated and row.step > self._val_step:
+            self.val_loss, self.val_accuracy, self.val_extra = row.val_loss, row.val_accuracy, row.val_extra or {}
             self._val_step, self._val_is_new = row.step, True
 
     def _close(self, step: int) -> StepLine:
@@ -246,6 +249,7 @@ class Board:
             loss=weighted_mean((row.loss, weight) for row, weight in rows.values()),
             val_loss=self.val_loss if evaluated else None,
             val_accuracy=self.val_accuracy if evaluated else None,
+            val_extra=self.val_extra if evaluated else {},
             tokens_per_s=sum(row.tokens_per_s for row in latest.values()),
             samples_per_s=sum(row.samples_per_s for row in latest.values()),
             eta_s=max(etas, default=None),

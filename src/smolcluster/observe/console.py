@@ -144,6 +144,7 @@ def fields_of(line: StepLine) -> list[str]:
         fields.append(f"val {number(line.val_loss)}")
     if line.val_accuracy is not None:
         fields.append(f"acc {line.val_accuracy:.1%}")
+    fields += [f"{printable(name)} {number(value)}" for name, value in line.val_extra.items()]
     fields += rate(line)
     if line.eta_s is not None:
         fields.append(f"eta {clock(line.eta_s)}")

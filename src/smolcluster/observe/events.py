@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -77,6 +78,7 @@ class StepLogged(Event):
     val_loss: float | None = None
     val_accuracy: float | None = None
     val_ppl: float | None = None
+    val_extra: dict[str, float] | None = None  # other metrics of an evaluation; `val_<name>` in metrics.jsonl
     gradient_norms: dict[str, float] | None = None
     machine: dict[str, Any] | None = None  # of the host, now and then: see observe/machine.py
 
@@ -150,6 +152,13 @@ class Failed(Event):
     traceback: str = ""
 
 
+def evaluation_fields(evaluation: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a row for the results of an evaluation, `val_<name>` each."""
+    known = {name for name in ("val_loss", "val_accuracy", "val_ppl") if name in evaluation}
+    extra = {name.removeprefix("val_"): value for name, value in evaluation.items() if name not in known}
+    return {name: evaluation[name] for name in known} | {"val_extra": extra or None}
+
+
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -178,7 +187,7 @@ def restore(value: Any) -> Any:
 def restore_fields(kind: type[Event], fields: dict[str, Any]) -> dict[str, Any]:
     """`restore` for those fields that hold numbers in this kind of event; a host called "inf" keeps its name."""
     numeric = {f.name for f in dataclasses.fields(kind) if "float" in str(f.type) or f.name == "summary"}
-    return {k: restore(v) if k in numeric else v for k, v in fields.items()}
+    return {k: restore(v) if k in numeric or k.startswith("val_") else v for k, v in fields.items()}
 
 
 def to_dict(event: Event) -> dict[str, Any]:

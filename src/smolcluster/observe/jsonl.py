@@ -42,7 +42,9 @@ class MetricsFile:
     def handle(self, event: Event) -> None:
         if self._fd is None or not isinstance(event, StepLogged):
             return
-        row = json.dumps(to_dict(event), allow_nan=False).encode() + b"\n"
+        fields = to_dict(event)
+        extra = {f"val_{name}": value for name, value in fields.pop("val_extra", {}).items()}
+        row = json.dumps({**extra, **fields}, allow_nan=False).encode() + b"\n"
         try:
             with _exclusive(self._fd):
                 if not (self._append(self._fd, row) or self._append(self._fd, row)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -81,6 +81,7 @@ class LiveScreen:
             line=self._line,
             val_loss=board.val_loss,
             val_accuracy=board.val_accuracy,
+            val_extra=board.val_extra,
             workers=tuple(tuple(self._clean(cell) for cell in _cells(seat)) for seat in board.workers),
             failed=frozenset(i for i, seat in enumerate(board.workers) if seat.state == "failed"),
             started_s=self._started_s,
@@ -117,6 +118,7 @@ class Picture:
     line: StepLine | None = None
     val_loss: float | None = None
     val_accuracy: float | None = None
+    val_extra: Mapping[str, float] = dataclasses.field(default_factory=dict)
     workers: tuple[tuple[str, ...], ...] = ()
     failed: frozenset[int] = frozenset()
     started_s: float
@@ -144,6 +146,7 @@ class Picture:
         numbers = [f"loss {number(self.line.loss)}"]
         numbers += [f"val {number(self.val_loss)}"] if self.val_loss is not None else []
         numbers += [f"acc {self.val_accuracy:.1%}"] if self.val_accuracy is not None else []
+        numbers += [f"{printable(name)} {number(value)}" for name, value in self.val_extra.items()]
         numbers += [*rate(self.line), f"elapsed {clock(elapsed_s)}"]
         if self.line.eta_s is not None:
             numbers.append(f"eta {clock(max(0.0, self.line.eta_s - (self.now() - self.line_s)))}")

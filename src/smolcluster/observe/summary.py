@@ -13,6 +13,7 @@ from smolcluster.observe.events import SampleText, restore
 from smolcluster.observe.plot import loss_plot
 from smolcluster.observe.text import clock, encodable, number, printable, short, size
 
+_TOLD = ("val_loss", "val_accuracy", "val_ppl")
 _COUNTS = (
     ("stale_rejected", "stale gradient refused", "stale gradients refused"),
     ("skipped", "step skipped (NaN or infinite)", "steps skipped (NaN or infinite)"),
@@ -64,6 +65,9 @@ def _numbers(facts: Mapping[str, Any]) -> str:
         learned.append(f"val loss {number(facts['val_loss'])}")
     if facts.get("val_accuracy") is not None:
         learned.append(f"val accuracy {facts['val_accuracy']:.2%}")
+    for name in sorted(name for name in facts if name.startswith("val_") and name not in _TOLD):
+        if isinstance(facts[name], int | float):
+            learned.append(f"val {printable(name.removeprefix('val_'))} {number(facts[name])}")
     cost = []
     if facts.get("bytes_sent") or facts.get("bytes_received"):
         cost.append(f"{size(facts.get('bytes_sent') or 0)} sent, {size(facts.get('bytes_received') or 0)} received")

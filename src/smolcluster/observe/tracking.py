@@ -39,5 +39,6 @@ def run_name(started: RunStarted) -> str:
 def metrics_of(row: StepLogged) -> dict[str, float]:
     """The numbers of one row under the trackers' names; what was not measured is left out."""
     values = {name: getattr(row, field) for field, name in METRICS.items()}
+    values |= {f"val/{name}": value for name, value in (row.val_extra or {}).items()}
     values |= {f"gradients/{name}": norm for name, norm in (row.gradient_norms or {}).items()}
     return {name: value for name, value in values.items() if value is not None}

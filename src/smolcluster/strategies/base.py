@@ -7,6 +7,7 @@ sees a socket. The loop in `engine/` calls these methods and knows no strategy b
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from smolcluster.config.schema import Config, TrainingConfig
 from smolcluster.data.leases import Leases
 from smolcluster.errors import UserError
 from smolcluster.tasks.base import Task
+
+TRIAL_BYTES = 2**31  # a model larger than this is not copied to try the task's code on
 
 
 class Options(BaseModel):
@@ -331,6 +334,12 @@ class Strategy(ABC):
 
     def check_progress(self) -> None:  # noqa: B027 - elsewhere a server judges the gradients
         """Raise when too many steps in a row were skipped."""
+
+    def trial_model(self, task: Task) -> nn.Module | None:
+        """A whole model to try the task's code on before step 1, apart from the one that is trained; None: it is too large."""
+        if sum(p.nbytes for p in self.model.parameters()) > TRIAL_BYTES:
+            return None
+        return copy.deepcopy(self.model)
 
     def gradient_norms(self) -> dict[str, Tensor]:
         """Per parameter, of the last applied gradient, when `training.track_gradients` is on."""

@@ -39,6 +39,7 @@ from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, machines
 from smolcluster.strategies.base import (
+    TRIAL_BYTES,
     Cost,
     Drawing,
     Node,
@@ -351,6 +352,9 @@ class Parallel(Strategy):
 
     def drawing(self) -> Drawing | None:
         return None if self._pipe is None else self._pipe.drawing
+
+    def trial_model(self, task: Task) -> nn.Module | None:
+        return None if 4 * self._num_parameters > TRIAL_BYTES else task.model().to(self.context.device)
 
     def whole_model(self, task: Task) -> nn.Module:
         model = task.model()

@@ -23,6 +23,7 @@ class Task(ABC):
 
     tokens_per_sample: int = 0  # for throughput; 0 where samples are not made of tokens
     perplexity: bool = False  # report exp(val_loss)
+    quick_check: bool = True  # run a batch, an evaluation and the sample before step 1, to find mistakes
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -48,7 +49,7 @@ class Task(ABC):
         return None
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Means over a validation batch: "loss", and "accuracy" where it means something."""
+        """Means over a validation batch, by name: "loss", and any others, such as "accuracy"."""
         return {"loss": self.loss(model, batch)}
 
     def count(self, batch: Any) -> float | Tensor | None:

@@ -231,17 +231,19 @@ class Tiles {
     for (const [id, label] of [
       ["step", "Step"], ["loss", "Training loss"], ["val", "Validation loss"], ["rate", "Throughput"],
       ["time", "Step time"], ["traffic", "Traffic"], ["stale", "Staleness"], ["left", "Time left"],
-    ]) {
-      const value = el("b");
-      const sub = el("small");
-      const tile = el("div", { class: "tile", data: { tile: id } }, el("span", {}, label), value, sub);
-      this.made.set(id, { value, sub, tile });
-      this.node.append(tile);
-    }
+    ]) this.add(id, label);
     this.bar = el("i");
     this.progress = el("div", { class: "progress", role: "progressbar", "aria-label": "Steps done", "aria-valuemin": "0", "aria-valuemax": "100" }, this.bar);
     this.made.get("step").tile.append(this.progress);
     this.received = 0;
+  }
+
+  add(id, label) {
+    const value = el("b");
+    const sub = el("small");
+    const tile = el("div", { class: "tile", data: { tile: id } }, el("span", {}, label), value, sub);
+    this.made.set(id, { value, sub, tile });
+    this.node.append(tile);
   }
 
   put(id, value, sub = "", title = null) {
@@ -268,6 +270,11 @@ class Tiles {
     this.put("loss", number(n.loss), known(n.lr) ? `lr ${Number(n.lr.toPrecision(3))}` : "", "learning rate");
     const accuracy = known(n.val_accuracy) ? `, accuracy ${(100 * n.val_accuracy).toFixed(1)} %` : "";
     this.put("val", number(n.val_loss), known(n.best_val_loss) ? `best ${number(n.best_val_loss)}${accuracy}` : "not evaluated yet");
+    for (const [name, value] of Object.entries(n.metrics ?? {})) {
+      const id = `val_${name}`;
+      if (!this.made.has(id)) this.add(id, name);
+      this.put(id, number(value), "validation");
+    }
     this.put("rate", ...rate(n));
     this.put("time", duration(n.step_time_s), known(n.compute_s) && n.step_time_s ? `${percent(n.compute_s / n.step_time_s)} compute` : "");
     this.put("traffic", moving ? byteRate(n.bytes_per_s) : bytes(n.bytes), moving ? `${bytes(n.bytes)} so far` : "in all");

@@ -1,0 +1,38 @@
+"""Which checkpoint is the best so far: by the metric that `training.best` names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from smolcluster.config.schema import split_best
+
+
+class Best:
+    def __init__(self, said: str) -> None:
+        """`said` is `training.best`, such as "accuracy, max"."""
+        self.said = said
+        self.name, mode = split_best(said)
+        self._sign = -1.0 if mode == "max" else 1.0
+        self._least = math.inf  # the best value so far, times the sign
+
+    def improves(self, evaluation: Mapping[str, float]) -> bool:
+        """Take an evaluation; whether it is the best so far. NaN is not, and leaves the best as it was."""
+        value = self._sign * evaluation.get(f"val_{self.name}", math.nan)
+        if not value < self._least:
+            return False
+        self._least = value
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """For state.json. A run that follows another metric from here on begins anew."""
+        value = self._sign * self._least if math.isfinite(self._least) else None
+        if self.said == "loss, min":
+            return {"best_val_loss": value}
+        return {"best_val_loss": None, "best": {self.said: value}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        said = state.get("best_val_loss") if self.said == "loss, min" else (state.get("best") or {}).get(self.said)
+        value = math.inf if said is None else self._sign * float(said)
+        self._least = math.inf if math.isnan(value) else value

@@ -1,0 +1,154 @@
+"""A quick check before step 1: one training batch, one validation batch and the sample, through the user's code.
+
+A mistake in `metrics` would show at the first evaluation only, one in `sample` at the end of the run. Here both show in the
+first seconds, as an error that names the method. Nothing of the run is touched: the code runs on a copy of the task and of the
+model, and random states are put back. Code of this package is known to work and is not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from smolcluster.compute.precision import autocast
+from smolcluster.compute.replica import check_loss, to_device
+from smolcluster.data.dataset import Dataset
+from smolcluster.engine.best import Best
+from smolcluster.engine.evaluate import check_metrics
+from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.strategies.base import Strategy
+from smolcluster.tasks.base import Task, count_of
+
+log = logging.getLogger(__name__)
+
+_TRAINING = ("model", "train_data", "loss", "count", "targets")
+_EVALUATION = ("model", "val_data", "metrics", "loss", "count", "targets")
+
+
+class _NoRoom(Exception):
+    """There is not enough memory beside the model that is trained."""
+
+
+def needs_trial(task: Task) -> bool:
+    """Whether any of its code is the user's own; or a metric is named that only its code can tell."""
+    return task.quick_check and (
+        _own(task, *_TRAINING, *_EVALUATION, "sample") or task.config.training.best != "loss, min"
+    )
+
+
+def try_task(
+    task: Task, strategy: Strategy, *, train_data: Dataset, val_data: Dataset | None, batch_size: int
+) -> str | None:
+    """Run the task's code once. Raises UserError for a mistake; returns a warning, if there is one to give."""
+    device, training = strategy.context.device, task.config.training
+    with _unchanged(device):
+        model = strategy.trial_model(task)
+        if model is None:
+            return None
+        task = copy.copy(task)  # what its methods count is not the run's
+        warning = None
+        try:
+            if _own(task, *_TRAINING):
+                _train(task, model, train_data, batch_size, device)
+            if val_data is not None and (_own(task, *_EVALUATION) or training.best != "loss, min"):
+                warning = _evaluate(task, model, val_data, min(batch_size, training.eval_samples or batch_size), device)
+            if _own(task, "model", "sample") and type(task).sample is not Task.sample:
+                _sample(task, model)
+        except _NoRoom as error:  # the first step will tell
+            log.info("no memory was left to try %s before the first step", error)
+        return warning
+
+
+def _train(task: Task, model: nn.Module, data: Dataset, batch_size: int, device: torch.device) -> None:
+    with _named(task, "train_data"):
+        part = data.batch(np.arange(min(len(data), batch_size)))
+    with _named(task, "count"):
+        count_of(task, part)
+    model.train()
+    with _named(task, "loss"), autocast(task.config.training.precision, device):
+        check_loss(task.loss(model, to_device(part, device)))
+
+
+@torch.no_grad()
+def _evaluate(task: Task, model: nn.Module, data: Dataset, batch_size: int, device: torch.device) -> str | None:
+    with _named(task, "val_data"):
+        part = data.batch(np.arange(min(len(data), batch_size)))
+    with _named(task, "count"):
+        count_of(task, part)
+    model.eval()
+    with _named(task, "metrics"), autocast(task.config.training.precision, device):
+        found = check_metrics(task, task.metrics(model, to_device(part, device)))
+        return _check_best(task, list(found))
+
+
+@torch.no_grad()
+def _sample(task: Task, model: nn.Module) -> None:
+    model.eval()
+    with _named(task, "sample"):
+        sample = task.sample(model)
+    if sample is not None and not (isinstance(sample, tuple) and len(sample) == 2 and all(map(_is_text, sample))):
+        raise UserError(f"sample() of {task.name} must return a prompt and a text, or None, not {sample!r:.80}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _check_best(task: Task, names: list[str]) -> str | None:
+    training = task.config.training
+    name = Best(training.best).name
+    names = [*names, "ppl"] if task.perplexity else names
+    if name in names:
+        return None
+    known = ", ".join(names) or "none"
+    if training.best == "loss, min":
+        return (
+            f"metrics() of {task.name} has no 'loss': no checkpoint is the best; name one with training.best ({known})"
+        )
+    raise UserError(f"training.best = '{training.best}': metrics() of {task.name} has no '{name}'; known: {known}")
+
+
+def _own(task: Task, *methods: str) -> bool:
+    """Whether one of these is the user's own."""
+    return any(not getattr(type(task), name).__module__.startswith("smolcluster.") for name in methods)
+
+
+@contextlib.contextmanager
+def _named(task: Task, method: str) -> Iterator[None]:
+    """What the user's code raises, as an error that names the method and the line."""
+    try:
+        yield
+    except SmolclusterError:
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise _NoRoom(f"{method}() of {task.name}") from error
+    except Exception as error:  # the user's own code: it may raise anything
+        log.info("%s() of %s failed", method, task.name, exc_info=error)
+        spec = task.config.task or ""
+        file = spec.rpartition(":")[0] if ".py:" in spec else spec
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if file and Path(f.filename) == Path(file)]
+        place = f"{file}, line {lines[-1]}: " if lines else ""
+        raise UserError(f"{place}{method}() of {task.name} failed: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _unchanged(device: torch.device) -> Iterator[None]:
+    """Random states are afterwards as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
