@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smolcluster.compute import precision
 from smolcluster.models import SimpleNN
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.gpt import GPTTask
@@ -581,6 +582,14 @@ class SpoiledStatistics(_Spoils, BatchNorm):
         x, y = batch
         spoiled = f"{os.environ['TEST_RANK']}:{_Spoils.calls + 1}:nan" in os.environ["SPOIL"].split(",")
         return super().loss(model, (x * math.nan if spoiled and model.training else x, y))
+
+
+class ShortIntervals(Tiny):
+    """The loss scale doubles after every third good step instead of the 2000th."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        precision.GROWTH_INTERVAL = 3
 
 
 class EndsBroken(Tiny):

@@ -458,3 +458,27 @@ def test_a_state_that_comes_before_its_view_is_kept() -> None:
     received = [Coordinated._receive_state(cast(Coordinated, worker), View(epoch, 0, ())) for epoch in (4, 5)]
     assert received == [False, True]
     assert [state.numbers["updates"] for state in loaded] == [5]
+
+
+def test_a_state_that_is_not_finite_is_not_used_and_another_member_is_asked() -> None:
+    """Buffers are each member's own: the next one's may be good."""
+    run = Run(whole=True)
+    run.join(0, 1)
+    run.commit(1)
+    run.upload(0, {"w/x": torch.zeros(1), "w/norm.running_mean": torch.tensor([math.nan])})
+    assert run.saved == {}
+    assert run.warnings == ["the state of step 1 came with NaN or infinite values in norm.running_mean: it is not used"]
+    run.commit(2)
+    assert [run.links[rank].count(Kind.PULL) for rank in (0, 1)] == [1, 1]
+    run.upload(1, {"w/x": torch.zeros(1)})
+    assert list(run.saved) == [2]
+
+
+def test_every_view_and_commit_carries_the_loss_scale_of_the_run() -> None:
+    run = Run(whole=True)
+    run.office.scale.growth_interval = 2
+    run.join(0, 1)
+    run.commit(1)
+    run.commit(2)
+    assert run.links[0].last(Kind.VIEW).meta["scale"] == {"value": 2.0**16, "good_steps": 0}
+    assert [run.links[rank].last(Kind.COMMIT).meta["scale"]["value"] for rank in (0, 1)] == [2.0**17] * 2

@@ -19,6 +19,7 @@ from smolcluster.comm.elastic.line import Lease
 from smolcluster.comm.elastic.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.gate import TRIES, GradientGate
+from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.data.leases import Leases, Range
 from smolcluster.engine.journal import Journal
@@ -101,7 +102,7 @@ class Server:
             device=torch.device("cpu"),
         )
         office = SimpleNamespace(
-            roster=self.roster, leases=self.leases, record=lambda _: None, committed=lambda _: None
+            scale=AgreedScale(), roster=self.roster, leases=self.leases, record=lambda _: None, committed=lambda _: None
         )
         server.context = SimpleNamespace(
             office=office,
@@ -604,3 +605,33 @@ def test_a_worker_reports_a_lease_that_it_drops(monkeypatch: pytest.MonkeyPatch)
     steps.run(lambda: Said(slow, skipped), steps.after(1, steps.push(fast)))
     assert steps.lease(slow) == (3, 4)
     assert steps.server.strategy.stale_rejected == 0
+
+
+def test_a_push_with_a_buffer_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker's NaN in a running mean is not taken over by the server, and from there by all."""
+    server = Server(SyncPS, SyncPSOptions(), monkeypatch, model=Blocks())
+    [who] = server.join(0)
+    messages = gradient_messages(server, who, step=1, seed=1)
+    spoiled = messages[-1].message.payload
+    assert spoiled is not None
+    spoiled.view(torch.uint8).view(torch.float32)[0] = math.nan
+    assert [server.strategy._arrived(message) for message in messages] == [None] * len(messages)
+    [warning] = server.warned
+    assert "is refused: its buffer layers.1." in warning
+    assert server.roster.refused == {who.name: 1}
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_an_overflow_lowers_the_scale_of_all_and_costs_no_samples(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    server = Server(EDP, EDPOptions(codec=codec), monkeypatch)  # type: ignore[arg-type]
+    a, b = server.join(0, 1)
+    scale = server.strategy.context.office.scale
+    for who in (a, b):
+        lost = server.leases.held(who.instance)[1]
+        meta = {"skip": "the gradient overflowed in fp16", "samples": 4, "loss": "1.0", "scale": 2.0**16}
+        server.strategy._answer(Said(who, Message(kind=Kind.PUSH, step=1, epoch=who.epoch, meta=meta)))
+        answer = who.link.sent[-1]
+        assert (answer.kind, answer.meta["scale"]) == (Kind.ACK, {"value": 2.0**15, "good_steps": 0})
+        assert server.leases.held(who.instance)[3] == lost, "the samples are lent again"
+    assert scale.value == 2.0**15, "both overflowed under one scale"
+    assert all("overflowed in fp16 at loss scale 65536" in warning for warning in server.warned)

@@ -54,6 +54,10 @@ class GradientGate:
                 "look at the data, or lower training.learning_rate"
             )
 
+    def start_over(self) -> None:
+        """The next attempt need not fail as those before: the loss scale was lowered."""
+        self._failed = 0
+
     def accept(self, norm: float) -> None:
         self._refused = self._failed = 0
         self.last_refusal = ""

@@ -70,13 +70,16 @@ class AgreedScale(LossScale):
     )  # instance -> how many in a row, and when the last
 
     def overflowed(self, instance: str, used: Any) -> bool:
-        """A member's gradient is not finite; `used` is the scale it reports. Returns whether the scale was lowered."""
+        """A member's gradient is not finite; `used` is the scale it reports. Returns whether the scale is the cause."""
         if not isinstance(used, int | float) or not used > 1.0:
             return False  # computed without a scale: the scale is not the cause
         count, last = self.overflows.get(instance, (0, -1))
         count += last != self.commits  # tries of one step count once: nobody else's gradient has counted between them
         self.overflows[instance] = count, self.commits
-        return count <= PATIENCE and self.update(overflow=True, used=max(used, self.value / 2))
+        if count > PATIENCE:
+            return False
+        self.update(overflow=True, used=max(used, self.value / 2))
+        return self.value < used
 
     def committed(self, contributors: Iterable[str]) -> None:
         """A step counts, with gradients of these members."""

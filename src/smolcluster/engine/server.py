@@ -297,6 +297,8 @@ class Server(Role):
     def _restore_agreement(self, meta: Mapping[str, Any]) -> None:
         self.office.recent = {int(step): tuple(value) for step, value in meta.get("recent", {}).items()}
         self.office.established = meta.get("established", [])
+        if "loss_scale" in meta:
+            self.office.scale.load_state_dict(meta["loss_scale"])
 
     def _member_counts(self) -> dict[str, int]:
         return {"joined": self.roster.joined, "lost": self.roster.lost}
@@ -343,6 +345,7 @@ class Server(Role):
             "leases": self.office.leases.state_dict(),
             "recent": {str(step): list(value) for step, value in self.office.recent.items()},
             "established": list(self.office.established),
+            "loss_scale": self.office.scale.state_dict(),
             "members": self._member_counts(),
             **self.best.state_dict(),
         }
@@ -440,6 +443,7 @@ class Server(Role):
             data=history.Data.model_validate(read),
         )
         meta = {"line": line.fields(), "members": self._member_counts(), **commit.numbers}
+        meta["loss_scale"] = self.office.scale.state_dict()
         self._append(meta, commit.gradient)
         self._restore_agreement(commit.numbers)
         self.history.add(line)

@@ -74,6 +74,7 @@ class Flight:
     step: int
     slot: int
     samples: int  # 0: a step of the others, to which this worker adds nothing
+    scale: float = 1.0  # of the loss, when it was computed
     weight: float = 0.0  # samples, or targets where the task counts them
     epoch: int = -1  # of the view it is reduced in
     loss: float = 0.0
@@ -170,6 +171,7 @@ class Coordinated(Elastic):
         slot = batch.step % self.num_slots
         flight = Flight(batch.step, slot, batch.samples, weight=batch.weight, epoch=self._epoch)
         self._flights.append(flight)
+        flight.scale = self.replica.loss_scale
         started = time.perf_counter()
         loss = self.reduction.compute(batch, flight)
         flight.loss = float(loss)
@@ -222,6 +224,7 @@ class Coordinated(Elastic):
         # As text: JSON has no NaN, and all must read the same number.
         meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.loss)}
         meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
+        meta["scale"] = flight.scale
         log.debug("hold the result of step %d in view %d", flight.step, self._epoch)
         self._line.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 
@@ -230,6 +233,7 @@ class Coordinated(Elastic):
         match message.kind:
             case Kind.VIEW:
                 self._regroup(message)
+                self._use_scale(message)  # a state that was donated came with its donor's
             case Kind.COMMIT if self._flights and message.step == self._flights[0].step:
                 self._take_step(weight=float(message.meta["weight"]), norm=float(message.meta["norm"]))
             case Kind.PULL if self._settled:  # or it is asked again in the next view

@@ -21,6 +21,7 @@ from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.comm.elastic.verdict import Complaint, Strikes, is_lone, verdict
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View
+from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.gate import TRIES
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, StepReport
@@ -153,6 +154,7 @@ class Coordinator:
             "idle": idle,
             "established": self._still_held(),
             "left_out": {str(step): sorted(ranks) for step, ranks in self._left_out.items()},
+            "scale": self._office.scale.state_dict(),
         }
         leases: dict[int, list[dict[str, Any]]] = {member.rank: [] for member in members}
         for step in range(committed + 1, min(committed + self._ahead, self._context.total_steps) + 1):
@@ -314,7 +316,8 @@ class Coordinator:
             return
         objection = self._strategy.gate.objection(float(meta["mine"]))
         if objection is not None:
-            self._strategy.refuse(member, step, objection)
+            scale = None if math.isfinite(float(meta["mine"])) else meta.get("scale")
+            self._strategy.refuse(member, step, objection, scale=scale)
             self._left_out.setdefault(step, set()).add(member.rank)
             self._view_due = True
 
@@ -384,6 +387,7 @@ class Coordinator:
         self._established = [member.instance for member in roster.in_order()]
         recent = {str(s): list(v) for s, v in self._recent.items()}
         numbers = {"recent": recent, "established": self._established}
+        self._office.scale.committed(str(contributor["instance"]) for contributor in contributors)
         self._office.record(Commit(step=step, contributors=contributors, numbers=numbers))
         self._committed, self._tries = step, 0
         self._watch.commit({str(part["instance"]) for part in contributors}, now=time.monotonic())
@@ -391,6 +395,7 @@ class Coordinator:
         later = step + self._ahead
         for member in roster.in_order():
             meta: dict[str, Any] = {"samples": int(samples), "weight": weight, "norm": norm}
+            meta["scale"] = self._office.scale.state_dict()
             if later <= self._context.total_steps:
                 meta["leases"] = [self._strategy.lend(member, later)]
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
@@ -432,7 +437,10 @@ class Coordinator:
         buddy has handed it on; then it may belong to one that has just come. A question behind the VIEW is read after that.
         """
         if self._whole:
-            return [member for member in self._roster.in_order() if member.rank not in self._needy][:1]
+            holders = [member for member in self._roster.in_order() if member.rank not in self._needy]
+            return (
+                [holders[self._torn % len(holders)]] if holders else []
+            )  # buffers are each one's own: ask another one
         return [] if self._view_due or self._view_epoch != self._roster.epoch else self._roster.in_order()
 
     def _give_up_upload(self) -> None:
@@ -455,8 +463,14 @@ class Coordinator:
             self._upload = None
             try:
                 state = unpack_state(upload.tensors, message.meta["numbers"])
+                if "loss_scale" in state.numbers:
+                    state.numbers["loss_scale"] = self._office.scale.state_dict()  # that is kept here
+                if broken := not_finite(state.weights):
+                    self._refuse_state(upload.step, f"with NaN or infinite values in {broken}")
+                    return
                 if lacking := [] if self._whole else self._strategy.replica.lacking(state.optimizer, state.numbers):
-                    self._refuse_state(upload.step, lacking)
+                    what = f"without the optimizer's for {len(lacking)} parameters, such as {lacking[0]}"
+                    self._refuse_state(upload.step, what)
                     return
                 self._strategy.load_state(state)
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -466,11 +480,9 @@ class Coordinator:
             self._office.arrived(upload.step)
             self._ask()  # for what was wanted meanwhile
 
-    def _refuse_state(self, step: int, lacking: list[str]) -> None:
+    def _refuse_state(self, step: int, how: str) -> None:
         """Saved or handed out, it would train on as if nothing were missing. It is asked for again after the next step."""
-        what = (
-            f"the state of step {step} came without the optimizer's for {len(lacking)} parameters, such as {lacking[0]}"
-        )
+        what = f"the state of step {step} came {how}"
         self._torn += 1
         if self._torn > TRIES:
             raise SmolclusterError(f"{what}, {TRIES} times in a row; continue from the last checkpoint with --resume")

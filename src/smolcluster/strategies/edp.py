@@ -234,6 +234,7 @@ class EDP(Served):
                 self._note_unfit(member)
         elif push is None:
             return  # not whole yet
+        answer["scale"] = self.office.scale.state_dict()
         answer["leases"] = [self.lend(member, step + LEASES_AHEAD)]
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
 

@@ -38,6 +38,9 @@ class Elastic(Replicated):
     def setup(self, task: Task) -> None:
         super().setup(task)
         self._task = task
+        self.replica.led = True
+        if self.context.office is not None and self.replica.scale is not None:
+            self.replica.scale = self.context.office.scale  # what is saved, and handed to newcomers
         self._over = False  # the server has said so
         if self.context.office is not None:
             self.gate = GradientGate()
@@ -59,6 +62,12 @@ class Elastic(Replicated):
             self._enter(message)
         elif message.kind is Kind.STOP:
             self._over = True
+        self._use_scale(message)
+
+    def _use_scale(self, message: Message) -> None:
+        """The loss scale is the server's to change: all members use the one that it sent last."""
+        if self.replica.scale is not None and "scale" in message.meta:
+            self.replica.scale.load_state_dict(message.meta["scale"])
 
     def _enter(self, welcome: Message) -> None:
         """Take part from here on, with the server's state."""
@@ -136,9 +145,15 @@ class Elastic(Replicated):
             if fixed_s is not None and fixed_s < MOST_S:
                 member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
 
-    def refuse(self, member: Member, step: int, reason: str, *, again: bool = False) -> None:
+    def refuse(self, member: Member, step: int, reason: str, *, again: bool = False, scale: object = None) -> None:
         """This gradient does not count. Its samples are set aside: whoever tried them next might fail in the same way. `again`:
-        it was not for their sake, and they are lent again."""
+        it was not for their sake, and they are lent again. `scale`: of a gradient that is not finite, the loss scale that its
+        worker reports. Where that is the cause it is lowered for all, and the samples are lent again."""
+        before = self.office.scale.value
+        if self.office.scale.overflowed(member.instance, scale):
+            reason, again = f"it overflowed in fp16 at loss scale {scale:g}", True
+        if self.office.scale.value < before:
+            self.gate.start_over()
         self.stale_rejected += 1
         self._roster.refused[member.name] += 1
         self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}")

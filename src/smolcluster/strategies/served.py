@@ -22,6 +22,7 @@ from smolcluster.comm.codecs.base import numbers as as_numbers
 from smolcluster.comm.elastic.messages import Kind
 from smolcluster.comm.elastic.parcels import Parcels
 from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.replica import Batch
 from smolcluster.config.schema import Codec
 from smolcluster.strategies.base import Commit, Cost, Node, Options, Shape
@@ -140,8 +141,10 @@ class Served(Elastic):
             step, epoch = batch.step, self._epoch
             self._line.send(Kind.PUSH, step=step, channel=channel, epoch=epoch, codec=codec, meta=meta, payload=payload)
 
+        self.replica.buffers.settle()
         try:
             if gradients is None:
+                said["scale"] = self.replica.loss_scale
                 raise CodecError("the gradient overflowed in fp16")
             for channel, payload in self._gradients.encode(gradients, key=batch.step, feedback=self._feedback):
                 send(channel, payload, self._gradients.codec.name)
@@ -160,7 +163,6 @@ class Served(Elastic):
         if replica.scale is not None:
             norm = get_total_norm(list(gradients.values()))
             if not bool(torch.isfinite(norm)):
-                replica.scale.update(overflow=True)
                 return None
             gradients = {n: g / replica.loss_scale for n, g in gradients.items()}
         return gradients
@@ -184,7 +186,7 @@ class Served(Elastic):
     def _send_state(
         self, member: Member, tensors: dict[str, Tensor], numbers: dict[str, Any], *, leases: list[dict[str, Any]]
     ) -> None:
-        meta = {"numbers": numbers, "leases": leases}
+        meta = {"numbers": numbers, "leases": leases, "scale": self.office.scale.state_dict()}
         send_state(member, tensors, step=self.replica.updates, epoch=member.epoch, meta=meta)
 
     def _arrived(self, said: Said) -> Push | None:
@@ -200,7 +202,7 @@ class Served(Elastic):
             return None
         if "skip" in message.meta:
             self._pushes.pop(key, None)
-            self.refuse(member, message.step, str(message.meta["skip"]))
+            self.refuse(member, message.step, str(message.meta["skip"]), scale=message.meta.get("scale"))
             return None
         buffer = message.channel - len(self._gradients)
         if message.payload is None or message.codec != ("fp32" if buffer >= 0 else self._gradients.codec.name):
@@ -241,6 +243,8 @@ class Served(Elastic):
             )
             return None
         objection = self.gate.objection(push.norm)
+        if objection is None and (broken := not_finite(push.buffers)):
+            objection = f"its buffer {broken} has NaN or infinite values"
         if objection is not None:
             self.refuse(member, message.step, objection)
             return None
@@ -287,6 +291,7 @@ class Served(Elastic):
             )
         # Buffers are those of the first worker, as on the mesh plane.
         buffers = min(pushes, key=lambda push: push.member.rank).buffers
+        self.office.scale.committed(push.member.instance for push in pushes)
         numbers, parts = self._smallest_form(pushes, average, encoded)
         parts += [buffers[n] for n in self._buffers.names]
         self.office.record(Commit(step=step, contributors=contributors, gradient=parts, numbers=numbers))

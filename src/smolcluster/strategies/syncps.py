@@ -358,7 +358,7 @@ class SyncPS(Served):
         """To those who keep up. They go on with it, and push again."""
         reached = [member for member in self._roster.in_order() if self._keeps_up(member)]
         for member in reached:
-            meta: dict[str, object] = {"counted": counted}
+            meta: dict[str, object] = {"counted": counted, "scale": self.office.scale.state_dict()}
             if step < self.context.total_steps and member not in self._late:
                 meta["leases"] = [self.lend(member, step + 1)]
                 self._idle.discard(member)
