@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -88,6 +89,8 @@ with (
     from smolcluster.config.names import known_keys
     from smolcluster.config.schema import Config
     from smolcluster.engine.adopt import FROM_SERVER, adopt, read_plan
+    from smolcluster.engine.identity import instance_of
+    from smolcluster.engine.quota import RowQuota
     from smolcluster.engine.server import Server
     from smolcluster.errors import UserError
     from smolcluster.models.gguf import GGUF
@@ -358,7 +361,7 @@ def _tell(honest: Handshake, messages: Sequence[Message], answers: list[Message]
 
 
 def _peer(role: str, number: int) -> Peer:
-    return Peer(role=role, rank=number, host=f"host{number}", instance=f"{number:016x}")
+    return Peer(role=role, rank=number, host=f"host{number}", instance=instance_of(f"secret {number}"))
 
 
 def view(data: bytes) -> str:
@@ -463,13 +466,15 @@ class _Office:
 
     def __init__(self) -> None:
         self.network = Switchboard(manual=True)
+        self.rows: list[Any] = []
         self.box = _Box()
         # What the real server makes of a JOIN and of an EVENT.
         server = cast(Server, SimpleNamespace())
         server.config = cast(Any, SimpleNamespace(cluster=SimpleNamespace(workers=[])))
         server.layout, server.train_data = LAYOUT, cast(Any, range(SAMPLES))
         server.strategy = cast(Any, SimpleNamespace(server_has_weights=False))  # then addresses are looked at, too
-        server.metrics = cast(Any, SimpleNamespace(handle=lambda _: None))
+        server.metrics = cast(Any, SimpleNamespace(handle=lambda row: self.rows.append(row)))
+        server.rows, server.samples = RowQuota(tensors=len(LAYOUT)), 0
         self.roster = Roster(
             self.box,
             plan={"run": "0" * 16},
@@ -483,9 +488,11 @@ class _Office:
         # Two ranks are claimed twice.
         self.parties = [_Party(self.network.transport(_peer("worker", n))) for n in range(NUM_PARTIES - 2)]
         self.parties += [
-            _Party(self.network.transport(Peer(role=role, rank=rank, host="h", instance=f"{90 + rank:016x}")))
+            _Party(self.network.transport(dataclasses.replace(_peer(role, 90 + rank), rank=rank, host="h")))
             for role, rank in (("worker", 0), ("server", 1))
         ]
+        numbers = [*range(NUM_PARTIES - 2), 90, 91]
+        self.secrets = [f"secret {number}" for number in numbers]
         self.members: dict[int, Member] = {}
         self.heard: list[str] = []
         self.epoch = 0
@@ -499,6 +506,8 @@ class _Office:
             self.network.advance(0.05)
         if party.link is not None:
             message.step = message.step - message.step % NUM_PARTIES + number  # who it is from
+            if message.kind is Kind.JOIN:
+                message.meta = {"secret": self.secrets[number]} | message.meta
             party.link.send(message)
         self.listen()
 
@@ -526,7 +535,7 @@ class _Office:
         if isinstance(event, Gone):
             insist(self.members.pop(event.member.rank) is event.member, "somebody has left who was not there")
         elif isinstance(event, Said):
-            number = int(event.member.instance, 16) % 90 if event.member.host != "h" else NUM_PARTIES - 2
+            number = [party.transport.me.instance for party in self.parties].index(event.member.instance)
             insist(
                 self.members.get(event.member.rank) is event.member, f"{event.member.name} is heard and is no member"
             )

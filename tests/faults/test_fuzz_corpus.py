@@ -9,12 +9,17 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tools import fuzz
 from tools.abuse import outside, serving, training
 from tools.fuzz import TARGETS, Kind, Message, Peers, Seated, Switchboard, View
+
+from smolcluster.comm.elastic.roster import ALL_JOINS, RANK_JOINS, JoinLimit
+from smolcluster.engine.quota import FIRST_ROWS, ROW_BYTES, RowQuota
+from smolcluster.observe.events import StepLogged, to_json
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +99,91 @@ def test_little_is_kept_for_one_that_is_no_member_and_nothing_after_it() -> None
     stranger.transport.close()
     network.advance(0.1)
     assert peers._wires._kept_bytes == 0
+
+
+# Members that want more than is theirs
+
+
+def test_an_instance_that_others_can_read_is_not_enough_to_take_a_seat() -> None:
+    """Every worker knows the instance and the rank of every other, from views."""
+    office = fuzz._Office()
+    thief = fuzz._Party(office.network.transport(office.parties[0].transport.me))
+
+    def join(secret: object) -> None:
+        thief.transport.dial(office.address, thief)
+        office.network.advance(0.05)
+        assert thief.link is not None
+        thief.link.send(Message(kind=Kind.JOIN, meta=fuzz.JOIN | {"secret": secret}))
+        office.listen()
+
+    for secret in (None, "", 7, "a guess"):
+        join(secret)
+        assert office.roster.newcomers == []
+        assert office.roster.members[0].link.open
+    assert office.roster.refused.total() == 4
+    join(office.secrets[0])  # it was the process itself, over another link
+    assert [member.rank for member in office.roster.newcomers] == [0]
+    assert "secret" not in office.roster.newcomers[0].said
+
+
+def row(**fields: Any) -> Message:
+    counts = dict.fromkeys(("samples", "tokens", "bytes_sent", "bytes_received"), 1)
+    rates = dict.fromkeys(
+        ("time", "loss", "lr", "grad_norm", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s"), 1.0
+    )
+    said = {"step": 1, "rank": 0, "role": "worker", "host": "host0", "staleness": 0.0, **counts, **rates} | fields
+    return Message(kind=Kind.EVENT, meta={"event": to_json(StepLogged(**said))})
+
+
+def test_a_row_of_another_role_or_rank_is_dropped_and_its_host_is_the_members() -> None:
+    office = fuzz._Office()
+    for said in ({"rank": 1}, {"role": "server"}, {"rank": 8, "role": "server"}, {"step": -1}, {"step": 1 << 60}):
+        office.say(0, row(**said))
+    assert office.rows == []
+    office.say(0, row(host="the server's"))
+    assert [(told.rank, told.role, told.host) for told in office.rows] == [(0, "worker", "host0")]
+
+
+def test_rows_of_a_member_are_bounded_by_the_progress_of_the_run() -> None:
+    rows = RowQuota(tensors=2)
+    assert not rows.admits(0, "x" * (ROW_BYTES + 1000), samples=10**9)
+    assert sum(rows.admits(0, "row", samples=50) for _ in range(FIRST_ROWS + 100)) == FIRST_ROWS + 50
+    assert rows.admits(1, "row", samples=50)
+    assert rows.admits(0, "row", samples=51)
+    assert [rows.first_refusal(rank) for rank in (0, 0, 1)] == [True, False, True]
+
+
+def test_a_member_cannot_join_without_end() -> None:
+    now = 0.0
+    joins = JoinLimit(clock=lambda: now)
+    assert sum(joins.admits(0) for _ in range(1000)) == RANK_JOINS[0]
+    assert joins.admits(1)
+    assert not joins.admits(0)
+    now = 1 / RANK_JOINS[1]
+    assert [joins.admits(0), joins.admits(0)] == [True, False]
+    assert sum(joins.admits(rank) for rank in range(10, 10_000)) < ALL_JOINS[0] + 100
+    now = 1e6
+    assert joins.admits(20_000)
+    assert len(joins._buckets) < 10
+
+
+def test_joining_again_and_again_leaves_others_undisturbed() -> None:
+    office = fuzz._Office()
+    for _ in range(RANK_JOINS[0] + 20):
+        office.say(1, Message(kind=Kind.JOIN, meta=dict(fuzz.JOIN)))
+        office.welcome()
+    assert office.roster.joined <= RANK_JOINS[0] + 2
+    assert 0 in office.roster.members
+
+
+def test_a_report_is_numbers_and_short_texts() -> None:
+    office = fuzz._Office()
+    said = {"step": 3, "loss": None, "weights_sha256": "a" * 64, "long": "x" * 5000, "deep": [[1]] * 1000}
+    office.say(0, Message(kind=Kind.REPORT, meta=said | {f"n{n}": n for n in range(1000)}))
+    report = office.roster.members[0].report
+    assert report.items() >= {"step": 3, "loss": None, "weights_sha256": "a" * 64}.items()
+    assert len(report) <= 64
+    assert not {"long", "deep"} & set(report)
 
 
 # A run

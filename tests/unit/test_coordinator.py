@@ -24,6 +24,7 @@ from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
+from smolcluster.engine.identity import instance_of
 from smolcluster.engine.server import Server
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies import coordinator
@@ -294,8 +295,8 @@ def test_one_that_the_others_could_not_reach_is_refused(address: Any) -> None:
         train_data=range(100),
         strategy=SimpleNamespace(server_has_weights=False),
     )
-    said = {"layout": [], "samples": 100, "batch_size": 4}
-    link = cast(Link, FakeLink(0, "0" * 16))
+    said = {"layout": [], "samples": 100, "batch_size": 4, "secret": "s"}
+    link = cast(Link, FakeLink(0, instance_of("s")))
     good = Server._admit(cast(Server, server), link, {**said, "address": "127.0.0.1:5000"})
     assert good.address == "127.0.0.1:5000"
     with pytest.raises(Refusal, match="no other worker could reach it: "):

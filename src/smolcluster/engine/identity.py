@@ -21,6 +21,16 @@ def new_peer(*, role: str, rank: int, host: str, run: str = "") -> Peer:
     return Peer(role=role, rank=rank, host=host, instance=secrets.token_hex(8), run=run, versions=versions())
 
 
+def new_secret() -> str:
+    """A secret of one process, for its server alone: see `instance_of`."""
+    return secrets.token_hex(16)
+
+
+def instance_of(secret: str) -> str:
+    """The instance of a worker is the hash of its secret: who knows the instance, as every peer does, cannot join as it."""
+    return hashlib.sha256(b"smolcluster instance " + secret.encode("utf-8", "replace")).hexdigest()[:16]
+
+
 def this_machine() -> str:
     """What processes on this machine have in common, and with no other: several machines may be called `raspberrypi`."""
     try:

@@ -20,7 +20,7 @@ from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.adopt import Plan, adopt, read_plan
 from smolcluster.engine.checks import batch_size_on, is_automatic
-from smolcluster.engine.identity import new_peer
+from smolcluster.engine.identity import instance_of, new_peer, new_secret
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
 from smolcluster.engine.role import INTERRUPTED, Role
@@ -56,8 +56,10 @@ class Member(Role):
         mine = self.config.cluster
         keyring = load_keyring(mine.token, os.environ)
         check_dial(spec.server, keyring)
+        self._secret = new_secret()
+        me = new_peer(role="worker", rank=spec.rank, host=spec.host)
         self.transport = TcpTransport(
-            new_peer(role="worker", rank=spec.rank, host=spec.host),
+            dataclasses.replace(me, instance=instance_of(self._secret)),
             keyring=keyring,
             buffer_size=mine.buffer_size.get(spec.host),
         )
@@ -124,6 +126,7 @@ class Member(Role):
     def _join(self) -> None:
         def ready() -> dict[str, Any]:
             return {
+                "secret": self._secret,
                 "layout": layout_of(self.strategy.state().weights),
                 "samples": len(self.train_data),
                 "batch_size": self.batch_size * self.config.training.grad_accumulation,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import logging
 import math
 import os
@@ -33,15 +34,17 @@ from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.data.leases import Leases
 from smolcluster.engine import history
+from smolcluster.engine.adopt import MOST_STEPS
 from smolcluster.engine.best import Best
 from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite, check_server_disk
 from smolcluster.engine.files import atomic_write_text, size_on_disk
-from smolcluster.engine.identity import new_peer, new_run_id
+from smolcluster.engine.identity import instance_of, new_peer, new_run_id
 from smolcluster.engine.journal import Journal, JournalFull, Recovered, disk_bound, least_disk
 from smolcluster.engine.length import last_step, more_of, samples_read
 from smolcluster.engine.loop import due
 from smolcluster.engine.meter import Meter
+from smolcluster.engine.quota import RowQuota
 from smolcluster.engine.referee import Referee
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.snapshot import Snapshot, check_compatible, check_whole
@@ -365,6 +368,7 @@ class Server(Role):
             batch_size=0,
             global_batch=sum(self.batch_sizes),
         )
+        self.rows = RowQuota(tensors=len(self.layout))
         self.metrics = MetricsFile(self.run_dir.metrics, warn=self._warn)
         self.observer.add(self.metrics)
         self._count_members = lambda: len(self.roster.members)
@@ -383,6 +387,9 @@ class Server(Role):
         peer, cluster = link.peer, self.config.cluster
         if peer.role != "worker":
             raise Refusal(f"a {peer.role} cannot join as a worker")
+        secret = meta.get("secret")
+        if not isinstance(secret, str) or not hmac.compare_digest(instance_of(secret).encode(), peer.instance.encode()):
+            raise Refusal(f"it does not prove that it is instance {peer.instance}; other members know that number, too")
         listed = peer.rank < len(
             cluster.workers
         )  # a number beyond the list is a newcomer's, whatever its host is called
@@ -409,15 +416,24 @@ class Server(Role):
             automatic=meta.get("automatic") is True,
             step=step if isinstance(step, int) and step >= 0 else 0,
             address=str(meta.get("address", ""))[:255],
-            said=dict(meta),
+            said={key: value for key, value in meta.items() if key != "secret"},
         )
 
     def _on_event(self, member: Member, meta: Mapping[str, Any]) -> None:
-        """A worker's row goes into the run's record."""
+        """Write a worker's row to the run's record: its own, and no more than it can have trained."""
+        text = meta.get("event")
+        if not isinstance(text, str):
+            return
+        if not self.rows.admits(member.rank, text, samples=self.samples):
+            if self.rows.first_refusal(member.rank):
+                log.warning("rows of %s are dropped: they are too long, or more than it can have trained", member.name)
+            return
         with contextlib.suppress(ValueError, RecursionError):
-            event = from_json(str(meta.get("event", "")))
-            if isinstance(event, StepLogged) and event.rank == member.rank:
-                self.metrics.handle(event)
+            event = from_json(text)
+            if not isinstance(event, StepLogged) or (event.rank, event.role) != (member.rank, "worker"):
+                return
+            if type(event.step) is int and 0 <= event.step <= MOST_STEPS:
+                self.metrics.handle(dataclasses.replace(event, host=member.host))
 
     def _on_change(self, what: str, member: Member, reason: str) -> None:
         self.history.member(what, rank=member.rank, instance=member.instance, epoch=self.roster.epoch, reason=reason)

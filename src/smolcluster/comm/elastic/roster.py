@@ -26,6 +26,10 @@ from smolcluster.comm.elastic.transport import Link
 
 log = logging.getLogger(__name__)
 
+RANK_JOINS = (60, 0.5)  # at once, and per second from then on
+ALL_JOINS = (4096, 20.0)
+MOST_REPORT = 64  # fields of a report
+MOST_TEXT = 200  # of a field
 MOST_NAMES = 1000  # peers name themselves: refusals of further ones are counted together
 
 
@@ -70,6 +74,34 @@ class Gone:
     reason: str
 
 
+class JoinLimit:
+    """Token buckets: how often one rank may join, and all of them together. Each join is a line of the run's record."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: dict[int | None, tuple[float, float]] = {}  # tokens left, and when; None: of all ranks together
+
+    def admits(self, rank: int) -> bool:
+        """Count a join. False: too many in too short a time."""
+        now = self._clock()
+        mine, all_together = self._left(rank, RANK_JOINS, now), self._left(None, ALL_JOINS, now)
+        if mine < 1 or all_together < 1:
+            return False
+        if len(self._buckets) > MOST_NAMES:  # those that are full again say nothing
+            full = [
+                key for key in self._buckets if key is not None and self._left(key, RANK_JOINS, now) >= RANK_JOINS[0]
+            ]
+            for key in full:
+                del self._buckets[key]
+        self._buckets[rank], self._buckets[None] = (mine - 1, now), (all_together - 1, now)
+        return True
+
+    def _left(self, key: int | None, joins: tuple[int, float], now: float) -> float:
+        most, per_s = joins
+        left, since = self._buckets.get(key, (most, now))
+        return min(most, left + (now - since) * per_s)
+
+
 class Refusal(Exception):
     """Why a peer may not join."""
 
@@ -84,11 +116,13 @@ class Roster:
         on_event: Callable[[Member, Mapping[str, Any]], None],
         on_change: Callable[[str, Member, str], None],
         epoch: int = 0,
+        joins: JoinLimit | None = None,
     ) -> None:
         """`admit` reads a JOIN and makes the member, or raises Refusal. `on_change` hears joined, left, evicted."""
         self.members: dict[int, Member] = {}
         self.newcomers: list[Member] = []
-        self.reports: list[dict[str, Any]] = []  # of members that have left in good order
+        self._reports: dict[int, dict[str, Any]] = {}  # of members that have left in good order, the last of each rank
+        self._joins = joins or JoinLimit()
         self.epoch = epoch
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
@@ -97,6 +131,11 @@ class Roster:
         self._links: set[Link] = set()
         self._answered: set[Link] = set()  # have asked, and know the plan
         self._news: deque[Gone] = deque()
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """Of members that have left in good order."""
+        return list(self._reports.values())
 
     # Receiving
 
@@ -141,7 +180,7 @@ class Roster:
                 self._join(link, message.meta)
             case Kind.EVENT | Kind.REPORT if member is not None:
                 if message.kind is Kind.REPORT:
-                    member.report = dict(message.meta)
+                    member.report = _scalars(message.meta)
                 self._on_event(member, message.meta)
             case _ if member is not None:
                 return Said(member, message)
@@ -153,6 +192,10 @@ class Roster:
 
     def _join(self, link: Link, meta: Mapping[str, Any]) -> None:
         peer = link.peer
+        if not self._joins.admits(peer.rank):  # it dials again, later each time
+            self._forget(link)
+            link.close("this rank joins too often")
+            return
         known = [*self.members.values(), *self.newcomers]
         holder = next((m for m in known if m.rank == peer.rank), None)
         twin = next((m for m in known if m.instance == peer.instance and m.rank != peer.rank), None)
@@ -216,7 +259,7 @@ class Roster:
         self._mailbox.num_senders = len(self.members)
         self.epoch += 1
         if member.report:  # it said good-bye
-            self.reports.append(member.report)
+            self._reports[member.rank] = member.report
             log.info("%s has left", member.name)
         else:
             self.lost += 1
@@ -227,8 +270,11 @@ class Roster:
     def refuse(self, link: Link, reason: str) -> None:
         """End a link whose peer does what it may not."""
         name, reason = link.peer.name, printable(reason, limit=MAX_REASON)  # it may quote what the peer said
-        self.refused[name if name in self.refused or len(self.refused) < MOST_NAMES else "others"] += 1
-        log.warning("refused %s: %s", name, reason)
+        counted = name if name in self.refused or len(self.refused) < MOST_NAMES else "others"
+        self.refused[counted] += 1
+        count = self.refused[counted]
+        if count <= 10 or count & (count - 1) == 0:  # a peer that is refused without end does not fill the log
+            log.warning("refused %s: %s%s", name, reason, f" ({count} times by now)" if count > 10 else "")
         self._forget(link)
         link.send(Message(kind=Kind.REFUSE, meta={"reason": reason}))
         link.close(reason)
@@ -248,3 +294,12 @@ class Roster:
         deadline = time.monotonic() + timeout_s
         while self.members and (left := deadline - time.monotonic()) > 0:
             self.get(left)
+
+
+def _scalars(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and short texts of a report."""
+    return {
+        key: value
+        for key, value in list(meta.items())[:MOST_REPORT]
+        if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) <= MOST_TEXT)
+    }

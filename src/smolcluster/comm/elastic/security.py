@@ -365,7 +365,9 @@ class TokenFile:
         tokens = {entry.token for entry in entries}
         lines = [line for line in self._read().splitlines() if _split(line)[0] not in tokens]
         first = next((number for number, line in enumerate(lines) if _split(line)[0]), len(lines))
-        added = [f"{entry.token}  # {entry.note}" if entry.note else entry.token for entry in entries]
+        # A note of several lines would be several tokens.
+        notes = ["".join(c if c.isprintable() else " " for c in entry.note)[:200] for entry in entries]
+        added = [f"{e.token}  # {note}" if note else e.token for e, note in zip(entries, notes, strict=True)]
         self._write([*lines[:first], *added, *lines[first:]])
 
     def remove(self, token: str) -> None:
