@@ -642,3 +642,32 @@ def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "runs" / "one").stat().st_mode & 0o777 == 0o700
+
+
+# Words of others
+
+
+def test_a_note_of_several_lines_adds_no_tokens(tmp_path: Path) -> None:
+    """The name of a cluster that a machine joins becomes the note of its token."""
+    file = TokenFile(tmp_path / "token")
+    mine, theirs = new_token(), new_token()
+    file.add([Entry(mine, note=f"of home\n{theirs}\r{theirs}\u2028{theirs}\x1b[2J")])
+    assert [entry.token for entry in file.entries()] == [mine]
+
+
+HOSTILE = "evil\x1b]0;title\x07\x1b[2J\u202e\x9b31m"
+
+
+def test_what_others_say_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from smolcluster.cli.doctor import report
+    from smolcluster.cli.screen import print_line, print_note, print_text
+    from smolcluster.launch.doctor.layers import Finding, Verdict
+
+    print_text(HOSTILE)
+    print_text(HOSTILE, err=True)
+    print_note("pi5", HOSTILE)
+    print_line("pi5", "worker-0", HOSTILE)
+    report([Finding(host="pi5", layer="login", verdict=Verdict.BAD, what=HOSTILE, remedy=HOSTILE)], as_json=False)
+    shown = "".join(capsys.readouterr())
+    assert shown.count("evil") == 6
+    assert all(c in "\n\t" or c.isprintable() for c in shown)

@@ -121,6 +121,7 @@ def _folder(out: Path | None) -> Path:
 def _report(result: Scaling, folder: Path) -> int:
     from rich.console import Console
 
+    from smolcluster.cli.screen import print_text
     from smolcluster.observe.scaling import chart, remarks
     from smolcluster.observe.text import supports
 
@@ -128,7 +129,7 @@ def _report(result: Scaling, folder: Path) -> int:
     for line, style in chart(result, unicode=supports(sys.stdout, "█│")):
         console.print(line, style=style)
     for line in remarks(result):
-        typer.echo(line)
+        print_text(line)
     typer.echo(f"written: {folder / 'scaling.json'}" + (", scaling.svg" if result.measured else ""))
     if result.status == "interrupted":
         typer.echo("smolcluster: interrupted; what is above was measured before", err=True)

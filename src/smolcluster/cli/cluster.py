@@ -36,6 +36,7 @@ def init(
     accept_new: AcceptNew = False,
 ) -> int:
     """Write a cluster file from what is found: this machine, hosts of ~/.ssh/config that answer, machines that `join`."""
+    from smolcluster.cli.screen import print_text
     from smolcluster.errors import UserError
     from smolcluster.launch.cluster.finding import find_machines, write_file
 
@@ -45,13 +46,13 @@ def init(
         raise UserError(f"{out}: there is no folder {out.parent}; choose another place with --out")
     if ssh_config is not None and not ssh_config.is_file():
         raise UserError(f"--ssh-config {ssh_config}: there is no such file")
-    found = find_machines(ssh_config, accept_new=accept_new, told=lambda text: typer.echo(text))
+    found = find_machines(ssh_config, accept_new=accept_new, told=print_text)
     try:
         out.write_text(write_file(found), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}; choose another place with --out") from error
     answered = [machine.name for machine in found if not machine.problem]
-    typer.echo(f"written: {out}, with {', '.join(answered)}; look at it, then: smolcluster cluster check {out}")
+    print_text(f"written: {out}, with {', '.join(answered)}; look at it, then: smolcluster cluster check {out}")
     return 0
 
 

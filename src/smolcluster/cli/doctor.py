@@ -82,6 +82,7 @@ def examine_cluster(
 def report(found: list[Finding], *, as_json: bool) -> int:
     import dataclasses
 
+    from smolcluster.cli.screen import print_text
     from smolcluster.launch.doctor.layers import Verdict
 
     if as_json:
@@ -94,9 +95,9 @@ def report(found: list[Finding], *, as_json: bool) -> int:
                 for part, width in zip((_host, _layer, _verdict), widths, strict=True)
                 if width
             ]
-            typer.echo("  ".join([*head, finding.what]))
+            print_text("  ".join([*head, finding.what]))
             if finding.remedy and finding.verdict is not Verdict.GOOD:
-                typer.echo("  ".join([" " * len(cell) for cell in head] + [f"-> {finding.remedy}"]))
+                print_text("  ".join([" " * len(cell) for cell in head] + [f"-> {finding.remedy}"]))
     return 1 if any(finding.verdict is Verdict.BAD for finding in found) else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +115,7 @@ def _door(address: str | None) -> socket.socket:
 
 def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
     """Whoever dials sees a code on this screen or does not; after a few that were not typed right it is enough."""
+    from smolcluster.cli.screen import print_text
     from smolcluster.errors import UserError
     from smolcluster.launch.pairing import MOST_CODES, PairingFailed, offer
 
@@ -131,7 +131,7 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
             try:
                 return offer(line, facts, show=show)
             except PairingFailed as error:
-                print(f"not taken: {error}", file=sys.stderr)
+                print_text(f"not taken: {error}", err=True)
     raise UserError(f"not taken after {MOST_CODES} codes; start again with: smolcluster join")
 
 

@@ -50,6 +50,7 @@ def logs(
         return _stack(node)
     if node == "push":
         return _push(run_dir, url)
+    from smolcluster.cli.screen import print_text
     from smolcluster.errors import unknown_name
     from smolcluster.launch.cluster.read import known_cluster
 
@@ -66,7 +67,7 @@ def logs(
     except KeyboardInterrupt:
         return 130
     for problem in missing:
-        typer.echo(f"smolcluster: {problem}", err=True)
+        print_text(f"smolcluster: {problem}", err=True)
     return 1 if missing else 0
 
 

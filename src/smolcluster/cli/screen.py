@@ -27,6 +27,11 @@ def print_note(host: str, text: str) -> None:
     typer.echo(f"{host}: {printable(text)}" if host else printable(text))
 
 
+def print_text(text: str, *, err: bool = False) -> None:
+    """Text that may quote another machine or a file: control characters must not reach the terminal."""
+    typer.echo(printable(text, keep="\t\n"), err=err)
+
+
 def advised(line: str) -> str:
     """A process that was stopped says how to go on with it by hand; `up` has started this one."""
     return re.sub(r"(continue with: smolcluster) (?:server|train) .*", r"\1 up --resume", line)

@@ -122,6 +122,7 @@ def serve(
     ] = True,
 ) -> int:
     """Serve a model over one machine or many: an API as OpenAI's, and a chat page."""
+    from smolcluster.cli.screen import print_text
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.observe.logs import log_to_terminal
     from smolcluster.serve.life import Wanted, run_front
@@ -157,6 +158,6 @@ def serve(
         top_p=top_p,
     )
     try:
-        return run_front(wanted, tell=typer.echo, ready=ready)
+        return run_front(wanted, tell=print_text, ready=ready)
     except KeyboardInterrupt:
         return 0  # how it is meant to end

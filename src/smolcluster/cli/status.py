@@ -32,6 +32,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
     """Say what every process of a cluster does. Status 1 if one has failed or a machine does not answer."""
+    from smolcluster.cli.screen import print_text
     from smolcluster.launch.cluster.read import known_cluster
 
     known = known_cluster(cluster)
@@ -40,7 +41,7 @@ def status(
         typer.echo(json.dumps(plain(found), indent=1, allow_nan=False))
     else:
         for line in table(found):
-            typer.echo(line)
+            print_text(line)
     bad = found["unreachable"] or any(state["state"] in ("failed", "gone") for state in found["processes"].values())
     return 1 if bad else 0
 

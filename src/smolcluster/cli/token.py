@@ -93,11 +93,13 @@ def show(
 @app.command("list", epilog="Example: smolcluster token list")
 def list_() -> None:
     """List every token that is accepted here, by public id, with the note that its line has. The first is current."""
+    from smolcluster.cli.screen import print_text
+
     source, entries = _found()
     typer.echo(f"in {source}:")
     for place, entry in enumerate(entries):
         what = "current" if place == 0 else "accepted"
-        typer.echo(f"{_name(entry)}  {what:<8}  {entry.note}".rstrip())
+        print_text(f"{_name(entry)}  {what:<8}  {entry.note}".rstrip())
 
 
 @app.command("rotate", epilog="Example: smolcluster token rotate")

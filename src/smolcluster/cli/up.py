@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,6 +66,7 @@ def up(
     ] = False,
 ) -> int:
     """Start a run on the machines of a cluster file over ssh, and show what they print. Ctrl-C leaves it running."""
+    from smolcluster.cli.screen import print_text
     from smolcluster.errors import UserError
     from smolcluster.launch.cluster.layout import describe, lay_out
     from smolcluster.launch.cluster.read import Said, new_run, order_for
@@ -95,7 +95,7 @@ def up(
         raise UserError(f"--resume: no run of {wish.name} was started from this machine")
     if dry_run:
         for line in describe(lay_out(wish.config, name=wish.name, run=run or new_run(wish.config))):
-            typer.echo(line)
+            print_text(line)
         return 0
     order = order_for(wish, run=run, resume=resume, panes=said.file is None)
     try:
@@ -199,7 +199,7 @@ def _again(order: Order, before: Recorded) -> Order:
 
 async def _result(recorded: Recorded) -> int:
     """How the run ended."""
-    from smolcluster.cli.screen import advised, outcome, print_note
+    from smolcluster.cli.screen import advised, outcome, print_note, print_text
     from smolcluster.launch.cluster import control
 
     async with control.connected(recorded.machines) as (hosts, _):
@@ -212,7 +212,7 @@ async def _result(recorded: Recorded) -> int:
         print_note("", f"run directory: {recorded.run_place}")
     status = lead.get("status")
     if status not in (0, None):
-        print(
-            f"smolcluster: {recorded.lead} ended with status {status}: {advised(lead.get('last', ''))}", file=sys.stderr
+        print_text(
+            f"smolcluster: {recorded.lead} ended with status {status}: {advised(str(lead.get('last', '')))}", err=True
         )
     return int(status or 0)
