@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import json
@@ -619,6 +620,19 @@ class Hangs(Digits):
         if rank == os.environ["TEST_RANK"] and int(call) == Hangs.calls:
             while not Path(file).exists():
                 time.sleep(0.05)
+        return super().loss(model, batch)
+
+
+class HoldsTheLock(Digits):
+    """HOLD is RANK:CALL:SECONDS: on this rank the loss of this training batch keeps all other threads from running."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        rank, call, seconds = os.environ["HOLD"].split(":")
+        HoldsTheLock.calls += model.training
+        if rank == os.environ["TEST_RANK"] and int(call) == HoldsTheLock.calls:
+            ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
         return super().loss(model, batch)
 
 

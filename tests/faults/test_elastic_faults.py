@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -262,8 +263,8 @@ def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slo
     seen: dict[str, Any] = {}
 
     def put_out(lines: Lines) -> Lines:
-        """Its own link falls silent, or two of the others complain of it first."""
-        return [*changes(lines, "left", 1), *changes(lines, "evicted", 1)]
+        """Its link to the server falls silent."""
+        return changes(lines, "paused", 1)
 
     def script(world: ElasticWorld) -> None:
         world.wait_for_step(20)
@@ -282,11 +283,30 @@ def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slo
     lines = lines_of(world)
     assert_sound(world, steps=STEPS)
     reason = put_out(lines)[0]["reason"]
-    assert "silent" in reason or "cannot reach each other" in reason, "it was not frozen"
+    assert "silent" in reason, "it was not frozen"
     assert [line["instance"] for line in changes(lines, "joined", 1)] == [seen["instance"]] * 2
     assert seen["pause"] <= DETECTION_S * slower() + bound(lines, 0.45, steps=25), seen
     assert seen["back"] <= bound(lines, 5.0, steps=125), seen
     assert world.workers[1].status == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="usleep")
+@pytest.mark.parametrize("kind", ["allreduce", "syncps"])
+def test_a_worker_that_holds_the_gil_stays_a_member(tmp_path: Path, kind: str) -> None:
+    """No heartbeat for four seconds: the others go on at once, it keeps its links and goes on with them."""
+    seen: dict[str, float] = {}
+
+    def script(world: ElasticWorld) -> None:
+        wait_for_history(world, lambda lines: changes(lines, "paused", 1), what="the worker to be paused")
+        seen["paused"] = time.time()
+        wait_for_next_step(world, after=seen["paused"], without=instance_of(world, 1))
+        wait_for_counted(world, 1, after=seen["paused"])
+
+    config = {"training.steps": 400, "cluster.stall_timeout": 90.0}  # on a loaded machine silence may last
+    world = run(kind, 3, tmp_path, config, task="HoldsTheLock", environ={"HOLD": "1:10:4"}, script=script)
+    assert_sound(world, steps=400)
+    assert world.summary["members_lost"] == 0, "a healthy worker was lost"
+    assert not any("lost the server" in notice for worker in world.workers for notice in worker.notices())
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "fsdp"])

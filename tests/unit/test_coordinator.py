@@ -41,7 +41,7 @@ SIZES = [p.numel() for p in Tiny(config=None).model().parameters()]  # type: ign
 class FakeLink:
     """Keeps what is sent."""
 
-    open, silent_s = True, 0.0
+    open, silent_s, stalled = True, 0.0, False
 
     def __init__(self, rank: int, instance: str) -> None:
         self.peer = Peer(role="worker", rank=rank, host="testhost", instance=instance, run="run", versions={})
@@ -387,6 +387,54 @@ def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(mo
         barred.append(run.coordinator._barred[1] - clock[0])
         run.go_on()
     assert barred == [0.0, 10.0, 30.0, 0.0]
+
+
+# A member is silent
+
+
+def test_a_silent_member_is_paused_and_comes_back_when_it_is_heard() -> None:
+    run = Run(whole=True)
+    run.join(0, 1, 2)
+    run.commit(1)
+    run.links[1].stalled, run.links[1].silent_s = True, 2.0
+    run.go_on()
+    assert sorted(run.roster.members) == [0, 2]
+    assert run.links[1].open, "it was evicted"
+    run.commit(2)
+    assert run.coordinator._committed == 2
+    meta = {"mine": "1.0", "held": "1.0", "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0}
+    run.hear(1, Message(kind=Kind.DONE, step=3, epoch=run.roster.epoch, meta=meta))  # of its old place
+    run.go_on()
+    assert run.coordinator._done.get(3) is None
+    run.links[1].stalled, run.links[1].silent_s = False, 0.0
+    run.go_on()
+    run.go_on()
+    assert sorted(run.roster.members) == [0, 1, 2]
+    assert run.links[1].last(Kind.VIEW).meta["donations"] == {"1": 0}
+    run.commit(3)
+    assert run.coordinator._committed == 3
+    assert run.roster.lost == 0
+
+
+def test_where_all_are_silent_nobody_is_paused() -> None:
+    run = Run(whole=True)
+    run.join(0, 1)
+    for link in run.links.values():
+        link.stalled, link.silent_s = True, 2.0
+    run.go_on()
+    assert sorted(run.roster.members) == [0, 1]
+
+
+def test_a_short_silence_is_waited_for_where_steps_are_long() -> None:
+    run = Run(whole=True)
+    run.join(0, 1)
+    run.roster.patience_s = 8.0
+    run.links[1].stalled, run.links[1].silent_s = True, 4.0
+    run.go_on()
+    assert sorted(run.roster.members) == [0, 1]
+    run.links[1].silent_s = 9.0
+    run.go_on()
+    assert sorted(run.roster.members) == [0]
 
 
 # A member computes for ever

@@ -495,6 +495,26 @@ class TestTcp:
         assert not at_worker.ends
         assert not at_server.messages, "beats are nobody's business"
 
+    def test_a_peer_that_stands_still_while_its_machine_answers_is_kept(self, world: World) -> None:
+        """As in a call that holds the GIL. The bound for it is another one than for a machine that is gone."""
+        server = world.transport("server", silence_s=0.6, beat_s=0.1, stall_s=WAIT_S)
+        worker = world.transport(silence_s=WAIT_S, beat_s=0.1)
+        at_server, at_worker, go_on = Recorder(), Recorder(), threading.Event()
+        worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        link = at_server.link()
+        at_worker.link()
+        worker.call_later(0, lambda: go_on.wait(WAIT_S))
+        deadline = time.monotonic() + WAIT_S
+        while not link.stalled and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert link.stalled
+        go_on.set()
+        while link.stalled and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not link.stalled
+        assert link.open
+        assert at_server.ends == []
+
     def test_our_own_standing_still_is_not_the_peers_silence(self, world: World) -> None:
         """A laptop that was asleep, and its peer with it: the first to wake has an old clock and no beat from the other."""
         server, worker = world.transport("server", silence_s=WAIT_S), world.transport(silence_s=1.0, beat_s=0.1)

@@ -341,6 +341,11 @@ class ClusterConfig(Section):
         description="keep a second server process ready (about 250 MB), with train --elastic one for every worker: who dies "
         "is back seconds sooner",
     )
+    stall_timeout: Positive = Field(
+        10.0,
+        description="elastic: seconds that a process may be silent while its machine still answers, as in a call that holds "
+        "the GIL, before its links end; others go on without it sooner",
+    )
     join_timeout: Positive = Field(
         120.0, description="mesh: seconds that ranks, or launchers of --elastic, wait for each other at the start"
     )

@@ -335,6 +335,9 @@ class RunReader:
             case "evicted":
                 machine.gone("evicted", when, reason)
                 kind, text = "evict", f"{machine.name} was put out: {reason}"
+            case "paused":
+                machine.gone("waiting", when, reason)
+                kind, text = "warning", f"{machine.name} is paused: {reason}"
             case _:
                 kind, text = "warning", f"{machine.name} {event}: {reason}"
         self._tell(Happening(time=when, kind=kind, text=shortened(text), rank=machine.rank))

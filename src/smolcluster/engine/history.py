@@ -95,7 +95,7 @@ class Commit(_Line):
 
 
 class Member(_Line):
-    """`joined`, `left` and `evicted` change who is a member; any other event (`refused`, ...) is only told."""
+    """`joined`, `left`, `evicted` and `paused` change who is a member; any other event (`refused`, ...) is only told."""
 
     kind: Literal["member"] = "member"
     event: str
@@ -380,7 +380,7 @@ class _Checker:
                 if rank == line.rank:
                     self._say(f"rank {line.rank} joined as {line.instance} while it was a member as {instance}")
             self.members[line.instance] = line.rank
-        elif line.event in ("left", "evicted"):
+        elif line.event in ("left", "evicted", "paused"):
             self.members.pop(line.instance, None)
 
     def _check_epoch(self, line: Line, what: str) -> None:

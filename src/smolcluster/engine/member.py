@@ -14,7 +14,7 @@ from typing import Any
 from smolcluster.comm.elastic.line import Line, Stopped
 from smolcluster.comm.elastic.messages import Kind
 from smolcluster.comm.elastic.security import check_dial, load_keyring
-from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.elastic.tcp import Limits, TcpTransport
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.data.sampler import Sampler
@@ -62,6 +62,7 @@ class Member(Role):
             dataclasses.replace(me, instance=instance_of(self._secret)),
             keyring=keyring,
             buffer_size=mine.buffer_size.get(spec.host),
+            limits=Limits(stall_s=mine.stall_timeout),
         )
         self.line = Line(self.transport, spec.server, stop_requested=self.channel.stop_requested)
         plan: Plan | None = None

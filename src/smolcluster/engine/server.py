@@ -25,7 +25,7 @@ from smolcluster.comm.elastic.mailbox import Mailbox
 from smolcluster.comm.elastic.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.roster import Member, Refusal, Roster
 from smolcluster.comm.elastic.security import check_bind, load_keyring
-from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.elastic.tcp import Limits, TcpTransport
 from smolcluster.comm.elastic.transport import Link
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.memory_group import MemoryGroup
@@ -100,7 +100,12 @@ class Server(Role):
         check_enough_samples(len(self.train_data), self.batch_sizes)
         self.run_id = self._run_id()
         self.me = new_peer(role="server", rank=workers, host=spec.host, run=self.run_id)
-        self.transport = TcpTransport(self.me, keyring=keyring, buffer_size=cluster.buffer_size.get(spec.host))
+        self.transport = TcpTransport(
+            self.me,
+            keyring=keyring,
+            buffer_size=cluster.buffer_size.get(spec.host),
+            limits=Limits(stall_s=cluster.stall_timeout),
+        )
         self.address = (host, int(port))
 
     def _run_id(self) -> str:
@@ -624,6 +629,7 @@ class Server(Role):
             goodbye = Message(kind=Kind.STOP, meta={"reason": "interrupted" if interrupted else "finished"})
             self.roster.send(stayed, goodbye)
             self.roster.wait_for_end(timeout_s=GOODBYE_S)
+            self.roster.send(self.roster.paused, goodbye)
             self.roster.send(self.roster.newcomers, goodbye)  # they came too late to take part
         if self.saver is not None:
             self.saver.close()

@@ -185,6 +185,8 @@ class Coordinator:
         """Nobody here has the weights, and it is not long that nobody has: who had them may be on its way back."""
         holders = [member for member in self._roster.in_order() if member.rank not in self._needy]
         holders += filter(self._knows, self._roster.newcomers)
+        if not holders and self._roster.paused:
+            return True  # until its link ends
         if holders or self._has == self._committed:
             self._without_since = None
             return False
@@ -390,6 +392,7 @@ class Coordinator:
         self._office.scale.committed(str(contributor["instance"]) for contributor in contributors)
         self._office.record(Commit(step=step, contributors=contributors, numbers=numbers))
         self._committed, self._tries = step, 0
+        roster.patience_s = self._watch.usual_s
         self._watch.commit({str(part["instance"]) for part in contributors}, now=time.monotonic())
 
         later = step + self._ahead

@@ -59,6 +59,11 @@ class ComputeWatch:
         self._proven |= self._since.keys() & contributors
         self.begin(list(self._since), now=now)
 
+    @property
+    def usual_s(self) -> float:
+        """What a step usually takes; 0: not known."""
+        return statistics.median(self._times) if self._times else 0.0
+
     def waits(self, member: str, *, now: float) -> None:
         if member in self._since:
             self._since[member] = self._waited[member] = now

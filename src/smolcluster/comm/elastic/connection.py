@@ -32,7 +32,7 @@ from smolcluster.comm.elastic import frames
 from smolcluster.comm.elastic.frames import Frame, FrameError, Parser
 from smolcluster.comm.elastic.handshake import MAX_REASON, Handshake, Refusal, printable
 from smolcluster.comm.elastic.security import Credentials, Refused, open_credentials
-from smolcluster.comm.elastic.sockets import set_options, wake_at
+from smolcluster.comm.elastic.sockets import set_options, unanswered_s, wake_at
 from smolcluster.comm.elastic.transport import Handler, Head, Kind, Link, Message
 from smolcluster.comm.group import Done, PeerLost, Traffic, Work
 
@@ -58,6 +58,7 @@ class Limits:
     handshake_s: float = 4.5
     beat_s: float = 0.3
     silence_s: float = 1.75
+    stall_s: float = 0.0  # if longer: how long a peer may be silent while its kernel still acknowledges what we send
     stuck_s: float = 300.0  # the socket takes nothing; on a slow line a large buffer is full for minutes
 
 
@@ -113,6 +114,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             checked=not self._encrypted,
         )
         self._heard = self._heard_at_beat = time.monotonic()
+        self._stalled = False
         self._wake_at, self._can_wake_late = 1, True
         self._second, self._messages = 0, 0  # how many came in this second
         self._leaving = False  # we close; what still comes is not looked at
@@ -183,6 +185,10 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         return time.monotonic() - self._heard
 
     @property
+    def stalled(self) -> bool:
+        return self._stalled
+
+    @property
     def open(self) -> bool:
         return self._accepting
 
@@ -216,10 +222,17 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             self._heard = max(self._heard + stood_still_s, now - limits.silence_s / 2)
             self._taken_at = min(now, self._taken_at + stood_still_s)
         silent_s = now - self._heard
-        if silent_s > limits.silence_s:
+        self._stalled = silent_s > limits.silence_s
+        if self._stalled and (silent_s > limits.stall_s or not self._kernel_answers()):
             self.end(f"silent for {silent_s:.1f} s")
         elif (stuck_s := self._stuck_s(now)) > limits.stuck_s:
             self.end(f"{self._too_slow()}, and none has left for {stuck_s:.1f} s")
+
+    def _kernel_answers(self) -> bool:
+        """Return whether the peer's machine still acknowledges our bytes, as far as this system can tell."""
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        unanswered = None if sock is None else unanswered_s(sock)
+        return unanswered is None or unanswered < self._owner.limits.silence_s / 2
 
     def _stuck_s(self, now: float) -> float:
         """For how long bytes have waited and the socket has taken none."""
@@ -461,7 +474,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         return self._owner.waste if self._leaving or self.over.done() else self._parser.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._heard = time.monotonic()
+        self._heard, self._stalled = time.monotonic(), False
         self.traffic.bytes_received += nbytes
         if self._leaving or self.over.done():
             return

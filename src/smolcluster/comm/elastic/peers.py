@@ -180,6 +180,7 @@ class Peers:
             self._states.put(state)
 
     def unlinked(self, link: Link, reason: str) -> None:
+        was_used = self._wires.uses(link)
         self._wires.remove(link)
         self._forget(link)
         landing = self._landings.pop(link, None)
@@ -189,7 +190,11 @@ class Peers:
         if self._incoming.pop(link, None) is not None:
             self._states.put(PeerLost(f"{link.peer.name} was lost while it sent its state: {reason}"))
         exchange, index = self._exchange, self._index.get(link.peer.instance)
-        if exchange is not None and index is not None and not self._wires.linked_to(exchange.view.members[index]):
+        if exchange is None or index is None:
+            return
+        # Another link does not help the pieces that were on their way over this one: they are not sent again.
+        pieces_lost = was_used and exchange.error is None
+        if pieces_lost or not self._wires.linked_to(exchange.view.members[index]):
             self._lost(exchange.view.members[index], reason)
 
     def refused(self, address: str, reason: str) -> None:

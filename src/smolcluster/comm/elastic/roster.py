@@ -2,7 +2,8 @@
 
     ASK   -> PLAN                      anyone with the token may ask what is trained here
     JOIN  -> checked, then waiting     `newcomers`, until the strategy welcomes them at a step boundary
-    link lost, silent or closed        the member is gone, and what it was lent comes back
+    link lost or closed                the member is gone, and its lease comes back
+    link silent                        the member is paused: as gone, but its link is kept. Heard again, it is a newcomer
 
 Every change raises the epoch. The server's thread calls `get` and hears only of members: their messages, their going.
 What is not in order is refused, counted and logged with the peer's name, and nobody else is disturbed.
@@ -118,11 +119,13 @@ class Roster:
         epoch: int = 0,
         joins: JoinLimit | None = None,
     ) -> None:
-        """`admit` reads a JOIN and makes the member, or raises Refusal. `on_change` hears joined, left, evicted."""
+        """`admit` reads a JOIN and makes the member, or raises Refusal. `on_change` hears joined, left, evicted, paused."""
         self.members: dict[int, Member] = {}
         self.newcomers: list[Member] = []
         self._reports: dict[int, dict[str, Any]] = {}  # of members that have left in good order, the last of each rank
         self._joins = joins or JoinLimit()
+        self.paused: list[Member] = []
+        self.patience_s = 0.0  # pause a silent member no sooner; to wait for about a step costs less than to go on
         self.epoch = epoch
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
@@ -150,6 +153,9 @@ class Roster:
 
     def get(self, timeout_s: float | None = None) -> Said | Gone | None:
         """The next thing a member said or did; None after `timeout_s`, or when only newcomers changed."""
+        if self._news:
+            return self._news.popleft()
+        self._pause_silent()
         if self._news:
             return self._news.popleft()
         event = self._mailbox.get(timeout_s)
@@ -184,7 +190,7 @@ class Roster:
                 self._on_event(member, message.meta)
             case _ if member is not None:
                 return Said(member, message)
-            case _ if any(newcomer.link is link for newcomer in self.newcomers):
+            case _ if any(other.link is link for other in (*self.newcomers, *self.paused)):
                 pass  # it has come back, and still speaks of where it was before
             case _:
                 self.refuse(link, f"{message.kind.name} before it has joined")
@@ -196,7 +202,7 @@ class Roster:
             self._forget(link)
             link.close("this rank joins too often")
             return
-        known = [*self.members.values(), *self.newcomers]
+        known = [*self.members.values(), *self.newcomers, *self.paused]
         holder = next((m for m in known if m.rank == peer.rank), None)
         twin = next((m for m in known if m.instance == peer.instance and m.rank != peer.rank), None)
         if twin is not None:  # what is lent and who holds what is kept by instance
@@ -218,6 +224,7 @@ class Roster:
     def _unlinked(self, link: Link, reason: str) -> None:
         self._forget(link)
         self.newcomers = [m for m in self.newcomers if m.link is not link]
+        self._forget_paused(lambda m: m.link is link, reason)
         member = self.members.get(link.peer.rank)
         if member is not None and member.link is link:
             self._remove(member, reason)
@@ -254,6 +261,7 @@ class Roster:
         self._forget(member.link)
         if self.members.get(member.rank) is not member:
             self.newcomers = [m for m in self.newcomers if m is not member]
+            self._forget_paused(lambda m: m is member, reason)
             return
         del self.members[member.rank]
         self._mailbox.num_senders = len(self.members)
@@ -266,6 +274,34 @@ class Roster:
             log.warning("%s is gone: %s", member.name, reason)
         self._news.append(Gone(member, reason))
         self._on_change(what, member, reason)
+
+    # Members that are silent
+
+    def _pause_silent(self) -> None:
+        """Go on without members that are silent, and let those in again that are heard.
+
+        If all are silent nobody could go on, and this process may be the one that is cut off.
+        """
+        for member in [m for m in self.paused if not m.link.stalled]:
+            self.paused.remove(member)
+            self.newcomers.append(member)
+        silent = [m for m in self.members.values() if m.link.stalled and m.link.silent_s > self.patience_s]
+        for member in silent if len(silent) < len(self.members) else ():
+            del self.members[member.rank]
+            self.paused.append(member)
+            self._mailbox.num_senders = len(self.members)
+            self.epoch += 1
+            reason = f"silent for {member.link.silent_s:.1f} s"
+            log.warning("%s is paused: %s", member.name, reason)
+            self._news.append(Gone(member, reason))
+            self._on_change("paused", member, reason)
+
+    def _forget_paused(self, is_meant: Callable[[Member], bool], reason: str) -> None:
+        for member in filter(is_meant, list(self.paused)):
+            self.paused.remove(member)
+            self.lost += 1
+            log.warning("%s is gone: %s", member.name, reason)
+            self._on_change("left", member, reason)
 
     def refuse(self, link: Link, reason: str) -> None:
         """End a link whose peer does what it may not."""

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import math
 import os
 import socket
+import struct
 import sys
 from typing import Any
 
@@ -82,6 +84,29 @@ def wake_at(sock: socket.socket, *, nbytes: int) -> bool:
     except (AttributeError, OSError):
         return False
     return True
+
+
+def unanswered_s(sock: socket.socket) -> float | None:
+    """Return for how long the peer's kernel has not acknowledged what was sent, infinity if it was sent again in vain.
+
+    None: this system does not say.
+
+    The kernel answers for a process that is stopped or busy, and not when its machine or the network is gone.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+    except OSError:
+        return None
+    retransmits, unacked, last_ack_ms = (
+        info[2],
+        *struct.unpack_from("=I", info, 24),
+        *struct.unpack_from("=I", info, 56),
+    )
+    if retransmits > 1:
+        return math.inf  # although packets may still come from there, as behind a link that is cut in one direction
+    return last_ack_ms / 1000 if unacked else 0.0
 
 
 def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[socket.socket]:

@@ -1,7 +1,8 @@
 """The transport over TCP: asyncio on a thread of its own, TLS 1.3 when there is a keyring.
 
 Life. Every `beat_s` a link that was quiet sends a BEAT. Any byte from the peer is a sign of life; a link that gives none for
-`silence_s` ends. Time in which this process itself stood still does not count.
+`silence_s` ends. Time in which this process itself stood still does not count. With `stall_s` it is kept for longer while the
+peer's kernel still answers: then only its process is stopped or busy, as in a call that holds the GIL.
 
 Dialing. Pauses between attempts grow to a second and are drawn at random, so that a hundred workers do not come back to a
 restarted server all at once. A refusal is final; a TLS handshake that was damaged on the way is none.

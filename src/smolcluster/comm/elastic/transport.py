@@ -57,6 +57,11 @@ class Link(ABC):
         """Seconds since the last byte from the peer."""
 
     @property
+    def stalled(self) -> bool:
+        """The peer is silent, but its link is kept for a while: its process may be stopped or busy, and come back."""
+        return False
+
+    @property
     @abstractmethod
     def open(self) -> bool: ...
 

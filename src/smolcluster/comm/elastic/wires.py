@@ -126,6 +126,11 @@ class Wires:
     def linked_to(self, member: Member) -> bool:
         return (outlet := self._outlets.get(member.instance)) is not None and outlet.linked
 
+    def uses(self, link: Link) -> bool:
+        """Whether messages go over this link, and not over another one to the same member."""
+        outlet = self._outlets.get(link.peer.instance)
+        return outlet is not None and outlet.links[:1] == [link]
+
     def close(self, instance: str, reason: str) -> None:
         outlet = self._outlets.get(instance)
         if outlet is None:
