@@ -28,6 +28,7 @@ from smolcluster.engine.identity import instance_of
 from smolcluster.engine.server import Server
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies import coordinator
+from smolcluster.strategies.allreduce_elastic import ElasticAllReduce
 from smolcluster.strategies.base import Office, State
 from smolcluster.strategies.coordinated import Coordinated
 from smolcluster.strategies.coordinator import Coordinator
@@ -531,3 +532,42 @@ def test_every_view_and_commit_carries_the_loss_scale_of_the_run() -> None:
     run.commit(2)
     assert run.links[0].last(Kind.VIEW).meta["scale"] == {"value": 2.0**16, "good_steps": 0}
     assert [run.links[rank].last(Kind.COMMIT).meta["scale"]["value"] for rank in (0, 1)] == [2.0**17] * 2
+
+
+# Memory
+
+
+def storages(tensors: dict[str, Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+
+
+def test_a_coordinator_copies_no_state_that_it_passes_on() -> None:
+    """One state is here and one on its way, however it is saved, evaluated and handed to newcomers meanwhile."""
+    run = Run(whole=True)
+    strategy = cast(Any, ElasticAllReduce.__new__(ElasticAllReduce))
+    strategy.replica, strategy.context = run.replica, SimpleNamespace(office=object())
+
+    def state_after(step: int) -> State:
+        weights = {name: torch.full_like(tensor, step) for name, tensor in run.replica.weights().items()}
+        moments = {f"{kind}/{name}": torch.full_like(weights[name], step) for name in NAMES for kind in KINDS}
+        steps = {f"step/{name}": torch.tensor(float(step)) for name in NAMES}
+        return State(weights=weights, optimizer=moments | steps, numbers={"updates": step})
+
+    server = cast(Any, Server.__new__(Server))
+    server.strategy, server.device, server.saver = strategy, torch.device("cpu"), None
+    first, second = state_after(1), state_after(2)
+    came = storages({**first.weights, **{k: t for k, t in first.optimizer.items() if t.ndim}})
+    strategy.load_state(first)
+    state, (sent, _) = strategy.state(), strategy.copied_state()
+    kept = {**server._kept(state.weights), **server._kept({k: t for k, t in state.optimizer.items() if t.ndim})}
+    assert storages(kept) == came
+    assert storages({n: t for n, t in sent.items() if t.ndim}) == came
+    strategy.load_state(second)
+    assert all(bool((tensor == 1).all()) for tensor in kept.values()), "what was there before is not changed"
+    assert all(bool((tensor == 2).all()) for tensor in strategy.state().weights.values())
+    assert strategy.replica.updates == 2
+    with pytest.raises(RuntimeError, match="Missing key"):
+        strategy.load_state(State(weights={}, optimizer={}, numbers={"updates": 3}))
+
+
+KINDS = ("exp_avg", "exp_avg_sq")

@@ -470,6 +470,7 @@ def test_what_a_server_writes_to_its_disk_follows_from_what_is_sent() -> None:
     assert journal("edp")[0] == dense
     assert journal("edp", codec="int8")[0] < 0.6 * dense
     assert journal("edp", ranks=5, codec="int8")[0] == dense
+    assert journal("allreduce") == (0, disk_bound(state_bytes=0, record_bytes=0))
     assert journal("syncps")[1] == disk_bound(state_bytes=3 * dense, record_bytes=dense)
 
 

@@ -228,6 +228,19 @@ class Replica:
         self.model.load_state_dict(weights)
         self.load_optimizer(optimizer, numbers, bare=not optimizer)
 
+    def adopt_state_dict(
+        self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], numbers: dict[str, Any]
+    ) -> None:
+        """Load, and keep these tensors instead of copying them. What was there before is left as it was."""
+        own = self.model.state_dict()
+        unlike = [n for n, t in own.items() if n not in weights or weights[n].shape != t.shape]
+        if unlike or len(weights) != len(own):
+            self.load_state_dict(weights, optimizer, numbers)  # which says what is wrong
+            return
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            tensor.data = weights[name].to(tensor.device, tensor.dtype)
+        self.load_optimizer(optimizer, numbers, bare=not optimizer)
+
     def lacking(self, optimizer: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> list[str]:
         """Parameters without optimizer state in what should be all of it, if every parameter has a gradient in every step."""
         skipped = self.scale is not None and not optimizer  # every step so far may have overflowed

@@ -247,7 +247,8 @@ def _elastic_seats(
     if serving is not None and servers:
         held = _by_formula(serving)
         every = dict.fromkeys(peaks, Peak(at=held, each=held))
-        state = 3 * serving.parameter_bytes if serving.journal_bytes else 0
+        shape = subject.shape
+        state = shape.parameters * shape.bytes_per_parameter * (1 + shape.optimizer_states)
         found.append(
             SeatMemory(
                 ranks=servers,
@@ -256,7 +257,9 @@ def _elastic_seats(
                 ways=every,
                 note="by the formula",
                 journal_step=serving.journal_bytes,
-                journal_most=disk_bound(state_bytes=state, record_bytes=serving.journal_bytes),
+                journal_most=disk_bound(
+                    state_bytes=state if serving.journal_bytes else 0, record_bytes=serving.journal_bytes
+                ),
             )
         )
     return found

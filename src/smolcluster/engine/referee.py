@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     step: int
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     then: Callable[[dict[str, float]], None]
 
 
@@ -49,8 +49,8 @@ class Referee:
         self._thread = threading.Thread(target=self._work, name="evaluation", daemon=True)
         self._thread.start()
 
-    def submit(self, step: int, weights: dict[str, Tensor], then: Callable[[dict[str, float]], None]) -> None:
-        """Evaluate these weights, which are the referee's from now on.
+    def submit(self, step: int, weights: Mapping[str, Tensor], then: Callable[[dict[str, float]], None]) -> None:
+        """Evaluate these weights, which nobody may change before `then` is called.
 
         `then` gets the result on its thread; nothing when there is none, since a newer one came first, the run leaves, or it
         failed.

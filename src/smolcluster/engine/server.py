@@ -564,7 +564,6 @@ class Server(Role):
 
     def _evaluate(self, row: StepLogged, snapshot: Snapshot, *, save: bool, final: bool) -> None:
         assert self.referee is not None
-        weights = {name: tensor.clone() for name, tensor in snapshot.weights.items()}
 
         def then(result: dict[str, float]) -> None:
             if not result:
@@ -580,16 +579,15 @@ class Server(Role):
                 snapshot.state.update(self.best.state_dict())
                 self._save(snapshot, best=improved, final=final)
 
-        self.referee.submit(snapshot.step, weights, then)
+        self.referee.submit(snapshot.step, snapshot.weights, then)
 
     def _snapshot(self, step: int) -> Snapshot:
         state = self.strategy.state()
-        copy = self.saver.snapshot_tensors if self.saver is not None else _clone
         leases = self._read_by[step]  # more may have been read since
         return Snapshot(
             step=step,
-            weights=copy(state.weights),
-            optimizer=copy(state.optimizer),
+            weights=self._kept(state.weights),
+            optimizer=self._kept(state.optimizer),
             state={
                 "strategy": dict(state.numbers),
                 "sampler": {**leases, "seed": self.config.training.seed or 0, "num_samples": len(self.train_data)},
@@ -604,6 +602,12 @@ class Server(Role):
                 **tokenizer_info(self.task),
             },
         )
+
+    def _kept(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what stays as it is while training goes on: a copy, but for a coordinator's state, which is never changed."""
+        if not self.strategy.server_has_weights and self.device.type == "cpu":
+            return dict(tensors)
+        return self.saver.snapshot_tensors(tensors) if self.saver is not None else _clone(tensors)
 
     def _save(self, snapshot: Snapshot, *, best: bool, final: bool) -> None:
         if self.saver is None:

@@ -45,10 +45,10 @@ from smolcluster.comm.group import PeerLost
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.errors import SmolclusterError
-from smolcluster.strategies.base import Commit, Options, StepReport
+from smolcluster.strategies.base import Commit, Cost, Node, Options, Shape, State, StepReport
 from smolcluster.strategies.coordinator import Coordinator
 from smolcluster.strategies.deadline import WAITING_S
-from smolcluster.strategies.elastic import Elastic, unpack_state
+from smolcluster.strategies.elastic import Elastic, pack_state, unpack_state
 from smolcluster.tasks.base import Task
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,33 @@ class Coordinated(Elastic):
     options: CoordinatedOptions
     reduction: Reduction  # a worker's
     server_has_weights: ClassVar[bool] = False
+
+    @classmethod
+    def server_cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
+        """The state that came last, the next one as it comes, and the evaluator's weights."""
+        size = shape.parameters * shape.bytes_per_parameter
+        return Cost(
+            parameter_bytes=3 * size,
+            gradient_bytes=0,
+            optimizer_bytes=2 * size * shape.optimizer_states,
+            bytes_sent=0,
+            bytes_received=0,
+            messages=0,
+        )
+
+    def load_state(self, state: State) -> None:
+        """On the coordinator, which never trains, the tensors themselves become its state: it is replaced, not changed, so
+        that whoever saves or sends what was there before needs no copy."""
+        if self.context.office is None:
+            super().load_state(state)
+            return
+        self.replica.adopt_state_dict(state.weights, state.optimizer, state.numbers)
+
+    def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if self.context.office is None:
+            return super().copied_state()
+        state = self.state()
+        return {n: t.to("cpu").contiguous() for n, t in pack_state(state).items()}, state.numbers
 
     def setup(self, task: Task) -> None:
         super().setup(task)

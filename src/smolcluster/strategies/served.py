@@ -85,13 +85,14 @@ class Served(Elastic):
 
     @classmethod
     def server_cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        """The model, its optimizer, a gradient of each worker and their average."""
+        """The model, its optimizer, a gradient of each worker and their average; the evaluator's weights; and what is being
+        saved: a copy for a checkpoint, one for a snapshot of the journal."""
         assert isinstance(options, ServedOptions)
         size, gradients = shape.parameters * shape.bytes_per_parameter, bytes_on_the_wire(options, shape)[0]
         return Cost(
-            parameter_bytes=size,
+            parameter_bytes=4 * size,
             gradient_bytes=(len(nodes) + 1) * size,
-            optimizer_bytes=size * shape.optimizer_states,
+            optimizer_bytes=3 * size * shape.optimizer_states,
             bytes_sent=len(nodes) * gradients,
             bytes_received=len(nodes) * gradients,
             messages=0,
