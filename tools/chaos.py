@@ -12,6 +12,9 @@ cannot be had). Which fault comes when is a function of the seed alone, and is w
     server    kill -9 the server, or coordinator; it is started again
     freeze    SIGSTOP a worker for some seconds
     cut       the link of a worker's host goes down for some seconds; nobody is told
+    partial   a worker reaches the server and no other worker, for some seconds
+    oneway    what a worker sends to the other workers is dropped, for some seconds; it hears them
+    slow      what a worker sends crawls, for some seconds
     join      a worker leaves in good order, and one with its rank joins
 
 What must hold, or the exit status is 1:
@@ -59,7 +62,12 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import RunStarted
 
 STRATEGIES = ("syncps", "edp", "allreduce", "fsdp")
-ALLOWED = {"kill": 1.5, "server": 5.0, "freeze": 2.5, "cut": 2.5, "join": 1.0}  # seconds
+ALLOWED = {
+    **{"kill": 1.5, "server": 5.0, "freeze": 2.5, "cut": 2.5, "join": 1.0},
+    **{"partial": 10.0, "oneway": 10.0, "slow": 10.0},  # a worker may come back before its links do
+}  # seconds
+LINKS = ("cut", "partial", "oneway", "slow")  # need network namespaces
+SLOW_RATE = "1mbit"
 GOODPUT = 0.95
 LOSS = {"syncps": 0.02, "edp": 0.05, "allreduce": 0.02, "fsdp": 0.02}
 PACE_S = 0.04
@@ -87,7 +95,7 @@ def schedule(seed: int, *, seconds: float, period_s: float, workers: int, kinds:
             bag = dice.sample(list(kinds), len(kinds))
         kind, worker = bag.pop(), dice.randrange(workers)
         at_s = period_s * (number + 0.25 * dice.random())
-        lasts_s = dice.uniform(0.15, 0.4) * period_s if kind in ("freeze", "cut") else 0.0
+        lasts_s = dice.uniform(0.15, 0.4) * period_s if kind in ("freeze", *LINKS) else 0.0
         faults.append(Fault(at_s=round(at_s, 3), kind=kind, worker=worker, lasts_s=round(lasts_s, 3)))
     return faults
 
@@ -165,19 +173,35 @@ class Chaos:
             self._away(world, victim)
 
     def _away(self, world: ElasticWorld, victim: Victim) -> None:
-        who, cut = victim.fault.worker, victim.fault.kind == "cut"
-        if cut:
-            assert self.network is not None
-            self.network.cut(who + 1)
-        else:
+        who, kind = victim.fault.worker, victim.fault.kind
+        if kind == "freeze":
             world.freeze(who)
-        self._rest(world, until=time.monotonic() + victim.fault.lasts_s)
-        if cut:
-            assert self.network is not None
-            self.network.mend(who + 1)
         else:
+            self._spoil_link(who + 1, kind, mend=False)
+        self._rest(world, until=time.monotonic() + victim.fault.lasts_s)
+        if kind == "freeze":
             world.thaw(who)
+        else:
+            self._spoil_link(who + 1, kind, mend=True)
         victim.away.append((who, victim.time, time.time()))
+
+    def _spoil_link(self, host: int, kind: str, *, mend: bool) -> None:
+        """Break the link of a worker's host, or mend it. Host 0 is the server's."""
+        network = self.network
+        assert network is not None
+        if kind == "cut":
+            (network.mend if mend else network.cut)(host)
+        elif kind == "slow" and mend:
+            network.mend_rate(host)
+        elif kind == "slow":
+            network.slow(host, SLOW_RATE)
+        else:
+            for other in range(1, network.count):
+                if other != host:
+                    change = network.unblock if mend else network.block
+                    change(host, other)
+                    if kind == "partial":
+                        change(other, host)
 
     @staticmethod
     def _rest(world: ElasticWorld, *, until: float) -> bool:
@@ -389,7 +413,7 @@ def _try(what: Plan | str, options: argparse.Namespace, folder: Path, network: N
 
 
 def _plan(strategy: str, options: argparse.Namespace, step_s: float, network: Network | None) -> Plan:
-    kinds = [kind for kind in options.faults if kind != "cut" or network is not None]
+    kinds = [kind for kind in options.faults if kind not in LINKS or network is not None]
     steps = round(options.minutes * 60 / step_s)
     faults = schedule(
         options.seed, seconds=options.minutes * 60, period_s=options.period, workers=options.workers, kinds=kinds

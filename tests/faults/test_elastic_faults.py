@@ -628,7 +628,7 @@ def test_chaos_schedules_follow_from_the_seed() -> None:
     assert faults(7) == faults(7)
     assert faults(7) != faults(8)
     assert len(faults(7)) == 30
-    assert [sum(fault.kind == kind for fault in faults(7)) for kind in chaos.ALLOWED] == [6] * 5
+    assert {sum(fault.kind == kind for fault in faults(7)) for kind in chaos.ALLOWED} <= {3, 4}
     assert {fault.worker for fault in faults(7)} == {0, 1, 2, 3}
     gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(faults(7))]
     assert min(gaps) > 8 + 1 + chaos.RESTART_S, "a fault could meet another that is not over"
