@@ -25,7 +25,7 @@ from smolcluster.data.leases import Leases, Range
 from smolcluster.engine.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies import syncps as syncps_module
-from smolcluster.strategies.base import Commit
+from smolcluster.strategies.base import Commit, Node, Shape
 from smolcluster.strategies.edp import EDP, EDPOptions
 from smolcluster.strategies.elastic import Elastic
 from smolcluster.strategies.served import Served
@@ -635,3 +635,47 @@ def test_an_overflow_lowers_the_scale_of_all_and_costs_no_samples(monkeypatch: p
         assert server.leases.held(who.instance)[3] == lost, "the samples are lent again"
     assert scale.value == 2.0**15, "both overflowed under one scale"
     assert all("overflowed in fp16 at loss scale 65536" in warning for warning in server.warned)
+
+
+# What a server holds
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(("strategy", "options"), [(SyncPS, SyncPSOptions), (EDP, EDPOptions)])
+def test_pushes_are_held_in_as_few_bytes_as_they_came(
+    monkeypatch: pytest.MonkeyPatch, strategy: type[Served], options: Any, codec: str
+) -> None:
+    """And their average is what it is when each is decoded at once, bit by bit; `plan --memory` counts as many."""
+    model, chosen = torch.nn.Linear(64, 256), options(codec=codec)
+    server = Server(strategy, chosen, monkeypatch, model=model)
+    served, members = server.strategy, server.join(*range(6))
+    pushes, expected = [], {}
+    for number, who in enumerate(members):
+        generator = torch.Generator().manual_seed(number)
+        gradient = {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+        ((_, payload),) = served._gradients.encode(gradient)
+        decoded = {n: torch.empty(p.shape) for n, p in model.named_parameters()}
+        served._gradients.decode(0, payload, decoded)
+        for name, tensor in decoded.items():
+            expected[name] = tensor.mul_(1 / 6) if number == 0 else expected[name].add_(tensor, alpha=1 / 6)
+        meta = {"samples": 4, "loss": "1.0"}
+        said = Message(kind=Kind.PUSH, step=1, epoch=who.epoch, codec=codec, meta=meta, payload=payload)
+        pushes.append(served._arrived(Said(who, said)))
+    held = sum(t.nbytes for p in pushes for t in (*p.tensors.values(), *(p.encoded or {}).values()))
+    assert held == 6 * served._gradients.nbytes
+    average = served._average(pushes)
+    assert all(torch.equal(average[name], tensor) for name, tensor in expected.items())
+
+    numbers = sum(p.numel() for p in model.parameters())
+    shape = Shape(
+        parameters=numbers,
+        bytes_per_parameter=4,
+        optimizer_states=2,
+        tensors=[tuple(p.shape) for p in model.parameters()],
+    )
+    cost = strategy.server_cost(chosen, shape, [Node(name="here", batch_size=4)] * 6)
+    assert cost is not None
+    at_work = 2 * 4 * numbers if codec != "fp32" else 0  # the average, and a set to decode into
+    assert cost.gradient_bytes >= held + at_work
+    if strategy is SyncPS:
+        assert cost.gradient_bytes == held + at_work + served._gradients.nbytes

@@ -95,6 +95,13 @@ class EDP(Served):
         pushes = len(nodes) if options.server_batch is None else -(-options.server_batch // batch)
         return min(pushes * bytes_on_the_wire(options, shape)[0], 4 * shape.parameters)
 
+    @classmethod
+    def _pushes_held(cls, options: ServedOptions, nodes: Sequence[Node]) -> int:
+        """All workers push at once, and what came before is one push short of a step."""
+        assert isinstance(options, EDPOptions)
+        wanted = options.server_batch or sum(node.batch_size for node in nodes)
+        return len(nodes) + -(-wanted // min(node.batch_size for node in nodes)) - 1
+
     def setup(self, task: Task) -> None:
         super().setup(task)
         if self.context.line is not None:
@@ -244,9 +251,6 @@ class EDP(Served):
         if self._unfit.issuperset(self._roster.members.values()):
             self._unfit.clear()
             self.gate.nothing_counted(self.replica.updates + 1)
-
-    def _pushes_in_a_step(self, samples: int) -> float:
-        return -(-self._wanted() // samples)
 
     def _wanted(self) -> int:
         return self.options.server_batch or sum(m.batch_size for m in self._roster.members.values())

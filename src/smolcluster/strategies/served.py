@@ -61,7 +61,7 @@ class Push:
     tensors: dict[str, Tensor]
     missing: set[int]
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    encoded: dict[int, Tensor] | None = None  # as it came, by channel; None: not kept
+    encoded: dict[int, Tensor] | None = None  # as it came, by channel, instead of `tensors` where that is smaller
     norm: float = 0.0
     weight: float = 1.0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -85,13 +85,18 @@ class Served(Elastic):
 
     @classmethod
     def server_cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        """The model, its optimizer, a gradient of each worker and their average; the evaluator's weights; and what is being
-        saved: a copy for a checkpoint, one for a snapshot of the journal."""
+        """The model, its optimizer, the pushes of a step, their average, and the average on its way to the workers; the
+        evaluator's weights; and what is being saved: a copy for a checkpoint, one for a snapshot of the journal.
+
+        Pushes are kept as they came where that is smaller; then one more set of gradients is there to decode them into.
+        """
         assert isinstance(options, ServedOptions)
         size, gradients = shape.parameters * shape.bytes_per_parameter, bytes_on_the_wire(options, shape)[0]
+        decoded = 4 * shape.parameters
+        held = cls._pushes_held(options, nodes) * min(gradients, decoded)
         return Cost(
             parameter_bytes=4 * size,
-            gradient_bytes=(len(nodes) + 1) * size,
+            gradient_bytes=held + gradients + (2 * decoded if gradients < decoded else 0),
             optimizer_bytes=3 * size * shape.optimizer_states,
             bytes_sent=len(nodes) * gradients,
             bytes_received=len(nodes) * gradients,
@@ -103,6 +108,11 @@ class Served(Elastic):
     def record_bytes(cls, options: ServedOptions, shape: Shape, nodes: Sequence[Node]) -> int:
         """What a step adds to the journal: the average as it is sent."""
         return bytes_on_the_wire(options, shape)[0]
+
+    @classmethod
+    def _pushes_held(cls, options: ServedOptions, nodes: Sequence[Node]) -> int:
+        """Return how many pushes the server holds at most before a step, arriving ones included."""
+        return len(nodes)
 
     def setup(self, task: Task) -> None:
         super().setup(task)
@@ -124,6 +134,8 @@ class Served(Elastic):
         self._feedback = Feedback() if codec.feedback else None
         if self.context.office is not None:
             self._pushes: dict[tuple[int, int], Push] = {}
+            self._keep_encoded = self._gradients.nbytes < self._dense_bytes
+            self._scratch = self._new_tensors() if self._keep_encoded else {}  # to decode pushes into, one at a time
             self._roster.expect(Kind.PUSH, [*self._gradients.payloads(), *self._buffers.payloads()])
         if self.context.line is not None:
             self._line.expect(Kind.WEIGHTS, self._weights.payloads())
@@ -214,29 +226,30 @@ class Served(Elastic):
             if message.channel != 0 or not sound(message.meta):
                 self._roster.evict(member, "its push does not begin at the beginning")
                 return None
-            tensors = {n: torch.empty(s) for n, s in self._shapes().items()}
+            tensors = {} if self._keep_encoded else self._new_tensors()
             missing = set(range(len(self._gradients) + len(self._buffers)))
             push = self._pushes[key] = Push(member, message.step, message.meta, tensors, missing)
             push.buffers = {n: torch.empty(s) for n, s in self._buffer_shapes.items()}
-            if self._pushes_in_a_step(push.samples) * self._gradients.nbytes < self._dense_bytes:
-                push.encoded = {}
+            push.encoded = {} if self._keep_encoded else None
+        push.missing.discard(message.channel)
         try:
             if buffer >= 0:
                 self._buffers.decode(buffer, message.payload, push.buffers)
+            elif push.encoded is not None:
+                push.encoded[message.channel] = message.payload
             else:
                 self._gradients.decode(message.channel, message.payload, push.tensors)
+            if not push.missing:
+                push.norm = float(get_total_norm(list(self._decoded(push, self._scratch).values())))
         except CodecError as why:
             del self._pushes[key]
             self._roster.evict(member, f"its push cannot be decoded: {why}")
             return None
-        if push.encoded is not None and buffer < 0:
-            push.encoded[message.channel] = message.payload.clone()
-        self._roster.release(message.payload)
-        push.missing.discard(message.channel)
+        if push.encoded is None or buffer >= 0:
+            self._roster.release(message.payload)
         if push.missing:
             return None
         del self._pushes[key]
-        push.norm = float(get_total_norm(list(push.tensors.values())))
         lent = sum(count for _, count in self.office.leases.held(member.instance).get(push.step, []))
         if lent != push.samples:
             self._roster.evict(
@@ -251,9 +264,16 @@ class Served(Elastic):
             return None
         return push
 
-    def _pushes_in_a_step(self, samples: int) -> float:
-        """How many pushes of so many samples make a step, where they themselves may be recorded; else infinite."""
-        return math.inf
+    def _decoded(self, push: Push, out: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return its gradient; in `out`, where it is kept encoded."""
+        if push.encoded is None:
+            return push.tensors
+        for channel, payload in push.encoded.items():
+            self._gradients.decode(channel, payload, out)
+        return out
+
+    def _new_tensors(self) -> dict[str, Tensor]:
+        return {n: torch.empty(s) for n, s in self._shapes().items()}
 
     def _shapes(self) -> dict[str, torch.Size]:
         return {n: p.shape for n, p in self.replica.model.named_parameters() if p.requires_grad}
@@ -268,7 +288,8 @@ class Served(Elastic):
         """By count and weight, in the order given."""
         average: dict[str, Tensor] = {}
         for push, share in zip(pushes, _shares(pushes), strict=True):
-            average = _add(average, push.tensors, share=share)
+            out = self._scratch if average or not self._keep_encoded else self._new_tensors()
+            average = _add(average, self._decoded(push, out), share=share)
         return average
 
     def _record(
@@ -343,7 +364,7 @@ class Served(Elastic):
         average: dict[str, Tensor] = {}
         offset = 0
         for number in range(len(shares or [1.0])):
-            tensors = {n: torch.empty(s) for n, s in self._shapes().items()}
+            tensors = self._new_tensors()
             for channel, payload in enumerate(self._gradients.payloads()):
                 end = offset + payload.shape[0]
                 self._gradients.decode(channel, row[offset:end], tensors)
