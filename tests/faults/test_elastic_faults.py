@@ -361,6 +361,38 @@ def test_workers_join_in_the_middle_without_a_stall(tmp_path: Path, kind: str) -
     assert set(world.statuses.values()) == {0}
 
 
+@pytest.mark.usual(when=lambda kind, comes: kind != "allreduce" and not comes)
+@EVERY
+@pytest.mark.parametrize("comes", [False, True], ids=["one dies", "one comes"])
+def test_an_epoch_ends_when_its_samples_have_counted(tmp_path: Path, kind: str, comes: bool) -> None:
+    """However many workers take part in a step: one of two is lost for good, or a second comes after the start."""
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(4)
+        if comes:
+            started = time.time()
+            world.start(1)
+            wait_for_counted(world, 1, after=started)
+        else:
+            world.kill(1)
+
+    config = {"training.steps": None, "training.epochs": 1, "training.batch_size": 16}
+    config |= {"cluster.num_workers": 1 if comes else 2}
+    world = run(
+        kind, 2, tmp_path, config, script=script, start=[0] if comes else [0, 1], slow={0: 0.3} if comes else {}
+    )
+    samples, planned = 1437, -(-1437 // (16 if comes else 32))
+    taken = [tuple(part) for line in commits(lines_of(world)) for c in line["contributors"] for part in c["ranges"]]
+    counted = sorted(position for start, count in taken for position in range(start, start + count))
+    assert len(counted) == len(set(counted))
+    steps = world.summary["steps"]
+    assert samples <= world.summary["samples"] < samples + 2 * 16 * (3 if kind == "allreduce-2" else 1)
+    if kind != "edp":  # where a step is a push, and another worker may hold samples when as many have counted
+        assert set(range(samples)) <= set(counted), "a sample of the epoch has not counted"
+        assert steps < planned if comes else steps > planned
+    assert_sound(world, steps=steps)
+
+
 # A worker is too slow
 
 

@@ -127,7 +127,7 @@ class Server(Role):
             recovered = None
         if self.spec.resume is not None and (recovered is None or self._checkpoint_is_better(recovered)):
             recovered, snapshot = None, self._find_checkpoint(Path(self.spec.resume))[1]
-        self.total_steps = self._last_step(recovered, snapshot)
+        self.total_steps = self.planned_steps = self._last_step(recovered, snapshot)
         self._check_something_is_left(recovered, snapshot)
         self._build()
         if recovered is None and snapshot is None:
@@ -166,7 +166,7 @@ class Server(Role):
         self.mailbox = Mailbox()
         self.roster = Roster(
             self.mailbox,
-            plan={"config": public_dict(self.config), "run": self.run_id, "total_steps": self.total_steps},
+            plan={"config": public_dict(self.config), "run": self.run_id, "total_steps": self.planned_steps},
             admit=self._admit,
             on_event=self._on_event,
             on_change=self._on_change,
@@ -255,6 +255,7 @@ class Server(Role):
             self.step + 1, epoch=self.roster.epoch, server=self.me.instance, data=self.office.leases.state_dict()
         )
         self.office.first_step = self.step
+        self._set_end(self.step, data=self.office.leases.state_dict(), batch=sum(self.batch_sizes))
         self._read_by = {self.step: self.office.leases.state_dict()}
         self._snapshot_journal(wait=True)
 
@@ -346,7 +347,7 @@ class Server(Role):
             "strategy": self.strategy.name,
             "numbers": state.numbers,
             "step": self.step,
-            "total_steps": self.total_steps,
+            "total_steps": self.planned_steps,
             "samples": self.samples,
             "tokens": self.tokens,
             "epoch": self.roster.epoch,
@@ -468,8 +469,20 @@ class Server(Role):
         self._append(meta, commit.gradient)
         self._restore_agreement(commit.numbers)
         self.history.add(line)
+        self._set_end(commit.step, data=read, batch=sum(int(c["samples"]) for c in commit.contributors))
         needed = min(self._due, default=commit.step)
         self._read_by = {step: kept for step, kept in self._read_by.items() if step >= needed} | {commit.step: read}
+
+    def _set_end(self, step: int, *, data: Mapping[str, Any], batch: int) -> None:
+        """Move the last step of a run over epochs: it ends when their samples have counted, however many members took part.
+
+        The learning rate follows the number of steps that was planned at the start: all members have the same schedule.
+        """
+        training = self.config.training
+        if training.steps is None and step > 0:
+            read = samples_read(data, with_holes=False)
+            end = last_step(training, samples=len(self.train_data), batch=max(1, batch), step=step, read=read)
+            self.total_steps = self.context.total_steps = end
 
     def _append(self, meta: dict[str, Any], gradient: Tensor | Sequence[Tensor] | None) -> None:
         """A step that cannot be recorded is not committed: training waits for room, loudly."""

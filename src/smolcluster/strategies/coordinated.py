@@ -337,7 +337,7 @@ class Coordinated(Elastic):
         self._settled = True
         if me in meta["idle"]:
             # The others have computed these steps, or hold the samples for them.
-            last = min(view.step + self.num_slots, self.context.total_steps)
+            last = min(view.step + self.num_slots, int(meta["last"]))
             self._flights = deque(Flight(step, step % self.num_slots, 0) for step in range(view.step + 1, last + 1))
         left_out = {int(step): ranks for step, ranks in meta["left_out"].items()}
         for flight in self._flights:

@@ -81,6 +81,7 @@ class Coordinator:
         self._established = list(self._office.established)  # instances of the last view that committed a step
         self._upload: Upload | None = None
         self._wanted: list[int] = []  # steps whose state is asked for next
+        self._leased_until = 0  # the last step that members have samples for
         self._torn = 0  # how many states in a row came with a part missing
 
     def run(self) -> None:
@@ -89,7 +90,7 @@ class Coordinator:
         self._strategy.muster()
         while self._committed < self._context.total_steps and not self._context.stop_requested():
             self._go_on()
-            while self._agreed(self._committed + 1):
+            while self._committed < self._context.total_steps and self._agreed(self._committed + 1):
                 self._commit(self._committed + 1)
         self._fetch_last()
 
@@ -148,7 +149,9 @@ class Coordinator:
 
         self._done.clear()
         seated = tuple(Seated(m.rank, m.instance, m.host, m.address) for m in members)
+        self._leased_until = min(committed + self._ahead, self._context.total_steps)
         meta = {
+            "last": self._leased_until,
             "view": View(roster.epoch, committed, seated).to_meta(),
             "donations": {str(joiner): donor for joiner, donor in donations.items()},
             "idle": idle,
@@ -157,7 +160,7 @@ class Coordinator:
             "scale": self._office.scale.state_dict(),
         }
         leases: dict[int, list[dict[str, Any]]] = {member.rank: [] for member in members}
-        for step in range(committed + 1, min(committed + self._ahead, self._context.total_steps) + 1):
+        for step in range(committed + 1, self._leased_until + 1):
             for member in newcomers:
                 if member.rank not in idle:
                     leases[member.rank].append(self._strategy.lend(member, step))
@@ -395,12 +398,15 @@ class Coordinator:
         roster.patience_s = self._watch.usual_s
         self._watch.commit({str(part["instance"]) for part in contributors}, now=time.monotonic())
 
-        later = step + self._ahead
+        # One step more, as a rule; several where the run has become longer than it seemed.
+        until = min(step + self._ahead, self._context.total_steps)
+        more = range(self._leased_until + 1, until + 1)
+        self._leased_until = max(self._leased_until, until)
         for member in roster.in_order():
             meta: dict[str, Any] = {"samples": int(samples), "weight": weight, "norm": norm}
             meta["scale"] = self._office.scale.state_dict()
-            if later <= self._context.total_steps:
-                meta["leases"] = [self._strategy.lend(member, later)]
+            if more:
+                meta["leases"] = [self._strategy.lend(member, later) for later in more]
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
         if self._office.wants(step):
             self._wanted.append(step)
