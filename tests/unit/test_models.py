@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from smolcluster.compute.replica import compiled
+from smolcluster.config.schema import Config
 from smolcluster.models import GPT, GPTConfig, SimpleNN
 from smolcluster.models.gpt import Attention, FeedForward, attend, rotate
+from smolcluster.tasks.gpt import GPTTask
 
 VOCAB, CONTEXT = 61, 24
 GPT2 = GPTConfig(vocab_size=VOCAB, model_dim=48, num_layers=3, num_heads=4, max_seq_len=CONTEXT)
@@ -447,6 +449,10 @@ def test_the_loss_compiles_into_one_graph(config: GPTConfig) -> None:
     assert len(graphs) == 1
 
 
+def task_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return GPTTask(Config()).loss(model, batch)
+
+
 @FAMILIES
 @pytest.mark.parametrize("recompute", [False, True])
 def test_blocks_compile_once_for_all(config: GPTConfig, recompute: bool) -> None:
@@ -459,17 +465,21 @@ def test_blocks_compile_once_for_all(config: GPTConfig, recompute: bool) -> None
 
     torch._dynamo.reset()
     model.gradient_checkpointing = recompute
-    with unittest.mock.patch("torch.compile", partial(torch.compile, backend=backend)):
-        loss = compiled(model, lambda model, batch: model.loss(*batch))
+    with (
+        unittest.mock.patch("torch.compile", partial(torch.compile, backend=backend)),
+        unittest.mock.patch("smolcluster.compute.replica.DEEP", 3),
+    ):
+        loss = compiled(model, task_loss)
     for _ in range(2):
-        for each, of in ((model, loss), (reference, lambda model, batch: model.loss(*batch))):
+        for each, of in ((model, loss), (reference, task_loss)):
             each.zero_grad()
             of(each, (tokens(), tokens(seed=2))).backward()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
     attention = [graph for graph in graphs if "scaled_dot_product_attention" in graph]
     assert len(attention) == 1  # for three blocks
-    assert any("cross_entropy" in graph for graph in graphs)
+    (tail,) = (graph for graph in graphs if "cross_entropy" in graph)
+    assert "linear" in tail  # the head, and the loss of what it gives: apart they would take a fifth more time
     # Generation is not compiled: it would compile anew for every length.
     model.generate(tokens()[:, :2], 3, temperature=0)
     assert len([graph for graph in graphs if "scaled_dot_product_attention" in graph]) == 1

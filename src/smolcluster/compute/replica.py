@@ -28,6 +28,8 @@ from smolcluster.compute.optim import load_named_state, named_state, without_sta
 from smolcluster.compute.precision import LossScale, autocast
 from smolcluster.errors import SmolclusterError, UserError
 
+DEEP = 24  # layers from which on compiling by region is as fast as compiling all of it at once
+
 Loss = Callable[[nn.Module, Any], Tensor]
 SKIPS_ON = "cuda"  # device where the host must not wait for every step
 MOST_SKIPPED = 20  # steps in a row whose gradients were not finite, before a run fails
@@ -262,9 +264,10 @@ class Replica:
 
 
 def compiled(model: nn.Module, loss: Loss) -> Loss:
-    """Compile the loss; a model that can, compiles its blocks as a region of their own: the first step comes sooner."""
+    """Compile the loss. A deep model that can, and that has no hooks, is compiled by region: the first step comes sooner."""
     compile_blocks = getattr(model, "compile_blocks", None)
-    if compile_blocks is not None:
+    deep = getattr(model, "num_layers", 0) >= DEEP
+    if compile_blocks is not None and deep and not model._forward_pre_hooks:
         compile_blocks()
         # The compiler looks at `.grad` of what passes from one region to the next.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)

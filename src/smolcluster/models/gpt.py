@@ -18,7 +18,7 @@ Shapes are written as suffixes:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -219,10 +219,9 @@ def call_block(
     return y_BTD
 
 
-def run_in_turn(call: Callable[..., Tensor], blocks: Iterable[nn.Module], x_BTD: Tensor, *args: Any) -> Tensor:
-    for block in blocks:
-        x_BTD = call(block, x_BTD, *args)
-    return x_BTD
+def hidden_states(model: GPT, tokens_BT: Tensor) -> Tensor:
+    """What the last block gives."""
+    return model.run_blocks(model.embed(tokens_BT, model.piece * tokens_BT.size(1)), model.blocks)
 
 
 class GPT(nn.Module):
@@ -240,7 +239,7 @@ class GPT(nn.Module):
         self.gradient_checkpointing = False
         self.sequence_shards = 1  # the stream between blocks may be cut along T
         self.piece = 0  # the tokens of a call may be a piece of a sequence, with as many before it
-        self._call, self._run = call_block, run_in_turn  # in training: see `compile_blocks`
+        self.by_region, self._call, self._hidden = False, call_block, hidden_states  # see `compile_blocks`
         self.token_embedding = Embedding(config.vocab_size, config.model_dim)
         learned = config.position == "learned"
         self.position_embedding = Embedding(config.max_seq_len, config.model_dim) if learned else None
@@ -290,21 +289,24 @@ class GPT(nn.Module):
         if start > 0 and num_tokens > 1:
             # A later chunk: is_causal would align its first query with the first key.
             mask_TS = torch.ones(num_tokens, start + num_tokens, dtype=torch.bool, device=x_BTD.device).tril(start)
-        if cache is not None:
-            with without_cudnn_attention():
-                return run_in_turn(call_block, blocks, x_BTD, rope, mask_TS, cache)
-        if not torch.is_grad_enabled():
-            return run_in_turn(call_block, blocks, x_BTD, rope, mask_TS, None)
-        call = partial(checkpoint, self._call, use_reentrant=False) if self.gradient_checkpointing else self._call
-        return self._run(call, blocks, x_BTD, rope, mask_TS)
+        training = cache is None and torch.is_grad_enabled()
+        call: Callable[..., Tensor] = self._call if training else call_block
+        if training and self.gradient_checkpointing:
+            call = partial(checkpoint, call, use_reentrant=False)
+        with nullcontext() if cache is None else without_cudnn_attention():
+            for block in blocks:
+                x_BTD = call(block, x_BTD, rope, mask_TS, cache)
+        return x_BTD
 
     def compile_blocks(self) -> None:
-        """Compile one block and use its code for all, in training. The loop over them stays in Python.
+        """Prepare `loss` for being compiled by region: one block, whose code serves for all, and the head with the loss.
 
-        As fast as compiling the whole model at once, and the time to the first step no longer grows with the number of layers.
+        The time to the first step no longer grows with the number of layers: on an H200 11 s instead of 90 s for 48 layers, at
+        0.995x the speed. Nothing is fused across blocks, which narrow ones feel: 12 layers of 768 reach 0.97x to 0.99x.
         """
+        self.by_region = True
         self._call = torch.compile(call_block)
-        self._run = torch.compiler.disable(run_in_turn)  # type: ignore[no-untyped-call]
+        self._hidden = torch.compiler.disable(hidden_states)  # type: ignore[no-untyped-call]
 
     def rope(self, start: int, num_tokens: int, *, device: torch.device) -> Rope | None:
         """Cosine and sine of each position's angles. Made afresh: nothing to store, to move or to round to bf16."""
@@ -326,7 +328,8 @@ class GPT(nn.Module):
         return self.head(x_BTD)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        return next_token_loss(self(tokens_BT), targets_BT)
+        """The mean over the targets that count. It does not call the module: forward hooks of its own are not run."""
+        return next_token_loss(self.head(self._hidden(self, tokens_BT)), targets_BT)
 
     @property
     def num_layers(self) -> int:
@@ -420,7 +423,7 @@ class GPTStage(GPT):
         nn.Module.__init__(self)
         self.config, self.first, self.last, self.piece = whole.config, first, last, whole.piece
         self.gradient_checkpointing, self.sequence_shards = whole.gradient_checkpointing, whole.sequence_shards
-        self._call, self._run = whole._call, whole._run
+        self.by_region, self._call, self._hidden = False, call_block, hidden_states
         if first:
             self.token_embedding = whole.token_embedding
         elif last and whole.lm_head is None:

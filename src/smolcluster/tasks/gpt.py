@@ -75,6 +75,8 @@ class GPTTask(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         tokens_BT, targets_BT = batch
+        if isinstance(model, GPT) and model.by_region:
+            return model.loss(tokens_BT, targets_BT)
         return next_token_loss(model(tokens_BT), targets_BT)
 
     def count(self, batch: Any) -> float | Tensor | None:
