@@ -99,7 +99,7 @@ def recipe_of(config: Config) -> Recipe:
     return Recipe(
         learning_rate=training.learning_rate,
         min_lr=schedule.min_lr,
-        warmup=schedule.warmup_iters,
+        warmup=min(schedule.warmup_iters, training.steps // 2),
         steps=training.steps,
         weight_decay=training.weight_decay,
         betas=training.betas,

@@ -317,6 +317,8 @@ class Failing(Tiny):
 class Fingerprint(Tiny):
     """Every rank says which weights it evaluates."""
 
+    quick_check = False  # those of the beginning would be the first
+
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         if not self.said:
             flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])

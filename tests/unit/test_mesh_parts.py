@@ -174,7 +174,7 @@ def test_micro_batches_divide_the_batch() -> None:
 def test_pipelines_beside_each_other_have_as_many_micro_batches() -> None:
     assert num_microbatches(PipelineOptions(), [8, 12, 8], 2) == 4
     assert num_microbatches(PipelineOptions(schedule="gpipe"), [8, 9], 2) == 1
-    with pytest.raises(UserError, match=r"needs as many micro-batches, and batches of 8, 9 samples can be cut into 1"):
+    with pytest.raises(UserError, match=r"needs as many micro-batches, and batches of 8, 9 samples are cut into 1"):
         num_microbatches(PipelineOptions(), [8, 9], 2)
     with pytest.raises(UserError, match=r"num_microbatches = 8 does not divide batches of 8, 12 samples; try 1, 2, 4"):
         num_microbatches(PipelineOptions(num_microbatches=8), [12, 8], 2)

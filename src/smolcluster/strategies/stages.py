@@ -88,7 +88,8 @@ def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num
     micro-batch. Raises UserError where the schedule cannot run with as many.
     """
     sizes, batch_size = sorted(set(batch_sizes)), math.gcd(*batch_sizes)
-    batch = f"a batch of {sizes[0]} samples" if len(sizes) == 1 else f"batches of {', '.join(map(str, sizes))} samples"
+    one = len(sizes) == 1
+    batch = f"a batch of {sizes[0]} samples" if one else f"batches of {', '.join(map(str, sizes))} samples"
     if options.schedule == "sequential":
         return 1
     ranks = num_stages // options.stages_per_rank if options.schedule in ("interleaved", "zero-bubble") else 0
@@ -109,9 +110,9 @@ def num_microbatches(options: PipelineOptions, batch_sizes: Collection[int], num
     count = max(m for m in possible if m <= 2 * num_stages) if said is None else said
     if options.schedule == "1f1b" and count < num_stages:
         raise UserError(
-            f"schedule 1f1b on {num_stages} ranks needs as many micro-batches, and {batch} can be "
-            f"cut into {count}; raise {'training.batch_size' if said is None else 'strategy.num_microbatches'}, "
-            "or use strategy.schedule=gpipe"
+            f"schedule 1f1b on {num_stages} ranks needs as many micro-batches, and {batch} "
+            f"{'is' if one else 'are'} cut into {count}; "
+            f"raise {'training.batch_size' if said is None else 'strategy.num_microbatches'}, or use strategy.schedule=gpipe"
         )
     return count
 
