@@ -98,7 +98,7 @@ def test_a_size_with_fewer_micro_batches_than_stages_cannot_run() -> None:
     assert isinstance(mesh[6], Config)
     hosts = {f"worker-{rank}": 1 if rank % 2 else 2 for rank in range(4)}  # the second pipeline has one sample
     unlike = {"strategy.pp": 2, "cluster.workers": list(hosts), "cluster.batch_size": hosts}
-    with pytest.raises(UserError, match="a batch of 1 samples is cut into 1"):
+    with pytest.raises(UserError, match="batches of 1, 2 samples are cut into 1"):
         found("mesh", range(4, 5), **unlike)
 
 
