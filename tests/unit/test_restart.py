@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -349,6 +350,30 @@ def test_launchers_beyond_this_machine_need_the_token(tmp_path: Path, monkeypatc
     with met(where, within_s=30, keyring=Keyring([TOKEN])) as (member, leads):
         assert member is not None and not leads  # noqa: PT018
     keeper.close()
+
+
+def test_a_connection_that_breaks_before_the_token_is_checked_is_made_again() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    keepers: list[Keeper] = []
+
+    def replace() -> None:
+        """The keeper that ends, and the one that comes after it."""
+        sock, _ = listener.accept()
+        sock.recv(1)
+        listener.close()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()  # by a reset
+        keepers.append(Keeper("127.0.0.1", port, silent_s=30.0, keyring=Keyring([TOKEN])))
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    known = rollcall.join("127.0.0.1", port, {}, silent_s=30.0, within_s=30, keyring=Keyring([TOKEN]))
+    thread.join(30)
+    assert known is not None
+    assert known.wait(lambda: known.number == 0, within_s=30)
+    for each in (known, *keepers):
+        each.close()
 
 
 def test_nobody_is_waited_for_longer_than_said() -> None:

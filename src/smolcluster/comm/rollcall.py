@@ -434,10 +434,13 @@ def join(
 ) -> Member | None:
     """A place on the roll of a keeper that may not be there yet; None when nobody answers in time.
 
-    Each token has its turn. Raises ssl.SSLError when the keeper holds none of them.
+    Each token has its turn. Raises ssl.SSLError when the keeper holds none of them. A connection that breaks before that is
+    known is made again: the keeper may be one that is just being replaced.
     """
     deadline = time.monotonic() + within_s
-    for last, credentials in _turns(keyring):
+    turns = _turns(keyring)
+    while turns:
+        last, credentials = turns[0]
         sock = dial(host, port, within_s=max(0.0, deadline - time.monotonic()))
         if sock is None:
             return None
@@ -446,6 +449,9 @@ def join(
         except ssl.SSLCertVerificationError:
             if last:
                 raise
+            del turns[0]
+        except (ConnectionError, TimeoutError, ssl.SSLEOFError):
+            time.sleep(RETRY_S)
     return None
 
 
