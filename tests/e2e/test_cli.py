@@ -269,6 +269,15 @@ def test_torchrun_trains_the_same_weights(smol: Smol, base: Run, tmp_path: Path)
     assert sorted({row["rank"] for row in read_rows(tmp_path / "run")}) == [0, 1]
 
 
+def test_a_rank_that_died_before_it_saved_anything_begins_anew(smol: Smol, tmp_path: Path) -> None:
+    place = ("--world-size", "1", "--rank", "0", "--master-port", free_port(), "--run-dir", "run", "--resume", "auto")
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "rank": 0}\n')
+    smol.run("train", *place, "--steps", "1", "--override", *TINY, cwd=tmp_path).ok()
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == [1]
+
+
 def test_ranks_that_differ_are_told_apart(smol: Smol, tmp_path: Path) -> None:
     port = free_port()
     command = ("train", "--world-size", "2", "--master-port", port, "--steps", "2", "--run-dir", "run")

@@ -215,6 +215,7 @@ def train(
                 if place.rank == 0
                 else [OnlyNotices(ConsoleSink())],
                 tell=tell,
+                anew=prepared.anew,
             )
         )
     from smolcluster.launch.api import run_here

@@ -177,16 +177,19 @@ def run_assigned(
     backend: str | None,
     sinks: list[Sink],
     tell: Callable[[SmolclusterError], int],
+    anew: bool = False,
 ) -> int:
     """Be that rank, in this process; rank 0 names the run directory for all. Returns 0, or raises as `run_local` does.
 
-    `tell` shows an error where this cannot raise it: a rank that waits for one that is lost is ended by another thread.
+    `anew`: see `RunDir.opened`. `tell` shows an error where this cannot raise it: a rank that waits for one that is lost is
+    ended by another thread.
     """
     os.environ.update(ENVIRONMENT | os.environ)
     outcome = Outcome()
     lead = place.rank == 0
     again = place.restarts > 0
-    with run_dir.opened(dump(config), resume=resume is not None or again) if lead else contextlib.nullcontext():
+    opened = run_dir.opened(dump(config), resume=resume is not None or again, anew=anew)
+    with opened if lead else contextlib.nullcontext():
         if again and resume is None and place.local_rank == 0:
             truncate_metrics(run_dir.metrics, after_step=0)  # nothing was saved: all is done anew
         from smolcluster.engine.channel import SignalChannel
