@@ -211,7 +211,8 @@ class Fake:
 
         async def health(_: Request) -> Response:
             ready = self.state["ready"]
-            return JSONResponse({"ready": ready, "progress": "1 of 2 stages ready"}, 200 if ready else 503)
+            state = {"ready": ready, "progress": "1 of 2 stages ready", "problems": self.state.get("problems", [])}
+            return JSONResponse(state, 200 if ready else 503)
 
         async def complete(request: Request) -> Response:
             if not self.may(request):

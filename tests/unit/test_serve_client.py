@@ -274,6 +274,9 @@ def test_a_start_is_waited_for(fake: Fake) -> None:
     fake.tell(ready=False)
     with pytest.raises(ServerFailed, match="still not ready after 0 s: 1 of 2 stages ready"):
         Client(fake.url).wait_ready(told.append, within_s=0)
+    fake.tell(problems=["pi5: \x1b[2J2 GB are\x07 too little"])
+    with pytest.raises(ServerFailed, match=r"0 s: 1 of 2 stages ready; pi5: 2 GB are too little$"):
+        Client(fake.url).wait_ready(told.append, within_s=0)
 
 
 def test_several_lines(fake: Fake) -> None:

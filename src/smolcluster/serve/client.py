@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.observe.text import printable
 
 URL = "http://127.0.0.1:5050"
 CONNECT_S = 10.0
@@ -107,7 +108,11 @@ class Client:
                 ready, state = answer.status == 200, _whole(answer)
         except SmolclusterError:  # another kind of server, or nobody: what is asked next says so
             return None
-        return None if ready else str(state.get("progress") or "the model is not ready")
+        if ready:
+            return None
+        problems = state.get("problems")
+        words = [state.get("progress") or "the model is not ready", *(problems if isinstance(problems, list) else [])]
+        return printable("; ".join(map(str, words)))
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, options: Options, stream: bool = True
