@@ -126,11 +126,14 @@ class Run:
     # What happens
 
     def join(self, *ranks: int, **said: Any) -> None:
+        self.knock(*ranks, **said)
+        self.go_on()
+
+    def knock(self, *ranks: int, **said: Any) -> None:
         for rank in ranks:
             self.links[rank] = FakeLink(rank, f"{len(self.links):08x}{rank:08x}")
             self.mailbox.linked(self._link(rank))
             self.hear(rank, Message(kind=Kind.JOIN, meta=said))
-        self.go_on()
 
     def leave(self, rank: int) -> None:
         self.mailbox.unlinked(self._link(rank), "its connection closed")
@@ -415,6 +418,28 @@ def test_a_silent_member_is_paused_and_comes_back_when_it_is_heard() -> None:
     run.commit(3)
     assert run.coordinator._committed == 3
     assert run.roster.lost == 0
+
+
+def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped when a newcomer waited for its state."""
+    clock = [1000.0]
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    run = Run(whole=True)
+    run.join(0)
+    run.commit(1)
+    run.links[0].stalled, run.links[0].silent_s = True, 2.0
+    run.knock(1)
+    for _ in range(6):
+        run.coordinator._go_on()
+    assert sorted(run.roster.members) == [1]
+    run.links[0].stalled, run.links[0].silent_s = False, 0.0
+    for _ in range(3):
+        clock[0] += 10.0
+        run.coordinator._go_on()
+    assert sorted(run.roster.members) == [0, 1]
+    assert run.links[1].last(Kind.VIEW).meta["donations"] == {"1": 0}
+    run.commit(2)
+    assert run.coordinator._committed == 2
 
 
 def test_where_all_are_silent_nobody_is_paused() -> None:

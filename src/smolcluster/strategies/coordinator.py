@@ -258,6 +258,9 @@ class Coordinator:
 
     def _lose(self, member: Member) -> None:
         self._office.leases.give_back(member.instance)
+        if member in self._roster.paused and member.rank not in self._needy:
+            # It has every COMMIT so far, or reads it before anything new; what it said when it joined is old.
+            member.said = {**member.said, "updates": self._committed, "held": []}
         seated = member.instance in self._seated
         self._view_due = self._view_due or seated
         if self._upload is not None and (member in self._upload.missing or (seated and not self._whole)):
