@@ -248,6 +248,17 @@ def test_samples_of_a_gradient_that_was_only_too_old_are_lent_again(monkeypatch:
     assert len(edp.strategy._waiting) == 1
 
 
+def test_edp_goes_on_counting_the_steps_of_a_worker_that_was_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient is known by its worker and the step of that worker: the same number must not count twice."""
+    server = Server(EDP, EDPOptions(), monkeypatch)
+    (worker,) = server.join(0)
+    for step in (1, 2, 3):
+        server.strategy._answer(server.push(worker, 1.0, step=step, version=0))
+    server.strategy._gone(server.roster.gone(worker, back=worker))
+    server.strategy._welcome()
+    assert sorted(server.leases.held(worker.instance)) == [4, 5]
+
+
 class Tied(torch.nn.Module):
     """Weights under two names, as heads and embeddings often are."""
 

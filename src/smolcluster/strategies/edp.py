@@ -195,7 +195,7 @@ class EDP(Served):
     leases_ahead = LEASES_AHEAD
 
     def _first_step(self, member: Member) -> int:
-        """A worker counts its own steps."""
+        """A worker counts its own steps; also one that was paused goes on with its next."""
         return member.step + 1
 
     def serve(self) -> None:
@@ -241,6 +241,7 @@ class EDP(Served):
                 self._note_unfit(member)
         elif push is None:
             return  # not whole yet
+        member.step = max(member.step, step)
         answer["scale"] = self.office.scale.state_dict()
         answer["leases"] = [self.lend(member, step + LEASES_AHEAD)]
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))

@@ -42,7 +42,7 @@ class Member:
     automatic: bool = False  # its batch size follows its speed
     address: str = ""  # where it listens for other workers
     epoch: int = 0  # of its welcome
-    step: int = 0  # what it has: its number of updates when it joined
+    step: int = 0  # the last step that it had begun when it joined; edp keeps count of its steps from there
     speed: float = 0.0  # samples per second of computing, smoothed; 0: not known yet
     fixed_s: float = 0.0  # what a step takes it beside computing, smoothed
     said: Mapping[str, Any] = field(default_factory=dict)  # in its JOIN
