@@ -393,6 +393,24 @@ def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(mo
     assert barred == [0.0, 10.0, 30.0, 0.0]
 
 
+# A run over epochs: its last step moves
+
+
+def test_nobody_is_lent_a_step_twice_when_the_run_becomes_shorter_and_longer_again() -> None:
+    run = Run(whole=True)
+    run.coordinator._ahead = 3
+    run.join(0, 1)
+    run.commit(1)
+    run.coordinator._context.total_steps = 3
+    run.leave(1)
+    run.go_on()
+    assert sorted(run.roster.members) == [0]
+    run.coordinator._context.total_steps = 5
+    run.commit(2)
+    assert run.coordinator._committed == 2
+    assert sorted(run.office.leases.held(run.roster.members[0].instance)) == [3, 4, 5]
+
+
 # A member is silent
 
 

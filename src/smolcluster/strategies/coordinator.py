@@ -149,7 +149,9 @@ class Coordinator:
 
         self._done.clear()
         seated = tuple(Seated(m.rank, m.instance, m.host, m.address) for m in members)
-        self._leased_until = min(committed + self._ahead, self._context.total_steps)
+        # The run may have become shorter than what those who stay were lent; if it grows again they are not lent it twice.
+        lent = [step for member in staying for step in self._office.leases.held(member.instance)]
+        self._leased_until = max([min(committed + self._ahead, self._context.total_steps), *lent])
         meta = {
             "last": self._leased_until,
             "view": View(roster.epoch, committed, seated).to_meta(),
