@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from smolcluster.cli.join import Own, lent
 from smolcluster.config import Config, load_config, public_dict, resolve
 from smolcluster.config.names import SECTIONS, known_keys
 from smolcluster.engine.adopt import FROM_SERVER, _is_plain, adopt, read_plan
@@ -226,3 +227,18 @@ def test_launchers_pass_on_what_a_worker_does_not_take_from_its_server() -> None
     assert own_overrides(resolve(load_config(["gpt"])), same_machine=False) == []
     given = worker_spec(0, "pi5", server="a:1", overrides=own_overrides(config, same_machine=True)).overrides
     assert adopted(public_dict(config), given).data.root == "my data"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "none of its files"),
+        (["data.root=/home/me"], "the files of /home/me, whose content training can reveal"),
+        (["data.name=wikitext-2"], "the data wikitext-2 in its cache folder"),
+    ],
+)
+def test_an_offer_says_which_files_it_gives(overrides: list[str], expected: str) -> None:
+    spec = worker_spec(0, "pi5", server="a:1", overrides=overrides)
+    offered = lent(Own(overrides=overrides, task=None, sets={}), spec.overrides)
+    assert expected in offered
+    assert ("none of its files" in offered) is (not overrides)

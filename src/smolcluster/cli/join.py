@@ -64,16 +64,15 @@ def join(
         task=task,
         sets={"training.device": device, "data.root": None if data_root is None else str(data_root.resolve())},
     )
-    worker_spec(
-        0, called, server="cluster:1", task=own.task, overrides=own.overrides, sets=own.sets
-    )  # a mistake shows now
+    # A mistake shows now.
+    spec = worker_spec(0, called, server="cluster:1", task=own.task, overrides=own.overrides, sets=own.sets)
     facts = {"name": called, "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
     with _door(address) as door:
         addresses = [address] if address is not None else own_addresses()
         port = door.getsockname()[1]
         with announced(called, port, addresses=addresses, system=facts["system"]):
             typer.echo(f"{called} offers itself at {', '.join(addresses)} port {port}")
-            typer.echo(f"the cluster may use {lent(own)}")
+            typer.echo(f"the cluster may use {lent(own, spec.overrides)}")
             typer.echo("take it where the cluster was started: smolcluster cluster accept")
             given = _be_taken(door, facts)
     typer.echo(printable(f"taken by {given['cluster']}; its server is at {given['server']}"))
@@ -89,13 +88,18 @@ class Own:
     sets: Mapping[str, Any]
 
 
-def lent(own: Own) -> str:
-    """What the cluster gets of this machine, for the person who offers it."""
-    files = own.sets["data.root"]
-    said = [f"the files of {files}, whose content training can reveal" if files else "none of its files"]
+def lent(own: Own, given: Mapping[str, Any]) -> str:
+    """What the cluster gets of this machine, for the person who offers it. `given`: the worker's own values by dotted name."""
+    root, name = given.get("data.root"), given.get("data.name", "embedded")
+    if root is not None:
+        said = [f"the files of {root}, whose content training can reveal"]
+    elif name != "embedded":
+        said = [f"the data {name} in its cache folder, downloaded if it is not there"]
+    else:
+        said = ["none of its files"]
     said += [f"the code of {own.task}"] if own.task else []
     said += [f"as you set it: {' '.join(own.overrides)}"] if own.overrides else []
-    return f"its {own.sets['training.device'] or 'best device'} and memory, and {'; '.join(said)}"
+    return f"its {given.get('training.device') or 'best device'} and memory, and {'; '.join(said)}"
 
 
 def _door(address: str | None) -> socket.socket:
