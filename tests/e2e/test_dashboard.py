@@ -154,7 +154,8 @@ class TestARunThatTrains:
         took_s = time.monotonic() - killed
         assert took_s <= WITHIN_S * slower()
         print(f"\na killed worker was on the page after {took_s:.2f} s")
-        assert "worker 1 is gone" in page.inner_text("#events li[data-kind=lost]")
+        until(page, "document.querySelector('#events').innerText.includes('worker 1 is gone')")
+        until(page, "document.querySelector('#events').innerText.includes('worker 1: killed (SIGKILL)')")
         # Whoever looks at warnings alone finds it too; on the time line it is told of once.
         (server,) = (folder / "runs" / "live" / "logs").glob("server-*.log")
         lines = [json.loads(line) for line in server.read_text(encoding="utf-8").splitlines()]
@@ -162,7 +163,7 @@ class TestARunThatTrains:
         assert not [e for e in page.query_selector_all("#events li[data-kind=warning]") if "is gone" in e.inner_text()]
         # It is started again, and then it is said so.
         page.wait_for_selector("#machines .machine[data-rank='1'][data-state='training']")
-        assert "again" in page.inner_text("#events li[data-kind=join]")
+        assert re.search(r"worker 1 is back after \d+ s; killed \(SIGKILL\)", page.inner_text("#events"))
 
     def test_a_run_that_trains_has_its_numbers_in_the_list_too(
         self, training: Running, url: str, open_page: Callable[..., Any]

@@ -458,7 +458,7 @@ def test_a_killed_worker_is_called_that_and_is_back_after_seconds(elastic: Path)
     append(elastic / "history.jsonl", member("joined", 1, 22))
     reader = RunReader(elastic, now=lambda: T0 + 23)
     reader.poll_to_the_end()
-    assert reader.happenings()[-1].text == "worker 1 is back after 17 s (killed (SIGKILL))"
+    assert reader.happenings()[-1].text == "worker 1 is back after 17 s; killed (SIGKILL)"
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 1), st.integers(-20, 5)), max_size=60))

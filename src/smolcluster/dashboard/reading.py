@@ -319,7 +319,7 @@ class RunReader:
             case "joined":
                 since, killed = (
                     machine.gone_since,
-                    f" ({machine.reason})" if machine.reason.startswith("killed") else "",
+                    f"; {machine.reason}" if machine.reason.startswith("killed") else "",
                 )
                 again = f"{machine.name} is back" + ("" if since is None else f" after {when - since:.0f} s{killed}")
                 text = again if machine.spans else f"{machine.name} joined"
