@@ -750,7 +750,7 @@ class NoData(Tiny):
 
 
 class TurnsToNan(Tiny):
-    """From the fourth step on."""
+    """The weights do, in the fourth step: by the task's own hand, as no gradient could."""
 
     quick_check = False
     calls = 0
@@ -760,7 +760,10 @@ class TurnsToNan(Tiny):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         TurnsToNan.calls += 1
-        return super().loss(model, batch) * (float("nan") if TurnsToNan.calls > 3 else 1.0)
+        if TurnsToNan.calls > 3:
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+        return super().loss(model, batch)
 
 
 class NanInBetween(Tiny):

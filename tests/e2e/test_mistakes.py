@@ -96,7 +96,7 @@ def test_a_mistake_in_a_task_is_told(tmp_path: Path, task: str, message: str) ->
 def test_weights_that_are_not_numbers_do_not_push_out_good_checkpoints(tmp_path: Path) -> None:
     config = COMMON | {"training.checkpoint_steps": 1, "training.max_checkpoints_to_keep": 1}
     world = run_world(1, tmp_path / "run", config, task="TurnsToNan", strategy="single")
-    assert world.ranks[0].status == 0
+    assert world.ranks[0].status == 1
     saved = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert saved == ["step-00000003"]
     notices = [e.message for e in world.ranks[0].events if type(e).__name__ == "Notice"]
