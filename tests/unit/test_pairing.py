@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smolcluster.launch import pairing
+from smolcluster.cli.join import join
+from smolcluster.errors import UserError
+from smolcluster.launch import discovery, pairing
 from smolcluster.launch.pairing import PairingFailed, accept, offer
 
 pytest.importorskip("cryptography")
@@ -178,3 +183,38 @@ def test_what_travels_is_sealed() -> None:
             agreed.open(wrong)
     with pytest.raises(PairingFailed):
         pairing.Agreement(b"t" * 32, b"both").open(sealed)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"rank": "second"}, "the cluster gave rank 'second' instead of a number from 0 on"),
+        ({"rank": -1}, "the cluster gave rank -1 instead of"),
+        ({"rank": None}, "the cluster gave rank None instead of"),
+        ({"server": 5}, "the cluster gave server 5 instead of a text"),
+        ({"token": ["x"]}, r"the cluster gave token \['x'\] instead of a text"),
+        ({"server": "10.0.0.1"}, "--server '10.0.0.1' is not HOST:PORT"),
+    ],
+)
+def test_join_refuses_what_it_cannot_use_and_keeps_no_token(
+    wrong: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ports: queue.Queue[int] = queue.Queue()
+
+    def announced(_name: str, port: int, **_: Any) -> contextlib.AbstractContextManager[None]:
+        ports.put(port)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(discovery, "announced", announced)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    screen = Screen()
+    monkeypatch.setattr(
+        "smolcluster.launch.pairing.offer", lambda line, facts, show: offer(line, facts, show=screen.show)
+    )
+    with ThreadPoolExecutor(1) as pool:
+        machine = pool.submit(join, "pi5", address="127.0.0.1")
+        with socket.create_connection(("127.0.0.1", ports.get(timeout=60)), timeout=60) as line:
+            accept(line, GIVEN | wrong, ask=screen.read)
+        with pytest.raises(UserError, match=words):
+            machine.result(60)
+    assert list(tmp_path.rglob("token")) == []

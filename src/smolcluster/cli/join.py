@@ -74,9 +74,39 @@ def join(
             typer.echo(f"{called} offers itself at {', '.join(addresses)} port {port}")
             typer.echo(f"the cluster may use {lent(own, spec.overrides)}")
             typer.echo("take it where the cluster was started: smolcluster cluster accept")
-            given = _be_taken(door, facts)
-    typer.echo(printable(f"taken by {given['cluster']}; its server is at {given['server']}"))
+            given = Given.read(_be_taken(door, facts))
+    typer.echo(printable(f"taken by {given.cluster}; its server is at {given.server}"))
     return _work(called, given, own=own, keep=keep)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a cluster hands to the machine that it takes."""
+
+    cluster: str
+    server: str
+    rank: int
+    token: str | None
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Given:
+        """Check what came over the network. Raises UserError."""
+        from smolcluster.errors import UserError
+
+        def told(name: str, kind: Any, what: str) -> Any:
+            value = fields.get(name)
+            if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+                said = f"{name} {value!r:.60}" if name in fields else f"no {name}"
+                raise UserError(f"the cluster gave {said} instead of {what}; are both machines on one version?")
+            return value
+
+        text = "a text"
+        return cls(
+            cluster=told("cluster", str, text),
+            server=told("server", str, text),
+            rank=told("rank", int, "a number from 0 on"),
+            token=told("token", str | None, text),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +169,7 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
     raise UserError(f"not taken after {MOST_CODES} codes; start again with: smolcluster join")
 
 
-def _work(name: str, given: dict[str, Any], *, own: Own, keep: bool) -> int:
+def _work(name: str, given: Given, *, own: Own, keep: bool) -> int:
     """Be a worker of that cluster."""
     import os
 
@@ -148,13 +178,11 @@ def _work(name: str, given: dict[str, Any], *, own: Own, keep: bool) -> int:
     from smolcluster.launch.joining import run_joined, worker_spec
     from smolcluster.observe.console import ConsoleSink
 
-    token = given.get("token")
-    if token:
+    spec = worker_spec(given.rank, name, server=given.server, task=own.task, overrides=own.overrides, sets=own.sets)
+    if given.token:
         if keep:
             file = token_file(os.environ)
-            if token not in [entry.token for entry in file.entries()]:
-                file.add([Entry(str(token), note=f"of {given['cluster']}")])
-        os.environ["SMOLCLUSTER_TOKEN"] = str(token)
-    server, rank = str(given["server"]), int(given["rank"])
-    spec = worker_spec(rank, name, server=server, task=own.task, overrides=own.overrides, sets=own.sets)
+            if given.token not in [entry.token for entry in file.entries()]:
+                file.add([Entry(given.token, note=f"of {given.cluster}")])
+        os.environ["SMOLCLUSTER_TOKEN"] = given.token
     leave_after(lambda: run_joined(spec, log_dir=None, sinks=[ConsoleSink(alone=True)]))
