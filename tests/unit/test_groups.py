@@ -252,6 +252,13 @@ def test_the_store_listens_on_its_address_alone(monkeypatch: pytest.MonkeyPatch,
         rendezvous._open_store(rendezvous.Place(world_size=2, master_port=store.port))
 
 
+def test_the_store_of_another_machines_address_is_refused_for_its_address() -> None:
+    with pytest.raises(
+        UserError, match=r"^--master-addr 192\.0\.2\.1 is not an address of this machine, which has rank 0"
+    ):
+        rendezvous._open_store(rendezvous.Place(world_size=2, master_addr="192.0.2.1"))
+
+
 def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
     f32, f16 = torch.float32, torch.float16
     assert assign_buckets([(f32, 4)] * 4, bucket_bytes=8, first_bucket_bytes=4) == ([2, 1, 1, 0], 3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import logging
 import os
@@ -301,6 +302,9 @@ def _listen(host: str, port: int) -> tuple[int, dict[str, Any]]:
                 fd = listener.detach()  # the store closes it
                 return port, {"is_master": True, "master_listen_fd": fd, "use_libuv": _LIBUV_TAKES_A_SOCKET}
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                why = "is not an address of this machine, which has rank 0; give rank 0's address to every rank"
+                raise UserError(f"--master-addr {host} {why}") from error
             raise UserError(
                 f"--master-port {port} on {host} cannot be used: {error.strerror}; "
                 "is another run using it? Choose another with --master-port"

@@ -119,22 +119,23 @@ def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[socket.s
             f"cannot listen on {where}: '{host}' is no address of this machine ({error.strerror})"
         ) from error
     sockets: list[socket.socket] = []
-    problem = "no address"
+    problem, absent = "no address", True
     for family, kind, protocol, _, name in dict.fromkeys(found):
         port = sockets[0].getsockname()[1] if sockets else port
         try:
             sockets.append(_listener(family, kind, protocol, (name[0], port, *name[2:]), buffer_size))
         except OSError as error:
             problem = error.strerror or str(error)
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # those: no IPv6 here, so do without
+            absent = error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as IPv6: do without
+            if not absent:
                 for sock in sockets:
                     sock.close()
                 sockets.clear()
                 break
     if not sockets:
-        raise UserError(
-            f"cannot listen on {where}: {problem}; is another run using it? Choose another port, or 0 for any that is free"
-        )
+        busy = "is another run using it? Choose another port, or 0 for any that is free"
+        remedy = f"'{host}' is no address of this machine" if absent else busy
+        raise UserError(f"cannot listen on {where}: {problem}; {remedy}")
     return sockets
 
 
