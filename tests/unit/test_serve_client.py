@@ -255,10 +255,12 @@ def test_a_conversation_remembers(fake: Fake) -> None:
 
 def test_a_model_without_a_template_continues_the_text(fake: Fake) -> None:
     fake.words = [" upon", " a time."]
-    status, out, _ = talk(fake, "Once", "Then", continues=True, openings=["The sea is wide"])
+    status, out, chat = talk(fake, "/system Be brief.", "Once", "Then", continues=True, openings=["The sea is wide"])
     assert status == 0
     assert [body["prompt"] for body in fake.bodies] == ["Once", "Once upon a time.\nThen"]
     assert "it continues a text; write how one begins, such as: The sea is wide" in out
+    assert "/system has no effect: this model has no chat template; put it before your text" in out
+    assert chat.system == ""
 
 
 def test_a_start_is_waited_for(fake: Fake) -> None:

@@ -231,6 +231,8 @@ class Chat:
         self._note("a new conversation")
 
     def _set_system(self, text: str) -> None:
+        if self.continues:
+            raise UserError("/system has no effect: this model has no chat template; put it before your text")
         self.system = text
         self._note("the model is told so from now on" if text else "the model is told nothing")
 
