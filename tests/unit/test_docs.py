@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +99,15 @@ def test_a_command_of_the_docs_works(
     assert ended.value.code == 0, capsys.readouterr().err
     said = capsys.readouterr()
     assert said.out or said.err
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_comments_behind_commands_stand_in_one_column(page: Path) -> None:
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        lines = [re.match(r"(\S.*?) +# ", line) for line in block.splitlines() if language in ("", "sh")]
+        found = [(line.end(1), line.end() - 2, line.string) for line in lines if line]
+        column = statistics.mode([at for _, at, _ in found] or [0])
+        assert [text for end, at, text in found if at != column and end < column - 1] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quick-start.md", "docs/dashboard.md", "docs/cluster.md"])
