@@ -287,6 +287,11 @@ def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slo
     assert [line["instance"] for line in changes(lines, "joined", 1)] == [seen["instance"]] * 2
     assert seen["pause"] <= DETECTION_S * slower() + bound(lines, 0.45, steps=25), seen
     assert seen["back"] <= bound(lines, 5.0, steps=125), seen
+    assert any("is paused: silent for" in notice for notice in world.server.notices())
+    lost = sum(
+        "is gone" in notice for notice in world.server.notices()
+    )  # on a slow machine it may be silent for too long
+    assert (world.summary["members_lost"], world.summary["members_joined"]) == (lost, 3 + lost)
     assert world.workers[1].status == 0
 
 

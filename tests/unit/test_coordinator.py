@@ -435,7 +435,7 @@ def test_a_silent_member_is_paused_and_comes_back_when_it_is_heard() -> None:
     assert run.links[1].last(Kind.VIEW).meta["donations"] == {"1": 0}
     run.commit(3)
     assert run.coordinator._committed == 3
-    assert run.roster.lost == 0
+    assert (run.roster.joined, run.roster.lost) == (3, 0)
 
 
 def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -502,6 +502,13 @@ def test_one_who_is_gone_is_told_of_once(elastic: Path) -> None:
     append(elastic / "logs" / "server-mini.log", gone | {"logger": "smolcluster.comm.elastic.roster"})
     told = told_of(elastic, now=T0 + 7)
     assert [event["kind"] for event in told["events"] if "is gone" in event["text"]] == ["lost"]
+    paused = log("worker 0 (mini) is paused: silent for 2.0 s", "WARNING", 6, role="server", rank=2)
+    append(elastic / "logs" / "server-mini.log", paused | {"logger": "smolcluster.comm.elastic.roster"})
+    append(elastic / "history.jsonl", member("paused", 0, 6, "silent for 2.0 s"))
+    told = told_of(elastic, now=T0 + 7)
+    assert [event["text"] for event in told["events"] if "is paused" in event["text"]] == [
+        "worker 0 is paused: silent for 2.0 s"
+    ]
 
 
 def test_the_end(elastic: Path) -> None:

@@ -365,7 +365,8 @@ class RunReader:
             self._take_launcher_line(line)
             return
         trouble = b'"level": "INFO"' not in line and b'"level": "DEBUG"' not in line
-        if trouble and b" is gone: " in line and ROSTER in line and self._history.modified:
+        changed = b" is gone: " in line or b" is paused: " in line
+        if trouble and changed and ROSTER in line and self._history.modified:
             return  # the history tells of it too
         starts = b"starts as process" in line
         if not (trouble or starts):

@@ -443,14 +443,17 @@ class Server(Role):
 
     def _on_change(self, what: str, member: Member, reason: str) -> None:
         self.history.member(what, rank=member.rank, instance=member.instance, epoch=self.roster.epoch, reason=reason)
-        if what == "joined":
+        if what == "joined" and member.returning:
+            self.observer.emit(Notice(level="INFO", message=f"{member.name} is back"))
+        elif what == "joined":
             self.observer.emit(Notice(level="INFO", message=f"{member.name} joined"))
             theirs, ours = dict(member.link.peer.versions), dict(self.me.versions)
             unlike = [f"{k} {theirs.get(k)} (here {v})" for k, v in ours.items() if theirs.get(k) != v]
             if unlike:  # the protocol is the same, or it would not be here; only the last digits may differ
                 log.info("%s runs %s", member.name, ", ".join(unlike))
-        if what != "joined" and not member.report:
-            self.observer.emit(Notice(level="WARNING", message=f"{member.name} is gone: {reason}; training goes on"))
+        elif not member.report:
+            state = "paused" if what == "paused" else "gone"
+            self.observer.emit(Notice(level="WARNING", message=f"{member.name} is {state}: {reason}; training goes on"))
 
     # Steps
 

@@ -41,6 +41,7 @@ class Member:
     batch_size: int
     automatic: bool = False  # its batch size follows its speed
     address: str = ""  # where it listens for other workers
+    returning: bool = False  # it was paused, and not lost
     epoch: int = 0  # of its welcome
     step: int = 0  # the last step that it had begun when it joined; edp keeps count of its steps from there
     speed: float = 0.0  # samples per second of computing, smoothed; 0: not known yet
@@ -243,9 +244,9 @@ class Roster:
         member.epoch = self.epoch
         self.members[member.rank] = member
         self._mailbox.num_senders = len(self.members)
-        self.joined += 1
-        self._on_change("joined", member, "")
-        log.info("%s joined", member.name)
+        self.joined += not member.returning
+        self._on_change("joined", member, "heard again" if member.returning else "")
+        log.info("%s %s", member.name, "is back" if member.returning else "joined")
 
     def renew(self, member: Member) -> None:
         """It is welcomed again: what it sent before that does not count."""
@@ -288,6 +289,7 @@ class Roster:
         silent = [m for m in self.members.values() if m.link.stalled and m.link.silent_s > self.patience_s]
         for member in silent if len(silent) < len(self.members) else ():
             del self.members[member.rank]
+            member.returning = True
             self.paused.append(member)
             self._mailbox.num_senders = len(self.members)
             self.epoch += 1
