@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ from tests.unit.gguf_files import write_gguf
 from tests.world import run_world
 
 from smolcluster.cli import main
+from smolcluster.config import load_config
 from smolcluster.data.tokenizers import printable_bytes
+from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.export import export_run, write_folder
+from smolcluster.engine.importing import import_model
 from smolcluster.errors import UserError
+from smolcluster.launch.cluster.read import order_for, read_cluster
 from smolcluster.launch.prepare import prepare
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import export_config, export_weights
@@ -122,6 +128,34 @@ def test_a_run_remembers_the_tokenizer_that_it_was_trained_with(run: Path, book:
     assert "data.tokenizer is now chars" in refused.ranks[0].failed.message
 
 
+@pytest.mark.parametrize(
+    "options", [("--strategy", "single"), ("--strategy", "edp", "--workers", "1")], ids=["mesh", "elastic"]
+)
+def test_a_new_run_has_a_tokenizer_of_its_own(run: Path, book: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    new = tmp_path / "new"
+    small = [f"{key}={value}" for key, value in SMALL.items()]
+    command("train", "--resume", run, "--run-dir", new, *options, "--override", *settings(book), *small)
+    shutil.rmtree(run)
+    assert load_config([new / "config.yaml"]).data.tokenizer == str(new / "tokenizer")
+    assert find_source(str(new)).text().chat(CHAT) == [40, 8]
+    moved = new.rename(tmp_path / "moved")
+    assert prepare([], resume=str(moved)).config.data.tokenizer == str(moved / "tokenizer")
+
+
+def test_a_cluster_is_sent_the_tokenizer(run: Path, tmp_path: Path) -> None:
+    """A path of this machine means nothing on another one."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text("hosts: {here: {address: local, workers: 2}}\nstrategy: edp\n", encoding="utf-8")
+    order = order_for(read_cluster(file, train=[str(run / "config.yaml")]))
+    with tarfile.open(fileobj=io.BytesIO(order.files.data)) as archive:
+        archive.extractall(tmp_path / "there", filter="data")
+    assert load_config([tmp_path / "there" / "config.yaml"]).data.tokenizer == "tokenizer"
+    for path in (run / "tokenizer").iterdir():
+        assert (tmp_path / "there" / "tokenizer" / path.name).read_bytes() == path.read_bytes()
+    workers = [seat for seat in order.layout.seats if seat.name.startswith("worker")]
+    assert all('data.tokenizer="tokenizer"' in seat.arguments for seat in workers)
+
+
 def test_served_and_exported_with_tokenizer_and_template(run: Path, tmp_path: Path) -> None:
     done = export_run(run, tmp_path / "out")
     assert done.has_tokenizer
@@ -147,6 +181,24 @@ def test_a_damaged_tokenizer_leaves_no_run(hub: Path, tmp_path: Path, capsys: py
     assert ended.value.code == 2
     assert "is not a tokenizer.json" in capsys.readouterr().err
     assert not (tmp_path / "bad").exists()
+
+
+def test_an_import_that_is_stopped_leaves_no_tokenizer(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "save", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            import_model(hub, tmp_path / "run")
+    assert not (tmp_path / "run" / "tokenizer").exists()
+    (tmp_path / "run" / "tokenizer").mkdir()  # as after kill -9
+    shutil.copy(hub / "tokenizer.json", tmp_path / "run" / "tokenizer")
+    (hub / "tokenizer.json").unlink()
+    import_model(hub, tmp_path / "run")
+    assert not (tmp_path / "run" / "tokenizer").exists()
 
 
 def test_a_gguf_file_is_imported_with_its_tokenizer(tmp_path: Path, book: Path) -> None:

@@ -177,7 +177,7 @@ def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: E
 
 
 def test_no_standby_is_kept_where_it_is_not_wanted(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "dump", lambda config: setattr(config.cluster, "standby", False) or "")
+    monkeypatch.setattr(elastic, "recorded", lambda config, _: (setattr(config.cluster, "standby", False) or "", {}))
     lives = [["listen", "row 1", "die"], ["listen", "row 2", *SERVES[2:]]]
     assert story.run({"server": lives, "worker-0": [WORKS], "worker-1": [WORKS]})["restarts"] == 1
     assert len(story.born()) == 4

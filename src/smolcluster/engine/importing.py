@@ -9,6 +9,7 @@ RUN/
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from smolcluster.config.schema import Config, ModelConfig
 from smolcluster.data.tokenizers import load_tokenizer
 from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.engine.tokenizer_files import read_tokenizer, with_stop_tokens, write_tokenizer
+from smolcluster.engine.tokenizer_files import read_tokenizer, with_stop_tokens
 from smolcluster.errors import UserError
 from smolcluster.models import GPTConfig
 from smolcluster.models.gguf import GGUF
@@ -58,11 +59,10 @@ def _write_run(
     place = RunDir(run)
     config = Config(task=None, model=ModelConfig(**dataclasses.asdict(shape)))
     config.data.tokenizer = str(place.tokenizer.absolute()) if files else None
-    with place.opened(dump(config), resume=False):
+    with place.opened(dump(config), files, resume=False):
         try:
             info: dict[str, object] = {"task": "gpt", "imported_from": name}
             if files:
-                write_tokenizer(place, files)
                 tokenizer = load_tokenizer(str(place.tokenizer), root=None)
                 info["tokenizer"] = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
             snapshot = Snapshot(
@@ -74,4 +74,7 @@ def _write_run(
             CheckpointStore(place.checkpoints, keep=1).save(snapshot)
         except OSError as error:
             raise UserError(f"cannot write {run}: {error.strerror or error}; choose another folder") from error
+        except BaseException:
+            shutil.rmtree(place.tokenizer, ignore_errors=True)  # another model may be imported to this folder
+            raise
     return tokenizer.name if files else None

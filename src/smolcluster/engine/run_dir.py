@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class RunDir:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer and chat template that the model was imported with; not there for other models."""
+        """Its own copy of the tokenizer's files and the chat template; not there where the tokenizer has no files."""
         return self.path / "tokenizer"
 
     @property
@@ -80,16 +80,24 @@ class RunDir:
             return True
         return not isinstance(summary, dict) or summary.get("status") not in ("finished", "interrupted")
 
-    def create(self, config_text: str, *, resume: bool) -> None:
-        """Make the folder and write the configuration."""
+    def create(self, config_text: str, tokenizer: Mapping[str, bytes] | None = None, *, resume: bool) -> None:
+        """Make the folder; write the configuration and, unless the run that goes on has one, the tokenizer's files."""
         self.check_free(resume=resume)
         with self._refusals():
             self._make()
             self.logs.mkdir(exist_ok=True)
+            if not resume:  # it may be that of an import that was killed
+                shutil.rmtree(self.tokenizer, ignore_errors=True)
+            if tokenizer and not self.tokenizer.exists():
+                self.tokenizer.mkdir()
+                for name, content in tokenizer.items():
+                    (self.tokenizer / name).write_bytes(content)
             self._write_config(config_text.encode())
 
     @contextlib.contextmanager
-    def opened(self, config_text: str, *, resume: bool, anew: bool = False) -> Iterator[None]:
+    def opened(
+        self, config_text: str, tokenizer: Mapping[str, bytes] | None = None, *, resume: bool, anew: bool = False
+    ) -> Iterator[None]:
         """`create`, and hold the folder: two runs in one would mix their rows and checkpoints.
 
         `anew`: the same run is started again, and nothing of it was saved (`may_begin_anew`). Its rows are dropped.
@@ -102,12 +110,15 @@ class RunDir:
             with self._lock():
                 self.check_free(resume=resume or anew)
                 before = (self.config.read_bytes(), self.config.stat().st_mtime_ns) if self.config.is_file() else None
+                had_tokenizer = self.tokenizer.exists() and (resume or anew)
                 try:
-                    self.create(config_text, resume=resume or anew)
+                    self.create(config_text, tokenizer, resume=resume or anew)
                     if anew:
                         truncate_metrics(self.metrics, after_step=0)
                     yield
                 except UserError:
+                    if not had_tokenizer:
+                        shutil.rmtree(self.tokenizer, ignore_errors=True)
                     self._take_back(before)
                     raise
         except UserError as error:
@@ -198,7 +209,7 @@ class RunDir:
             elif not (self._has_rows() or self.summary.exists() or self.has_checkpoints()):
                 for file in (self.config, self.metrics, self.history, self.run_id):
                     file.unlink(missing_ok=True)
-                for folder in (self.checkpoints, self.journal, self.logs, self.tokenizer):
+                for folder in (self.checkpoints, self.journal, self.logs):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _has_rows(self) -> bool:

@@ -1,10 +1,11 @@
-"""The tokenizer and chat template of a model that was imported: files that lie beside it, under Hugging Face's names.
+"""The tokenizer and chat template of a model: files that lie beside it, under Hugging Face's names.
 
 RUN/tokenizer/
     tokenizer.json                   or vocab.json and merges.txt
     tokenizer_config.json, ...       special tokens, the chat template, stop tokens
 
-`import` writes them, `train --resume` and `serve` read them, `export` writes them beside the weights.
+`import` writes them, and a run whose `data.tokenizer` is a path keeps a copy. `train --resume` and `serve` read them, `export`
+writes them beside the weights.
 """
 
 from __future__ import annotations
@@ -48,12 +49,6 @@ def with_stop_tokens(files: Mapping[str, bytes], config: Mapping[str, Any]) -> d
     return {**files, GENERATION: f"{json.dumps({'eos_token_id': stop})}\n".encode()}
 
 
-def write_tokenizer(run: RunDir, files: Mapping[str, bytes]) -> None:
-    run.tokenizer.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (run.tokenizer / name).write_bytes(content)
-
-
 def tokenizer_of(run: RunDir, data: DataConfig) -> dict[str, bytes]:
     """Return the files of the tokenizer that a run trains with. Empty: it has none (bytes, chars)."""
     if run.tokenizer.is_dir():
@@ -63,6 +58,11 @@ def tokenizer_of(run: RunDir, data: DataConfig) -> dict[str, bytes]:
         root = data.tokenizer_root or data.root
         pair = find_gpt2_files(None if root is None else Path(root).expanduser(), gpt2_cache_folder(data.cache_dir))
         return {} if pair is None else read_tokenizer(pair[0].parent)
+    return tokenizer_at(name)
+
+
+def tokenizer_at(name: str) -> dict[str, bytes]:
+    """Return the files of a tokenizer that is named by its path. Empty: there is none, or it is not made of these files."""
     path = Path(name).expanduser()
     if path.is_file():
         return read_tokenizer(path.parent) if path.name == DEFINITION else {}

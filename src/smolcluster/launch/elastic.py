@@ -28,13 +28,13 @@ from typing import Any
 
 from smolcluster.comm.addresses import is_loopback
 from smolcluster.comm.elastic.security import check_bind, load_keyring
-from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.summary import write_summary
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.launch.prepare import recorded
 from smolcluster.launch.processes import (
     GRACE_S,
     STOP,
@@ -78,7 +78,7 @@ def run_elastic(
     """
     refuse_inside_a_worker()
     check_bind(config.cluster.bind, load_keyring(config.cluster.token, os.environ))
-    with run_dir.opened(dump(config), resume=resume is not None, anew=anew), _journal(run_dir, resume):
+    with run_dir.opened(*recorded(config, run_dir), resume=resume is not None, anew=anew), _journal(run_dir, resume):
         run = _Run(config, workers=workers, run_dir=run_dir, resume=resume, port=port, sinks=sinks, command=command)
         return run.run()
 

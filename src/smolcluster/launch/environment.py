@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import ENVIRONMENT, WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.launch.prepare import recorded
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import Sink
 
@@ -188,8 +188,8 @@ def run_assigned(
     outcome = Outcome()
     lead = place.rank == 0
     again = place.restarts > 0
-    opened = run_dir.opened(dump(config), resume=resume is not None or again, anew=anew)
-    with opened if lead else contextlib.nullcontext():
+    resumed = resume is not None or again
+    with run_dir.opened(*recorded(config, run_dir), resume=resumed, anew=anew) if lead else contextlib.nullcontext():
         if again and resume is None and place.local_rank == 0:
             truncate_metrics(run_dir.metrics, after_step=0)  # nothing was saved: all is done anew
         from smolcluster.engine.channel import SignalChannel

@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.engine import history
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.launch.prepare import recorded
 from smolcluster.launch.processes import (
     GRACE_S,
     STOP,
@@ -57,7 +57,7 @@ def run_local(
     """Train on `workers` processes of this machine. Returns the summary; raises when the run fails or is interrupted."""
     refuse_inside_a_worker()
     check_nothing_is_lost(run_dir, resume)
-    with run_dir.opened(dump(config), resume=resume is not None, anew=anew), run_dir.without_journal():
+    with run_dir.opened(*recorded(config, run_dir), resume=resume is not None, anew=anew), run_dir.without_journal():
         return _run(config, workers=workers, run_dir=run_dir, resume=resume, backend=backend, sinks=sinks)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smolcluster.config import Config, canonical_strategy, load_config, resolve
+from smolcluster.config import Config, canonical_strategy, dump, load_config, resolve
 from smolcluster.data.names import is_text
 from smolcluster.engine.run_dir import Resume, RunDir, find_resume, new_run_dir
 from smolcluster.errors import UserError, unknown_name
@@ -109,6 +109,29 @@ def _use_recorded_tokenizer(config: Config, run: RunDir) -> None:
     recorded = load_config([run.config]).data.tokenizer if run.config.is_file() else None
     if config.data.tokenizer in (None, recorded):
         config.data.tokenizer = str(run.tokenizer.absolute())
+
+
+def recorded(config: Config, run: RunDir) -> tuple[str, dict[str, bytes]]:
+    """Return config.yaml of a run, and the tokenizer's files that the run keeps: it can be moved, and needs no original."""
+    config, files = with_tokenizer(config, str(run.tokenizer.absolute()))
+    return dump(config), files
+
+
+def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]]:
+    """Return the files of the tokenizer, and the configuration that finds them in the folder `place`.
+
+    Nothing changes, and there are no files, where `data.tokenizer` is not the path of some on this machine.
+    """
+    said = config.data.tokenizer
+    if config.task is not None or said in (None, "bytes", "chars", "gpt2") or not Path(said).expanduser().exists():
+        return config, {}
+    from smolcluster.engine.tokenizer_files import tokenizer_at  # numpy; few runs need it
+
+    files = tokenizer_at(said)
+    if files:
+        config = config.model_copy(deep=True)
+        config.data.tokenizer = place
+    return config, files
 
 
 def choose_plane(config: Config) -> str:

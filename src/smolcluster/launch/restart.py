@@ -25,7 +25,6 @@ from typing import Any
 
 from smolcluster.comm.elastic.security import load_keyring
 from smolcluster.comm.rollcall import Member
-from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
@@ -35,6 +34,7 @@ from smolcluster.launch.local import check_nothing_is_lost, find_culprit
 from smolcluster.launch.meeting import met
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.launch.plan import Elastic, ask_for_plans
+from smolcluster.launch.prepare import recorded
 from smolcluster.launch.processes import (
     GRACE_S,
     STOP,
@@ -84,7 +84,10 @@ def run_restarting(
         if not leads:
             return run.run(member, leads=False)
         check_nothing_is_lost(run_dir, resume)
-        with run_dir.opened(dump(config), resume=resume is not None, anew=anew), run_dir.without_journal():
+        with (
+            run_dir.opened(*recorded(config, run_dir), resume=resume is not None, anew=anew),
+            run_dir.without_journal(),
+        ):
             return run.run(member, leads=True)
 
 

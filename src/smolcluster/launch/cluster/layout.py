@@ -26,6 +26,7 @@ from smolcluster.launch.plan import parse_elastic
 from smolcluster.launch.prepare import choose_plane
 
 CONFIG = "config.yaml"  # as each machine gets it, in the folder its processes run in
+TOKENIZER = "tokenizer"  # the folder of the tokenizer's files, in the same place
 LOCAL = "local"
 MESH_PORT = 29500
 SERVING = "serving"  # where a run would have a plane

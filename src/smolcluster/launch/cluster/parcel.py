@@ -14,14 +14,14 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.config import builtin_configs, dump
 from smolcluster.config.schema import Config
 from smolcluster.errors import UserError
-from smolcluster.launch.cluster.layout import CONFIG
+from smolcluster.launch.cluster.layout import CONFIG, TOKENIZER
 
 PACKAGE = Path(__file__).resolve().parents[2]
 MOST_BYTES = 256 << 20  # of the user's files
@@ -44,8 +44,11 @@ def package_parcel() -> Parcel:
     return Parcel(_pack((name, path.read_bytes()) for name, path in sorted(files.items())))
 
 
-def user_parcel(config: Config, base: Path) -> Parcel:
-    """The configuration, the task's file with the Python files around it, and `run.files`; all relative to `base`."""
+def user_parcel(config: Config, base: Path, tokenizer: Mapping[str, bytes] | None = None) -> Parcel:
+    """The configuration, the task's file with the Python files around it, and `run.files`; all relative to `base`.
+
+    `tokenizer`: files for the folder TOKENIZER.
+    """
     found: dict[str, Path] = {}
     config = config.model_copy(deep=True)
     if config.task is not None and ".py" in config.task:
@@ -64,8 +67,10 @@ def user_parcel(config: Config, base: Path) -> Parcel:
             f"the files of run.files are {total / 2**20:.0f} MiB together, more than {MOST_BYTES >> 20}: put large data onto "
             "the machines yourself, and name it in data.root"
         )
-    contents = [(name, path.read_bytes()) for name, path in sorted(found.items()) if name != CONFIG]
-    return Parcel(_pack([*contents, (CONFIG, dump(config).encode("utf-8"))]))
+    contents = {name: path.read_bytes() for name, path in found.items()}
+    contents |= {f"{TOKENIZER}/{name}": data for name, data in (tokenizer or {}).items()}
+    contents[CONFIG] = dump(config).encode("utf-8")
+    return Parcel(_pack(sorted(contents.items())))
 
 
 def _asked(said: str, base: Path) -> Iterator[tuple[str, Path]]:

@@ -19,6 +19,7 @@ from smolcluster.launch.cluster.control import Order
 from smolcluster.launch.cluster.layout import (
     LOCAL,
     SERVING,
+    TOKENIZER,
     Layout,
     Recorded,
     as_record,
@@ -28,7 +29,7 @@ from smolcluster.launch.cluster.layout import (
 )
 from smolcluster.launch.cluster.parcel import package_parcel, requirements, user_parcel
 from smolcluster.launch.cluster.record import recall, state_folder, writing
-from smolcluster.launch.prepare import absolute_task, task_name
+from smolcluster.launch.prepare import absolute_task, task_name, with_tokenizer
 from smolcluster.strategies.registry import check_name
 
 _SECRET = ("cluster.token", "logging.loki_url")  # keys whose values are not written to records
@@ -156,11 +157,12 @@ def _sources(said: Sequence[str], base: Path) -> tuple[list[str], str | None]:
 
 def order_for(wish: Wish, *, run: str | None = None, resume: bool = False, panes: bool = False) -> Order:
     """Everything that is needed to bring it up. `run`: the run to go on with."""
-    layout = lay_out(wish.config, name=wish.name, run=run or new_run(wish.config))
+    config, tokenizer = with_tokenizer(wish.config, TOKENIZER)
+    layout = lay_out(config, name=wish.name, run=run or new_run(config))
     return Order(
         layout=layout,
         package=package_parcel(),
-        files=user_parcel(layout.config, wish.base),
+        files=user_parcel(layout.config, wish.base, tokenizer),
         requirements=needs_of(layout),
         token=token_for(layout) if layout.needs_token else None,
         panes=panes,
