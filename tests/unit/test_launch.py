@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -517,6 +518,23 @@ def test_the_last_rows_of_all_ranks_are_the_runs() -> None:
     last = outcome.last_row
     assert last is not None
     assert (last["samples"], last["loss"], last["step"]) == (40, 2.75, 3)
+
+
+def test_the_summary_of_a_failed_run_has_what_was_measured(tmp_path: Path) -> None:
+    outcome = Outcome()
+    measured = {"val_loss": 1.5, "val_accuracy": 0.5, "val_ppl": 4.5, "val_extra": {"f1": 0.25}}
+    for rank in range(2):
+        outcome.handle(
+            row(rank=rank, loss=2.0, samples=30, tokens_per_s=7.0, skipped=2, **(measured if rank == 0 else {}))
+        )
+    for rank in range(2):  # no evaluation came with the last rows
+        outcome.handle(row(rank=rank, step=4, loss=2.0, samples=40, tokens_per_s=8.0, skipped=2, staleness_max=1))
+    run = RunDir(tmp_path)
+    outcome.write_summary(run, config(), world_size=2, error="killed")
+    summary = json.loads(run.summary.read_text())
+    expected = {"val_loss": 1.5, "val_accuracy": 0.5, "val_ppl": 4.5, "val_f1": 0.25, "steps": 4, "samples": 80}
+    expected |= {"skipped": 2, "staleness_max": 1, "tokens_per_s": 16.0, "error": "killed", "status": "failed"}
+    assert {name: summary.get(name) for name in expected} == expected
 
 
 def row(**fields: Any) -> StepLogged:

@@ -66,28 +66,33 @@ def last_known(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def failed_summary(*, strategy: str, world_size: int, last_row: dict[str, Any] | None, **fields: Any) -> dict[str, Any]:
-    """What is known when a run dies: the last logged row of rank 0."""
+def failed_summary(
+    *,
+    strategy: str,
+    world_size: int,
+    last_row: Mapping[str, Any] | None,
+    evaluation: Mapping[str, float],
+    **fields: Any,
+) -> dict[str, Any]:
+    """What is known when a run dies: the last row that was logged, joined over ranks, and the last evaluation."""
     row = last_row or {}
     summary: dict[str, Any] = dict.fromkeys(FIELDS)
-    summary |= dict.fromkeys(("staleness_mean", "staleness_max", "stale_rejected", "skipped"), 0)
-    summary |= dict.fromkeys(("restarts", "members_joined"), 0)
+    counted = ("samples", "tokens", "bytes_sent", "bytes_received", "staleness_max", "stale_rejected", "skipped")
+    summary |= {name: row.get(name, 0) for name in counted}
+    summary |= dict.fromkeys(("staleness_mean", "restarts", "members_joined"), 0)
     summary |= {
         "status": "failed",
         "strategy": strategy,
         "workers": world_size,
         "world_size": world_size,
         "steps": row.get("step", 0),
-        "samples": row.get("samples", 0),
-        "tokens": row.get("tokens", 0),
         "train_loss": row.get("loss"),
-        "val_loss": row.get("val_loss"),
-        "bytes_sent": row.get("bytes_sent", 0),
-        "bytes_received": row.get("bytes_received", 0),
+        "tokens_per_s": row.get("tokens_per_s"),
+        "samples_per_s": row.get("samples_per_s"),
         "members_lost": 1,
         "finished": time.time(),
     }
-    return summary | fields
+    return summary | evaluation_summary(evaluation) | fields
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:

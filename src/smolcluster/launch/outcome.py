@@ -12,9 +12,10 @@ from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.summary import failed_summary, write_summary
 from smolcluster.errors import SmolclusterError
-from smolcluster.observe.events import Event, Failed, Notice, RunFinished, StepLogged, plain
+from smolcluster.observe.events import Event, Failed, Notice, RunFinished, StepLogged, evaluation_of, plain
 
-_KEPT = ("step", "samples", "tokens", "loss", "val_loss", "bytes_sent", "bytes_received")
+_SUMMED = ("samples", "tokens", "bytes_sent", "bytes_received", "stale_rejected", "tokens_per_s", "samples_per_s")
+_GREATEST = ("step", "staleness_max", "skipped")
 
 
 class Interrupted(SmolclusterError):
@@ -31,6 +32,7 @@ class Outcome:
     summary: dict[str, Any] | None = None
     failed: Failed | None = None
     last_rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each rank, or of the server
+    evaluation: dict[str, float] = field(default_factory=dict)  # the last one
     served: bool = False
     started: float = field(default_factory=time.time)
 
@@ -43,7 +45,8 @@ class Outcome:
             case StepLogged() if event.role == "server" or not self.served:
                 if event.role == "server" and not self.served:  # its rows are the run's
                     self.served, self.last_rows = True, {}
-                self.last_rows[event.rank] = {name: getattr(event, name) for name in _KEPT}
+                self.last_rows[event.rank] = {name: getattr(event, name) for name in (*_SUMMED, *_GREATEST, "loss")}
+                self.evaluation = evaluation_of(event) or self.evaluation
             case _:
                 pass
 
@@ -56,10 +59,9 @@ class Outcome:
         rows = [self.last_rows[rank] for rank in sorted(self.last_rows)]
         if not rows:
             return None
-        joined = dict(rows[0])
-        for name in ("samples", "tokens", "bytes_sent", "bytes_received"):
-            joined[name] = sum(row[name] for row in rows)
-        joined["step"] = max(row["step"] for row in rows)
+        joined = {"loss": rows[0]["loss"]}
+        joined |= {name: sum(row[name] for row in rows) for name in _SUMMED}
+        joined |= {name: max(row[name] for row in rows) for name in _GREATEST}
         if joined["samples"]:
             joined["loss"] = sum(row["loss"] * row["samples"] for row in rows) / joined["samples"]
         return dict(plain(joined))
@@ -85,6 +87,7 @@ class Outcome:
             strategy=config.strategy.name,
             world_size=world_size,
             last_row=self.last_row,
+            evaluation=self.evaluation,
             wall_s=time.time() - self.started,
             run_dir=str(run_dir.path),
             **fields,

@@ -159,6 +159,13 @@ def evaluation_fields(evaluation: Mapping[str, float]) -> dict[str, Any]:
     return {name: evaluation[name] for name in known} | {"val_extra": extra or None}
 
 
+def evaluation_of(row: StepLogged) -> dict[str, float]:
+    """The results of an evaluation in a row, `val_<name>` each; empty: the row has none."""
+    known = {"val_loss": row.val_loss, "val_accuracy": row.val_accuracy, "val_ppl": row.val_ppl}
+    extra = {f"val_{name}": value for name, value in (row.val_extra or {}).items()}
+    return extra | {name: value for name, value in known.items() if value is not None}
+
+
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
