@@ -709,6 +709,23 @@ class SampleIsText(Double):
         return "once upon a time"  # type: ignore[return-value]
 
 
+class _NoGradient(torch.autograd.Function):
+    """Has a forward pass only."""
+
+    @staticmethod
+    def forward(_ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> Tensor:
+        raise NotImplementedError("not written yet")
+
+
+class BackwardFails(Double):
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return _NoGradient.apply(super().loss(model, batch))  # type: ignore[no-any-return, no-untyped-call]
+
+
 class CountIsNegative(Double):
     def count(self, batch: tuple[Tensor, Tensor]) -> int:
         return -1

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests import tasks
 from tests.equivalence.same_run import COMMON
 from tests.world import TASKS, ElasticWorld, World, run_elastic_world, run_world
+
+from smolcluster.config import load_config, resolve
+from smolcluster.data.dataset import as_dataset
+from smolcluster.engine import trial
+from smolcluster.errors import UserError
 
 CONFIG: dict[str, Any] = COMMON | {
     **{"training.steps": 4, "training.batch_size": 8, "training.eval_steps": 2},
@@ -39,7 +46,7 @@ def test_any_named_numbers_are_averaged_logged_and_followed(tmp_path: Path, stra
     assert (tmp_path / "checkpoints" / "best").read_text().strip() == f"step-{best['step']:08d}"
 
 
-@pytest.mark.parametrize("strategy", ["single", "pipeline", "syncps"])
+@pytest.mark.parametrize("strategy", ["single", "allreduce", "pipeline", "syncps"])
 def test_the_quick_check_changes_nothing(tmp_path: Path, strategy: str) -> None:
     """Weights, running means, dropout, what the evaluation draws: bit for bit as in a run without it."""
     config = CONFIG | {"training.steps": 2}
@@ -57,6 +64,7 @@ def test_the_quick_check_changes_nothing(tmp_path: Path, strategy: str) -> None:
         ("MetricsFail", "metrics() of MetricsFail failed: IndexError: tuple index out of range"),
         ("MetricsAreALoss", "metrics() of MetricsAreALoss must return a dict of named numbers, not Tensor"),
         ("MetricIsAVector", "metrics() of MetricIsAVector: 'scores' must be one number, not a tensor of shape (8,)"),
+        ("BackwardFails", "the backward pass of loss() of BackwardFails failed: NotImplementedError: not written yet"),
         ("SampleFails", "sample() of SampleFails failed: KeyError: 'prompt'"),
         ("SampleIsText", "sample() of SampleIsText must return a prompt and a text, or None, not 'once upon a time'"),
         ("CountIsNegative", "count() of CountIsNegative must return how many targets count, or None, not -1"),
@@ -78,3 +86,17 @@ def test_a_server_finds_mistakes_before_it_listens(tmp_path: Path) -> None:
 
 def ended(world: ElasticWorld) -> None:
     world.wait_for_exit("server")
+
+
+@pytest.mark.parametrize("config", [{}, {"training.compile": True}], ids=["large", "compiled"])
+def test_a_backward_pass_that_would_take_long_is_left_out(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tasks.BackwardFails(resolve(load_config([], sets=config)))
+    if not config:
+        monkeypatch.setattr(trial, "BACKWARD_BYTES", 8)
+    trial._train(task, task.model(), as_dataset(task.train_data()), 8, torch.device("cpu"))
+    monkeypatch.undo()
+    task.config.training.compile = False
+    with pytest.raises(UserError, match=r"the backward pass of loss\(\)"):
+        trial._train(task, task.model(), as_dataset(task.train_data()), 8, torch.device("cpu"))

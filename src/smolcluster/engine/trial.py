@@ -3,6 +3,9 @@
 A mistake in `metrics` would show at the first evaluation only, one in `sample` at the end of the run. Here both show in the
 first seconds, as an error that names the method. Nothing of the run is touched: the code runs on a copy of the task and of the
 model, and random states are put back. Code of this package is known to work and is not run.
+
+    parameters of more than 2 GiB                          no check: there may be no room for the copy
+    more than BACKWARD_BYTES, or `training.compile`        no backward pass: it would take long
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from smolcluster.strategies.base import Strategy
 from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)
+
+BACKWARD_BYTES = 256 << 20  # of parameters; their gradients take as much again
 
 _TRAINING = ("model", "train_data", "loss", "count", "targets")
 _EVALUATION = ("model", "val_data", "metrics", "loss", "count", "targets")
@@ -76,7 +81,12 @@ def _train(task: Task, model: nn.Module, data: Dataset, batch_size: int, device:
         count_of(task, part)
     model.train()
     with _named(task, "loss"), autocast(task.config.training.precision, device):
-        check_loss(task.loss(model, to_device(part, device)))
+        loss = task.loss(model, to_device(part, device))
+        check_loss(loss)
+    if sum(p.nbytes for p in model.parameters()) <= BACKWARD_BYTES and not task.config.training.compile:
+        with _named(task, "the backward pass of loss"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
 
 
 @torch.no_grad()
