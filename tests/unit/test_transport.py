@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import secrets
 import socket
 import sys
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.addresses import reach
-from smolcluster.comm.elastic import frames, sockets, tcp
+from smolcluster.comm.elastic import connection, frames, sockets, tcp
 from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
 from smolcluster.comm.elastic.memory import Switchboard
@@ -514,6 +515,28 @@ class TestTcp:
         assert not link.stalled
         assert link.open
         assert at_server.ends == []
+
+    @pytest.mark.parametrize(
+        ("unanswered_s", "stall_s"),
+        [(math.inf, 10 * WAIT_S), (None, 3.0)],
+        ids=["the kernel tells", "it does not tell"],
+    )
+    def test_a_dead_link_ends_sooner_where_the_kernel_tells(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, unanswered_s: float | None, stall_s: float
+    ) -> None:
+        """Elsewhere than on Linux it lives for `stall_s`: the peer may only stand still."""
+        monkeypatch.setattr(connection, "unanswered_s", lambda _: unanswered_s)
+        server = world.transport("server", silence_s=0.6, beat_s=0.1, stall_s=stall_s)
+        worker = world.transport(silence_s=WAIT_S, beat_s=0.1)
+        at_server, at_worker, go_on = Recorder(), Recorder(), threading.Event()
+        worker.dial(server.listen(HERE, 0, at_server), at_worker)
+        at_server.link()
+        at_worker.link()
+        worker.call_later(0, lambda: go_on.wait(WAIT_S))
+        at_server.wait(lambda r: r.ends)
+        go_on.set()
+        silent_s = float(at_server.ends[0].removeprefix("silent for ").removesuffix(" s"))
+        assert silent_s >= (0.6 if unanswered_s is not None else stall_s)
 
     def test_our_own_standing_still_is_not_the_peers_silence(self, world: World) -> None:
         """A laptop that was asleep, and its peer with it: the first to wake has an old clock and no beat from the other."""
