@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -612,23 +613,52 @@ def test_another_machine_is_dialled_only_with_a_token() -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
 def test_a_browser_is_opened_without_the_key_in_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every user of the machine sees the arguments of every process."""
+    """Every user of the machine sees the arguments of every process. A browser that is a snap sees nothing of /tmp, and of its
+    user's home only what is not hidden."""
     import queue
     import tempfile
     import webbrowser
 
-    from smolcluster.web.server import open_browser
+    from smolcluster.web import server
 
+    home, elsewhere = tmp_path / "home", tmp_path / "tmp"
+    home.mkdir()
+    elsewhere.mkdir()
     opened: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
     monkeypatch.setattr(webbrowser, "open", opened.put)
-    open_browser("http://127.0.0.1:5050/#key=topsecret")
-    page = Path(opened.get(timeout=60).removeprefix("file://"))
+
+    def page_of(url: str) -> Path:
+        server.open_browser(url)
+        return Path(opened.get(timeout=60).removeprefix("file://"))
+
+    page = page_of("http://127.0.0.1:5050/#key=topsecret")
+    assert not any(part.startswith(".") for part in page.relative_to(home).parts)
     assert "topsecret" not in str(page)
     assert 'content="0;url=http://127.0.0.1:5050/#key=topsecret"' in page.read_text()
     assert (page.stat().st_mode & 0o777, page.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    open_browser("http://127.0.0.1:5050/")
+    server.open_browser("http://127.0.0.1:5050/")
     assert opened.get(timeout=60) == "http://127.0.0.1:5050/"
+    home.rename(tmp_path / "gone")
+    assert page_of("http://127.0.0.1:5050/#key=topsecret").is_relative_to(elsewhere)
+
+
+def test_the_page_with_the_key_is_soon_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import webbrowser
+
+    from smolcluster.web import server
+
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(server, "_OPEN_S", 0.05)
+    read = threading.Event()
+    monkeypatch.setattr(webbrowser, "open", lambda _: read.set())
+    server.open_browser("http://127.0.0.1:5050/#key=topsecret")
+    assert read.wait(60)
+    deadline = time.monotonic() + 60
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")

@@ -35,6 +35,7 @@ from smolcluster.web.guard import HEADERS, App, Receive, Scope, Send, answer, ha
 from smolcluster.web.streams import WRITE_S
 
 _AHEAD_BYTES = 64 << 10
+_OPEN_S = 60.0  # that a browser may take to start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,19 +92,33 @@ def open_browser(url: str) -> None:
     """Open a page, on a thread of its own: a browser may be waited for, and waits itself for the page that is served here.
 
     The list of processes shows a browser's arguments to every user. A URL with a key is therefore not among them: they name a
-    file that only this user can read, and that leads there. It is removed at the end.
+    file that only this user can read, and that leads there. It is removed a minute later, or at the end if that is sooner.
     """
     import webbrowser
 
     if "#" in url:
-        url = _way_to(url).as_uri()
+        page = _way_to(url)
+        url = page.as_uri()
+        atexit.register(_remove, page)
+        timer = threading.Timer(_OPEN_S, _remove, args=(page,))
+        timer.daemon = True
+        timer.start()
     threading.Thread(target=webbrowser.open, args=(url,), daemon=True, name="browser").start()
 
 
+def _remove(page: Path) -> None:
+    shutil.rmtree(page.parent, ignore_errors=True)
+
+
 def _way_to(url: str) -> Path:
-    """Make a page that leads on to `url`."""
-    folder = Path(tempfile.mkdtemp(prefix="smolcluster-open-"))  # mode 0700
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    """Make a page that leads on to `url`, in a folder of its own.
+
+    The folder is in the user's home, and its name does not begin with a dot: a browser that is a snap can read nothing else.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="smolcluster-open-", dir=Path.home()))  # mode 0700
+    except (OSError, RuntimeError):  # there is no home, or it cannot be written
+        folder = Path(tempfile.mkdtemp(prefix="smolcluster-open-"))
     page = folder / "open.html"
     quoted = html.escape(url, quote=True)
     text = f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={quoted}"><a href="{quoted}">open</a>\n'
