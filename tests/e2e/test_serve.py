@@ -282,8 +282,12 @@ def test_a_stage_that_is_refused_ends_and_one_that_is_not_hears_of_the_end(
     assert eventually(lambda: ready(url), what="the stage to join")
     with socket.create_connection(("127.0.0.1", own), timeout=30):
         pass
-    serving.process.terminate()
-    assert serving.end(within_s=60).status == 128 + signal.SIGTERM
+    hung_up = smol.start("stage", "--server", server, "--device", "cpu", "--name", "b", cwd=tmp_path, env=token)
+    eventually(lambda: _state(url)["spares"], what="another stage")
+    hung_up.process.send_signal(signal.SIGHUP)
+    assert hung_up.end(within_s=60).status == 130
+    serving.process.send_signal(signal.SIGHUP)
+    assert serving.end(within_s=60).status == 128 + signal.SIGHUP
     ended = stage.end(within_s=60)
     assert (ended.status, "the server has ended" in ended.err) == (0, True)
 

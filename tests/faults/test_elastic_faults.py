@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ from tools import chaos
 from smolcluster.comm.elastic.security import new_token
 from smolcluster.engine import history
 from smolcluster.errors import UserError
+from smolcluster.strategies.deadline import LEAST_S
 
 STEPS = 250
 LEARNING: dict[str, Any] = {
@@ -314,6 +316,22 @@ def test_a_worker_that_holds_the_gil_stays_a_member(tmp_path: Path, kind: str) -
     assert not any("lost the server" in notice for worker in world.workers for notice in worker.notices())
 
 
+@pytest.mark.parametrize("kind", ["allreduce", "syncps"])
+def test_a_server_that_stands_still_for_a_while_loses_nobody(tmp_path: Path, kind: str) -> None:
+    """Its machine answers, so the workers wait for it and keep their links."""
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(20)
+        world.freeze("server")
+        time.sleep(4.0)  # twice the silence after which a link ended
+        world.thaw("server")
+
+    world = run(kind, 2, tmp_path, {"cluster.stall_timeout": 90.0}, script=script)
+    assert_sound(world, steps=STEPS)
+    assert world.summary["members_lost"] == 0
+    assert not any("lost the server" in notice for worker in world.workers for notice in worker.notices())
+
+
 @pytest.mark.parametrize("kind", ["allreduce", "fsdp"])
 def test_a_worker_whose_computing_hangs_is_fenced_and_catches_up(tmp_path: Path, kind: str) -> None:
     """Its transport still sends heartbeats; the others wait for its gradient, and then go on without it."""
@@ -333,7 +351,9 @@ def test_a_worker_whose_computing_hangs_is_fenced_and_catches_up(tmp_path: Path,
     world = run(kind, 3, tmp_path, config, task="Hangs", environ=environ, script=script)
     assert_sound(world, steps=120)
     [line] = changes(lines_of(world), "evicted")
-    assert "while others wait for it" in line["reason"]
+    waited = re.search(r"for ([\d.]+) s while others wait for it", line["reason"])
+    assert waited is not None
+    assert 5.0 < float(waited[1]) < LEAST_S, "step_timeout was not used"
     assert [line["instance"] for line in changes(lines_of(world), "joined", 1)] == [seen["instance"]] * 2
     assert world.summary["members_lost"] == 1, "a healthy worker was lost"
 

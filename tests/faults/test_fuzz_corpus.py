@@ -151,6 +151,10 @@ def test_rows_of_a_member_are_bounded_by_the_progress_of_the_run() -> None:
     assert rows.admits(1, "row", samples=50)
     assert rows.admits(0, "row", samples=51)
     assert [rows.first_refusal(rank) for rank in (0, 0, 1)] == [True, False, True]
+    office = fuzz._Office()
+    for _ in range(FIRST_ROWS + 3):
+        office.say(0, row())
+    assert len(office.rows) == FIRST_ROWS, "a server does not ask"
 
 
 def test_a_member_cannot_join_without_end() -> None:

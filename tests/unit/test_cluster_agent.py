@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -625,13 +626,22 @@ def test_what_a_machine_keeps_is_its_users_alone(tmp_path: Path) -> None:
         "import os; os.umask(0o022); from smolcluster.launch.cluster.agent import main; main()",
     ]
     lines = "".join(json.dumps(request) + "\n" for request in asked)
-    ended = subprocess.run(run, input=lines, capture_output=True, text=True, timeout=120, check=True)
+    apart, tmux = os.environ | {"TMUX_TMPDIR": str(tmp_path)}, shutil.which("tmux")
+    if tmux:  # one that runs already has the usual umask, and gives it to what is started in it
+        subprocess.run([tmux, "new-session", "-d", "-s", "mine", "cat"], env=apart, umask=0o022, check=True)
+    ended = subprocess.run(run, input=lines, capture_output=True, text=True, timeout=120, check=True, env=apart)
     assert [json.loads(line) for line in ended.stdout.splitlines()] == [{"result": None}, {"result": ["w"]}]
     place = home / "processes/w"
-    deadline = time.monotonic() + 120
-    while not (place / "state.json").exists() or json.loads((place / "state.json").read_text())["state"] != "finished":
-        assert time.monotonic() < deadline, list(place.iterdir())
-        time.sleep(0.02)
+    try:
+        deadline = time.monotonic() + 120
+        while (
+            not (place / "state.json").exists() or json.loads((place / "state.json").read_text())["state"] != "finished"
+        ):
+            assert time.monotonic() < deadline, list(place.iterdir())
+            time.sleep(0.02)
+    finally:
+        if tmux:
+            subprocess.run([tmux, "kill-server"], env=apart, check=False)
     assert b"said" in (place / "output.log").read_bytes()
     assert "secret" in (place / "order.json").read_text()
     assert {mode(path) for path in (root, root / "clusters", home, place, home / "run")} == {0o700}

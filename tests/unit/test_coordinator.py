@@ -469,10 +469,14 @@ def test_where_all_are_silent_nobody_is_paused() -> None:
     assert sorted(run.roster.members) == [0, 1]
 
 
-def test_a_short_silence_is_waited_for_where_steps_are_long() -> None:
+def test_a_short_silence_is_waited_for_where_steps_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     run = Run(whole=True)
     run.join(0, 1)
-    run.roster.patience_s = 8.0
+    for step in (1, 2):
+        clock[0] += 8.0
+        run.commit(step)
     run.links[1].stalled, run.links[1].silent_s = True, 4.0
     run.go_on()
     assert sorted(run.roster.members) == [0, 1]

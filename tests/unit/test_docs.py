@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import statistics
+import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,3 +128,9 @@ def test_the_cluster_file_of_the_readme(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["config", "check", str(tmp_path / "cluster.yaml")])
     assert ended.value.code == 0
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="not a checkout")
+def test_what_uv_sync_writes_is_ignored() -> None:
+    """CONTRIBUTING.md says why there is no lock."""
+    assert subprocess.run(["git", "check-ignore", "--quiet", "uv.lock"], cwd=ROOT, check=False).returncode == 0

@@ -779,6 +779,22 @@ def test_a_hostile_message_ends_only_its_link(world: World, messages: list[Messa
     assert not [member for _, member, _ in world.lost if member is not hostile.member]
 
 
+def test_a_lost_link_is_reported_although_another_one_to_that_member_is_open(world: World) -> None:
+    """Pieces that were on their way over it are not sent again."""
+    me, other = world.add(0), Hostile(world, 1)
+    peers = world.peers[me.instance]
+    peers.form(View(1, 0, (me, other.member)))
+    until(lambda: me.instance in other.links)
+    first = other.links.pop(me.instance)
+    other.transport.dial(me.address, other)
+    until(lambda: me.instance in other.links)
+    until(lambda: len(_on_thread(world.transports[me.instance], lambda: _links(world, me, other.member))) == 2)
+    first.close("cut")
+    until(lambda: world.lost != [])
+    assert world.lost[0][:2] == (me.instance, other.member)
+    assert other.links[me.instance].open
+
+
 def test_a_stranger_is_not_listened_to(world: World) -> None:
     groups = world.groups(2)
     stranger = Hostile(world, 7)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.unit.gguf_files import write_gguf
-from tests.world import run_world
+from tests.world import run_elastic_world, run_world
 
 from smolcluster.cli import main
 from smolcluster.config import load_config
@@ -106,23 +106,33 @@ def flat(book: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_another_tokenizer_is_refused_with_both_names(run: Path, book: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_another_tokenizer_is_refused_with_both_names(run: Path, book: Path, tmp_path: Path, plane: str) -> None:
     other = tmp_path / "other.txt"
     other.write_text("abc " * 200, encoding="utf-8")
     config = flat(book) | {"data.root": str(other), "data.tokenizer": "chars"}
-    world = run_world(1, tmp_path / "mesh", config, strategy="single", resume=run / "checkpoints")
-    assert world.ranks[0].status == 2
-    message = world.ranks[0].failed.message
+    if plane == "mesh":
+        place = run_world(1, tmp_path / plane, config, strategy="single", resume=run / "checkpoints").ranks[0]
+    else:
+        place = run_elastic_world(1, tmp_path / plane, config, start=[], resume=run / "checkpoints").server
+    assert place.status == 2
+    message = place.failed.message
     assert f"the tokenizer {run / 'tokenizer' / 'tokenizer.json'}, and data.tokenizer is now chars" in message
     assert "leave data.tokenizer to the run" in message
 
 
-def test_a_run_remembers_the_tokenizer_that_it_was_trained_with(run: Path, book: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_a_run_remembers_the_tokenizer_that_it_was_trained_with(
+    run: Path, book: Path, tmp_path: Path, plane: str
+) -> None:
     """Characters of another text are other tokens, also where there are as many of them."""
     config = flat(book) | {"data.tokenizer": str(run / "tokenizer")}
-    world = run_world(1, tmp_path / "on", config, strategy="single", resume=run / "checkpoints")
-    assert world.ranks[0].status == 0
-    assert world.ranks[0].losses()[0] == pytest.approx(math.log(64), abs=0.3)
+    if plane == "mesh":
+        world = run_world(1, tmp_path / "on", config, strategy="single", resume=run / "checkpoints")
+        assert world.ranks[0].losses()[0] == pytest.approx(math.log(64), abs=0.3)
+    else:
+        elastic = run_elastic_world(1, tmp_path / "on", config, resume=run / "checkpoints")
+        assert elastic.statuses == {"server": 0, 0: 0}
     again = flat(book) | {"data.tokenizer": "chars", "training.steps": 2}
     refused = run_world(1, tmp_path / "again", again, strategy="single", resume=tmp_path / "on" / "checkpoints")
     assert "data.tokenizer is now chars" in refused.ranks[0].failed.message

@@ -26,7 +26,7 @@ from smolcluster.launch.elastic import dial_address, invitation, run_elastic
 from smolcluster.launch.joining import worker_spec
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.launch.prepare import choose_plane, prepare
-from smolcluster.launch.processes import end_all, signals, spawn, wait_for
+from smolcluster.launch.processes import Child, end_all, signals, spawn, wait_for
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.stopping import stop_signals
 
@@ -175,6 +175,19 @@ def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: E
     assert pid in story.born()[:4]  # before the first had died
     assert len(story.lives("worker-0")) == 1
     assert all_gone(story)
+
+
+def test_the_process_that_stands_by_is_named_so(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, bool]] = []
+
+    def recorded(spec: WorkerSpec, *arguments: Any, standby: bool, **options: Any) -> Child:
+        started.append((spec.role, standby))
+        return spawn(spec, *arguments, standby=standby, **options)
+
+    monkeypatch.setattr(elastic, "spawn", recorded)
+    serves = ["listen", "row 1", "await ../fourth", *SERVES[2:]]
+    story.run({"server": [serves], "worker-0": [WORKS], "worker-1": [WORKS]})
+    assert started == [("server", False), *[("worker", False)] * 2, ("server", True)]
 
 
 def test_no_standby_is_kept_where_it_is_not_wanted(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:

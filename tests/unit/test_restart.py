@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import queue
 import signal
 import socket
 import ssl
@@ -55,6 +56,16 @@ def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypa
     assert len(waits) > 1
     assert dial("192.0.2.1", 9, within_s=900.0, until=lambda: len(waits) > 9) is None
     assert max(waits) == rollcall.REACH_S  # then the name is asked again: a pod that leads may have another address
+
+
+def test_processes_that_wait_for_a_round_are_named_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[int, bool]] = []
+    monkeypatch.setattr(restart, "spawn", lambda spec, *_, standby, **__: started.append((spec.rank, standby)))
+    run = restart._Run.__new__(restart._Run)
+    run.elastic, run.host, run.run_dir, run.backend = parse_elastic("2"), "here", RunDir(tmp_path), "gloo"
+    run.warm, run.children, run.slots, run.inbox = {}, [], [], queue.SimpleQueue()
+    run._warm_up(range(2))
+    assert started == [(0, True), (1, True)]
 
 
 # What is asked for -------------------------------------------------------------------------------------------------

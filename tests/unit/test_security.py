@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import secrets
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -662,16 +664,19 @@ def test_the_page_with_the_key_is_soon_removed(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
-def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
+def test_folders_of_runs_and_logs_are_their_owners_alone(tmp_path: Path) -> None:
     from smolcluster.engine.run_dir import RunDir
+    from smolcluster.observe.logs import reset_logging, setup_logging
 
     before = os.umask(0o022)
     try:
         with RunDir(tmp_path / "runs" / "one").opened("a: 1\n", resume=False):
             pass
+        setup_logging(tmp_path / "logs" / "worker.log", level="INFO", role="worker", rank=0, host="here")
     finally:
+        reset_logging()
         os.umask(before)
-    assert (tmp_path / "runs" / "one").stat().st_mode & 0o777 == 0o700
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("runs/one", "logs")] == [0o700, 0o700]
 
 
 # Words of others
@@ -701,3 +706,31 @@ def test_what_others_say_does_not_steer_the_terminal(capsys: pytest.CaptureFixtu
     shown = "".join(capsys.readouterr())
     assert shown.count("evil") == 6
     assert all(c in "\n\t" or c.isprintable() for c in shown)
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "token list"])
+def test_commands_print_nothing_that_steers_the_terminal(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Last lines of processes, problems of machines, notes of tokens."""
+    from smolcluster.cli import main
+
+    async def found(_: object) -> dict[str, Any]:
+        process = {"state": "running", "host": "pi5", "last": HOSTILE}
+        return {"name": "lab", "run": "one", "run_directory": "x", "processes": {"w": process}, "unreachable": {}}
+
+    async def shown(*_: object, **__: object) -> list[str]:
+        return [HOSTILE]
+
+    known = SimpleNamespace(hosts={}, machines={})
+    monkeypatch.setattr("smolcluster.launch.cluster.read.known_cluster", lambda _: known)
+    monkeypatch.setattr(importlib.import_module("smolcluster.cli.status"), "_status", found)
+    monkeypatch.setattr(importlib.import_module("smolcluster.cli.logs"), "_show", shown)
+    (tmp_path / "token").write_text(f"{new_token()}  # {HOSTILE}\n", encoding="utf-8")
+    (tmp_path / "token").chmod(0o600)
+    monkeypatch.setenv("SMOLCLUSTER_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(SystemExit):
+        main(command.split())
+    text = "".join(capsys.readouterr())
+    assert "evil" in text
+    assert all(c in "\n\t" or c.isprintable() for c in text)

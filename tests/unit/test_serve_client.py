@@ -393,6 +393,25 @@ def test_a_pipe_into_a_model_without_a_template(fake: Fake) -> None:
     assert "--system has no effect: this model has no chat template" in done.stderr
 
 
+@pytest.mark.parametrize("asked", [("chat",), ("generate", "Once", "--url")])
+def test_commands_wait_for_stages_that_are_starting(fake: Fake, asked: tuple[str, ...]) -> None:
+    fake.tell(ready=False)
+    fake.words = ["yes"]
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", MAIN, *asked, fake.url]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write("Once\n")
+        process.stdin.close()
+        process.stdin = None
+        assert process.stderr.readline() == "waiting: 1 of 2 stages ready\n"
+        assert fake.bodies == []
+        fake.tell(ready=True)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "yes\n", "")
+
+
 def test_generate(fake: Fake) -> None:
     fake.key, fake.words = "a-key-for-the-test", [" upon", " a time"]
     options = ("--url", fake.url, "--temperature", "0", "--seed", "3", "--stop", "x", "--stop", "y")
