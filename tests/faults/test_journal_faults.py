@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import math
@@ -770,6 +771,42 @@ def test_retries_on_a_full_disk_leave_no_files_behind(tmp_path: Path, sync_s: fl
         recovered = journal.recover()
         assert recovered.meta == {"n": 2}
         assert [record.meta for record in recovered.records] == [{"n": 2}]
+
+
+def test_a_snapshot_that_failed_is_tried_again_before_the_log_has_doubled(tmp_path: Path) -> None:
+    """Though not at every step: each try writes the whole state."""
+
+    class NoFolders(FastFiles):
+        broken = False
+
+        def mkdir(self, path: Path) -> None:
+            if self.broken:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().mkdir(path)
+
+    files, gradient, tries = NoFolders(), torch.arange(500.0), []
+    with Journal(tmp_path, files=files, sync_s=None, snapshot_bytes=100_000, snapshot_ratio=0.0) as journal:
+        journal.recover()
+        journal.snapshot({"n": 0}, {"state": gradient}, wait=True)
+        files.broken = True
+        for n in range(1, 401):
+            journal.append({"n": n}, gradient)
+            if journal.should_snapshot:
+                tries.append(n)
+                with pytest.raises(JournalFull):
+                    journal.snapshot({"n": n}, {"state": gradient}, wait=True)
+        due = tries[0]
+        assert [n - due for n in tries[:7]] == [0, 1, 3, 7, 15, 31, 63]
+        assert {b - a for a, b in itertools.pairwise(tries[7:])} == {64}
+        files.broken = False
+        while not journal.should_snapshot:
+            n += 1
+            journal.append({"n": n}, gradient)
+        journal.snapshot({"n": n}, {"state": gradient}, wait=True)
+        assert len(logs(tmp_path)) == 1
+        assert not journal.should_snapshot
+        journal.append({"n": n + 1}, gradient)
+        assert not journal.should_snapshot, "the log that was replaced still counts"
 
 
 @pytest.fixture

@@ -64,6 +64,7 @@ _ALIGNMENT = 64
 # A snapshot follows when the log has as many bytes as the first, or so many times the state, or as many records.
 SNAPSHOT_BYTES, SNAPSHOT_RATIO, SNAPSHOT_RECORDS = 64 << 20, 4.0, 500
 BESIDE = 0.5  # of that many bytes may be logged while the snapshot is written; then appends wait for it
+MOST_BETWEEN_TRIES = 64  # records, while snapshots fail
 _RECORD_BYTES = 4096  # of a record beside its tensors, about
 
 
@@ -135,8 +136,15 @@ class Journal:
         self._unflushed_name = False
         self._unsure = -1  # the newest log file whose flush failed: nothing is sealed until a snapshot replaces it
 
-        self._log_bytes = 0  # since the last snapshot was begun
+        self._log_bytes = 0  # since the last snapshot that was not given up was begun
         self._log_records = 0
+        self._replaced = (
+            0,
+            0,
+            False,
+        )  # what these were when it was begun, and whether it was wanted for another reason
+        self._failures = 0  # snapshots in a row
+        self._retry_at = 0  # records: no other is begun before
         self._state_bytes = 0  # of the last snapshot
         self._snapshot_wanted = False
         self._snapshot_running = False
@@ -382,7 +390,7 @@ class Journal:
     def should_snapshot(self) -> bool:
         """Return whether the log has reached its bound: in bytes, so that a snapshot costs little beside it and the disk
         does not fill; in records, so that replaying them is quick and takes little memory."""
-        if self._snapshot_running:
+        if self._snapshot_running or self._records < self._retry_at:
             return False
         return self._snapshot_wanted or self._log_bytes > self._log_limit or self._log_records >= self._snapshot_records
 
@@ -404,16 +412,19 @@ class Journal:
     def snapshot(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], *, wait: bool = False) -> None:
         """The state that all records so far have led to; they are forgotten once it is on the disk.
 
-        Returns when the tensors are copied. When the snapshot cannot be written that is an error in the log, the
-        records are kept, and training goes on. With `wait` it returns when all is done and raises JournalFull instead.
+        Returns when the tensors are copied. When the snapshot cannot be written that is an error in the log, the records are
+        kept, training goes on, and another is due a few records later. With `wait` it returns when all is done and raises
+        JournalFull instead.
         """
         with self._lock:
             self._check_ready()
-            self._log_bytes, self._state_bytes, self._snapshot_wanted = 0, _nbytes(tensors), False
-            self._log_records = 0
+            self._replaced = self._log_bytes, self._log_records, self._snapshot_wanted
+            self._log_bytes, self._log_records, self._snapshot_wanted = 0, 0, False
+            self._state_bytes = _nbytes(tensors)
             try:
                 number, records = self._open_segment().number, self._records
             except OSError as error:
+                self._give_up_snapshot()
                 failure = self._full("a snapshot cannot be begun", error)
                 if wait:
                     raise failure from error
@@ -427,11 +438,24 @@ class Journal:
             if self._snapshot_error:
                 raise JournalFull(self._snapshot_error)
 
+    def _give_up_snapshot(self) -> None:
+        """Count the log that it would have replaced, and try again: soon at first, then less often. Call with the lock."""
+        num_bytes, records, wanted = self._replaced
+        self._log_bytes += num_bytes
+        self._log_records += records
+        self._snapshot_wanted |= wanted
+        self._retry_at = self._records + min(2**self._failures, MOST_BETWEEN_TRIES)
+        self._failures += 1
+
     def _snapshot_saved(self, event: CheckpointSaved) -> None:
+        with self._lock:
+            self._failures = self._retry_at = 0
         self._snapshot_running = False
 
     def _snapshot_failed(self, event: CheckpointFailed) -> None:
         self._snapshot_error = f"{self.folder}: a snapshot cannot be written: {event.reason}"
+        with self._lock:
+            self._give_up_snapshot()
         self._snapshot_running = False
         self._log.error("%s; the log goes on growing", self._snapshot_error)
 
