@@ -28,6 +28,11 @@ from tests.warm import enter_namespace
 
 Tweak = tuple[str, str, Any]
 
+# On a loaded machine a healthy process may get no processor time for seconds. Worlds that are not about silence wait for it.
+PATIENT: dict[str, Any] = {"cluster.silence_timeout": 120.0, "cluster.stall_timeout": 120.0}
+PATIENT_FOR = {"syncps": {"strategy.timeout": 120.0}}  # a gradient that comes after it does not count
+PROMPT: dict[str, Any] = {"cluster.silence_timeout": 1.75, "cluster.stall_timeout": 10.0}  # the defaults
+
 TASKS = Path(__file__).parent / "tasks.py"
 PRELOAD = [
     "torch._dynamo",  # FSDP and pipelines import it: a second in every process
@@ -182,7 +187,7 @@ def run_world(
 
 
 def _begin_run(
-    size: int, run_dir: Path, config: dict[str, Any] | None, *, task: str | None, strategy: str, resume: bool
+    size: int, run_dir: Path, config: Mapping[str, Any] | None, *, task: str | None, strategy: str, resume: bool
 ) -> Config:
     """The resolved configuration, and the run directory made."""
     from smolcluster.config import dump, load_config, resolve
@@ -196,7 +201,7 @@ def _begin_run(
     }
     if task is not None:
         sets["task"] = f"{TASKS}:{task}"
-    resolved = resolve(load_config([], sets=sets | (config or {})))
+    resolved = resolve(load_config([], sets={**sets, **(config or {})}))
     RunDir(run_dir).create(dump(resolved), resume=resume)
     return resolved
 
@@ -367,7 +372,7 @@ class ElasticWorld:
     def start(self, who: Who) -> None:
         """Start this process; workers from the second life on, and those that were not in `start`, are started here."""
         if who != "server" and not self.address:
-            self.wait(lambda: bool(self.address), what="the server to listen")
+            self.wait(lambda: bool(self.address), what="the server to listen", within_s=300.0)
         seat = self.seat(who)
         first_life = not seat.lives
         ours, theirs = self._context.Pipe()
@@ -560,8 +565,8 @@ def run_elastic_world(
 ) -> ElasticWorld:
     """Train with a server and `workers` workers on loopback, until the server and every worker that lives have left.
 
-    `config` has dotted names; every step is logged. Nobody restarts a process but the script, which runs on the caller's
-    thread once the processes of the beginning are started:
+    `config` has dotted names; every step is logged. Nobody is evicted for silence unless `config` has PROMPT. Nobody restarts
+    a process but the script, which runs on the caller's thread once the processes of the beginning are started:
 
         def script(world):
             world.wait_for_step(5)           # of the server
@@ -585,6 +590,7 @@ def run_elastic_world(
 
     A run that does not end within `timeout_s` after the script is an AssertionError that tells who is left.
     """
+    config = PATIENT | PATIENT_FOR.get(strategy, {}) | (config or {})
     resolved = _begin_run(workers, run_dir, config, task=task, strategy=strategy, resume=resume is not None)
     world = ElasticWorld(
         workers,

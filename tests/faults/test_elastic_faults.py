@@ -39,7 +39,7 @@ from tests.faults.elastic_history import (
     wait_for_history,
     wait_for_next_step,
 )
-from tests.world import ElasticWorld, Who, run_elastic_world
+from tests.world import PROMPT, ElasticWorld, Who, run_elastic_world
 from tools import chaos
 
 from smolcluster.comm.elastic.security import new_token
@@ -281,7 +281,7 @@ def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slo
         wait_for_counted(world, 1, after=thawed)
         seen["back"] = time.time() - thawed
 
-    world = run(kind, 3, tmp_path, script=script)
+    world = run(kind, 3, tmp_path, PROMPT, script=script)
     lines = lines_of(world)
     assert_sound(world, steps=STEPS)
     reason = put_out(lines)[0]["reason"]
@@ -297,6 +297,23 @@ def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slo
     assert world.workers[1].status == 0
 
 
+@pytest.mark.parametrize("kind", ["allreduce", "syncps"])
+def test_a_worker_is_waited_for_as_long_as_the_configuration_says(tmp_path: Path, kind: str) -> None:
+    """Silent for twice the default bound, and not for the one that is set."""
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(5)
+        world.freeze(1)
+        time.sleep(2 * PROMPT["cluster.silence_timeout"])
+        world.thaw(1)
+
+    world = run(kind, 3, tmp_path, {"training.steps": 40, "cluster.silence_timeout": 120.0}, script=script)
+    assert_sound(world, steps=40)
+    assert not changes(lines_of(world), "paused")
+    assert world.summary["members_lost"] == 0
+    assert all(len(line["contributors"]) == 3 for line in commits(lines_of(world)))
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="usleep")
 @pytest.mark.parametrize("kind", ["allreduce", "syncps"])
 def test_a_worker_that_holds_the_gil_stays_a_member(tmp_path: Path, kind: str) -> None:
@@ -309,7 +326,7 @@ def test_a_worker_that_holds_the_gil_stays_a_member(tmp_path: Path, kind: str) -
         wait_for_next_step(world, after=seen["paused"], without=instance_of(world, 1))
         wait_for_counted(world, 1, after=seen["paused"])
 
-    config = {"training.steps": 400, "cluster.stall_timeout": 90.0}  # on a loaded machine silence may last
+    config = PROMPT | {"training.steps": 400, "cluster.stall_timeout": 90.0}  # on a loaded machine silence may last
     world = run(kind, 3, tmp_path, config, task="HoldsTheLock", environ={"HOLD": "1:10:4"}, script=script)
     assert_sound(world, steps=400)
     assert world.summary["members_lost"] == 0, "a healthy worker was lost"
@@ -629,7 +646,7 @@ def test_a_cut_network_heals_and_only_one_side_commits(
     places: dict[Who, tuple[str, str]] = {
         who: (network.namespace(host), network.address(host)) for host, who in enumerate(("server", 0, 1, 2))
     }
-    world = run(kind, 3, tmp_path, script=script, places=places, environ={"SMOLCLUSTER_TOKEN": new_token()})
+    world = run(kind, 3, tmp_path, PROMPT, script=script, places=places, environ={"SMOLCLUSTER_TOKEN": new_token()})
     lines = lines_of(world)
     assert_sound(world, steps=STEPS)
     assert set(world.statuses.values()) == {0}
@@ -660,7 +677,8 @@ def test_a_worker_that_the_others_cannot_reach_is_evicted_alone(
         who: (network.namespace(host), network.address(host)) for host, who in enumerate(("server", 0, 1, 2))
     }
     environ = {"SMOLCLUSTER_TOKEN": new_token()}
-    world = run("allreduce", 3, tmp_path, {"training.steps": 120}, script=script, places=places, environ=environ)
+    config = PROMPT | {"training.steps": 120}
+    world = run("allreduce", 3, tmp_path, config, script=script, places=places, environ=environ)
     assert_sound(world, steps=120)
     [line] = changes(lines_of(world), "evicted")
     assert (line["rank"], line["reason"]) == (0, "workers cannot reach each other: 0 and 1, 0 and 2")

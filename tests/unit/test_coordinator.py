@@ -346,7 +346,7 @@ def complain(run: Run, *complaints: tuple[int, int]) -> None:
     run.go_on()
     assert sorted(run.roster.members) == sorted(run.links), "nobody waited for the other complaints"
     for complaint in run.coordinator._complaints:
-        run.coordinator._complaints[complaint] -= coordinator.WITNESS_S
+        run.coordinator._complaints[complaint] -= coordinator.CONNECT_S + coordinator.WITNESS_S
     run.go_on()
 
 

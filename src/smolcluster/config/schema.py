@@ -341,6 +341,11 @@ class ClusterConfig(Section):
         description="keep a second server process ready (about 250 MB), with train --elastic one for every worker: who dies "
         "is back seconds sooner",
     )
+    silence_timeout: Positive = Field(
+        1.75,
+        description="elastic: seconds without a heartbeat before others go on without a process; raise it where healthy "
+        "processes are starved for longer, as on overloaded machines",
+    )
     stall_timeout: Positive = Field(
         10.0,
         description="elastic: seconds that a process may be silent while its machine still answers, as in a call that holds "

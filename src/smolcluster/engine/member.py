@@ -62,7 +62,7 @@ class Member(Role):
             dataclasses.replace(me, instance=instance_of(self._secret)),
             keyring=keyring,
             buffer_size=mine.buffer_size.get(spec.host),
-            limits=Limits(stall_s=mine.stall_timeout),
+            limits=Limits(silence_s=mine.silence_timeout, stall_s=mine.stall_timeout),
         )
         self.line = Line(self.transport, spec.server, stop_requested=self.channel.stop_requested)
         plan: Plan | None = None

@@ -104,7 +104,7 @@ class Server(Role):
             self.me,
             keyring=keyring,
             buffer_size=cluster.buffer_size.get(spec.host),
-            limits=Limits(stall_s=cluster.stall_timeout),
+            limits=Limits(silence_s=cluster.silence_timeout, stall_s=cluster.stall_timeout),
         )
         self.address = (host, int(port))
 

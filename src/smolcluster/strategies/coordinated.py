@@ -46,7 +46,7 @@ from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, Cost, Node, Options, Shape, State, StepReport
-from smolcluster.strategies.coordinator import Coordinator
+from smolcluster.strategies.coordinator import CONNECT_S, Coordinator
 from smolcluster.strategies.deadline import WAITING_S
 from smolcluster.strategies.elastic import Elastic, pack_state, unpack_state
 from smolcluster.tasks.base import Task
@@ -159,7 +159,12 @@ class Coordinated(Elastic):
         if self.context.line is not None:
             state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
             # However long another one computes: who is dead is the transport's to find out, and the coordinator's to say.
-            self._peers = Peers(self._line.transport, limit_bytes=max(256 << 20, state_bytes), timeout_s=math.inf)
+            self._peers = Peers(
+                self._line.transport,
+                limit_bytes=max(256 << 20, state_bytes),
+                timeout_s=math.inf,
+                connect_s=self._connect_s,
+            )
             self._group: ElasticGroup | None = None
             self._address = self._peers.listen(self._line.own_host, 0)
             self._peers.on_lost(lambda member, reason: self._suspect(member.rank, reason))
@@ -175,6 +180,10 @@ class Coordinated(Elastic):
             self._flights: deque[Flight] = deque()
             self._apply_s = 0.0  # what the last step took to apply
             self._norm: Tensor | None = None
+
+    @property
+    def _connect_s(self) -> float:
+        return max(CONNECT_S, self.context.config.cluster.silence_timeout)
 
     # The worker
 
@@ -390,8 +399,13 @@ class Coordinated(Elastic):
         return True
 
     def serve(self) -> None:
-        timeout_s = self.options.step_timeout
-        Coordinator(self, steps_ahead=self.num_slots, whole=self.results_are_whole, step_timeout_s=timeout_s).run()
+        Coordinator(
+            self,
+            steps_ahead=self.num_slots,
+            whole=self.results_are_whole,
+            step_timeout_s=self.options.step_timeout,
+            connect_s=self._connect_s,
+        ).run()
 
     def replay(self, commit: Commit) -> None:
         """Nothing to do again: the workers have the weights."""

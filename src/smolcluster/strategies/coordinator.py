@@ -39,7 +39,8 @@ SUSPICION_S = (
     0.5  # after the last complaint: all ends of broken links have complained, and the dead are gone by themselves
 )
 MOST_SUSPICION_S = 2.0  # after the first complaint, however many follow
-WITNESS_S = 6.0  # for a second witness of a single complaint: the other end complains after `Peers.connect_s`
+CONNECT_S = 5.0  # within which workers connect to each other, if silence is not allowed to last longer
+WITNESS_S = 1.0  # beyond that, for a second witness of a single complaint: the other end complains if it cannot connect
 SILENT_S = 1.0  # a member that was not heard for so long is cut off from here, too
 QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # how long an evicted member stays out, the first time and later
 
@@ -56,7 +57,13 @@ class Upload:
 
 class Coordinator:
     def __init__(
-        self, strategy: Coordinated, *, steps_ahead: int, whole: bool, step_timeout_s: float | None = None
+        self,
+        strategy: Coordinated,
+        *,
+        steps_ahead: int,
+        whole: bool,
+        step_timeout_s: float | None = None,
+        connect_s: float = CONNECT_S,
     ) -> None:
         self._strategy, self._context = strategy, strategy.context
         self._office, self._roster = strategy.office, strategy.office.roster
@@ -71,6 +78,7 @@ class Coordinator:
         self._complaints: dict[Complaint, float] = {}  # in the present view, and when each first came
         self._strikes = Strikes()
         self._watch = ComputeWatch(step_timeout_s)
+        self._connect_s = connect_s
         self._barred: dict[int, float] = {}  # rank -> until when it may not come back
         self._tries = 0  # how often in a row the results of the next step differed
         self._without_since: float | None = None  # nobody here has the weights
@@ -281,7 +289,9 @@ class Coordinator:
         if not complaints:
             return
         first, last = min(complaints.values()), max(complaints.values())
-        wait_s = WITNESS_S if is_lone(members, complaints) else min(last - first + SUSPICION_S, MOST_SUSPICION_S)
+        wait_s = min(last - first + SUSPICION_S, MOST_SUSPICION_S)
+        if is_lone(members, complaints):
+            wait_s = self._connect_s + WITNESS_S
         if now < first + wait_s:
             return
         self._complaints.clear()
