@@ -460,6 +460,43 @@ def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(monkey
     assert run.coordinator._committed == 2
 
 
+def test_a_paused_member_is_not_waited_for_where_the_coordinator_has_the_weights() -> None:
+    """A newcomer was to get them from that member, which has sent them here before it fell silent."""
+    run = Run(whole=True)
+    run.join(0)
+    run.commit(1)
+    run.join(1)
+    assert run.coordinator._needy == {1}
+    run.upload(0, {"w/x": torch.zeros(1)})
+    run.links[0].stalled, run.links[0].silent_s = True, 2.0
+    for _ in range(4):
+        run.coordinator._go_on()
+    assert [member.rank for member in run.roster.paused] == [0]
+    assert [member["rank"] for member in run.links[1].last(Kind.VIEW).meta["view"]["members"]] == [1]
+    run.commit(2)
+    assert run.coordinator._committed == 2
+
+
+def test_a_paused_member_without_the_weights_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that had them is gone, and does not come back in time."""
+    clock = [1000.0]
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    run = Run(whole=True)
+    run.join(0)
+    run.commit(1)
+    run.knock(1, 2)
+    run.go_on()
+    assert run.coordinator._needy == {1, 2}
+    run.links[1].stalled, run.links[1].silent_s = True, 2.0
+    run.leave(0)
+    for _ in range(4):
+        run.coordinator._go_on()
+    assert [member.rank for member in run.roster.paused] == [1]
+    assert run.coordinator._holder_may_return()
+    clock[0] += coordinator.RETURN_S + 1.0
+    assert not run.coordinator._holder_may_return()
+
+
 def test_where_all_are_silent_nobody_is_paused() -> None:
     run = Run(whole=True)
     run.join(0, 1)

@@ -195,14 +195,14 @@ class Coordinator:
         self._left_out.clear()
 
     def _holder_may_return(self) -> bool:
-        """Nobody here has the weights, and it is not long that nobody has: who had them may be on its way back."""
+        """Return True while nobody here has the weights, and a member that held them may still come back."""
         holders = [member for member in self._roster.in_order() if member.rank not in self._needy]
         holders += filter(self._knows, self._roster.newcomers)
-        if not holders and self._roster.paused:
-            return True  # until its link ends
         if holders or self._has == self._committed:
             self._without_since = None
             return False
+        if any(map(self._knows, self._roster.paused)):
+            return True  # until its link ends
         now = time.monotonic()
         self._without_since = self._without_since or now
         return now < self._without_since + RETURN_S
