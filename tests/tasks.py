@@ -432,6 +432,13 @@ class Weighed(Double):
         return total
 
 
+class Overclaims(Double):
+    """On rank 1 it says that more counts than its samples can have."""
+
+    def count(self, batch: Any) -> float:
+        return 2.0**50 if os.environ.get("TEST_RANK") == "1" else float(len(batch[0]))
+
+
 class _Shifted:
     """Augmented: each sequence is turned round by a random number of tokens, whenever it is read."""
 

@@ -375,6 +375,20 @@ def test_a_worker_whose_computing_hangs_is_fenced_and_catches_up(tmp_path: Path,
     assert world.summary["members_lost"] == 1, "a healthy worker was lost"
 
 
+@usually("syncps", "allreduce")
+@pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "fsdp"])
+def test_a_worker_that_claims_to_outweigh_all_others_is_evicted(tmp_path: Path, kind: str) -> None:
+    def script(world: ElasticWorld) -> None:
+        wait_for_history(world, lambda lines: changes(lines, "evicted", 1), what="the worker to be evicted")
+        world.kill(1)
+
+    world = run(kind, 2, tmp_path, {"training.steps": 60}, task="Overclaims", script=script)
+    assert_sound(world, steps=60)
+    reason = changes(lines_of(world), "evicted", 1)[0]["reason"]
+    assert "targets count in 8 samples, where at most 16 can" in reason
+    assert not any(part["rank"] == 1 for line in commits(lines_of(world)) for part in line["contributors"])
+
+
 # Workers come
 
 

@@ -102,7 +102,12 @@ class Server:
             device=torch.device("cpu"),
         )
         office = SimpleNamespace(
-            scale=AgreedScale(), roster=self.roster, leases=self.leases, record=lambda _: None, committed=lambda _: None
+            scale=AgreedScale(),
+            roster=self.roster,
+            leases=self.leases,
+            record=lambda _: None,
+            committed=lambda _: None,
+            count=lambda _: None,
         )
         server.context = SimpleNamespace(
             office=office,

@@ -32,7 +32,8 @@ from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
-from smolcluster.data.leases import Leases
+from smolcluster.data.leases import Leases, Range, indices
+from smolcluster.data.sampler import Sampler
 from smolcluster.engine import history
 from smolcluster.engine.adopt import MOST_STEPS
 from smolcluster.engine.best import Best
@@ -51,12 +52,14 @@ from smolcluster.engine.snapshot import Snapshot, check_compatible, check_whole
 from smolcluster.engine.summary import evaluation_summary, join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.tokenizer_files import check_tokenizer, tokenizer_info
+from smolcluster.engine.trial import unchanged_random_states
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, evaluation_fields, from_json
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.observe.machine import MachineFacts
 from smolcluster.strategies.base import Commit, Context, Node, Office, State, StepReport, Strategy
 from smolcluster.strategies.elastic import pack_state, unpack_state
+from smolcluster.tasks.base import count_of
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +182,7 @@ class Server(Role):
             committed=self._committed,
             wants=self._wants,
             arrived=self._arrived,
+            count=self._count_targets,
         )
         nodes = [Node(name=spec.host, batch_size=size) for size in self.batch_sizes]
         seats = self.strategy_class.seats(self.options, nodes)
@@ -214,6 +218,15 @@ class Server(Role):
         self._read_by: dict[
             int, dict[str, Any]
         ] = {}  # what had been read by these steps, where their state is to come yet
+
+    def _count_targets(self, ranges: Sequence[Range]) -> float | None:
+        """Return how many targets count in leased samples, by this process's own data; None: samples do, all alike."""
+        read = indices(Sampler(len(self.train_data), seed=self.config.training.seed or 0), ranges)
+        size = max(1, len(read) // self.config.training.grad_accumulation)  # as workers read them
+        parts = [read[i : i + size] for i in range(0, len(read), size)]
+        with unchanged_random_states(self.device):
+            counts = [count_of(self.task, self.train_data.batch(part)) for part in parts]
+        return None if None in counts else sum(filter(None, counts))
 
     def _check_disk(self, *, again: bool) -> int:
         """Return how many bytes the journal may take. `again`: one was begun before."""

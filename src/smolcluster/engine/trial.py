@@ -56,7 +56,7 @@ def try_task(
 ) -> str | None:
     """Run the task's code once. Raises UserError for a mistake; returns a warning, if there is one to give."""
     device, training = strategy.context.device, task.config.training
-    with _unchanged(device):
+    with unchanged_random_states(device):
         model = strategy.trial_model(task)
         if model is None:
             return None
@@ -152,7 +152,7 @@ def _named(task: Task, method: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unchanged(device: torch.device) -> Iterator[None]:
+def unchanged_random_states(device: torch.device) -> Iterator[None]:
     """Random states are afterwards as they were."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []

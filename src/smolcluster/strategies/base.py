@@ -28,6 +28,7 @@ from smolcluster.compute.timing import Span
 from smolcluster.config.schema import Config, TrainingConfig
 from smolcluster.data.leases import Leases
 from smolcluster.errors import UserError
+from smolcluster.strategies.claims import Count
 from smolcluster.tasks.base import Task
 
 TRIAL_BYTES = 2**31  # a model larger than this is not copied to try the task's code on
@@ -178,6 +179,7 @@ class Office:
     committed: Callable[[StepReport], None]  # told of every step, so that it can log, evaluate and save
     wants: Callable[[int], bool]  # whether the state after this step is needed, to evaluate or save
     arrived: Callable[[int], None]  # the state after this step is here: `state()` gives it
+    count: Count = lambda _: None  # targets that count in leased samples, by the server's own data; None: samples do
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.gate import TRIES
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, StepReport
+from smolcluster.strategies.claims import Claims
 from smolcluster.strategies.deadline import ComputeWatch
 from smolcluster.strategies.elastic import RETURN_S, send_state, unpack_state
 
@@ -78,6 +79,7 @@ class Coordinator:
         self._complaints: dict[Complaint, float] = {}  # in the present view, and when each first came
         self._strikes = Strikes()
         self._watch = ComputeWatch(step_timeout_s)
+        self._claims = Claims(self._office.count)
         self._connect_s = connect_s
         self._barred: dict[int, float] = {}  # rank -> until when it may not come back
         self._tries = 0  # how often in a row the results of the next step differed
@@ -329,10 +331,15 @@ class Coordinator:
         if not _sound(meta):
             self._roster.evict(member, "what it says of its result is no use")
             return
+        ranges = self._office.leases.held(member.instance).get(step, [])
+        claimed = float(meta.get("weight", 0.0))
+        if ranges and (overclaim := self._claims.objection(ranges, claimed)) is not None:
+            self._roster.evict(member, overclaim)
+            return
         log.debug("%s holds the result of step %d", member.name, step)
         self._needy.discard(member.rank)
         self._done.setdefault(step, {})[member.rank] = meta
-        if step not in self._office.leases.held(member.instance):
+        if not ranges:
             return
         objection = self._strategy.gate.objection(float(meta["mine"]))
         if objection is not None:

@@ -26,6 +26,7 @@ from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.replica import Batch
 from smolcluster.config.schema import Codec
 from smolcluster.strategies.base import Commit, Cost, Node, Options, Shape
+from smolcluster.strategies.claims import Claims
 from smolcluster.strategies.elastic import Elastic, send_state
 from smolcluster.tasks.base import Task
 
@@ -134,6 +135,7 @@ class Served(Elastic):
         self._feedback = Feedback() if codec.feedback else None
         if self.context.office is not None:
             self._pushes: dict[tuple[int, int], Push] = {}
+            self._claims = Claims(self.office.count)
             self._keep_encoded = self._gradients.nbytes < self._dense_bytes
             self._scratch = self._new_tensors() if self._keep_encoded else {}  # to decode pushes into, one at a time
             self._roster.expect(Kind.PUSH, [*self._gradients.payloads(), *self._buffers.payloads()])
@@ -250,11 +252,15 @@ class Served(Elastic):
         if push.missing:
             return None
         del self._pushes[key]
-        lent = sum(count for _, count in self.office.leases.held(member.instance).get(push.step, []))
+        ranges = self.office.leases.held(member.instance).get(push.step, [])
+        lent = sum(count for _, count in ranges)
         if lent != push.samples:
             self._roster.evict(
                 member, f"it pushed {push.samples} samples of step {push.step}, and {lent} were lent to it"
             )
+            return None
+        if (objection := self._claims.objection(ranges, push.count)) is not None:
+            self._roster.evict(member, objection)
             return None
         objection = self.gate.objection(push.norm)
         if objection is None and (broken := not_finite(push.buffers)):

@@ -1,0 +1,35 @@
+"""What members may claim that their gradients weigh.
+
+Gradients are weighted by the targets that count in their samples (`Task.count`), and each member counts its own. One that
+claims too many would outweigh all others. The server has the same data: a claim beyond all it has counted so far is counted
+again from the leased samples. That is rare, since few claims are larger than all before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from smolcluster.data.leases import Range
+
+SLACK = 2.0  # data may be read at random: another reading of the same samples has other counts
+
+Count = Callable[[Sequence[Range]], float | None]
+
+
+class Claims:
+    def __init__(self, count: Count) -> None:
+        """`count`: the targets that count in these samples; None: samples count, all alike."""
+        self._count = count
+        self._most_per_sample = 0.0
+
+    def objection(self, ranges: Sequence[Range], claimed: float) -> str | None:
+        """Return why these samples cannot weigh what a member claims; None: they can."""
+        samples = sum(part.count for part in ranges)
+        if claimed <= self._most_per_sample * samples:
+            return None
+        counted = self._count(ranges)
+        most = samples if counted is None else SLACK * counted
+        self._most_per_sample = max(self._most_per_sample, most / samples)
+        if claimed <= most:
+            return None
+        return f"it claims that {claimed:g} targets count in {samples} samples, where at most {most:g} can"

@@ -1,0 +1,40 @@
+"""What a member may claim that its gradient weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smolcluster.data.leases import Range
+from smolcluster.strategies.claims import Claims
+
+LEASE = [Range(0, 3), Range(10, 1)]
+
+
+def test_where_samples_count_nobody_claims_more_than_it_was_lent() -> None:
+    claims = Claims(lambda _: None)
+    assert claims.objection(LEASE, 4) is None
+    assert claims.objection(LEASE, 4.5) == "it claims that 4.5 targets count in 4 samples, where at most 4 can"
+    assert claims.objection([Range(4, 8)], 8) is None
+
+
+def test_a_claim_is_counted_again_only_if_it_is_larger_than_all_before() -> None:
+    counted: list[Sequence[Range]] = []
+
+    def count(ranges: Sequence[Range]) -> float:
+        counted.append(ranges)
+        return 10.0 * sum(part.count for part in ranges)
+
+    claims = Claims(count)
+    assert claims.objection(LEASE, 40) is None
+    assert claims.objection([Range(20, 2)], 15) is None
+    assert claims.objection([Range(30, 2)], 20) is None
+    assert counted == [LEASE]
+    assert claims.objection(LEASE, 2.0**50) is not None
+    assert claims.objection(LEASE, 2.0**50) is not None, "a refused claim is no measure for the next"
+    assert claims.objection(LEASE, 40) is None
+
+
+def test_samples_without_targets_weigh_nothing() -> None:
+    claims = Claims(lambda _: 0.0)
+    assert claims.objection(LEASE, 0.0) is None
+    assert claims.objection(LEASE, 1.0) is not None
