@@ -24,6 +24,7 @@ from smolcluster.compute.replica import Batch, Replica
 from smolcluster.data.leases import Leases, Range
 from smolcluster.engine.journal import Journal
 from smolcluster.errors import SmolclusterError
+from smolcluster.strategies import served as served_module
 from smolcluster.strategies import syncps as syncps_module
 from smolcluster.strategies.base import Commit, Node, Shape
 from smolcluster.strategies.edp import EDP, EDPOptions
@@ -54,6 +55,7 @@ class Roster:
         self.refused: Counter[str] = Counter()
         self.evicted: list[str] = []
         self.epoch = 0
+        self.patience_s = 0.0
         self.script: list[Event] = []
 
     def in_order(self) -> list[Member]:
@@ -251,6 +253,24 @@ def test_samples_of_a_gradient_that_was_only_too_old_are_lent_again(monkeypatch:
     assert edp.leases.held(a.instance)[3] == lent  # at once, and to whoever is next
     edp.strategy._answer(edp.push(b, 1.0, version=1))
     assert len(edp.strategy._waiting) == 1
+
+
+@pytest.mark.parametrize(("strategy", "options"), [(SyncPS, SyncPSOptions()), (EDP, EDPOptions())])
+def test_a_silent_member_is_waited_for_as_long_as_a_step_takes(
+    monkeypatch: pytest.MonkeyPatch, strategy: type[Served], options: Any
+) -> None:
+    """As without a parameter server: to pause it costs its gradient, and the whole state when it is back."""
+    clock = [1000.0]
+    monkeypatch.setattr(served_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    server = Server(strategy, options, monkeypatch)
+    (a,) = server.join(0)
+    for step, took_s in enumerate([5.0, 20.0, 300.0, 20.0], start=1):
+        if step not in server.leases.held(a.instance):
+            server.strategy.lend(a, step)
+        clock[0] += took_s
+        push = server.strategy._arrived(server.push(a, 1.0, step=step))
+        server.strategy._record([push], server.strategy._average([push]))
+    assert server.roster.patience_s == 20.0
 
 
 def test_edp_goes_on_counting_the_steps_of_a_worker_that_was_paused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ The server holds the model and its optimizer; every worker has a replica.
 from __future__ import annotations
 
 import math
+import statistics
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -29,6 +32,9 @@ from smolcluster.strategies.base import Commit, Cost, Node, Options, Shape
 from smolcluster.strategies.claims import Claims
 from smolcluster.strategies.elastic import Elastic, send_state
 from smolcluster.tasks.base import Task
+
+
+TIMES_KEPT = 64  # steps
 
 
 class ServedOptions(Options):
@@ -136,6 +142,8 @@ class Served(Elastic):
         if self.context.office is not None:
             self._pushes: dict[tuple[int, int], Push] = {}
             self._claims = Claims(self.office.count)
+            self._step_times: deque[float] = deque(maxlen=TIMES_KEPT)
+            self._recorded_at: float | None = None
             self._keep_encoded = self._gradients.nbytes < self._dense_bytes
             self._scratch = self._new_tensors() if self._keep_encoded else {}  # to decode pushes into, one at a time
             self._roster.expect(Kind.PUSH, [*self._gradients.payloads(), *self._buffers.payloads()])
@@ -323,6 +331,14 @@ class Served(Elastic):
         numbers, parts = self._smallest_form(pushes, average, encoded)
         parts += [buffers[n] for n in self._buffers.names]
         self.office.record(Commit(step=step, contributors=contributors, gradient=parts, numbers=numbers))
+        self._note_step_time(time.monotonic())
+
+    def _note_step_time(self, now: float) -> None:
+        """Pause no member that is silent for less than a usual step: it would lose its gradient, and get the whole state."""
+        if self._recorded_at is not None:
+            self._step_times.append(now - self._recorded_at)
+            self._roster.patience_s = statistics.median(self._step_times)
+        self._recorded_at = now
 
     def _smallest_form(
         self, pushes: Sequence[Push], average: dict[str, Tensor], encoded: Sequence[Tensor] | None
