@@ -24,6 +24,8 @@ Staleness weights are relative: if all that has arrived is equally old, it count
 older.
 
 A worker's death costs its unfinished step. Samples whose gradient came to nothing, by that or by its age, are lent again.
+A run over epochs ends when as many samples have counted: what workers still hold then (LEASES_AHEAD leases each) has not, and
+samples of the next epoch have counted in its place.
 
 Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:   sent S, received W / interval
 
