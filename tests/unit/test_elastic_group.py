@@ -19,6 +19,7 @@ from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.group import FAR_AHEAD, ElasticGroup
 from smolcluster.comm.elastic.memory import MemoryTransport, Switchboard
 from smolcluster.comm.elastic.peers import Peers
+from smolcluster.comm.elastic.proofs import PairKeys, proof, read_keys
 from smolcluster.comm.elastic.states import state_messages
 from smolcluster.comm.elastic.tcp import Limits, TcpTransport
 from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer, Transport
@@ -803,6 +804,110 @@ def test_a_stranger_is_not_listened_to(world: World) -> None:
     stranger.links[instance(0)].send(chunk(0, 0, 10))
     until(lambda: stranger.ended != {})
     everywhere(groups, lambda group: group.barrier())
+
+
+# Members that prove who they are
+
+
+class Impostor(Hostile):
+    """It has the token, and knows the instance of a member."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.got: list[Kind] = []
+        real = world.transports[instance(rank)]
+        super().__init__(world, rank)
+        world.transports |= {instance(rank): real, "impostor": self.transport}
+
+    def place(self, link: Link, head: Head) -> torch.Tensor | None:
+        self.got.append(head.kind)
+        return super().place(link, head)
+
+    def received(self, link: Link, message: Message) -> None:
+        self.got.append(message.kind)
+
+
+def form_with_keys(world: World, view: View, keys: PairKeys, *members: Member) -> list[ElasticGroup]:
+    instances = [member.instance for member in view.members]
+    return [
+        world.peers[member.instance].form(view, read_keys(keys.of(member.instance, instances)))
+        for member in members or view.members
+    ]
+
+
+def assert_sums(groups: list[ElasticGroup]) -> None:
+    def total(group: ElasticGroup) -> torch.Tensor:
+        mine = torch.full((5000,), float(group.rank + 1))
+        group.all_reduce(mine).wait()
+        return mine
+
+    expected = len(groups) * (len(groups) + 1) / 2
+    assert all(bool(total.eq(expected).all()) for total in everywhere(groups, total))
+
+
+def test_members_that_prove_who_they_are_sum(world: World) -> None:
+    """Also those whose links were made under a coordinator that has been restarted since, and has other keys."""
+    members = [world.add(rank, proven=True) for rank in range(4)]
+    assert_sums(form_with_keys(world, View(1, 0, tuple(members[:3])), PairKeys()))
+    assert_sums(form_with_keys(world, View(2, 0, tuple(members)), PairKeys()))
+    assert_sums(form_with_keys(world, View(3, 0, tuple(members[1:])), PairKeys()))
+
+
+def test_members_that_hear_of_other_keys_at_different_times_sum(world: World) -> None:
+    a, b = (world.add(rank, proven=True) for rank in range(2))
+    before, after = PairKeys(), PairKeys()
+    form_with_keys(world, View(1, 0, (a, b)), before, a)
+    first = form_with_keys(world, View(2, 0, (a, b)), after, b)
+    assert_sums([*form_with_keys(world, View(2, 0, (a, b)), after, a), *first])
+
+
+MADE_UP = Message(kind=Kind.MEMBER, epoch=1, meta={"proof": "00" * 32})
+IMPOSTURES = {
+    "a piece": [chunk(0, 0, 2500)],
+    "a state": [Message(kind=Kind.STATE, meta={"tensors": [["a", "float32", [3]]], "meta": {}})],
+    "a proof that is made up": [MADE_UP],
+    "no proof": [Message(kind=Kind.MEMBER, epoch=1, meta={"proof": None})],
+    "a proof of another view": [Message(kind=Kind.MEMBER, epoch=9, meta={"proof": "00" * 32}), chunk(0, 0, 2500)],
+}
+
+
+@pytest.mark.parametrize("messages", IMPOSTURES.values(), ids=IMPOSTURES)
+def test_to_know_an_instance_is_not_enough_to_be_that_member(world: World, messages: list[Message]) -> None:
+    a, b = (world.add(rank, proven=True) for rank in range(2))
+    view, keys = View(1, 0, (a, b)), PairKeys()
+    impostor = Impostor(world, 1)
+    (first,) = form_with_keys(world, view, keys, a)
+    impostor.transport.dial(a.address, impostor)
+    until(lambda: impostor.links != {})
+    for message in messages:
+        impostor.links[a.instance].send(message)
+    until(lambda: impostor.ended != {})
+    assert_sums([first, *form_with_keys(world, view, keys, b)])
+    assert set(impostor.got) <= {Kind.MEMBER}, "it got what was meant for the member"
+    assert world.lost == []
+
+
+def test_a_proof_is_of_no_use_on_another_link(world: World) -> None:
+    """Not even to somebody to whom it was sent."""
+    a, b = (world.add(rank, proven=True) for rank in range(2))
+    keys = read_keys(PairKeys().of(a.instance, [b.instance]))
+    said = proof(keys[b.instance], binding=b"another link", instance=b.instance)
+    impostor = Impostor(world, 1)
+    world.peers[a.instance].form(View(1, 0, (a, b)), keys)
+    impostor.transport.dial(a.address, impostor)
+    until(lambda: impostor.links != {})
+    impostor.links[a.instance].send(Message(kind=Kind.MEMBER, epoch=1, meta={"proof": said}))
+    until(lambda: impostor.ended != {})
+
+
+def test_a_member_that_is_busy_in_the_last_view_is_not_reported(world: World) -> None:
+    """It is connected, and proves who it is when it forms the view."""
+    a, b = (world.add(rank, proven=True) for rank in range(2))
+    view, keys, peers = View(1, 0, (a, b)), PairKeys(), world.peers[a.instance]
+    (first,) = form_with_keys(world, view, keys, a)
+    until(lambda: bool(peers._unproven))
+    _on_thread(world.transports[a.instance], lambda: peers._check_links(peers._exchange))
+    assert world.lost == []
+    assert_sums([first, *form_with_keys(world, view, keys, b)])
 
 
 # State

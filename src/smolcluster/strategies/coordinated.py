@@ -39,6 +39,7 @@ from smolcluster.comm.elastic.group import ElasticGroup
 from smolcluster.comm.elastic.line import Lease
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.peers import Peers
+from smolcluster.comm.elastic.proofs import read_keys
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View, ViewChanged
 from smolcluster.comm.group import PeerLost
@@ -164,6 +165,7 @@ class Coordinated(Elastic):
                 limit_bytes=max(256 << 20, state_bytes),
                 timeout_s=math.inf,
                 connect_s=self._connect_s,
+                proven=True,
             )
             self._group: ElasticGroup | None = None
             self._address = self._peers.listen(self._line.own_host, 0)
@@ -329,7 +331,7 @@ class Coordinated(Elastic):
         ranks, steps = [member.rank for member in view.members], [flight.step for flight in self._flights]
         log.debug("view %d: members %s from step %d on; in flight here: %s", view.epoch, ranks, view.step + 1, steps)
         self._epoch, self._settled = view.epoch, False
-        self._group = self._peers.form(view)
+        self._group = self._peers.form(view, read_keys(meta["keys"]))
         if self._is_over(view):
             self._group.abort(ViewChanged("a later view is on its way"))
         donations = {int(joiner): int(donor) for joiner, donor in meta["donations"].items()}

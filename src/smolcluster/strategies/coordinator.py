@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.proofs import PairKeys
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.comm.elastic.verdict import Complaint, Strikes, is_lone, verdict
 from smolcluster.comm.elastic.view import Member as Seated
@@ -81,6 +82,7 @@ class Coordinator:
         self._watch = ComputeWatch(step_timeout_s)
         self._claims = Claims(self._office.count)
         self._connect_s = connect_s
+        self._pair_keys = PairKeys()
         self._barred: dict[int, float] = {}  # rank -> until when it may not come back
         self._tries = 0  # how often in a row the results of the next step differed
         self._without_since: float | None = None  # nobody here has the weights
@@ -177,7 +179,8 @@ class Coordinator:
                 if member.rank not in idle:
                     leases[member.rank].append(self._strategy.lend(member, step))
         for member in members:
-            said = {**meta, "leases": leases[member.rank]}
+            keys = self._pair_keys.of(member.instance, self._seated)
+            said = {**meta, "leases": leases[member.rank], "keys": keys}
             member.link.send(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=said))
         self._view_epoch = roster.epoch
         self._watch.begin(self._seated, now=time.monotonic())

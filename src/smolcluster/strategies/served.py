@@ -33,7 +33,6 @@ from smolcluster.strategies.claims import Claims
 from smolcluster.strategies.elastic import Elastic, send_state
 from smolcluster.tasks.base import Task
 
-
 TIMES_KEPT = 64  # steps
 
 

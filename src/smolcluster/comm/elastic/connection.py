@@ -351,7 +351,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
             self._say(answer)
         if self._handshake.peer is None:
             return
-        self.peer = self._handshake.peer
+        self.peer, self.binding = self._handshake.peer, self._handshake.binding
         self.linked = self._accepting = self._parser.authenticated = True
         self._owner.links.add(self)
         self.decided.set_result(None)

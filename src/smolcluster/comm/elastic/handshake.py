@@ -13,6 +13,7 @@ is told REFUSE with a reason that is the same for a wrong token, an unknown one 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -63,6 +64,12 @@ class Handshake:
         self._mine, self._theirs = secrets.token_bytes(NONCE_BYTES), b""
         self._claimed: Peer | None = None  # what the client says of itself
         self._next = Kind.HELLO
+
+    @property
+    def binding(self) -> bytes:
+        """What both ends know of this connection: both have put something new into it."""
+        client, server = (self._mine, self._theirs) if self._find is None else (self._theirs, self._mine)
+        return hashlib.sha256(client + server).digest()
 
     def begin(self) -> list[Message]:
         if self._find is not None:

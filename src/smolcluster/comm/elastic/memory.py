@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import secrets
 import threading
 import time
 from collections import deque
@@ -334,6 +335,7 @@ class MemoryDialer(Dialer):
             self._link = MemoryLink(me, self._handler, other.me)
             twin = MemoryLink(other, handler, me.me)
             self._link.twin, twin.twin = twin, self._link
+            self._link.binding = twin.binding = secrets.token_bytes(32)
             handler.linked(twin)
             self._handler.linked(self._link)
         network.at(REDIAL_S, self._try)

@@ -62,6 +62,7 @@ class Kind(enum.IntEnum):
 
     # Groups.
     CHUNK = 64  # a piece of a collective (payload); step is the operation, channel the piece
+    MEMBER = 65  # worker to worker: proof that I am the member I name, by the key that the coordinator gave us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,8 @@
 Every pair of members has one link: of two members the one that stands earlier in the view dials the other. Links outlive
 views; `form` closes those of members that are gone, dials those that are missing, and makes the group of the view.
 
+    MEMBER                        which member the peer is, proved with a key of the view (`proofs.py`); nothing is sent to it
+                                  before, and nothing else listened to
     CHUNK of this view's epoch    to the view's operations
     CHUNK of an older epoch       received, dropped and counted: its sender has not heard of this view yet
     CHUNK of a newer epoch        kept, as far as there is room, until `form` is called for that view
@@ -24,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from smolcluster.comm.elastic.group import ElasticGroup, Exchange, Landing, keep, key_of
+from smolcluster.comm.elastic.proofs import is_proven, proof
 from smolcluster.comm.elastic.states import IncomingState, Layout, Transfer, state_messages
 from smolcluster.comm.elastic.transport import LEFT, Dialer, Head, Kind, Link, Message, Transport
 from smolcluster.comm.elastic.view import Member, View, ViewChanged
@@ -52,13 +55,20 @@ class Peers:
     """A transport's handler for links between workers. Made once; `form` for every view."""
 
     def __init__(
-        self, transport: Transport, *, limit_bytes: int = 256 << 20, timeout_s: float = 60.0, connect_s: float = 5.0
+        self,
+        transport: Transport,
+        *,
+        limit_bytes: int = 256 << 20,
+        timeout_s: float = 60.0,
+        connect_s: float = 5.0,
+        proven: bool = False,
     ) -> None:
         """`limit_bytes`: for pieces that come before they are wanted. A rank that is ahead sends 1/n of each tensor it
         sums, so with the gradients of all steps in flight of G bytes, G/n is enough. Beyond it the link is closed.
 
         `timeout_s`: after so long without a piece moving, `wait` gives up; infinite: never. `connect_s`: after so long
-        without a link, a member is reported to `on_lost`.
+        without a link, a member is reported to `on_lost`. `proven`: peers prove which member they are, with the keys that
+        `form` is given.
         """
         self.dropped_chunks = 0  # of older views
         self._transport = transport
@@ -69,6 +79,10 @@ class Peers:
         self._exchange: Exchange | None = None
         self._index: dict[str, int] = {}  # instance -> place in the view
         self._dialers: dict[str, Dialer] = {}  # by instance
+        self._proven = proven
+        self._keys: Mapping[str, bytes] = {}  # by instance
+        self._unproven: dict[Link, Message | None] = {}  # links that prove nothing yet, and what they have sent
+        self._shown: dict[Link, bytes] = {}  # the key with which I have proved who I am
         self._landings: dict[Link, Landing] = {}
         self._ahead: dict[int, list[tuple[Link, Head, Tensor]]] = {}  # chunks by epoch
         self._settling: _Settling | None = None
@@ -88,7 +102,7 @@ class Peers:
         """Call this from a thread that waits for an operation, as long as it waits."""
         self._on_waiting = callback
 
-    def form(self, view: View) -> ElasticGroup:
+    def form(self, view: View, keys: Mapping[str, bytes] | None = None) -> ElasticGroup:
         """The group of this view; the one before it is aborted. Does not wait for links: operations do.
 
         Not on the transport's thread: it waits for the pieces that are half-way into the memory of the view before, or out
@@ -103,7 +117,7 @@ class Peers:
             self._exchange.abort(ViewChanged(f"the members have changed: view {view.epoch} has {len(view.members)}"))
         exchange = Exchange(self._wires, view, timeout_s=self._timeout_s, on_waiting=self._on_waiting)
         settled = threading.Event()
-        self._wires.soon(lambda: self._switch(exchange, settled))
+        self._wires.soon(lambda: self._switch(exchange, keys or {}, settled))
         if not settled.wait(SETTLE_S):
             self._wires.soon(self._cut_off)
             if not settled.wait(SETTLE_S):
@@ -151,10 +165,17 @@ class Peers:
     # The transport's handler
 
     def linked(self, link: Link) -> None:
-        self._wires.add(link)
+        if self._proven:
+            self._unproven[link] = None
+            self._show(link)
+        else:
+            self._wires.add(link)
 
     def place(self, link: Link, head: Head) -> Tensor | None:
         landing = None
+        if link in self._unproven:
+            log.warning("refused %s from %s, which has not proved who it is", head.kind.name, link.peer.name)
+            return None
         if head.kind is Kind.CHUNK:
             landing = self._place_chunk(link, head)
         elif head.kind is Kind.STATE and link in self._incoming:
@@ -167,7 +188,13 @@ class Peers:
 
     def received(self, link: Link, message: Message) -> None:
         landing = self._landings.pop(link, None)
-        if landing is not None:
+        if message.kind is Kind.MEMBER and self._proven:
+            if link in self._unproven:
+                self._unproven[link] = message
+                self._check(link)
+        elif link in self._unproven:
+            link.close(f"{message.kind.name} before it has proved who it is")
+        elif landing is not None:
             landing.arrived()
             self._settle(link)
         elif message.kind is Kind.STATE:
@@ -180,6 +207,11 @@ class Peers:
             self._states.put(state)
 
     def unlinked(self, link: Link, reason: str) -> None:
+        self._shown.pop(link, None)
+        if link in self._unproven:
+            del self._unproven[link]
+            self._check_links_later()  # whoever it was: the member itself may come yet
+            return
         was_used = self._wires.uses(link)
         self._wires.remove(link)
         self._forget(link)
@@ -203,6 +235,29 @@ class Peers:
             if member.address == address:
                 self._hang_up(member.instance)  # the next view may try again
                 self._lost(member, reason)
+
+    # Proofs
+
+    def _show(self, link: Link) -> None:
+        """Prove who I am, once with each key."""
+        key = self._keys.get(link.peer.instance)
+        if key is not None and self._shown.get(link) != key:
+            self._shown[link] = key
+            said = proof(key, binding=link.binding, instance=self._transport.me.instance)
+            epoch = 0 if self._exchange is None else self._exchange.view.epoch
+            link.send(Message(kind=Kind.MEMBER, epoch=epoch, meta={"proof": said}))
+
+    def _check(self, link: Link) -> None:
+        """Use a link whose peer has proved who it is. One of another view may have other keys, and proves it again there."""
+        said, instance = self._unproven[link], link.peer.instance
+        key, exchange = self._keys.get(instance), self._exchange
+        if said is None or key is None or exchange is None:
+            return
+        if is_proven(said.meta.get("proof"), key, binding=link.binding, instance=instance):
+            del self._unproven[link]
+            self._wires.add(link)
+        elif said.epoch == exchange.view.epoch:
+            link.close(f"it does not prove that it is {link.peer.name}")
 
     # Chunks
 
@@ -258,10 +313,10 @@ class Peers:
 
     # Views
 
-    def _switch(self, exchange: Exchange, settled: threading.Event) -> None:
+    def _switch(self, exchange: Exchange, keys: Mapping[str, bytes], settled: threading.Event) -> None:
         """To the next view, on the transport's thread."""
         before, view = self._exchange, exchange.view
-        self._exchange = exchange
+        self._exchange, self._keys = exchange, keys
         self._index = {member.instance: i for i, member in enumerate(view.members)}
 
         # Links: those of former members end, those still missing are dialled.
@@ -269,10 +324,13 @@ class Peers:
             if member.instance not in self._index:
                 self._hang_up(member.instance)
                 self._wires.close(member.instance, f"{member.name} is not in view {view.epoch}")
+        for link in list(self._unproven):
+            self._show(link)
+            self._check(link)
         own = self._index[self._transport.me.instance]
         for member in view.members[own + 1 :]:
             self._dial(member)
-        self._transport.call_later(self._connect_s, lambda: self._check_links(exchange))
+        self._check_links_later()
 
         # Chunks that were ahead of us.
         for epoch in sorted(epoch for epoch in self._ahead if epoch <= view.epoch):
@@ -329,11 +387,17 @@ class Peers:
             link.close(f"{member.name} was meant, and this is another process")
             self._lost(member, "another process has its address")
 
+    def _check_links_later(self) -> None:
+        if (exchange := self._exchange) is not None:
+            self._transport.call_later(self._connect_s, lambda: self._check_links(exchange))
+
     def _check_links(self, exchange: Exchange) -> None:
+        """Report members without a link. One that is connected and unproven may still be computing in the last view."""
         if exchange is not self._exchange or exchange.error is not None:
             return
+        connected = {self._transport.me.instance, *(link.peer.instance for link in self._unproven)}
         for member in exchange.view.members:
-            if member.instance != self._transport.me.instance and not self._wires.linked_to(member):
+            if member.instance not in connected and not self._wires.linked_to(member):
                 self._lost(member, f"no connection within {self._connect_s:g} s")
 
     def _lost(self, member: Member, reason: str) -> None:

@@ -35,6 +35,7 @@ class Link(ABC):
 
     peer: Peer
     traffic: Traffic  # bytes that crossed the socket, headers included; with TLS, before encryption
+    binding: bytes  # both ends know it, and no other connection has the same
 
     @abstractmethod
     def send(self, message: Message, *, sent: Callable[[bool], None] | None = None) -> Work:

@@ -1,0 +1,49 @@
+"""Keys between two workers, so that each can prove to the other which member it is.
+
+Every member knows the instances and addresses of all others, so these prove nothing. The coordinator, to whom each worker has
+proved its instance when it joined, gives every pair of members a key of its own with the view. On a link each side sends a MAC
+under that key, over what only this connection has: a proof is of no use on another one, and of none to a third member.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+KEY_BYTES = 16
+_KEY = re.compile(r"[0-9a-f]{32}")
+
+
+class PairKeys:
+    """The coordinator's: the same key for a pair in every view."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def of(self, instance: str, others: Iterable[str]) -> dict[str, str]:
+        """Return the keys of a member, by the instance of the other one."""
+        return {other: self._key(*sorted((instance, other))) for other in others if other != instance}
+
+    def _key(self, first: str, second: str) -> str:
+        return hmac.new(self._secret, f"{first} {second}".encode(), hashlib.sha256).hexdigest()[: 2 * KEY_BYTES]
+
+
+def read_keys(value: Any) -> dict[str, bytes]:
+    """Return the keys that came with a view. Raises ValueError."""
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) and _KEY.fullmatch(k) for k in value.values()):
+        raise ValueError(f"keys of a view are {2 * KEY_BYTES} hex digits each")
+    return {str(instance): bytes.fromhex(key) for instance, key in value.items()}
+
+
+def proof(key: bytes, *, binding: bytes, instance: str) -> str:
+    """Return what the worker with this instance sends. `binding`: what both ends of the connection know, and no other has."""
+    return hmac.new(key, b"smolcluster member " + binding + instance.encode(), hashlib.sha256).hexdigest()
+
+
+def is_proven(said: object, key: bytes, *, binding: bytes, instance: str) -> bool:
+    expected = proof(key, binding=binding, instance=instance)
+    return isinstance(said, str) and hmac.compare_digest(said.encode(), expected.encode())
