@@ -173,7 +173,7 @@ def test_a_member_cannot_join_without_end() -> None:
 
 def test_joining_again_and_again_leaves_others_undisturbed() -> None:
     office = fuzz._Office()
-    for _ in range(RANK_JOINS[0] + 20):
+    for _ in range(4 * RANK_JOINS[0]):  # every other one ends the link that it has
         office.say(1, Message(kind=Kind.JOIN, meta=dict(fuzz.JOIN)))
         office.welcome()
     assert office.roster.joined <= RANK_JOINS[0] + 2
@@ -188,6 +188,18 @@ def test_a_report_is_numbers_and_short_texts() -> None:
     assert report.items() >= {"step": 3, "loss": None, "weights_sha256": "a" * 64}.items()
     assert len(report) <= 64
     assert not {"long", "deep"} & set(report)
+
+
+def test_of_a_rank_that_leaves_again_and_again_the_last_report_is_kept() -> None:
+    office = fuzz._Office()
+    for step in range(3):
+        office.say(1, Message(kind=Kind.JOIN, meta=dict(fuzz.JOIN)))
+        office.welcome()
+        office.say(1, Message(kind=Kind.REPORT, meta={"last": step}))
+        assert office.parties[1].link is not None
+        office.parties[1].link.close("done")
+        office.listen()
+    assert office.roster.reports == [{"last": 2}]
 
 
 # A run

@@ -393,6 +393,16 @@ def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(mo
     assert barred == [0.0, 10.0, 30.0, 0.0]
 
 
+def test_a_peer_that_is_refused_without_end_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(whole=True)
+    run.join(0)
+    for _ in range(1000):
+        run.roster.refuse(cast(Link, run.links[0]), "why not")
+    assert 10 < len(caplog.records) < 20
+    assert "(512 times by now)" in caplog.text
+    assert run.roster.refused.total() == 1000
+
+
 # A run over epochs: its last step moves
 
 
