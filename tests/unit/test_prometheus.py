@@ -169,7 +169,11 @@ def test_the_last_value_of_everything_is_served(sink: PrometheusSink) -> None:
         "planned_steps": 300,
     }
     assert {name.removeprefix("smolcluster_"): family.value for name, family in families.items()} == expected
-    unsaid = {"smolcluster_members", "smolcluster_val_accuracy"}  # of a server; of a task that tells it
+    unsaid = {
+        "smolcluster_members",
+        "smolcluster_val_accuracy",
+        "smolcluster_val_metric",
+    }  # of a server; of a task that tells it
     assert set(families) == set(METRICS) - unsaid
 
 
@@ -181,6 +185,18 @@ def test_a_row_that_comes_late_brings_its_evaluation_and_turns_no_counter_back(s
     assert families["smolcluster_samples_total"].value == 56
     assert families["smolcluster_loss"].value == 2.25
     assert families["smolcluster_val_loss"].value == 1.5
+
+
+def test_metrics_of_a_task_are_told_by_their_names(sink: PrometheusSink) -> None:
+    sink.handle(replace(ROW, val_extra={"f1": 0.5, 'wer "clean"': math.nan}))
+    sink.handle(replace(ROW, step=8))  # without an evaluation
+    found = [line for line in get(sink)[1].splitlines() if "val_metric" in line]
+    assert found[1] == "# TYPE smolcluster_val_metric gauge"
+    labels = 'role="worker",rank="1",host="pi5",run="my-run"'
+    assert found[2:] == [
+        f'smolcluster_val_metric{{{labels},metric="f1"}} 0.5',
+        f'smolcluster_val_metric{{{labels},metric="wer \\"clean\\""}} NaN',
+    ]
 
 
 def test_a_server_is_asked_who_takes_part() -> None:

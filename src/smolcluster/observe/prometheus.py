@@ -28,6 +28,7 @@ from typing import Any
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Event, RunStarted, StepLogged
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MOST_METRICS = 64  # of a task's own, from one evaluation
 _MOST_CALLERS = 8  # at once; Prometheus is one
 _PATIENCE_S = 5.0  # with a caller that says nothing
 _LOOK_S = 0.1  # how soon a server sees that it is to stop
@@ -49,6 +50,7 @@ METRICS = {
     "smolcluster_loss": Metric("gauge", "Training loss.", "loss"),
     "smolcluster_val_loss": Metric("gauge", "Loss of the last evaluation.", "val_loss"),
     "smolcluster_val_accuracy": Metric("gauge", "Accuracy of the last evaluation.", "val_accuracy"),
+    "smolcluster_val_metric": Metric("gauge", "Any other metric of the last evaluation, by the label metric."),
     "smolcluster_learning_rate": Metric("gauge", "Learning rate.", "lr"),
     "smolcluster_grad_norm": Metric("gauge", "Norm of the gradient before clipping.", "grad_norm"),
     "smolcluster_samples_total": Metric("counter", "Samples since the start of training.", "samples"),
@@ -96,6 +98,7 @@ class PrometheusSink:
             "smolcluster_planned_steps": started.steps,
             "smolcluster_checkpoint_failures_total": 0,
         }
+        self._named: dict[str, float] = {}  # metrics of the task's own
         self._lock = threading.Lock()
         self._server = _Server(host, port, sink=self, names={started.host, socket.gethostname()})
         self.port = int(self._server.server_address[1])
@@ -127,16 +130,19 @@ class PrometheusSink:
     def text(self) -> str:
         """What a scrape gets."""
         with self._lock:
-            values = dict(self._values)
+            values, named = dict(self._values), dict(self._named)
         if self._members is not None:
             values["smolcluster_members"] = self._members()
         values["smolcluster_run_info"] = 1
         lines: list[str] = []
         for name, metric in METRICS.items():
-            if name in values:
-                labels = self._info if name == "smolcluster_run_info" else self._labels
+            labels = self._info if name == "smolcluster_run_info" else self._labels
+            samples = [(labels, values[name])] if name in values else []
+            if name == "smolcluster_val_metric":
+                samples = [(labels | {"metric": label}, value) for label, value in named.items()]
+            if samples:
                 lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
-                lines += [f"{name}{{{written(labels)}}} {number(values[name])}"]
+                lines += [f"{name}{{{written(labels)}}} {number(value)}" for labels, value in samples]
         return "\n".join(lines) + "\n"
 
     def _row(self, row: StepLogged) -> None:
@@ -145,6 +151,9 @@ class PrometheusSink:
         named = {name: metric.field for name, metric in METRICS.items() if metric.field}
         values = {name: getattr(row, field) for name, field in named.items() if not late or field.startswith("val_")}
         self._set({name: value for name, value in values.items() if value is not None})
+        if row.val_extra:
+            with self._lock:
+                self._named = dict(list(row.val_extra.items())[:MOST_METRICS])
 
     def _set(self, values: Mapping[str, float]) -> None:
         with self._lock:
