@@ -290,6 +290,25 @@ def test_a_single_evaluation_is_in_the_middle_of_its_chart(url: str, open_page: 
     assert page.evaluate(asked, 1) == [0, 2, [0, 1, 2]]
 
 
+def test_skipped_steps_and_metrics_of_a_task_show_where_there_are_any(
+    url: str, folder: Path, open_page: Callable[..., Any]
+) -> None:
+    run = configure(folder / "runs" / "own", workers=1)
+    append(run / "metrics.jsonl", row(1, val_loss=2.0))
+    page = open_page(f"{url}#/own/overview")
+    until(page, "document.querySelector('[data-tile=step] b').textContent === '1'")
+    assert page.is_hidden("#metrics")
+    assert page.query_selector("[data-tile=skipped]") is None
+    append(run / "metrics.jsonl", *(row(step, skipped=3, val_f1=step / 10, val_wer=0.5) for step in (2, 3)))
+    until(page, "document.querySelector('[data-tile=skipped] b')?.textContent === '3'")
+    label = "document.querySelector('#metrics canvas').getAttribute('aria-label')"
+    until(page, f"/^Metrics: f1 0.3\\d*, wer 0.5\\d*$/.test({label})")
+    assert page.locator("#metrics canvas").bounding_box()["width"] > 300
+    page.click("#metrics .legend button >> text=wer")
+    until(page, f"!{label}.includes('wer')")
+    shutil.rmtree(run)
+
+
 def test_by_keyboard_and_without_motion(url: str, open_page: Callable[..., Any]) -> None:
     page = open_page(f"{url}#/ended-a/overview", reduced_motion="reduce")
     until(page, "document.querySelector('#status').textContent === 'finished'")

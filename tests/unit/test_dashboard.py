@@ -22,7 +22,7 @@ from tests.unit.run_folder import T0, aged, append, begin, configure, folder_of_
 from smolcluster.cli.top import top
 from smolcluster.comm.elastic.transport import LEFT
 from smolcluster.dashboard.follow import LineFollower
-from smolcluster.dashboard.joining import Joined
+from smolcluster.dashboard.joining import MOST_METRICS, Joined
 from smolcluster.dashboard.links import Count, links_of, shape_of
 from smolcluster.dashboard.logs import read_page
 from smolcluster.dashboard.machines import GOOD_BYE, Machine, State, known_facts, state_of
@@ -766,6 +766,43 @@ def test_metrics_of_a_task_have_a_number_each(tmp_path: Path) -> None:
     )
     numbers = told_of(run)["numbers"]
     assert (numbers["metrics"], numbers["val_loss"], numbers["val_ppl"]) == ({"f1": 0.75, "wer": None}, None, 3.0)
+
+
+def test_metrics_of_a_task_have_a_curve_each_and_stand_in_the_terminal(tmp_path: Path) -> None:
+    run = configure(tmp_path / "run", workers=1)
+    append(run / "metrics.jsonl", row(1, val_f1=0.5, val_loss=2.0))
+    reader = RunReader(run, now=lambda: T0 + 3)
+    reader.poll()
+    teller = Teller(reader)
+    teller.changes()
+    append(run / "metrics.jsonl", row(2, val_f1=0.75, val_wer=2.0), row(3))
+    reader.poll()
+    changes = teller.changes()
+    assert changes is not None
+    assert changes["curves"]["val_f1"] == {"from": 1, "stride": 1, "rows": 2, "columns": columns("val_f1", 2, 0.75)}
+    assert changes["curves"]["val_wer"] == {"from": 0, "stride": 1, "rows": 1, "columns": columns("val_wer", 2, 2.0)}
+    assert "f1 0.7500  wer 2.0000" in drawn(teller.snapshot())
+    append(run / "metrics.jsonl", row(4, **{f"val_{n}": 1.0 for n in range(100)}))
+    told = told_of(run)
+    assert len([name for name in told["curves"] if name.startswith("val_")]) == MOST_METRICS
+    text = drawn(told, width=60)
+    assert "loss 1.2500" in text
+    assert "…" not in text
+
+
+def columns(field: str, step: int, value: float) -> dict[str, list[float]]:
+    return {"step": [step], "time": [T0 + step], **{name: [value] for name in (field, "lowest", "highest")}}
+
+
+def test_steps_that_were_skipped_are_told(tmp_path: Path) -> None:
+    """All ranks skip the same ones."""
+    run = configure(tmp_path / "run", workers=2)
+    append(run / "metrics.jsonl", *(row(1, rank) for rank in (0, 1)))
+    assert told_of(run)["numbers"]["skipped"] == 0
+    assert "skipped" not in drawn(told_of(run))
+    append(run / "metrics.jsonl", *(row(2, rank, skipped=3) for rank in (0, 1)))
+    assert told_of(run)["numbers"]["skipped"] == 3
+    assert "3 skipped" in drawn(told_of(run))
 
 
 def test_checkpoints(tmp_path: Path) -> None:

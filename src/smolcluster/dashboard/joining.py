@@ -18,6 +18,8 @@ RECENT = 20
 
 JOINED_FIELDS = ("loss", "tokens_per_s", "samples_per_s", "grad_norm", "lr", "staleness")
 VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")
+MOST_METRICS = 16  # of a task's own
+METRIC_POINTS = 240
 
 
 class Joined:
@@ -30,6 +32,7 @@ class Joined:
     def __init__(self) -> None:
         self.curve = Curve(JOINED_FIELDS)
         self.val = Curve(VAL_FIELDS)
+        self.metrics: dict[str, Curve] = {}  # of a task's own, by name
         self.served = False
         self._weights = BatchWeights()
         self._open: dict[int, dict[int, tuple[dict[str, Any], float]]] = {}
@@ -49,6 +52,7 @@ class Joined:
         step, rank, when = row["step"], row["rank"], row["time"]
         if any(name.startswith("val_") and value is not None for name, value in row.items()):  # NaN leaves a gap
             self.val.add(row, step=step, time=when)
+            self._add_metrics(row)
             self.last_val = row if step >= self.last_val.get("step", step) else self.last_val
         if row.get("role") == "server":
             if not self.served:  # rows of workers that came before do not count
@@ -65,6 +69,14 @@ class Joined:
         self._latest[rank] = row
         self._began = min(self._began, when)
         self._close_what_is_complete(row, num_workers)
+
+    def _add_metrics(self, row: dict[str, Any]) -> None:
+        for field in own_metrics(row):
+            name = field.removeprefix("val_")
+            if name not in self.metrics and len(self.metrics) < MOST_METRICS:
+                self.metrics[name] = Curve((field,), limit=METRIC_POINTS)
+            if name in self.metrics:
+                self.metrics[name].add(row, step=row["step"], time=row["time"])
 
     def flush(self) -> None:
         """The run has ended: nobody is waited for."""
@@ -110,6 +122,11 @@ class Joined:
         self.curve.add(row, step=row["step"], time=row["time"])
         self.recent.append(row)
         self.last = row if row["time"] >= self.last.get("time", row["time"]) else self.last
+
+
+def own_metrics(row: dict[str, Any]) -> list[str]:
+    """The fields of an evaluation that only some tasks have."""
+    return sorted(name for name in row if name.startswith("val_") and name not in VAL_FIELDS)
 
 
 def is_here(silence_s: float, *, pause_s: float) -> bool:

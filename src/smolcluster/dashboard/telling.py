@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smolcluster.dashboard.joining import VAL_FIELDS
+from smolcluster.dashboard.joining import MOST_METRICS, VAL_FIELDS, own_metrics
 from smolcluster.dashboard.links import links_of, shape_of
 from smolcluster.dashboard.machines import MOST_TEXT, Machine, state_of, waiting_s
 from smolcluster.dashboard.reading import OWN_STEPS, Happening, RunReader, shortened
@@ -25,7 +25,6 @@ from smolcluster.observe.events import StepLogged
 
 PACE_S = 5.0  # over which tokens per second are taken
 _TAKING_PART = ("starting", "training", "silent", "finished", "stopped")
-MOST_METRICS = 16
 _ROW = ("loss", "step_time_s", "compute_s", "comm_s", "staleness", "tokens_per_s", "samples_per_s")
 
 Row = dict[str, Any]
@@ -106,6 +105,8 @@ class Teller:
         run = self.run
         yield "joined", run.joined.curve
         yield "val", run.joined.val
+        for name, curve in run.joined.metrics.items():
+            yield f"val_{name}", curve
         yield "workers", run.workers_curve
         for rank, machine in sorted(run.machines.items()):
             if machine.role != "server":
@@ -152,7 +153,7 @@ class Teller:
             "own_steps": machine.role != "server" and self.run.strategy in OWN_STEPS,
             **{name: tidy(finite(last.get(name))) for name in _ROW},
             "wait_s": tidy(waiting_s(last)),
-            "stale_rejected": int(finite(last.get("stale_rejected")) or 0),
+            **{name: int(finite(last.get(name)) or 0) for name in ("stale_rejected", "skipped")},
             "sent": round(count.sent),
             "received": round(count.received),
             "sent_per_s": round(count.sent_per_s) if moving else 0,
@@ -197,6 +198,7 @@ class Teller:
             **{name: tidy(value) for name, value in self._pace().items()},
             **{name: tidy(split.get(name)) for name in ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")},
             "stale_rejected": sum(row["stale_rejected"] for row in counted),
+            "skipped": max((row["skipped"] for row in counted), default=0),  # all ranks skip the same steps
             "bytes_per_s": sum(row["sent_per_s"] for row in machines),  # what one sends, another receives
             "bytes": self._bytes(machines),
             "started": _rounded(run.first_time),
@@ -283,5 +285,4 @@ def _rounded(value: float | None) -> float | None:
 
 def _extra(row: Row) -> dict[str, float | None]:
     """The metrics of an evaluation that only some tasks have, by name."""
-    names = sorted(name for name in row if name.startswith("val_") and name not in VAL_FIELDS)
-    return {name.removeprefix("val_"): finite(row[name]) for name in names[:MOST_METRICS]}
+    return {name.removeprefix("val_"): finite(row[name]) for name in own_metrics(row)[:MOST_METRICS]}

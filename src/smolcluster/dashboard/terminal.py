@@ -47,7 +47,7 @@ _BY_IMPORTANCE = (
     *("temp", "memory", "waiting", "comm", "compute", "device", "staleness", "traffic", "host", "step time", "loss"),
     *("step", "state", "machine"),
 )
-_NUMBERS_BY_IMPORTANCE = ("step time", "best", "traffic", "accuracy", "elapsed", "speed", "eta", "val", "")
+_NUMBERS_BY_IMPORTANCE = ("step time", "best", "traffic", "accuracy", "elapsed", "speed", "skipped", "eta", "val", "")
 _TEXT_COLUMNS = ("machine", "state", "host", "device", "step time", "traffic", "temp")
 
 
@@ -113,6 +113,10 @@ def _numbers(snapshot: dict[str, Any], width: int) -> str:
         parts["best"] = f"(best {number(numbers['best_val_loss'])})"
     if numbers["val_accuracy"] is not None:
         parts["accuracy"] = f"acc {numbers['val_accuracy']:.1%}"
+    own = {f"metric {name}": f"{name} {number(v)}" for name, v in numbers["metrics"].items() if v is not None}
+    parts |= own
+    if numbers["skipped"]:
+        parts["skipped"] = f"{numbers['skipped']} skipped"
     if numbers["tokens_per_s"]:
         parts["speed"] = f"{short(numbers['tokens_per_s'])} tok/s"
     elif numbers["samples_per_s"]:
@@ -124,7 +128,7 @@ def _numbers(snapshot: dict[str, Any], width: int) -> str:
         parts["elapsed"] = f"elapsed {clock(numbers['elapsed_s'])}"
     if numbers["eta_s"] is not None:
         parts["eta"] = f"eta {clock(numbers['eta_s'])}"
-    for name in _NUMBERS_BY_IMPORTANCE:
+    for name in (*reversed(own), *_NUMBERS_BY_IMPORTANCE):
         if len(text := "  ".join(parts.values()).replace("  (", " (")) <= width:
             break
         parts.pop(name, None)

@@ -55,7 +55,11 @@ export class Overview {
     this.throughput = new Chart(throughput, { label: "Throughput", height: 180, format: short, zero: true, cut: true });
     const staleness = card("Staleness", { id: "staleness", note: el("span", { class: "note" }, "versions behind") });
     this.staleness = new Chart(staleness, { label: "Staleness", height: 180, zero: true });
-    for (const chart of [this.loss, this.split, this.throughput, this.staleness]) chart.group = "overview";
+    this.metricsLegend = new Legend(draw);
+    this.metricsCard = card("Metrics", { id: "metrics", note: el("span", { class: "note" }, "of the validation samples") });
+    this.metrics = new Chart(this.metricsCard, { label: "Metrics", height: 180, format: number });
+    this.metricsCard.append(this.metricsLegend.node);
+    for (const chart of [this.loss, this.split, this.throughput, this.staleness, this.metrics]) chart.group = "overview";
 
     // Traffic and events
     this.links = new Links();
@@ -66,7 +70,7 @@ export class Overview {
     this.events = el("ol", { class: "events", "aria-label": "Events, the newest first" });
     const events = card("Events", { id: "events" }, this.events);
 
-    this.node = el("div", { class: "grid" }, this.tiles.node, machines, table, loss, split, throughput, staleness, links, line, events);
+    this.node = el("div", { class: "grid" }, this.tiles.node, machines, table, loss, split, this.metricsCard, throughput, staleness, links, line, events);
   }
 
   hover(rank) {
@@ -127,6 +131,7 @@ export class Overview {
       const [x, y] = ordered(val.columns, "val_loss");
       series.push({ id: "val", name: "validation", color: "val", x, y, width: 1.4, dash: [4, 4], dots: true });
     }
+    this.drawMetrics(state, ordered);
     this.legend.set(items.slice(0, 18));
     this.loss.set({ series, x: this.x, log: this.log });
 
@@ -156,6 +161,21 @@ export class Overview {
     const all = joined ? [{ id: "joined", name: several ? "all workers" : "training", color: "fg", ...pair(ordered(joined.columns, field)), width: 1.8 }] : [];
     this.throughput.set({ x: this.x, series: several ? [...each(field, 16), ...all] : all });
     this.staleness.set({ x: this.x, series: each("staleness", 16) });
+  }
+
+  /** What the task itself measures, where it does. */
+  drawMetrics(state, ordered) {
+    const found = Object.keys(state.curves).filter((id) => id.startsWith("val_"));
+    const items = found.map((id, i) => ({ id, name: id.slice("val_".length), color: rankColor(i) }));
+    this.metricsCard.hidden = !items.length;
+    this.metricsLegend.set(items);
+    this.metrics.set({
+      x: this.x,
+      series: items.filter(({ id }) => this.metricsLegend.visible(id)).map((item) => {
+        const [x, y] = ordered(state.curves[item.id].columns, item.id);
+        return { ...item, x, y, width: 1.4, dots: true };
+      }),
+    });
   }
 
   /** The last row of each worker: the same three parts, side by side. */
@@ -274,6 +294,11 @@ class Tiles {
       const id = `val_${name}`;
       if (!this.made.has(id)) this.add(id, name);
       this.put(id, number(value), "validation");
+    }
+    if (n.skipped && !this.made.has("skipped")) this.add("skipped", "Skipped steps");
+    if (this.made.has("skipped")) {
+      this.made.get("skipped").tile.hidden = !n.skipped;
+      this.put("skipped", count(n.skipped), "gradient not finite");
     }
     this.put("rate", ...rate(n));
     this.put("time", duration(n.step_time_s), known(n.compute_s) && n.step_time_s ? `${percent(n.compute_s / n.step_time_s)} compute` : "");
