@@ -215,6 +215,7 @@ def test_a_terminal_that_is_closed_ends_the_run_in_order(
         [sys.executable, "-m", "smolcluster", *map(str, command)],
         **{"cwd": folder, "env": smol.env | {"MASTER_PORT": str(free_port())}},
         **{"stdin": subprocess.DEVNULL, "stdout": theirs, "stderr": theirs},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
     )
     os.close(theirs)
     threading.Thread(target=drain, args=(ours,), daemon=True).start()
@@ -406,15 +407,20 @@ def interrupt(running: Running, run_dir: Path, number: int, *, workers: int) -> 
     return int(summary["steps"])
 
 
-def kill_everything(running: Running, run_dir: Path, *, workers: int) -> None:
-    """At a random step, launcher and workers at once."""
+def kill_everything(running: Running, run_dir: Path, *, workers: int, after: int) -> None:
+    """At a random step, launcher and workers at once, when a checkpoint later than step `after` is complete."""
     processes = running.workers(workers)
-    wait_for_step(running, run_dir, random.randrange(71, STEPS - 20), ranks=workers)
+    wait_for_step(running, run_dir, random.randrange(71, STEPS - 40), ranks=workers)
+    running.until(lambda: newest_step(run_dir) > after, what=f"a checkpoint after step {after}")
     os.kill(running.process.pid, signal.SIGKILL)
     for process in processes:
         process.kill()
     running.process.wait()
     all_gone(processes, within_s=30)
+
+
+def newest_step(run_dir: Path) -> int:
+    return max(int(folder.name.removeprefix("step-")) for folder in (run_dir / "checkpoints").glob("step-*"))
 
 
 def flip_a_bit(file: Path) -> None:
@@ -431,7 +437,7 @@ def hard_life(smol: Smol, folder: Path, *, workers: int, number: int) -> None:
     step = interrupt(running, run_dir, number, workers=workers)
 
     running = smol.start("train", "--resume", f"runs/{run_dir.name}", cwd=folder)
-    kill_everything(running, run_dir, workers=workers)
+    kill_everything(running, run_dir, workers=workers, after=step)
     assert resumed(running.output) == step
     damaged_dir = folder / "runs" / "damaged"
     if workers == 1:

@@ -54,5 +54,7 @@ def test_members_that_come_and_go_find_it_too(
     assert len(refusals) >= 2
     assert all("overflowed in fp16 at loss scale" in notice for notice in refusals), refusals
     assert len(refusals) <= 2 * STEPS / 3, "as many overflows as there are intervals, at most, on each worker"
-    assert alone / 4 <= saved_scale(world.summary) <= 4 * alone
+    # With steps in flight, how large gradients become depends on when each is applied: some overflow at a lower scale.
+    least = alone / (16 if options.get("strategy.staleness_bound") or strategy == "edp" else 4)
+    assert least <= saved_scale(world.summary) <= 4 * alone
     assert world.summary["members_lost"] == 0
