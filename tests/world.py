@@ -372,7 +372,7 @@ class ElasticWorld:
     def start(self, who: Who) -> None:
         """Start this process; workers from the second life on, and those that were not in `start`, are started here."""
         if who != "server" and not self.address:
-            self.wait(lambda: bool(self.address), what="the server to listen", within_s=300.0)
+            self.wait(lambda: bool(self.address), what="the server to listen")
         seat = self.seat(who)
         first_life = not seat.lives
         ours, theirs = self._context.Pipe()
@@ -423,7 +423,7 @@ class ElasticWorld:
         lives = self.seat(who).lives
         return bool(lives) and lives[-1].process.is_alive()
 
-    def wait(self, question: Callable[[], bool], *, what: str, within_s: float = 120.0) -> None:
+    def wait(self, question: Callable[[], bool], *, what: str, within_s: float = 300.0) -> None:
         """Until the answer is yes: asked at every event, and a few times a second for what is no event."""
         deadline = time.monotonic() + within_s
         with self._news:
@@ -432,11 +432,11 @@ class ElasticWorld:
                 assert left > 0, f"{what}: not within {within_s:g} s; {self.story()}"
                 self._news.wait(min(left, 0.1))
 
-    def wait_for_step(self, step: int, who: Who = "server", *, within_s: float = 120.0) -> None:
+    def wait_for_step(self, step: int, who: Who = "server", *, within_s: float = 300.0) -> None:
         """Until it has logged this step or a later one."""
         self.wait(lambda: self.seat(who).step >= step, what=f"step {step} of {who}", within_s=within_s)
 
-    def wait_for_exit(self, who: Who, *, within_s: float = 120.0) -> int | None:
+    def wait_for_exit(self, who: Who, *, within_s: float = 300.0) -> int | None:
         """Until its process is gone; returns the status of that life."""
         self.wait(lambda: not self.alive(who), what=f"the end of {who}", within_s=within_s)
         life = self.seat(who).lives[-1]

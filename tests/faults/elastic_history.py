@@ -51,7 +51,7 @@ def first_commit(lines: Lines, *, after: float, without: str = "") -> dict[str, 
 
 
 def wait_for_history(
-    world: ElasticWorld, question: Callable[[Lines], object], *, what: str, within_s: float = 90.0
+    world: ElasticWorld, question: Callable[[Lines], object], *, what: str, within_s: float = 300.0
 ) -> None:
     world.wait(lambda: bool(question(lines_of(world))), what=what, within_s=within_s)
 
@@ -64,7 +64,7 @@ def wait_for_next_step(world: ElasticWorld, *, after: float, without: str = "") 
     return line
 
 
-def wait_for_counted(world: ElasticWorld, rank: int, *, after: float, within_s: float = 120.0) -> None:
+def wait_for_counted(world: ElasticWorld, rank: int, *, after: float, within_s: float = 300.0) -> None:
     """Until a step committed after this time has counted a gradient of this rank."""
 
     def counted(lines: Lines) -> bool:
