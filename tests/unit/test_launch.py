@@ -312,9 +312,10 @@ def test_role_rank_and_run_are_in_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGHUP")
 def test_a_hangup_asks_to_stop_unless_it_is_ignored() -> None:
     """`nohup` ignores it for its command."""
-    assert signal.SIGHUP in stop_signals()
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
+        assert signal.SIGHUP in stop_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
         with signals(list, queue.SimpleQueue()):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
