@@ -340,10 +340,10 @@ def test_a_server_that_stands_still_for_a_while_loses_nobody(tmp_path: Path, kin
     def script(world: ElasticWorld) -> None:
         world.wait_for_step(20)
         world.freeze("server")
-        time.sleep(4.0)  # twice the silence after which a link ended
+        time.sleep(2 * PROMPT["cluster.silence_timeout"])
         world.thaw("server")
 
-    world = run(kind, 2, tmp_path, {"cluster.stall_timeout": 90.0}, script=script)
+    world = run(kind, 2, tmp_path, PROMPT | {"cluster.stall_timeout": 90.0}, script=script)
     assert_sound(world, steps=STEPS)
     assert world.summary["members_lost"] == 0
     assert not any("lost the server" in notice for worker in world.workers for notice in worker.notices())
