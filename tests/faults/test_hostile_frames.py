@@ -330,7 +330,7 @@ class TestStrangers:
     def test_what_is_no_handshake_ends_at_once(self, field: Field, data: bytes) -> None:
         began = time.monotonic()
         provoke(field.connect(), data)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < Limits().handshake_s
         assert len(field.server.linked_ones) == 1  # the witness
 
     @pytest.mark.parametrize(
@@ -344,10 +344,8 @@ class TestStrangers:
             sock = member.sock if member is not None else field.connect()
             tracemalloc.start()
             try:
-                began = time.monotonic()
                 sock.sendall(bytes(data))
                 hung_up(sock)
-                assert time.monotonic() - began < 1.0
                 assert tracemalloc.get_traced_memory()[1] < 1 << 20
             finally:
                 tracemalloc.stop()
@@ -442,12 +440,14 @@ class TestStrangers:
             began = time.monotonic()
             with field.connect() as sock, contextlib.suppress(ConnectionError):
                 sock.settimeout(0.02)
-                for byte in HELLO:
+                for byte in HELLO[:-1]:
                     sock.sendall(bytes([byte]))
                     with contextlib.suppress(TimeoutError):
                         if not sock.recv(100):
                             break
-            assert 0.4 < time.monotonic() - began < 4.0
+                else:
+                    pytest.fail("all but the last byte was heard")
+            assert time.monotonic() - began > 0.4
         finally:
             field.close()
 
