@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
-PASSES = (  # each with whether its tests may run beside each other
-    (("tests/unit", "tests/equivalence"), True),
-    (("tests/faults", "tests/gpu", "tests/e2e"), False),
+PASSES = (  # each with how its tests are dealt to the processes that run beside each other
+    (("tests/unit", "tests/equivalence"), "load"),
+    (("tests/faults", "tests/gpu", "tests/e2e"), "loadfile"),  # those of a file share what takes long to start
 )
 MOST_AGAIN = 10  # failures in a run; when more than these fail, something is broken
 REPORT = "SMOLCLUSTER_FAILED_TESTS"  # environment: the file that the plugin writes
@@ -92,14 +92,14 @@ def passes(tests: Sequence[str], *, all_of_them: bool, jobs: int) -> list[list[s
     common = ["-m", "", "--hypothesis-profile=thorough"] if all_of_them else []
     if tests:
         return [[*tests, *common]]
-    return [[*folders, *common, *(["-n", str(jobs)] if beside else [])] for folders, beside in PASSES]
+    return [[*folders, *common, "-n", str(jobs), "--dist", dealt] for folders, dealt in PASSES]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests, then every failed one once more, alone.")
     parser.add_argument("tests", nargs="*", help="files or test ids; default: all")
     parser.add_argument("--all", action="store_true", help="include tests marked slow")
-    parser.add_argument("--jobs", type=int, default=2, help="processes for tests that may run beside each other")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that run tests beside each other")
     chosen = parser.parse_args()
     started = time.monotonic()
     verdict = judge(passes(chosen.tests, all_of_them=chosen.all, jobs=chosen.jobs), run_pytest)

@@ -56,8 +56,8 @@ def test_the_plugin_reports_failures_and_errors(tmp_path: Path) -> None:
 
 
 def test_passes_of_the_whole_suite() -> None:
-    first, second = passes([], all_of_them=False, jobs=3)
-    assert first[-2:] == ["-n", "3"]
-    assert "-n" not in second
-    assert all(Path(folder).is_dir() for folder in (*first[:-2], *second))
+    for arguments in passes([], all_of_them=False, jobs=3):
+        folders, options = arguments[:-4], arguments[-4:]
+        assert all(Path(folder).is_dir() for folder in folders)
+        assert options[:3] == ["-n", "3", "--dist"]
     assert passes(["tests/unit/test_x.py"], all_of_them=True, jobs=2)[0][1:3] == ["-m", ""]
