@@ -34,7 +34,13 @@ def test_a_claim_is_counted_again_only_if_it_is_larger_than_all_before() -> None
     assert claims.objection(LEASE, 40) is None
 
 
-def test_samples_without_targets_weigh_nothing() -> None:
+def test_few_targets_may_be_more_when_they_are_read_at_random() -> None:
     claims = Claims(lambda _: 0.0)
-    assert claims.objection(LEASE, 0.0) is None
-    assert claims.objection(LEASE, 1.0) is not None
+    assert claims.objection(LEASE, 4.0) is None, "one for each sample"
+    assert claims.objection(LEASE, 5.0) is not None
+
+
+def test_no_samples_weigh_nothing() -> None:
+    claims = Claims(lambda _: 10.0)
+    assert claims.objection([], 0.0) is None
+    assert claims.objection([], 1.0) == "it claims that 1 targets count, and no samples are leased to it"

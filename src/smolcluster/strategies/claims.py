@@ -25,10 +25,12 @@ class Claims:
     def objection(self, ranges: Sequence[Range], claimed: float) -> str | None:
         """Return why these samples cannot weigh what a member claims; None: they can."""
         samples = sum(part.count for part in ranges)
+        if samples == 0:
+            return f"it claims that {claimed:g} targets count, and no samples are leased to it" if claimed else None
         if claimed <= self._most_per_sample * samples:
             return None
         counted = self._count(ranges)
-        most = samples if counted is None else SLACK * counted
+        most = max(samples, SLACK * (counted or 0))
         self._most_per_sample = max(self._most_per_sample, most / samples)
         if claimed <= most:
             return None
