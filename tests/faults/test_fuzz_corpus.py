@@ -17,7 +17,7 @@ from tools import fuzz
 from tools.abuse import outside, serving, training
 from tools.fuzz import TARGETS, Kind, Message, Peers, Seated, Switchboard, View
 
-from smolcluster.comm.elastic.roster import ALL_JOINS, RANK_JOINS, JoinLimit
+from smolcluster.comm.elastic.roster import ALL_JOINS, RANK_JOINS, Gone, JoinLimit
 from smolcluster.engine.quota import FIRST_ROWS, ROW_BYTES, RowQuota
 from smolcluster.observe.events import StepLogged, to_json
 
@@ -124,6 +124,32 @@ def test_an_instance_that_others_can_read_is_not_enough_to_take_a_seat() -> None
     join(office.secrets[0])  # it was the process itself, over another link
     assert [member.rank for member in office.roster.newcomers] == [0]
     assert "secret" not in office.roster.newcomers[0].said
+
+
+@pytest.mark.parametrize("size", [True, 0, -1, 4.0, "4", None, fuzz.SAMPLES + 1])
+def test_a_batch_size_is_a_number_of_samples(size: object) -> None:
+    """JSON's `true` is an int to Python, and no position in the data to a server that reads its own record."""
+    office = fuzz._Office()
+    office.say(1, Message(kind=Kind.JOIN, meta=fuzz.JOIN | {"batch_size": size}))
+    assert office.roster.newcomers == []
+    assert office.roster.refused.total() == 1
+
+
+@pytest.mark.parametrize(("step", "taken"), [(7, 7), (True, 0), (-1, 0), (2**64 - 1, 0), ("7", 0), (None, 0)])
+def test_a_member_goes_on_with_a_step_that_there_can_be(step: object, taken: int) -> None:
+    office = fuzz._Office()
+    office.say(1, Message(kind=Kind.JOIN, meta=fuzz.JOIN | {"step": step}))
+    (newcomer,) = office.roster.newcomers
+    assert (newcomer.step, type(newcomer.step)) == (taken, int)
+
+
+def test_a_reason_that_quotes_a_member_is_one_short_line() -> None:
+    office = fuzz._Office()
+    office.roster.evict(office.roster.members[0], "it sent \x1b[2J" + "x" * 10**6)
+    gone = office.roster.get(0)
+    assert isinstance(gone, Gone)
+    assert len(gone.reason) <= 500
+    assert gone.reason.isprintable()
 
 
 def row(**fields: Any) -> Message:

@@ -423,7 +423,7 @@ class Server(Role):
                 "both need the same data and tokenizer"
             )
         size = meta.get("batch_size")
-        if not isinstance(size, int) or not 0 < size <= len(self.train_data):
+        if type(size) is not int or not 0 < size <= len(self.train_data):
             raise Refusal(f"its batch size is {size!r}")
         if not self.strategy.server_has_weights:
             _check_seat(peer, meta.get("address"))
@@ -433,7 +433,7 @@ class Server(Role):
             link=link,
             batch_size=size,
             automatic=meta.get("automatic") is True,
-            step=step if isinstance(step, int) and step >= 0 else 0,
+            step=step if type(step) is int and 0 <= step <= MOST_STEPS else 0,
             address=str(meta.get("address", ""))[:255],
             said={key: value for key, value in meta.items() if key != "secret"},
         )

@@ -255,6 +255,7 @@ class Roster:
 
     def evict(self, member: Member, reason: str) -> None:
         """Put a member out: it must join again to take part. `get` tells that it is gone."""
+        reason = printable(reason, limit=MAX_REASON)  # it may quote what the member said
         self._remove(member, reason, what="evicted")
         member.link.close(reason)
 
