@@ -618,6 +618,20 @@ def test_a_state_that_is_not_finite_is_not_used_and_another_member_is_asked() ->
     assert list(run.saved) == [2]
 
 
+def test_results_of_steps_that_nobody_computes_are_not_kept() -> None:
+    run = Run(whole=True)
+    run.join(0, 1)
+    run.commit(1)
+    view = run.links[0].last(Kind.VIEW)
+    meta = {"mine": "1.0", "held": "1.0", "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0}
+    for step in (0, 1, 3, *range(1000, 2000), 2**64 - 1):
+        run.hear(0, Message(kind=Kind.DONE, step=step, epoch=view.epoch, meta=meta))
+    run.go_on()
+    assert run.coordinator._done == {}
+    run.commit(2)
+    assert run.coordinator._committed == 2
+
+
 def test_every_view_and_commit_carries_the_loss_scale_of_the_run() -> None:
     run = Run(whole=True)
     run.office.scale.growth_interval = 2

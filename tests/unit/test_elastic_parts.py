@@ -20,7 +20,7 @@ from smolcluster.comm.elastic.parcels import Parcels
 from smolcluster.comm.elastic.roster import Member, Roster
 from smolcluster.comm.elastic.transport import Link
 from smolcluster.compute.balance import share_out, smoothed
-from smolcluster.compute.gate import GradientGate
+from smolcluster.compute.gate import PATIENCE, GradientGate
 from smolcluster.strategies.elastic import Elastic
 from smolcluster.strategies.shards import buddy, owners, providers, ward
 
@@ -109,6 +109,25 @@ def test_when_only_large_ones_come_they_are_the_usual() -> None:
     for _ in range(30):  # one bad machine among good ones stays refused
         gate.accept(1.0)
         assert gate.objection(1e6) is not None
+
+
+def test_a_member_is_the_cause_when_it_alone_is_refused_again_and_again() -> None:
+    gate = GradientGate()
+
+    def refusals(count: int, *, others: bool) -> list[bool]:
+        found = []
+        for _ in range(count):
+            found.append(gate.refused("a"))
+            if others:
+                gate.accept(1.0, instance="b")
+        return found
+
+    assert refusals(PATIENCE, others=True) == [False] * PATIENCE
+    assert refusals(50, others=True) == [True] * 50
+    gate.refused("a")
+    assert not any(refusals(50, others=False))  # nobody's gradient counts: it may be their samples
+    gate.accept(1.0, instance="a")
+    assert refusals(PATIENCE, others=True) == [False] * PATIENCE
 
 
 def test_the_usual_size_follows_training() -> None:

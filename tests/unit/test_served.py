@@ -477,6 +477,42 @@ def test_edp_ends_when_every_worker_is_refused_again_and_again(monkeypatch: pyte
         push(b, math.nan)
 
 
+def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set aside, they would be one more hole in every line of the record; and so would a warning for each be."""
+    edp = Server(EDP, EDPOptions(), monkeypatch)
+    edp.strategy._task = SimpleNamespace(tokens_per_sample=1)
+    good, bad = edp.join(0, 1)
+    for step in range(1, 401):
+        edp.strategy._answer(edp.push(bad, math.nan, step=step, version=0))
+        edp.strategy._answer(edp.push(good, 1.0, step=step, version=0))
+        edp.strategy._update(edp.strategy._waiting)
+        edp.strategy._waiting = []
+    assert len(edp.leases.state_dict()["holes"]) < 20
+    assert edp.roster.refused[bad.name] == 400
+    assert len(edp.warned) < 150
+    assert "(256 times by now)" in edp.warned[-1]
+
+
+def test_what_a_worker_says_of_its_gradient_is_one_short_line(syncps: Server) -> None:
+    (a,) = syncps.join(0)
+    said = {"skip": "\x1b[2J" + "x" * 10**6, "samples": 4, "loss": "1.0"}
+    assert syncps.strategy._arrived(Said(a, Message(kind=Kind.PUSH, step=1, epoch=a.epoch, meta=said))) is None
+    (warning,) = syncps.warned
+    assert len(warning) < 600
+    assert warning.isprintable()
+
+
+def test_one_that_pulls_without_reading_is_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    edp = Server(EDP, EDPOptions(), monkeypatch)
+    reads, reads_not = edp.join(0, 1)
+    links: list[Any] = [reads.link, reads_not.link]
+    links[0].queued_bytes, links[1].queued_bytes = 3 * edp.strategy._weights.nbytes, 2**21
+    edp.strategy._send_weights(reads)
+    edp.strategy._send_weights(reads_not)
+    assert [link.sent[-1].kind is Kind.WEIGHTS for link in links] == [True, False]
+    assert edp.roster.evicted == ["it asks for the weights again and again, and does not read them"]
+
+
 # Stragglers of syncps
 
 

@@ -19,6 +19,9 @@ HISTORY = 64
 ENOUGH = 5
 STUBBORN = 8  # refusals in a row, without a gradient that is accepted
 TRIES = 20  # attempts in a row at a step of which no gradient counted
+PATIENCE = (
+    5  # refusals in a row of one member while gradients of others count, before it is the cause and not its samples
+)
 
 
 class GradientGate:
@@ -29,6 +32,10 @@ class GradientGate:
         self._refused = 0  # in a row
         self._failed = 0  # attempts in a row of which nothing counted
         self.last_refusal = ""  # whose gradient, and why; since one was accepted
+        self._num_accepted = 0
+        self._members: dict[
+            str, tuple[int, int]
+        ] = {}  # instance -> its refusals in a row, and `_num_accepted` at the last
 
     def objection(self, norm: float) -> str | None:
         """Why a gradient of this norm may not count; None when it may."""
@@ -44,6 +51,14 @@ class GradientGate:
                 return f"its norm is {norm:.3g}, {norm / max(usual, 1e-12):.3g} times the usual {usual:.3g}"
         return None
 
+    def refused(self, instance: str) -> bool:
+        """Note a refused gradient of this member. Return whether the member is the cause: others may read its samples."""
+        count, last = self._members.get(instance, (0, -1))
+        others_count = last not in (-1, self._num_accepted)
+        count += others_count
+        self._members[instance] = count, self._num_accepted
+        return others_count and count >= PATIENCE
+
     def nothing_counted(self, step: int) -> None:
         """Note an attempt at this step in which no worker's gradient counted. Raises after TRIES in a row."""
         self._failed += 1
@@ -58,7 +73,10 @@ class GradientGate:
         """The next attempt need not fail as those before: the loss scale was lowered."""
         self._failed = 0
 
-    def accept(self, norm: float) -> None:
+    def accept(self, norm: float, *, instance: str = "") -> None:
+        """A gradient of this norm counts; `instance`: the member that sent it."""
         self._refused = self._failed = 0
+        self._num_accepted += 1
+        self._members.pop(instance, None)
         self.last_refusal = ""
         self._accepted.append(norm)

@@ -341,6 +341,8 @@ class Coordinator:
             return
         log.debug("%s holds the result of step %d", member.name, step)
         self._needy.discard(member.rank)
+        if not self._committed < step <= self._committed + self._ahead:
+            return  # nobody waits for it
         self._done.setdefault(step, {})[member.rank] = meta
         if not ranges:
             return
@@ -398,7 +400,7 @@ class Coordinator:
             weight += counted
             samples += count
             if counted:
-                self._strategy.gate.accept(float(said["mine"]))
+                self._strategy.gate.accept(float(said["mine"]), instance=member.instance)
             compute_s, apply_s = float(said["compute_s"]), float(said["apply_s"])
             self._strategy.note_speed(member, samples=count, compute_s=compute_s, fixed_s=apply_s)
             contributors.append(

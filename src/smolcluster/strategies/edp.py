@@ -53,6 +53,7 @@ from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_
 from smolcluster.tasks.base import Task
 
 LEASES_AHEAD = 2  # what a worker computes, and what it computes next
+MOST_UNREAD = 8  # times the weights that may wait for a worker that pulls: its state and one pull, with room to spare
 UNANSWERED = 2  # pushes a worker sends before it waits for an answer: a slow server is not flooded
 
 
@@ -276,6 +277,9 @@ class EDP(Served):
         )
 
     def _send_weights(self, member: Member) -> None:
+        if member.link.queued_bytes > MOST_UNREAD * self._weights.nbytes + 2**20:
+            self._roster.evict(member, "it asks for the weights again and again, and does not read them")
+            return
         for channel, payload in self._weights.encode(self.replica.weights()):
             member.link.send(
                 Message(

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from smolcluster.comm.elastic.handshake import MAX_REASON, printable
 from smolcluster.comm.elastic.line import Lease, Line, Stopped
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Member, Roster
@@ -23,6 +24,7 @@ from smolcluster.tasks.base import Task
 
 MUSTER_S = 60.0  # a start waits so long for the last worker
 LEAST_S, MOST_S = 1e-6, 1e6  # what a member may say that a step took it
+ALL_TOLD = 100  # refusals of a worker that are all logged; of further ones the 128th, the 256th, ...
 RETURN_S = 3.0  # a restarted server waits so long for those it knew
 
 
@@ -146,17 +148,25 @@ class Elastic(Replicated):
                 member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
 
     def refuse(self, member: Member, step: int, reason: str, *, again: bool = False, scale: object = None) -> None:
-        """This gradient does not count. Its samples are set aside: whoever tried them next might fail in the same way. `again`:
-        it was not for their sake, and they are lent again. `scale`: of a gradient that is not finite, the loss scale that its
-        worker reports. Where that is the cause it is lowered for all, and the samples are lent again."""
+        """Refuse a gradient. Its samples are set aside: the next worker that tried them might fail in the same way.
+
+        They are leased again where they are not the cause: with `again`, when this member alone is refused again and again,
+        or when the loss scale was too high, which is then lowered for all. `scale` is the one that the worker reports for a
+        gradient that is not finite.
+        """
         before = self.office.scale.value
         if self.office.scale.overflowed(member.instance, scale):
             reason, again = f"it overflowed in fp16 at loss scale {scale:g}", True
         if self.office.scale.value < before:
             self.gate.start_over()
+        again = again or self.gate.refused(member.instance)
+        reason = printable(reason, limit=MAX_REASON)  # it may quote what the worker sent
         self.stale_rejected += 1
         self._roster.refused[member.name] += 1
-        self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}")
+        count = self._roster.refused[member.name]
+        if count <= ALL_TOLD or count & (count - 1) == 0:  # a worker that is refused without end does not fill the log
+            times = f" ({count} times by now)" if count > ALL_TOLD else ""
+            self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}{times}")
         self.gate.last_refusal = f"the last, of {member.name}: {reason}"
         put = self.office.leases.give_back if again else self.office.leases.set_aside
         put(member.instance, step)

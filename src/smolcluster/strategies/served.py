@@ -313,7 +313,7 @@ class Served(Elastic):
         contributors = []
         for push in pushes:
             if push.count:
-                self.gate.accept(push.norm)
+                self.gate.accept(push.norm, instance=push.member.instance)
             ranges = self.office.leases.settle(push.member.instance, push.step)
             contributors.append(
                 {
