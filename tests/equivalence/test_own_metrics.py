@@ -78,6 +78,11 @@ def test_mistakes_show_before_the_first_step(tmp_path: Path, task: str, said: st
     assert not [row for rank in world.ranks for row in rank.rows()]
 
 
+def test_a_metric_that_is_misspelt_is_suggested(tmp_path: Path) -> None:
+    world = run_world(1, tmp_path, CONFIG | {"training.best": "rihgt, max"}, task="OwnMetrics")
+    assert "metrics() of OwnMetrics has no 'rihgt'; did you mean 'right'? known: " in world.refusal
+
+
 def test_a_server_finds_mistakes_before_it_listens(tmp_path: Path) -> None:
     world = run_elastic_world(1, tmp_path, CONFIG, task="SampleFails", strategy="syncps", start=[], script=ended)
     assert world.server.failed is not None

@@ -100,6 +100,16 @@ def clean_loss(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], floa
 # Workers die
 
 
+def test_the_console_says_once_that_a_worker_is_gone(tmp_path: Path) -> None:
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(2)
+        world.kill(1)
+        world.wait_for_exit("server")
+
+    world = run("syncps", 2, tmp_path, {"training.steps": 30}, script=script)
+    assert len([notice for notice in world.server.notices() if notice.startswith("worker 1") and "gone" in notice]) == 1
+
+
 @usually("syncps", "edp")
 @EVERY
 def test_killed_workers_cost_their_unfinished_step(

@@ -723,6 +723,11 @@ def test_of_several_types_the_most_precise_error_is_told(override: str, message:
         ("data.batch_size", "training.batch_size"),
         ("model.learning_rate", "training.learning_rate"),
         ("modl.num_layers", "model.num_layers"),
+        ("model.dim", "model.model_dim"),
+        ("model.hidden_size", "model.model_dim"),
+        ("training.warmup", "lr_schedule.warmup_iters"),
+        ("warmup_steps", "lr_schedule.warmup_iters"),
+        ("data.path", "data.root"),
     ],
 )
 def test_an_unknown_key_suggests_what_was_meant(written: str, meant: str) -> None:

@@ -178,6 +178,18 @@ def test_one_worker_of_many_by_itself() -> None:
     ]
 
 
+def test_a_worker_of_edp_by_itself_counts_steps_of_its_own() -> None:
+    """They are not those of the run: without a total, which they may pass, and without a time left."""
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, alone=True)
+    for event in (started(1, world_size=3, strategy="edp"), logged(1, 10), logged(1, 310)):
+        sink.handle(event)
+    assert [line.split("  ") for line in stream.getvalue().splitlines()[1:]] == [
+        ["own step 10", "loss 3.0000", "6.15k tok/s"],
+        ["own step 310", "loss 3.0000", "6.15k tok/s"],
+    ]
+
+
 def test_an_evaluation_is_shown_once_whoever_made_it_and_however_late() -> None:
     """By all workers, or by one whose row came after the step was closed."""
     events: list[Event] = [

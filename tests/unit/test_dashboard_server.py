@@ -619,3 +619,14 @@ def test_neither_torch_nor_a_web_server_is_imported_for_help() -> None:
         "loaded = {'torch', 'starlette', 'uvicorn'} & set(sys.modules); assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_that_does_not_exist_is_waited_for_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "serve", lambda place, *, ready: ready("http://127.0.0.1:1/"))
+    monkeypatch.setattr(server, "give_way", lambda: None)
+    dashboard(tmp_path / "typo", browser=False)
+    assert f"{tmp_path / 'typo'} does not exist yet; the page waits for it" in capsys.readouterr().err
+    dashboard(configure(tmp_path / "run"), browser=False)
+    assert capsys.readouterr().err == ""

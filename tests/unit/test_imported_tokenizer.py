@@ -238,3 +238,11 @@ def test_a_gguf_file_is_imported_with_its_tokenizer(tmp_path: Path, book: Path) 
     assert tokens_BT[0].tolist() == before.text().encode(" ".join(WORDS))[:16]
     with pytest.raises(UserError, match="cannot import"):
         find_source(str(file)).open(book)  # type: ignore[attr-defined]
+
+
+def test_a_model_that_does_not_exist_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["import", str(tmp_path / "nothing"), str(tmp_path / "run")])
+    assert ended.value.code == 2
+    assert f"there is no model at {tmp_path / 'nothing'}" in capsys.readouterr().err.replace("\n", "")
+    assert not (tmp_path / "run").exists()

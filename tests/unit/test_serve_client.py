@@ -412,6 +412,12 @@ def test_commands_wait_for_stages_that_are_starting(fake: Fake, asked: tuple[str
     assert (process.returncode, out, err) == (0, "yes\n", "")
 
 
+def test_a_model_in_place_of_the_address(tmp_path: Path) -> None:
+    done = command("chat", str(tmp_path), text="Why?\n")
+    assert done.returncode == 2
+    assert f"for a model: smolcluster serve {tmp_path}, then: smolcluster chat" in done.stderr.replace("\n", "")
+
+
 def test_generate(fake: Fake) -> None:
     fake.key, fake.words = "a-key-for-the-test", [" upon", " a time"]
     options = ("--url", fake.url, "--temperature", "0", "--seed", "3", "--stop", "x", "--stop", "y")

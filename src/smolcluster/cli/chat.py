@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -62,6 +63,10 @@ def chat(
             "repetition_penalty": repetition_penalty,
         }
     )
+    if Path(url).exists():
+        raise UserError(
+            f"{url} is a file or folder, not a server; for a model: smolcluster serve {url}, then: smolcluster chat"
+        )
     client = Client(url, key=key)
     question = None if sys.stdin.isatty() else read_all(sys.stdin, what="the question")
     client.wait_ready(lambda words: typer.echo(f"waiting: {words}", err=True))

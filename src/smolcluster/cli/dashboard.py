@@ -66,6 +66,8 @@ def dashboard(
         typer.echo(f"dashboard  {url}")
         if not is_loopback(bind):
             typer.echo("this page is not encrypted: use it in a network you trust, or through ssh -L", err=True)
+        if run is not None and not (folder / run).exists():
+            typer.echo(f"{folder / run} does not exist yet; the page waits for it", err=True)
         typer.echo("Ctrl-C ends it; the run goes on")
         if browser and sys.stdout.isatty():
             open_browser(url)

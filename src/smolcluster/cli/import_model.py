@@ -28,7 +28,10 @@ def import_model(
 ) -> None:
     """Make a run at step 0 from a GPT-2, Llama or Qwen2 model: its weights, tokenizer and chat template."""
     from smolcluster.engine.importing import import_gguf, import_model
+    from smolcluster.errors import UserError
 
+    if not model.exists():
+        raise UserError(f"there is no model at {model}; name a folder in Hugging Face's layout, or a *.gguf file")
     if model.is_file():
         from smolcluster.serve.sources import GGUFSource
 

@@ -61,6 +61,15 @@ _ELSEWHERE = {
     "block_size": "model.max_seq_len",
     "world_size": "cluster.num_workers",
     "gradient_clipping": "training.grad_clip_norm",
+    "max_grad_norm": "training.grad_clip_norm",
+    "model.dim": "model.model_dim",
+    "model.hidden_size": "model.model_dim",
+    "model.layers": "model.num_layers",
+    "model.heads": "model.num_heads",
+    "training.warmup": "lr_schedule.warmup_iters",
+    "training.warmup_steps": "lr_schedule.warmup_iters",
+    "data.path": "data.root",
+    "data.file": "data.root",
 }
 
 

@@ -33,6 +33,7 @@ from smolcluster.dashboard.joining import Joined, is_here
 from smolcluster.dashboard.machines import GOOD_BYE, MOST_TEXT, Machine
 from smolcluster.dashboard.pace import Pace
 from smolcluster.dashboard.thin import Curve, finite, limit_for, moment
+from smolcluster.observe.board import OWN_STEPS
 
 MOST_MACHINES = 1024
 MOST_EVENTS = 400
@@ -41,7 +42,6 @@ LOG_TAIL_BYTES = 256 << 10  # of a log, looked through for warnings when a run i
 QUIET_S = 30.0  # nothing written for so long, and no summary: nobody is training
 COPIED_S = 60.0  # between the end of a run and the time of its summary: files of a copy tell when they were copied
 ROSTER = b'"logger": "smolcluster.comm.elastic.roster"'
-OWN_STEPS = ("edp",)  # where a worker counts steps of its own, which are not the run's
 _SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passphrase|(?:api|access|private|secret)_?key)$", re.IGNORECASE)
 SAME_DEATH_S = 30.0  # between what the server and what the launcher write of it
 MOST_WAITING = 1000  # rows of workers for a row of the server

@@ -18,9 +18,9 @@ from typing import Any
 from smolcluster.dashboard.joining import MOST_METRICS, VAL_FIELDS, own_metrics
 from smolcluster.dashboard.links import links_of, shape_of
 from smolcluster.dashboard.machines import MOST_TEXT, Machine, state_of, waiting_s
-from smolcluster.dashboard.reading import OWN_STEPS, Happening, RunReader, shortened
+from smolcluster.dashboard.reading import Happening, RunReader, shortened
 from smolcluster.dashboard.thin import Curve, finite, moment, tidy
-from smolcluster.observe.board import Seat
+from smolcluster.observe.board import OWN_STEPS, Seat
 from smolcluster.observe.events import StepLogged
 
 PACE_S = 5.0  # over which tokens per second are taken

@@ -464,9 +464,6 @@ class Server(Role):
             unlike = [f"{k} {theirs.get(k)} (here {v})" for k, v in ours.items() if theirs.get(k) != v]
             if unlike:  # the protocol is the same, or it would not be here; only the last digits may differ
                 log.info("%s runs %s", member.name, ", ".join(unlike))
-        elif not member.report:
-            state = "paused" if what == "paused" else "gone"
-            self.observer.emit(Notice(level="WARNING", message=f"{member.name} is {state}: {reason}; training goes on"))
 
     # Steps
 

@@ -28,7 +28,7 @@ from smolcluster.compute.replica import check_loss, to_device
 from smolcluster.data.dataset import Dataset
 from smolcluster.engine.best import Best
 from smolcluster.engine.evaluate import check_metrics
-from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.errors import SmolclusterError, UserError, suggest
 from smolcluster.strategies.base import Strategy
 from smolcluster.tasks.base import Task, count_of
 
@@ -120,12 +120,13 @@ def _check_best(task: Task, names: list[str]) -> str | None:
     names = [*names, "ppl"] if task.perplexity else names
     if name in names:
         return None
-    known = ", ".join(names) or "none"
     if training.best == "loss, min":
+        known = ", ".join(names) or "none"
         return (
             f"metrics() of {task.name} has no 'loss': no checkpoint is the best; name one with training.best ({known})"
         )
-    raise UserError(f"training.best = '{training.best}': metrics() of {task.name} has no '{name}'; known: {known}")
+    what = f"training.best = '{training.best}': metrics() of {task.name} has no '{name}'"
+    raise UserError(f"{what}; {suggest(name, names)}")
 
 
 def _own(task: Task, *methods: str) -> bool:

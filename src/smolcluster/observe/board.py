@@ -17,6 +17,7 @@ from smolcluster.observe.events import Event, Failed, Phase, Progress, RunStarte
 from smolcluster.observe.text import short
 
 _GONE = ("finished", "failed")
+OWN_STEPS = ("edp",)  # strategies whose workers count steps of their own, which are not the run's
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,12 @@ class StepLine:
     samples_per_s: float
     eta_s: float | None  # until the slowest rank is done
     late: bool = False  # later steps have been closed before: a server evaluates beside training
+    own: bool = False  # a step that a worker counts for itself, not one of the run
+
+    @property
+    def label(self) -> str:
+        """`step 50/300`, or `own step 50`."""
+        return "own " * self.own + f"step {self.step}" + (f"/{self.steps}" if self.steps else "")
 
 
 @dataclasses.dataclass(slots=True)
@@ -188,6 +195,10 @@ class Board:
         where = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(devices.items()))
         return crew + (f" on {where}" if where else "")
 
+    def _counts_own(self, started: RunStarted) -> bool:
+        """Return whether the steps of this rank are not those of the run, and no server's row tells the run's."""
+        return self._alone and started.role != "server" and started.strategy in OWN_STEPS
+
     def _seat(self, rank: int) -> Seat:
         return self.seats.setdefault(rank, Seat(rank))
 
@@ -197,7 +208,8 @@ class Board:
                 del self.seats[rank]
                 self.started.pop(rank, None)
         self.started[event.rank] = event
-        self.seats[event.rank] = Seat(event.rank, event.host, event.role, event.device, "training", event.steps)
+        steps = None if self._counts_own(event) else event.steps
+        self.seats[event.rank] = Seat(event.rank, event.host, event.role, event.device, "training", steps)
         # When all workers went back to a checkpoint, the steps after it count again.
         behind = all(seat.last is None or seat.last.step <= event.first_step for seat in self.workers)
         if event.role == "server" or (behind and self.server is None):
@@ -254,4 +266,5 @@ class Board:
             samples_per_s=sum(row.samples_per_s for row in latest.values()),
             eta_s=max(etas, default=None),
             late=late,
+            own=any(map(self._counts_own, self.started.values())),
         )

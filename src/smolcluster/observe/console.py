@@ -139,7 +139,7 @@ def message(event: Event) -> str:
 
 def fields_of(line: StepLine) -> list[str]:
     """`step 50/300`, `loss 2.3104`, `val 2.4012`, `12.3k tok/s`, `eta 0:41`: those that are known."""
-    fields = [f"step {line.step}" + (f"/{line.steps}" if line.steps else ""), f"loss {number(line.loss)}"]
+    fields = [line.label, f"loss {number(line.loss)}"]
     if line.val_loss is not None:
         fields.append(f"val {number(line.val_loss)}")
     if line.val_accuracy is not None:

@@ -134,8 +134,7 @@ class Picture:
         if self.line is not None:
             steps = self.line.steps
             percent = f"{self.line.step / steps:.0%}" if steps else ""
-            label = f"step {self.line.step}" + (f"/{steps}" if steps else "")
-            yield _bar(label, self.line.step, steps, percent, width)
+            yield _bar(self.line.label, self.line.step, steps, percent, width)
         yield _line("  ".join(self._numbers()))
         yield from self._worker_lines(width, max_lines=height - 4 - len(self.progress))
 
