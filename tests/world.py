@@ -122,7 +122,7 @@ def run_world(
     from smolcluster.engine.spec import WorkerSpec
 
     resolved = _begin_run(size, run_dir, config, task=task, strategy=strategy, resume=resume is not None)
-    context = _forkserver()
+    context = forkserver()
     pipes, processes = [], []
     for rank in range(size):
         spec = WorkerSpec(
@@ -206,7 +206,8 @@ def _begin_run(
     return resolved
 
 
-def _forkserver() -> mp.context.ForkServerContext:
+def forkserver() -> mp.context.ForkServerContext:
+    """Return the context that tests start processes in: a process has one fork server, and its first user loads the modules."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -364,7 +365,7 @@ class ElasticWorld:
         self._environ, self._die_at, self._slow, self._via = environ, die_at, slow, via
         self._namespaces = {who: namespace for who, (namespace, _) in places.items()}
         self._bind = places["server"][1] if places else "127.0.0.1"
-        self._context = _forkserver()
+        self._context = forkserver()
         self._news = threading.Condition()
 
     # Acting on it

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.world import _forkserver
+from tests.world import forkserver
 
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
@@ -46,7 +46,7 @@ def _be_rank(rank: int, plain: dict[str, Any], pipe: Any) -> None:
 
 def measured(config: Config) -> list[int]:
     """The most bytes of each of two ranks."""
-    context = _forkserver()
+    context = forkserver()
     pipes = [context.Pipe() for _ in range(2)]
     ranks = [
         context.Process(target=_be_rank, args=(rank, config.model_dump(mode="json"), pipes[rank][1]), daemon=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing as mp
 import socket
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.world import forkserver
 
 from smolcluster.comm import rendezvous
 from smolcluster.comm.backends import Wish, agree
@@ -58,8 +58,7 @@ def _gloo_rank(rank: int, size: int, pipe: Any, work: Callable[[Group], Any]) ->
 
 
 def over_gloo(size: int, work: Callable[[Group], Any]) -> list[Any]:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "smolcluster.comm.rendezvous"])
+    context = forkserver()
     pipes = [context.Pipe() for _ in range(size)]
     processes = [
         context.Process(target=_gloo_rank, args=(rank, size, pipes[rank][1], work), daemon=True) for rank in range(size)
@@ -71,7 +70,7 @@ def over_gloo(size: int, work: Callable[[Group], Any]) -> list[Any]:
         ours.send(port)
     results = []
     for ours, _ in pipes:
-        assert ours.poll(30), "a rank did not answer"
+        assert ours.poll(120), "a rank did not answer"
         results.append(ours.recv())
     for process in processes:
         process.join(30)
