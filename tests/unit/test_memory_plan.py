@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.world import TASKS
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smolcluster.cli import main
 from smolcluster.compute import memory
@@ -22,6 +23,7 @@ from smolcluster.engine.checks import Room, check_memory
 from smolcluster.engine.choices import Choice, as_configured, choices
 from smolcluster.engine.dry_run import describe_memory, ranges
 from smolcluster.engine.journal import disk_bound
+from smolcluster.engine.no_memory import Answers
 from smolcluster.engine.plan import Forecast, Plan, SeatMemory, Subject, alike_seats, forecast, rehearse_rank
 from smolcluster.engine.planning import choose, to_dict
 from smolcluster.engine.rehearsal import Way
@@ -138,6 +140,30 @@ def test_a_later_step_holds_what_the_first_did(four: Subject) -> None:
         first = rehearse_rank(four, choice, 0, [Way()]).ways[Way()]
         later = rehearse_rank(four, choice, 0, [Way(), Way(True, False), Way()]).ways[Way()]
         assert first == later, label
+
+
+@pytest.mark.parametrize("label", ["allreduce", "fsdp 3", "pipeline 1f1b", "mesh dp 2 x tp 2"])
+def test_torch_is_not_asked_again_what_an_operation_returns(
+    four: Subject, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the cache of answers a rehearsal sees the same bytes, and calls torch for few of its operations."""
+    asked = 0
+    dispatch = FakeTensorMode.dispatch
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return dispatch(*args, **kwargs)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
+    choice = next(c for c in choices(4) if c.label == label)
+    first = rehearse_rank(four, choice, 0, [Way()])
+    asked = 0
+    assert rehearse_rank(four, choice, 0, [Way()]) == first
+    cached, asked = asked, 0
+    monkeypatch.setattr(Answers, "find", lambda *args: args[-1]())
+    assert rehearse_rank(four, choice, 0, [Way()]) == first
+    assert cached < asked / 3
 
 
 def test_recomputing_takes_less_and_plain_attention_more() -> None:

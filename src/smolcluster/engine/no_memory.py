@@ -4,14 +4,15 @@
 - what is real stays real: a device mesh, for one, is made of real numbers
 - nobody is there to answer a pipeline's questions
 - a model is moved, or changes its type, by new parameters
+- torch takes some 150 microseconds to find what an operation returns, even where it has answered before: see `Answers`
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,106 @@ class NoMemory(Ledger):  # type: ignore[no-untyped-call]
         elif FakeTensor not in types and any(isinstance(arg, Tensor) for arg in args):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        return super().answer(func, types, args, kwargs)
+        return _ANSWERS.find(
+            self.fake, func, args, kwargs, lambda: super(NoMemory, self).answer(func, types, args, kwargs)
+        )
+
+
+class _Output(NamedTuple):
+    """The metadata of a tensor that an operation returns."""
+
+    alias: int  # the argument whose storage it shares; -1: none
+    is_argument: bool  # it is that argument itself
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: FakeTensor, arguments: Sequence[FakeTensor]) -> _Output:
+        storages = [_storage(argument) for argument in arguments]
+        alias = storages.index(_storage(tensor)) if _storage(tensor) in storages else -1
+        is_argument = alias >= 0 and arguments[alias] is tensor
+        offset = tensor.storage_offset()
+        return cls(alias, is_argument, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, tensor.fake_device)
+
+    def make(self, fake: Any, arguments: Sequence[FakeTensor]) -> FakeTensor:
+        if self.is_argument:
+            return arguments[self.alias]
+        with torch._C._DisableTorchDispatch():
+            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+            if self.alias >= 0:
+                made.set_(arguments[self.alias].untyped_storage(), self.offset, self.shape, self.stride)
+        return FakeTensor(fake, made, self.device)
+
+
+class Answers:
+    """A cache of what operations return, by the metadata of their arguments.
+
+    Left to torch: an operation that depends on values, changes an argument's metadata or is not part of ATen.
+    """
+
+    _UNCACHED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[type, list[_Output | None]]] = {}
+        self._cacheable: dict[Any, bool] = {}
+
+    def find(self, fake: Any, func: Any, args: Any, kwargs: Any, ask: Callable[[], Any]) -> Any:
+        """The result of an operation; `ask` calls torch."""
+        if func not in self._cacheable:
+            self._cacheable[func] = func.namespace == "aten" and self._UNCACHED.isdisjoint(func.tags)
+        tensors: list[FakeTensor] = []
+        key = _key(func, args, kwargs, tensors, fake) if self._cacheable[func] else None
+        if key is None or not tensors:
+            return ask()
+        if key in self._known:
+            kind, outputs = self._known[key]
+            made = [None if output is None else output.make(fake, tensors) for output in outputs]
+            return kind(made) if kind in (tuple, list) else made[0]
+        result = ask()
+        kind, outputs = type(result), list(result) if isinstance(result, tuple | list) else [result]
+        if (
+            all(o is None or (type(o) is FakeTensor and o.constant is None) for o in outputs)
+            and len(set(map(_storage, tensors))) == len(tensors)  # else it is not clear which of them a result shares
+            and key == _key(func, args, kwargs, [], fake)  # `out` may have been resized
+        ):
+            self._known[key] = (kind, [None if o is None else _Output.of(o, tensors) for o in outputs])
+        return result
+
+
+_ANSWERS = Answers()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _key(func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor], fake: Any) -> Hashable | None:
+    """None where an argument is neither a tensor of this mode without a value, nor a plain value."""
+    key: list[Hashable] = [func, torch.get_default_dtype()]
+    return tuple(key) if _describe((args, *kwargs.items()), key, tensors, fake) else None
+
+
+def _describe(values: Any, key: list[Hashable], tensors: list[FakeTensor], fake: Any) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.fake_mode is not fake:
+                return False
+            key += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+            key.append(torch._C._dispatch_keys(value).raw_repr())
+            tensors.append(value)
+        elif kind is list or kind is tuple:
+            key.append(len(value))
+            if not _describe(value, key, tensors, fake):
+                return False
+        elif isinstance(value, Tensor):
+            return False
+        else:
+            key += (kind, value)
+    return True
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Rehearsals side by side: a few processes that each take the next rank to rehearse. A run needs no more than one at a time.
+"""Rehearsals side by side: this process and a few others each take the next rank to rehearse.
 
     parent -> child   a line: the configuration, then one line for each rank: a choice, a rank, the ways
     child -> parent   a line each: what was seen, or why it cannot be
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import queue
@@ -64,9 +65,10 @@ def forecast_all(
     results: dict[int, Forecast] = {}
     failed: list[SmolclusterError] = []
 
-    def work() -> None:
+    def work(*, here: bool = False) -> None:
+        local = functools.partial(rehearse_rank, subject)
         try:
-            with _child(subject) as ask:
+            with contextlib.nullcontext(local) if here else _child(subject) as ask:
 
                 def once(choice: Choice, rank: int, some: Sequence[Way]) -> Rehearsed:
                     if choice != ALONE:
@@ -87,9 +89,10 @@ def forecast_all(
         except (OSError, ValueError, KeyError) as error:  # a child that ended, or said what it should not
             failed.append(SmolclusterError(f"a rehearsal failed: {type(error).__name__}: {error}"))
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(num)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(num - 1)]
     for thread in threads:
         thread.start()
+    work(here=True)  # this process has imported torch already, which takes longer than to rehearse a rank
     for thread in threads:
         thread.join()
     if failed:
