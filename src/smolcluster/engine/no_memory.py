@@ -54,7 +54,7 @@ class _Output(NamedTuple):
         storages = [_storage(argument) for argument in arguments]
         alias = storages.index(_storage(tensor)) if _storage(tensor) in storages else -1
         is_argument = alias >= 0 and arguments[alias] is tensor
-        offset = tensor.storage_offset()
+        offset = int(tensor.storage_offset())
         return cls(alias, is_argument, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, tensor.fake_device)
 
     def make(self, fake: Any, arguments: Sequence[FakeTensor]) -> FakeTensor:
@@ -88,17 +88,17 @@ class Answers:
         if key is None or not tensors:
             return ask()
         if key in self._known:
-            kind, outputs = self._known[key]
-            made = [None if output is None else output.make(fake, tensors) for output in outputs]
+            kind, known = self._known[key]
+            made = [None if output is None else output.make(fake, tensors) for output in known]
             return kind(made) if kind in (tuple, list) else made[0]
         result = ask()
-        kind, outputs = type(result), list(result) if isinstance(result, tuple | list) else [result]
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
         if (
             all(o is None or (type(o) is FakeTensor and o.constant is None) for o in outputs)
             and len(set(map(_storage, tensors))) == len(tensors)  # else it is not clear which of them a result shares
             and key == _key(func, args, kwargs, [], fake)  # `out` may have been resized
         ):
-            self._known[key] = (kind, [None if o is None else _Output.of(o, tensors) for o in outputs])
+            self._known[key] = (type(result), [None if o is None else _Output.of(o, tensors) for o in outputs])
         return result
 
 
@@ -106,16 +106,16 @@ _ANSWERS = Answers()
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _key(func: Any, args: Any, kwargs: Any, tensors: list[FakeTensor], fake: Any) -> Hashable | None:
-    """None where an argument is neither a tensor of this mode without a value, nor a plain value."""
-    key: list[Hashable] = [func, torch.get_default_dtype()]
+    """Return None where an argument is neither a tensor of this mode without a value, nor a plain value."""
+    key: list[Any] = [func, torch.get_default_dtype()]
     return tuple(key) if _describe((args, *kwargs.items()), key, tensors, fake) else None
 
 
-def _describe(values: Any, key: list[Hashable], tensors: list[FakeTensor], fake: Any) -> bool:
+def _describe(values: Any, key: list[Any], tensors: list[FakeTensor], fake: Any) -> bool:
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -128,7 +128,7 @@ def _describe(values: Any, key: list[Hashable], tensors: list[FakeTensor], fake:
             key.append(len(value))
             if not _describe(value, key, tensors, fake):
                 return False
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) or not isinstance(value, Hashable):
             return False
         else:
             key += (kind, value)
