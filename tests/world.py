@@ -562,12 +562,14 @@ def run_elastic_world(
     slow: Mapping[Who, float] | None = None,
     via: Callable[[int, str], str] | None = None,
     places: Mapping[Who, tuple[str, str]] | None = None,
+    patient: bool = True,
     timeout_s: float = 250.0,
 ) -> ElasticWorld:
     """Train with a server and `workers` workers on loopback, until the server and every worker that lives have left.
 
-    `config` has dotted names; every step is logged. Nobody is evicted for silence unless `config` has PROMPT. Nobody restarts
-    a process but the script, which runs on the caller's thread once the processes of the beginning are started:
+    `config` has dotted names; every step is logged. A `patient` world evicts nobody for silence unless `config` has PROMPT;
+    another has the product's own limits. Nobody restarts a process but the script, which runs on the caller's thread once the
+    processes of the beginning are started:
 
         def script(world):
             world.wait_for_step(5)           # of the server
@@ -591,7 +593,8 @@ def run_elastic_world(
 
     A run that does not end within `timeout_s` after the script is an AssertionError that tells who is left.
     """
-    config = PATIENT | PATIENT_FOR.get(strategy, {}) | (config or {})
+    if patient:
+        config = PATIENT | PATIENT_FOR.get(strategy, {}) | (config or {})
     resolved = _begin_run(workers, run_dir, config, task=task, strategy=strategy, resume=resume is not None)
     world = ElasticWorld(
         workers,

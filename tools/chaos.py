@@ -254,6 +254,7 @@ def run(
         script=chaos.script if chaos is not None else None,
         environ={"PACE_S": str(PACE_S), "SMOLCLUSTER_TOKEN": new_token()},
         places=places,
+        patient=False,
         timeout_s=120.0 + 10 * steps * PACE_S,
     )
 

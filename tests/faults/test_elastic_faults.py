@@ -39,10 +39,13 @@ from tests.faults.elastic_history import (
     wait_for_history,
     wait_for_next_step,
 )
-from tests.world import PROMPT, ElasticWorld, Who, run_elastic_world
+from tests.world import PROMPT, ElasticWorld, Who, _begin_run, run_elastic_world
 from tools import chaos
+from tools.abuse import training as abuse
 
 from smolcluster.comm.elastic.security import new_token
+from smolcluster.config import load_config, resolve
+from smolcluster.config.schema import Config
 from smolcluster.engine import history
 from smolcluster.errors import UserError
 from smolcluster.strategies.deadline import LEAST_S
@@ -731,6 +734,25 @@ def test_chaos_schedules_follow_from_the_seed() -> None:
     assert {fault.worker for fault in faults(7)} == {0, 1, 2, 3}
     gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(faults(7))]
     assert min(gaps) > 8 + 1 + chaos.RESTART_S, "a fault could meet another that is not over"
+
+
+def test_chaos_and_abuse_keep_the_time_limits_of_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Config] = []
+
+    def begin(*args: Any, **kwargs: Any) -> Config:
+        begun.append(_begin_run(*args, **kwargs))
+        raise InterruptedError
+
+    monkeypatch.setattr("tests.world._begin_run", begin)
+    with pytest.raises(InterruptedError):
+        chaos.run("syncps", tmp_path / "chaos", workers=2, steps=5, staleness_bound=0, network=None)
+    with pytest.raises(InterruptedError):
+        abuse.attack("syncps", tmp_path / "abuse", attacks=(), frames_each=1, seed=1)
+    fresh = resolve(load_config([], sets={"strategy.name": "syncps"}))
+    for config in begun:
+        assert config.cluster.silence_timeout == fresh.cluster.silence_timeout == PROMPT["cluster.silence_timeout"]
+        assert config.cluster.stall_timeout == fresh.cluster.stall_timeout == PROMPT["cluster.stall_timeout"]
+        assert config.strategy.timeout == fresh.strategy.timeout
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ def test_of_a_rank_that_leaves_again_and_again_the_last_report_is_kept() -> None
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at other processes in /proc")
 def test_a_run_bears_abuse(tmp_path: Path) -> None:
     report = training.attack(
-        "syncps", tmp_path, attacks=("flood", "bombs", "impostors"), frames_each=300, seed=2, quiet_s=0.2
+        "syncps", tmp_path, attacks=("flood", "bombs", "impostors"), frames_each=300, seed=2, quiet_s=0.2, patient=True
     )
     assert [(r.attack, r.count) for r in report.results] == [("flood", 300), ("bombs", 84), ("impostors", 5)]
     assert [sentence for result in report.results for sentence in result.wrong] == []

@@ -67,9 +67,19 @@ def speech(canary: Path) -> Speech:
 
 
 def attack(
-    run: str, folder: Path, *, attacks: Sequence[str], frames_each: int, seed: int, quiet_s: float = QUIET_S
+    run: str,
+    folder: Path,
+    *,
+    attacks: Sequence[str],
+    frames_each: int,
+    seed: int,
+    quiet_s: float = QUIET_S,
+    patient: bool = False,
 ) -> Report:
-    """`frames_each`: damaged frames at each listening socket. `quiet_s`: between attacks, to hold them against."""
+    """`frames_each`: damaged frames at each listening socket. `quiet_s`: between attacks, to hold them against.
+
+    `patient`: see `run_elastic_world`. By default members are evicted after the product's own time limits.
+    """
     strategy, _, behind_tls = run.partition("-")
     token = new_token() if behind_tls else ""
     keyring = Keyring([token]) if token else None
@@ -89,12 +99,12 @@ def attack(
             report.wrong.append(world.story()[-2000:])
         world.ask_to_stop()
 
-    world = _run(run, folder / run, token=token, steps=10**8, script=script, pace_s=PACE_S)
+    world = _run(run, folder / run, token=token, steps=10**8, script=script, pace_s=PACE_S, patient=patient)
     if world.server.failed is not None:
         report.wrong.append(f"the server failed: {world.server.failed.message}\n{world.server.failed.traceback}")
         return report
     report.steps = int(world.summary["steps"])
-    calm = _run(run, folder / f"{run}-calm", token=token, steps=report.steps)
+    calm = _run(run, folder / f"{run}-calm", token=token, steps=report.steps, patient=patient)
     _judge(report, world, calm, strategy, canary)
     hold_times(report, [row.time for row in world.server.rows()], quiet, what="training")
     return report
@@ -125,6 +135,7 @@ def _run(
     steps: int,
     script: Callable[[ElasticWorld], None] | None = None,
     pace_s: float = 0.0,
+    patient: bool = False,
 ) -> ElasticWorld:
     strategy = run.partition("-")[0]
     config: dict[str, Any] = {
@@ -149,6 +160,7 @@ def _run(
         script=script,
         slow={0: pace_s},
         environ={"SMOLCLUSTER_TOKEN": token},
+        patient=patient,
         timeout_s=120.0 + 0.2 * (0 if script else steps),
     )
 

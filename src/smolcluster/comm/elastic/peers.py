@@ -392,7 +392,10 @@ class Peers:
             self._transport.call_later(self._connect_s, lambda: self._check_links(exchange))
 
     def _check_links(self, exchange: Exchange) -> None:
-        """Report members without a link. One that is connected and unproven may still be computing in the last view."""
+        """Report members without a link. One that is connected and unproven may still be computing in the last view.
+
+        Somebody else in its place hides nothing: the member that dials a pair's link reports it, and needs no proof to.
+        """
         if exchange is not self._exchange or exchange.error is not None:
             return
         connected = {self._transport.me.instance, *(link.peer.instance for link in self._unproven)}
