@@ -28,6 +28,7 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.processes import Child, Inbox, end_all, last_lines, spawn, tell, why_it_ended
 from smolcluster.observe.events import Failed, Phase, RunFinished, StepLogged
+from smolcluster.strategies.base import Options, Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 
 Who = int | Literal["server"]
@@ -46,7 +47,7 @@ def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, set
     return make_config(shape, steps=steps, sets={**common, **sets})
 
 
-def options_of(config: Config) -> tuple[type[Any], Any]:
+def options_of(config: Config) -> tuple[type[Strategy[Options]], Options]:
     """The strategy's class and its options."""
     strategy = find_strategy(config.strategy.name, plane="elastic")
     return strategy, read_options(strategy, config.strategy)[0]

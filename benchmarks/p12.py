@@ -1,6 +1,6 @@
 """P12: the bytes that every strategy sends and receives, against its formula.
 
-Elastic plane. Compared: `Strategy.cost`, which is the formula in the strategy's docstring, with what the kernel counted on
+Elastic plane. Compared: `Strategy.plan`, which is the formula in the strategy's docstring, with what the kernel counted on
 the sockets of each worker (plain TCP on loopback): syncps and edp with every codec, elastic allreduce, fsdp stages 0 and
 1, on 2 and 3 workers. The worker that moved most counts.
 
@@ -35,8 +35,8 @@ from benchmarks.workload import Shape
 from smolcluster.comm.codecs import CODECS
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
-from smolcluster.strategies.base import Cost, Node
-from smolcluster.strategies.base import Shape as Sizes
+from smolcluster.strategies.placement import Cost, Node
+from smolcluster.strategies.placement import Shape as Sizes
 from smolcluster.tasks.find import find_task
 
 EXAMPLE = "python -m benchmarks p12 --workers 2 --only syncps"
@@ -164,8 +164,7 @@ def formula(config: Config) -> Cost:
         tensors = [tuple(p.shape) for p in find_task(config).model().parameters()]
     sizes = Sizes(parameters=sum(torch.Size(t).numel() for t in tensors), tensors=tensors)
     nodes = [Node(name=f"worker{rank}") for rank in range(config.cluster.num_workers or 1)]
-    cost: Cost = strategy.cost(options, sizes, nodes)
-    return cost
+    return strategy.plan(options, nodes, sizes).checked().cost
 
 
 def compare(config: Config, workers: list[tuple[float, float]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Compared, for P parameters on N ranks with Adam, in bytes:
     stage                  0      1              2              3
     ZeRO, mixed precision  16 P   4 P + 12 P/N   2 P + 14 P/N   16 P/N     half parameters and gradients, three states in fp32
     the same in fp32       16 P   8 P + 8 P/N    4 P + 12 P/N   16 P/N
-    what this run holds    `Strategy.cost`; see fsdp.py
+    what this run holds    `Strategy.plan`; see fsdp.py
 
 How: four real processes on CPUs, each with a ledger of its tensors (`compute/ledger.py`); the rank with most counts. Beside it
 the growth of the process in resident memory, of which the kernel keeps the peak. With --device cuda one rank runs on the GPU
@@ -115,8 +115,7 @@ def compare(session: Session, subject: Subject, stage: int, precision: str) -> d
         else []
     )
     choice = Choice(label=f"fsdp {stage}", strategy="fsdp", options=options)
-    scene = subject.scene(choice)
-    cost = scene.strategy.cost(scene.options, subject.shape, subject.nodes)
+    cost = subject.scene(choice).placement.cost
     said = forecast(subject, choice, ways=[Way()])
     if said.cannot or not said.seats[0].ways:
         raise SmolclusterError(f"stage {stage} could not be rehearsed: {said.cannot or said.seats[0].note}")

@@ -15,7 +15,8 @@ from benchmarks.peers.bare import Recipe
 from smolcluster.comm.group import Group
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
-from smolcluster.strategies.base import Context, Node, Strategy
+from smolcluster.strategies.base import Context, Options, Strategy
+from smolcluster.strategies.placement import Node
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 
@@ -65,7 +66,7 @@ def make_config(shape: Shape, *, steps: int, sets: Mapping[str, Any]) -> Config:
     return resolve(load_config([], sets={**shape.sets(), **common, **sets}))
 
 
-def make_strategy(config: Config, task: Task, *, group: Group, device: torch.device) -> Strategy:
+def make_strategy(config: Config, task: Task, *, group: Group, device: torch.device) -> Strategy[Options]:
     """The strategy that `config` names, ready to step, with equal batches on all ranks."""
     training = config.training
     assert training.batch_size is not None
@@ -73,7 +74,7 @@ def make_strategy(config: Config, task: Task, *, group: Group, device: torch.dev
     strategy_class = find_strategy(config.strategy.name)
     options, _ = read_options(strategy_class, config.strategy)
     nodes = [Node(name=f"rank{r}", batch_size=training.batch_size) for r in range(group.size)]
-    seats = strategy_class.seats(options, nodes)
+    seats = strategy_class.plan(options, nodes, None).checked().seats
     context = Context(
         config=config,
         seat=seats[group.rank],
@@ -85,7 +86,7 @@ def make_strategy(config: Config, task: Task, *, group: Group, device: torch.dev
         stop_requested=lambda: False,
         warn=lambda text: print(text, file=sys.stderr),
     )
-    strategy: Strategy = strategy_class(options, context)
+    strategy = strategy_class(options, context)
     strategy.setup(task)
     return strategy
 

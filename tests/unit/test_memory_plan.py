@@ -32,8 +32,8 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.worker import Worker
 from smolcluster.errors import UserError
 from smolcluster.observe.memory import show_memory
-from smolcluster.strategies.base import Cost
 from smolcluster.strategies.exchange import deal_turns
+from smolcluster.strategies.placement import Cost
 from smolcluster.tasks.find import find_task
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -116,7 +116,7 @@ MESH = [
 def test_states_are_those_of_the_formula(four: Subject, choice: Choice) -> None:
     """Of every rank that differs. The optimizer counts its steps: four bytes for each parameter, beside the formula."""
     scene = four.scene(choice)
-    costs = scene.strategy.costs(scene.options, four.shape, four.nodes)
+    costs = scene.placement.costs
     stage = choice.options.get("fsdp_stage")
     for alike in alike_seats(four, scene, every_seat=True):
         rank = alike[0].rank

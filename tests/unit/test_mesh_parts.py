@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from smolcluster.config import load_config, resolve
+from smolcluster.config import TrainingConfig, load_config, resolve
 from smolcluster.engine.dry_run import describe_run
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
+from smolcluster.models.gpt import GPT, GPTConfig
 from smolcluster.strategies.axes import Axes
-from smolcluster.strategies.base import Node, Shape
 from smolcluster.strategies.fsdp import FSDP, FSDPOptions, blocks_of
 from smolcluster.strategies.mesh import Mesh, MeshOptions
 from smolcluster.strategies.pipeline import Pipeline, PipelineOptions
+from smolcluster.strategies.placement import Node, Shape
 from smolcluster.strategies.registry import read_options
 from smolcluster.strategies.stages import Cut, layers_of, num_microbatches
 from smolcluster.strategies.tensor import Fusions, TensorOptions, TensorParallel
@@ -43,7 +45,7 @@ def test_ranks_and_coordinates_are_the_same_thing(pp: int, replicas: int, shards
 
 
 def test_neighbours_share_a_layer() -> None:
-    seats = Mesh.seats(MeshOptions(tp=2, pp=2), nodes(8))
+    seats = Mesh.plan(MeshOptions(tp=2, pp=2), nodes(8), None).seats
     assert [(s.coords["pp"], s.coords["dp"], s.coords["tp"]) for s in seats] == [
         *((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)),
         *((1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)),
@@ -52,9 +54,9 @@ def test_neighbours_share_a_layer() -> None:
 
 
 def test_ranks_that_compute_the_same_draw_the_same_numbers() -> None:
-    alike = TensorParallel.seats(TensorOptions(sequence_parallel=False), nodes(4))
+    alike = TensorParallel.plan(TensorOptions(sequence_parallel=False), nodes(4), None).seats
     assert [s.stream for s in alike] == [0, 0, 0, 0]
-    cut = TensorParallel.seats(TensorOptions(sequence_parallel=True), nodes(4))
+    cut = TensorParallel.plan(TensorOptions(sequence_parallel=True), nodes(4), None).seats
     assert [s.stream for s in cut] == [0, 1, 2, 3]
 
 
@@ -75,7 +77,31 @@ def test_ranks_that_compute_the_same_draw_the_same_numbers() -> None:
 )
 def test_what_does_not_fit_is_refused_with_what_does(strategy: Any, options: Any, count: int, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        strategy.seats(options, nodes(count))
+        strategy.plan(options, nodes(count), None).checked()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "batch_size", "said"),
+    [
+        (Pipeline, PipelineOptions(schedule="gpipe"), 4, "4 stages .* and only 3 layers: .* use fewer workers"),
+        (Mesh, MeshOptions(pp=4, schedule="gpipe"), 4, "4 stages .* and only 3 layers"),
+        (Mesh, MeshOptions(pp=2), 1, "1f1b on 2 ranks needs as many micro-batches, and a batch of 1 samples"),
+        (TensorParallel, TensorOptions(), 4, "tp = 4 does not divide 6 heads; try 1, 2, 3, 6"),
+        (Mesh, MeshOptions(tp=4), 4, "tp = 4 does not divide 6 heads"),
+    ],
+)
+def test_a_plan_refuses_a_model_that_cannot_be_shared_out(
+    strategy: Any, options: Any, batch_size: int, said: str
+) -> None:
+    """As data, before anything is built; without the model it is not known yet."""
+    four = [replace(node, batch_size=batch_size) for node in nodes(4)]
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=8, model_dim=12, num_heads=6, num_kv_heads=6, num_layers=3, max_seq_len=8))
+    refused = strategy.plan(options, four, Shape.of(model, TrainingConfig()))
+    assert re.search(said, "; ".join(refused.refusals))
+    with pytest.raises(UserError, match=said):
+        refused.checked()
+    assert len(strategy.plan(options, four, None).checked().seats) == 4
 
 
 @pytest.mark.parametrize(
@@ -93,7 +119,7 @@ def test_what_does_not_fit_is_refused_with_what_does(strategy: Any, options: Any
 def test_hybrid_cuts_up_inside_a_machine(strategy: Any, options: dict[str, Any], machines: str, shape: Any) -> None:
     axes = strategy.axes(strategy.Config(fsdp_stage="HYBRID_SHARD", **options), list(machines))
     assert (axes.replicas, axes.shards) == shape
-    assert strategy.stage(strategy.Config(fsdp_stage="HYBRID_SHARD")) == 3
+    assert strategy.zero(strategy.Config(fsdp_stage="HYBRID_SHARD")).stage == 3
 
 
 @pytest.mark.parametrize(("machines", "said"), [("aaab", "3 on a, 1 on b"), ("abab", "1 on a, 1 on b")])
@@ -102,12 +128,12 @@ def test_hybrid_needs_as_many_neighbours_on_each_machine(machines: str, said: st
     with pytest.raises(
         UserError, match=f"neighbouring ranks are {said}; use as many on each machine, next to each other"
     ):
-        FSDP.seats(FSDPOptions(shard_size="node"), found)
+        FSDP.plan(FSDPOptions(shard_size="node"), found, None).checked()
 
 
 def test_ranks_on_the_same_samples_have_one_batch_size() -> None:
     with pytest.raises(UserError, match=r"n1 and n0 work on the same samples .* not 3 and 4"):
-        TensorParallel.seats(TensorOptions(), nodes(2, n1=3))
+        TensorParallel.plan(TensorOptions(), nodes(2, n1=3), None).checked()
 
 
 # Layers
@@ -251,7 +277,7 @@ def test_fused_rows_are_dealt_out_section_by_section() -> None:
     ],
 )
 def test_the_formulas(strategy: Any, options: Any, count: int, parameters: int, optimizer: int, moved: int) -> None:
-    cost = strategy.cost(options, Shape(parameters=1200), nodes(count))
+    cost = strategy.plan(options, nodes(count), Shape(parameters=1200)).cost
     assert (cost.parameter_bytes, cost.optimizer_bytes, cost.bytes_sent) == (parameters, optimizer, moved)
     assert cost.activations_travel == (strategy is not FSDP)
 
@@ -274,7 +300,7 @@ def test_the_formulas(strategy: Any, options: Any, count: int, parameters: int, 
 )
 def test_the_formulas_in_bf16(strategy: Any, options: Any, parameters: int, gradients: int, moved: int) -> None:
     four = [replace(node, batch_size=6) for node in nodes(4)]
-    cost = strategy.cost(options, Shape(parameters=1200, used_bytes=2), four)
+    cost = strategy.plan(options, four, Shape(parameters=1200, used_bytes=2)).cost
     assert (cost.parameter_bytes, cost.gradient_bytes, cost.bytes_sent) == (parameters, gradients, moved)
 
 

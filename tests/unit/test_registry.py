@@ -11,8 +11,10 @@ import pytest
 from smolcluster.config.reference import markdown
 from smolcluster.config.schema import StrategyConfig
 from smolcluster.errors import UserError
-from smolcluster.strategies.base import Node, Shape
+from smolcluster.strategies.base import Options
+from smolcluster.strategies.placement import Node, Shape
 from smolcluster.strategies.registry import PLANNED, check_name, find_strategy, known_strategies, read_options
+from smolcluster.strategies.replicated import Replicated
 
 NODES = [Node(name=f"n{i}") for i in range(4)]
 
@@ -82,17 +84,38 @@ def test_the_reference_names_no_strategy_that_is_not_there() -> None:
 
 
 def test_seats() -> None:
-    seats = find_strategy("allreduce").seats(None, NODES)
+    allreduce, single = find_strategy("allreduce"), find_strategy("single")
+    seats = allreduce.plan(allreduce.Config(), NODES, None).checked().seats
     assert [(s.rank, s.node, s.role, s.shard) for s in seats] == [(i, f"n{i}", "worker", i) for i in range(4)]
     with pytest.raises(UserError, match="one worker, not 4"):
-        find_strategy("single").seats(None, NODES)
+        single.plan(single.Config(), NODES, None).checked()
 
 
 @pytest.mark.parametrize(("workers", "bound"), [(1, 0), (2, 0), (4, 3)])
 def test_cost_is_the_formula_of_the_docstring(workers: int, bound: int) -> None:
     strategy = find_strategy("allreduce")
     options = strategy.Config(staleness_bound=bound)
-    cost = strategy.cost(options, Shape(parameters=1000), NODES[:workers])
+    cost = strategy.plan(options, NODES[:workers], Shape(parameters=1000)).cost
     assert cost.bytes_sent == cost.bytes_received == 2 * (workers - 1) * 4000 // workers
     assert cost.gradient_bytes == 4000 * (bound + 1)
     assert cost.optimizer_bytes == 8000
+
+
+def test_what_only_the_elastic_plane_refuses_is_known_without_a_model() -> None:
+    elastic = find_strategy("fsdp", plane="elastic")
+    refused = elastic.plan(elastic.Config(fsdp_stage=3), NODES, None).refusals
+    assert refused == ["fsdp_stage 3 needs machines that stay; on the elastic plane there are 0 and 1"]
+
+
+def test_options_are_what_a_strategy_is_generic_in() -> None:
+    class Mine(find_strategy("single")):  # type: ignore[misc]
+        pass
+
+    class MyOptions(Options):
+        pace: int = 3
+
+    class Other(Replicated[MyOptions]):
+        pass
+
+    assert Mine.Config is find_strategy("single").Config is Options
+    assert Other.Config is MyOptions

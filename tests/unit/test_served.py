@@ -26,9 +26,10 @@ from smolcluster.engine.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies import served as served_module
 from smolcluster.strategies import syncps as syncps_module
-from smolcluster.strategies.base import Commit, Node, Shape
+from smolcluster.strategies.base import Commit
 from smolcluster.strategies.edp import EDP, EDPOptions
 from smolcluster.strategies.elastic import Elastic
+from smolcluster.strategies.placement import Node, Shape
 from smolcluster.strategies.served import Served
 from smolcluster.strategies.syncps import SyncPS, SyncPSOptions
 
@@ -745,7 +746,7 @@ def test_pushes_are_held_in_as_few_bytes_as_they_came(
         optimizer_states=2,
         tensors=[tuple(p.shape) for p in model.parameters()],
     )
-    cost = strategy.server_cost(chosen, shape, [Node(name="here", batch_size=4)] * 6)
+    cost = strategy.plan(chosen, [Node(name="here", batch_size=4)] * 6, shape).server
     assert cost is not None
     at_work = 2 * 4 * numbers if codec != "fp32" else 0  # the average, and a set to decode into
     assert cost.gradient_bytes >= held + at_work

@@ -17,7 +17,7 @@ from smolcluster.engine.rehearsal import Way
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.observe.text import size
-from smolcluster.strategies.base import Node
+from smolcluster.strategies.placement import Node
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
@@ -37,7 +37,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         )
         for rank in range(workers)
     ]
-    seats = strategy.seats(options, nodes)
+    seats = strategy.plan(options, nodes, None).checked().seats
     task = find_task(config)
     samples = len(as_dataset(task.train_data()))
     sizes = {s.shard: nodes[s.rank].batch_size for s in seats if s.shard is not None}
@@ -46,7 +46,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     steps = last_step(config.training, samples=samples, batch=sum(counts))
     subject = Subject.open(config, task, num_ranks=workers, device=device)
     shape = subject.shape
-    cost = strategy.cost(options, shape, nodes)
+    cost = strategy.plan(options, nodes, shape).checked().cost
 
     lines = [
         dump(config).rstrip(),

@@ -31,7 +31,7 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import StepLogged, evaluation_fields
 from smolcluster.observe.machine import MachineFacts
 from smolcluster.observe.observer import Observer
-from smolcluster.strategies.base import Context, State, StepReport, Strategy
+from smolcluster.strategies.base import Context, Options, State, StepReport, Strategy
 from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Loop:
     def __init__(
         self,
         *,
-        strategy: Strategy,
+        strategy: Strategy[Options],
         task: Task,
         context: Context,
         reader: Reader,

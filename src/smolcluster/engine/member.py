@@ -27,7 +27,8 @@ from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.server import layout_of, replica_sha256
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
-from smolcluster.strategies.base import Context, Node, Seat
+from smolcluster.strategies.base import Context
+from smolcluster.strategies.placement import Node, Seat
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 mesh plane       each kind of seat is rehearsed (rehearsal.py): the first and the last stage of a pipeline, one rank of all
                  that are alike
-elastic plane    weights, gradients and optimizer state by the formula (`Strategy.cost`, `Strategy.server_cost`), activations as
-                 rehearsed for one worker
+elastic plane    weights, gradients and optimizer state by the formula (`Strategy.plan`), activations as rehearsed for one
+                 worker
 what cannot be rehearsed has the formula, without activations, and says so
 """
 
@@ -27,7 +27,8 @@ from smolcluster.engine.journal import disk_bound
 from smolcluster.engine.rehearsal import CannotRehearse, Rehearsed, Scene, Way, rehearse
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import machines
-from smolcluster.strategies.base import Cost, Node, Seat, Shape
+from smolcluster.strategies.parallel import Parallel
+from smolcluster.strategies.placement import Cost, Node, Seat, Shape
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.strategies.shards import owners
 from smolcluster.tasks.base import Task
@@ -145,7 +146,7 @@ class Subject:
             strategy=strategy,
             options=options,
             nodes=nodes,
-            seats=strategy.seats(options, nodes),
+            placement=strategy.plan(options, nodes, self.shape).checked(),
             device=self.device,
         )
 
@@ -162,10 +163,9 @@ def forecast(
     here = ask or (lambda c, rank, w: rehearse_rank(subject, c, rank, w))
     try:
         scene = subject.scene(choice)
-        cost = scene.strategy.cost(scene.options, subject.shape, subject.nodes)
         if choice.plane == "elastic":
-            return Forecast(choice=choice, seats=_elastic_seats(subject, scene, cost, ways, here))
-        return Forecast(choice=choice, seats=_mesh_seats(subject, choice, scene, cost, ways, here, every_seat))
+            return Forecast(choice=choice, seats=_elastic_seats(subject, scene, ways, here))
+        return Forecast(choice=choice, seats=_mesh_seats(subject, choice, scene, ways, here, every_seat))
     except UserError as error:
         return Forecast(choice=choice, cannot=str(error))
 
@@ -179,7 +179,6 @@ def _mesh_seats(
     subject: Subject,
     choice: Choice,
     scene: Scene,
-    cost: Cost,
     ways: Sequence[Way],
     ask: Callable[[Choice, int, Sequence[Way]], Rehearsed],
     every_seat: bool,
@@ -192,7 +191,8 @@ def _mesh_seats(
             seen = ask(choice, rank, ways)
         except CannotRehearse as error:
             note = f"activations are not known: the rehearsal failed ({error})"
-            found.append(SeatMemory(ranks=ranks, role="worker", states=_by_formula(cost), ways={}, note=note))
+            states = _by_formula(scene.placement.cost)
+            found.append(SeatMemory(ranks=ranks, role="worker", states=states, ways={}, note=note))
             continue
         first = next(iter(seen.ways.values()))
         found.append(SeatMemory(ranks=ranks, role="worker", states=first.each, ways=seen.ways, start=seen.start))
@@ -202,7 +202,7 @@ def _mesh_seats(
 def alike_seats(subject: Subject, scene: Scene, *, every_seat: bool) -> list[list[Seat]]:
     """Seats that hold the same, the one that holds most first. Of a pipeline only the ends, unless `every_seat`."""
     groups: dict[tuple[int, int], list[Seat]] = {}
-    for seat in scene.seats:
+    for seat in scene.placement.seats:
         groups.setdefault((seat.coords.get("pp", 0), scene.nodes[seat.rank].batch_size), []).append(seat)
     stages = {stage for stage, _ in groups}
     ends = stages if every_seat else {min(stages), max(stages)}
@@ -215,11 +215,11 @@ def alike_seats(subject: Subject, scene: Scene, *, every_seat: bool) -> list[lis
 
 def _owned(subject: Subject, scene: Scene, seat: Seat) -> int:
     """What this seat alone updates, where parameters are dealt out in whole."""
-    strategy: Any = scene.strategy
-    if not hasattr(strategy, "parts") or strategy.stage(scene.options) != 1 or subject.shape.model is None:
+    strategy, options, model = scene.strategy, scene.options, subject.shape.model
+    if not issubclass(strategy, Parallel) or strategy.zero(options).stage != 1 or model is None:
         return 0
-    axes = strategy.axes(scene.options, machines(scene.nodes))
-    part = strategy.parts(scene.options, subject.shape.model, axes)[seat.coords["pp"]]
+    axes = strategy.axes(options, machines(scene.nodes))
+    part = strategy.parts(options, model, axes, scene.nodes)[seat.coords["pp"]]
     sizes = [math.prod(shape) for shape in part.values()]
     me = seat.coords["dp"] * axes.cp + seat.coords["cp"]
     return sum(size for size, place in zip(sizes, owners(sizes, axes.data), strict=True) if place == me)
@@ -228,13 +228,12 @@ def _owned(subject: Subject, scene: Scene, seat: Seat) -> int:
 def _elastic_seats(
     subject: Subject,
     scene: Scene,
-    cost: Cost,
     ways: Sequence[Way],
     ask: Callable[[Choice, int, Sequence[Way]], Rehearsed],
 ) -> list[SeatMemory]:
     """The formula, and the activations of a worker that is alone."""
-    states = _by_formula(cost)
-    workers = [seat.rank for seat in scene.seats if seat.role == "worker"]
+    states = _by_formula(scene.placement.cost)
+    workers = [seat.rank for seat in scene.placement.seats if seat.role == "worker"]
     try:
         alone = ask(ALONE, 0, ways).ways
         peaks = {way: _with_activations(states, peak) for way, peak in alone.items()}
@@ -242,8 +241,8 @@ def _elastic_seats(
     except CannotRehearse as error:
         peaks, note = {}, f"by the formula; activations are not known: the rehearsal failed ({error})"
     found = [SeatMemory(ranks=workers, role="worker", states=states, ways=peaks, note=note)]
-    serving = scene.strategy.server_cost(scene.options, subject.shape, subject.nodes)
-    servers = [seat.rank for seat in scene.seats if seat.role == "server"]
+    serving = scene.placement.server
+    servers = [seat.rank for seat in scene.placement.seats if seat.role == "server"]
     if serving is not None and servers:
         held = _by_formula(serving)
         every = dict.fromkeys(peaks, Peak(at=held, each=held))

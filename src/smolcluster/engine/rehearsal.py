@@ -32,7 +32,8 @@ from smolcluster.compute.replica import Batch
 from smolcluster.config.schema import Config
 from smolcluster.engine.no_memory import NoMemory, moving, no_vote, quietly
 from smolcluster.errors import SmolclusterError
-from smolcluster.strategies.base import Context, Node, Seat, Strategy
+from smolcluster.strategies.base import Context, Options, Strategy
+from smolcluster.strategies.placement import Node, Placement
 from smolcluster.tasks.base import Task
 
 log = logging.getLogger(__name__)
@@ -66,10 +67,10 @@ class Scene:
 
     config: Config
     task: Task
-    strategy: type[Strategy]
-    options: Any
+    strategy: type[Strategy[Options]]
+    options: Options
     nodes: Sequence[Node]
-    seats: Sequence[Seat]
+    placement: Placement
     device: torch.device
 
 
@@ -88,8 +89,8 @@ def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Way]) -> Rehe
     ):
         context = Context(
             config=_without_values(scene.config),
-            seat=scene.seats[rank],
-            seats=scene.seats,
+            seat=scene.placement.seats[rank],
+            seats=scene.placement.seats,
             group=group,
             device=scene.device,
             total_steps=10,
@@ -118,14 +119,14 @@ def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequen
 
 
 def perform(
-    strategy: Strategy, ledger: Ledger, parts: Sequence[Any], ways: Sequence[Way], *, warm: bool = False
+    strategy: Strategy[Options], ledger: Ledger, parts: Sequence[Any], ways: Sequence[Way], *, warm: bool = False
 ) -> Rehearsed:
     """A step for each way, of a strategy that was set up while `ledger` was open. The tensors may as well be real.
 
     A way that would change nothing is not gone: the model recomputes nothing by itself, or has no attention.
     """
     start = ledger.peak().at.total
-    states = States(strategy.model, strategy.replica.optimizer, ledger)  # type: ignore[attr-defined]
+    states = States(strategy.model, strategy.replica.optimizer, ledger)
     offers = any(_offers_checkpointing(module) for module in strategy.model.modules())
     found: dict[Way, Peak] = {}
     for number, way in enumerate([*ways[: int(warm)], *ways]):
@@ -196,5 +197,5 @@ def _without_values(config: Config) -> Config:
 
 
 def _samples_per_step(scene: Scene) -> list[int]:
-    shards = {s.shard: scene.nodes[s.rank].batch_size for s in scene.seats if s.shard is not None}
+    shards = {s.shard: scene.nodes[s.rank].batch_size for s in scene.placement.seats if s.shard is not None}
     return [shards[shard] * scene.config.training.grad_accumulation for shard in sorted(shards)]

@@ -31,7 +31,8 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Notice, Progress, RunStarted, SampleText
 from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import NoticeHandler, Observer, Sink
-from smolcluster.strategies.base import Node, Shape, Strategy
+from smolcluster.strategies.base import Options, Strategy
+from smolcluster.strategies.placement import Node, Shape
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.find import find_task
@@ -125,9 +126,9 @@ class Role(ABC):
             shape = dataclasses.replace(shape, optimizer_states=0)
         if not all(parameter.requires_grad for parameter in model.parameters()):
             return
-        costs = self.strategy_class.costs(self.options, shape, nodes)[first : first + count]
+        placement = self.strategy_class.plan(self.options, nodes, shape).checked()
         check_memory(
-            costs,
+            placement.costs[first : first + count],
             rank=self.spec.rank - first,
             machine=room_of(torch.device("cpu")),
             gpu=room_of(self.device) if self.device.type == "cuda" else None,
@@ -135,7 +136,7 @@ class Role(ABC):
             warn=self._warn,
         )
 
-    def _try_task(self, strategy: Strategy) -> None:
+    def _try_task(self, strategy: Strategy[Options]) -> None:
         """Find mistakes in the user's code before step 1."""
         if needs_trial(self.task):
             size = self.config.training.batch_size or 1
@@ -145,7 +146,7 @@ class Role(ABC):
 
     # Checkpoints
 
-    def _make_saver(self, strategy: Strategy, *, together: bool = False, again: bool = False) -> Saver:
+    def _make_saver(self, strategy: Strategy[Options], *, together: bool = False, again: bool = False) -> Saver:
         """`together`: every rank has one, for its part of the state. `again`: there was room when the run began."""
         self.run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         weights_bytes = sum(t.nbytes for t in strategy.layout().values())
@@ -209,7 +210,7 @@ class Role(ABC):
             tell=lambda text: self.observer.emit(Notice(level="INFO", message=text, rank=rank)),
         )
 
-    def _started_event(self, strategy: Strategy, *, rank: int, world_size: int, **fields: Any) -> RunStarted:
+    def _started_event(self, strategy: Strategy[Options], *, rank: int, world_size: int, **fields: Any) -> RunStarted:
         config = self.config
         return RunStarted(
             rank=rank,
@@ -259,7 +260,7 @@ class Role(ABC):
         self.observer.add(sink)
         log.info("metrics are served on http://%s:%d/metrics", host, port)
 
-    def _sample(self, strategy: Strategy) -> None:
+    def _sample(self, strategy: Strategy[Options]) -> None:
         try:
             model = strategy.whole_model(self.task)
             model.eval()

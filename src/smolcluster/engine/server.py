@@ -57,8 +57,9 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, evaluation_fields, from_json
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.observe.machine import MachineFacts
-from smolcluster.strategies.base import Commit, Context, Node, Office, State, StepReport, Strategy
+from smolcluster.strategies.base import Commit, Context, Office, Options, State, StepReport, Strategy
 from smolcluster.strategies.elastic import pack_state, unpack_state
+from smolcluster.strategies.placement import Node
 from smolcluster.tasks.base import count_of
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class Server(Role):
             count=self._count_targets,
         )
         nodes = [Node(name=spec.host, batch_size=size) for size in self.batch_sizes]
-        seats = self.strategy_class.seats(self.options, nodes)
+        seats = self.strategy_class.plan(self.options, nodes, None).checked().seats
         self.context = Context(
             config=self.config,
             seat=seats[-1],
@@ -762,7 +763,7 @@ def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:
     return [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in weights.items()]
 
 
-def replica_sha256(strategy: Strategy) -> str:
+def replica_sha256(strategy: Strategy[Options]) -> str:
     """Of the weights that all replicas share. Buffers are not among them: running means are each worker's own."""
     own = {name for name, _ in strategy.model.named_buffers()}
     return weights_sha256({n: t.cpu() for n, t in strategy.state().weights.items() if n not in own})

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from smolcluster.config.schema import Config
 from smolcluster.engine.checks import batch_size_of
 from smolcluster.errors import UserError
-from smolcluster.strategies.base import Node, Seat
+from smolcluster.strategies.placement import Node, Placement, Shape
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
@@ -58,12 +58,8 @@ def _largest(config: Config, sizes: list[int], model: nn.Module | None) -> Confi
 
 def _fit(config: Config, size: int, model: nn.Module | None) -> Config:
     """The same configuration if it can run on so many workers."""
-    strategy = find_strategy(config.strategy.name)
-    options, _ = read_options(strategy, config.strategy)
     nodes = [Node(name=f"worker-{r}", batch_size=batch_size_of(config, r)) for r in range(size)]
-    strategy.seats(options, nodes)
-    if model is not None:
-        strategy.check_model(options, model, nodes)
+    _place(config, nodes, None if model is None else Shape.of(model, config.training))
     return config
 
 
@@ -77,12 +73,10 @@ def _model(config: Config) -> nn.Module | None:
         return None
 
 
-def _seats(config: Config, size: int) -> list[Seat]:
+def _place(config: Config, nodes: Sequence[Node], shape: Shape | None = None) -> Placement:
     strategy = find_strategy(config.strategy.name)
     options, _ = read_options(strategy, config.strategy)
-    batch_size = config.training.batch_size or 1
-    seats: list[Seat] = strategy.seats(options, [Node(name="", batch_size=batch_size)] * size)
-    return seats
+    return strategy.plan(options, nodes, shape).checked()
 
 
 def _shared_out(config: Config, size: int) -> Config:
@@ -91,16 +85,16 @@ def _shared_out(config: Config, size: int) -> Config:
         return config  # each host has a size of its own, and keeps it
     training = config.training
     batch_size = training.batch_size or 1
-    before = len({s.shard for s in _seats(config, config.cluster.num_workers or size)})
-    seats = _seats(config, size)
-    shards = len({s.shard for s in seats})
-    micro_steps, sizes = share(before * batch_size * training.grad_accumulation, shards, at_most=batch_size)
+    node = Node(name="", batch_size=batch_size)
+    before, now = (_place(config, [node] * count) for count in (config.cluster.num_workers or size, size))
+    samples = before.num_shards * batch_size * training.grad_accumulation
+    micro_steps, sizes = share(samples, now.num_shards, at_most=batch_size)
     fitted = config.model_copy(deep=True)
     fitted.training.grad_accumulation = micro_steps
     if set(sizes) != {batch_size}:  # training.batch_size itself stays: it also says how much is evaluated
-        names = [f"worker-{seat.rank}" for seat in seats]
+        names = [f"worker-{seat.rank}" for seat in now.seats]
         fitted.cluster.workers = names
-        fitted.cluster.batch_size = {name: sizes[s.shard or 0] for name, s in zip(names, seats, strict=True)}
+        fitted.cluster.batch_size = {name: sizes[s.shard or 0] for name, s in zip(names, now.seats, strict=True)}
     return fitted
 
 

@@ -29,7 +29,7 @@ from smolcluster.data.dataset import Dataset
 from smolcluster.engine.best import Best
 from smolcluster.engine.evaluate import check_metrics
 from smolcluster.errors import SmolclusterError, UserError, suggest
-from smolcluster.strategies.base import Strategy
+from smolcluster.strategies.base import Options, Strategy
 from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def needs_trial(task: Task) -> bool:
 
 
 def try_task(
-    task: Task, strategy: Strategy, *, train_data: Dataset, val_data: Dataset | None, batch_size: int
+    task: Task, strategy: Strategy[Options], *, train_data: Dataset, val_data: Dataset | None, batch_size: int
 ) -> str | None:
     """Run the task's code once. Raises UserError for a mistake; returns a warning, if there is one to give."""
     device, training = strategy.context.device, task.config.training

@@ -57,7 +57,8 @@ from smolcluster.engine.trial import needs_trial
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
-from smolcluster.strategies.base import Context, Node, Strategy
+from smolcluster.strategies.base import Context, Options, Strategy
+from smolcluster.strategies.placement import Node
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Worker(Role):
             )
             for r in range(spec.world_size)
         ]
-        self.seats = self.strategy_class.seats(self.options, nodes)
+        self.seats = self.strategy_class.plan(self.options, nodes, None).checked().seats
         self.seat = self.seats[spec.rank]
 
         self._load_task()
@@ -275,7 +276,7 @@ class Worker(Role):
             },
         )
 
-    def _find_bulletin(self, strategy: Strategy) -> Bulletin | None:
+    def _find_bulletin(self, strategy: Strategy[Options]) -> Bulletin | None:
         """Where all ranks write checkpoints together, what they tell each other by: if the strategy cuts the model up, and
         every rank sees the run directory."""
         training, group = self.config.training, self.group

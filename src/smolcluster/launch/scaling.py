@@ -149,13 +149,13 @@ def batch_for(batch: int, workers: int, shards: int, *, weak: bool) -> int:
 
 def data_shards(run: Prepared) -> int:
     """Into how many parts the samples of a step go. Refuses what the strategy cannot do with so many workers."""
-    from smolcluster.strategies.base import Node
+    from smolcluster.strategies.placement import Node
     from smolcluster.strategies.registry import find_strategy, read_options
 
     strategy = find_strategy(run.config.strategy.name, plane=run.plane)
     options, _ = read_options(strategy, run.config.strategy)
     nodes = [Node(name=f"worker-{rank}") for rank in range(run.workers)]
-    return len({seat.shard for seat in strategy.seats(options, nodes) if seat.shard is not None})
+    return strategy.plan(options, nodes, None).checked().num_shards
 
 
 def processors(device: str | None) -> tuple[str, int]:

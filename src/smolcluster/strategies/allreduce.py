@@ -41,7 +41,8 @@ from smolcluster.comm.group import gather_json, share_of
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
-from smolcluster.strategies.base import Cost, Node, Options, Shape, State, StepReport
+from smolcluster.strategies.base import Options, State, StepReport
+from smolcluster.strategies.placement import Cost, Node, Placement, Shape, worker_on_each
 from smolcluster.strategies.replicated import Replicated, train_alone
 from smolcluster.tasks.base import Task
 
@@ -54,19 +55,18 @@ class AllReduceOptions(Options):
     bucket_mb: float = Field(25.0, gt=0, description="gradients travel in buckets of this size")
 
 
-class AllReduce(Replicated):
+class AllReduce(Replicated[AllReduceOptions]):
     name = "allreduce"
     algorithm = "ClassicDP"
     summary = "whole model on every worker, averaged gradients, optional bounded staleness"
-    Config = AllReduceOptions
-    options: AllReduceOptions
 
     @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        assert isinstance(options, AllReduceOptions)
+    def plan(cls, options: AllReduceOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if shape is None:
+            return Placement(seats=worker_on_each(nodes))
         size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
         moved = 2 * (n - 1) * size // n
-        return Cost(
+        cost = Cost(
             parameter_bytes=size,
             gradient_bytes=size * (options.staleness_bound + 1),
             optimizer_bytes=size * shape.optimizer_states,
@@ -74,6 +74,7 @@ class AllReduce(Replicated):
             bytes_received=moved,
             messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
         )
+        return Placement(seats=worker_on_each(nodes), costs=[cost] * n)
 
     def setup(self, task: Task) -> None:
         super().setup(task)

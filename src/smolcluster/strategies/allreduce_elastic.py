@@ -27,25 +27,25 @@ from smolcluster.comm.elastic.group import ElasticGroup
 from smolcluster.comm.elastic.view import View
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.replica import Batch, Replica
-from smolcluster.strategies.base import Cost, Node, Options, Shape
-from smolcluster.strategies.coordinated import Coordinated, CoordinatedOptions, Flight, Reduction
+from smolcluster.strategies.coordinated import Coordinated, CoordinatedOptions, Flight, Reduction, server_cost
 from smolcluster.strategies.elastic import pack_state
+from smolcluster.strategies.placement import Cost, Node, Placement, Shape, workers_and_server
 from smolcluster.strategies.replicated import replica_state
 from smolcluster.tasks.base import Task
 
 
-class ElasticAllReduce(Coordinated):
+class ElasticAllReduce(Coordinated[CoordinatedOptions]):
     name = "allreduce"
     algorithm = "ClassicDP"
     summary = "whole model on every worker, averaged gradients, optional bounded staleness; members come and go"
-    Config = CoordinatedOptions
 
     @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        assert isinstance(options, CoordinatedOptions)
+    def plan(cls, options: CoordinatedOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if shape is None:
+            return Placement(seats=workers_and_server(nodes))
         size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
         moved = 2 * (n - 1) * size // n
-        return Cost(
+        cost = Cost(
             parameter_bytes=size,
             gradient_bytes=2 * size * (options.staleness_bound + 1),
             optimizer_bytes=size * shape.optimizer_states,
@@ -53,6 +53,7 @@ class ElasticAllReduce(Coordinated):
             bytes_received=moved,
             messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))) + 2,
         )
+        return Placement(seats=workers_and_server(nodes), costs=[cost] * n, server=server_cost(shape))
 
     def setup(self, task: Task) -> None:
         super().setup(task)

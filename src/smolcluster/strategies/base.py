@@ -1,8 +1,8 @@
 """The interface of a strategy: how several machines train one model.
 
-A strategy is one file that reads like its paper. It cuts or wraps the model (`setup`), takes one training step (`step`) and
-says in advance who sits where (`seats`) and what a step costs (`cost`). It talks to other ranks through a `Group` and never
-sees a socket. The loop in `engine/` calls these methods and knows no strategy by name.
+A strategy is one file that reads like its paper. It says in advance who sits where and what a step costs (`plan`), cuts or
+wraps the model (`setup`) and takes one training step (`step`). It talks to other ranks through a `Group` and never sees a
+socket. The loop in `engine/` calls these methods and knows no strategy by name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -21,45 +21,27 @@ from smolcluster.comm.elastic.line import Lease, Line
 from smolcluster.comm.elastic.roster import Roster
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.compute.optim import warmup_cosine
-from smolcluster.compute.precision import DTYPES, AgreedScale
+from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Loss, Replica
 from smolcluster.compute.rng import seed_everything
 from smolcluster.compute.timing import Span
-from smolcluster.config.schema import Config, TrainingConfig
+from smolcluster.config.schema import Config
 from smolcluster.data.leases import Leases
 from smolcluster.errors import UserError
 from smolcluster.strategies.claims import Count
+from smolcluster.strategies.placement import Node, Placement, Seat, Shape
 from smolcluster.tasks.base import Task
 
 TRIAL_BYTES = 2**31  # a model larger than this is not copied to try the task's code on
 
 
 class Options(BaseModel):
-    """Base of every strategy's `Config`: its part of the `strategy` section, with this strategy's defaults."""
+    """A strategy's part of the `strategy` section, with its defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """A machine that can hold seats."""
-
-    name: str
-    batch_size: int = 1
-    machine: str = ""  # that it is on; empty: one of its own, of that name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Who sits where. A parameter server is a seat whose role is `server`; it has no data shard."""
-
-    rank: int
-    node: str
-    machine: str = ""  # as in Node
-    role: str = "worker"
-    coords: dict[str, int] = field(default_factory=dict)
-    shard: int | None = None
-    stream: int | None = None  # of random numbers; None: one of its own, numbered as its rank
+OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,54 +52,6 @@ class Share:
     count: int
     counts: bool = True  # or another rank tells the same numbers
     lockstep: bool = False  # one batch takes several ranks: all have equally many
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What `cost` needs to know of a model."""
-
-    parameters: int
-    tensors: Sequence[Sequence[int]] = ()  # the shape of each; what a codec makes of them depends on it
-    bytes_per_parameter: int = 4
-    used_bytes: int = 4  # of a parameter where it is gathered to be used: 2 in mixed precision
-    optimizer_states: int = 2  # tensors of the parameters' size that the optimizer keeps: 2 for Adam
-    model: nn.Module | None = None  # on the meta device, where layers that differ are dealt out
-
-    @classmethod
-    def of(cls, model: nn.Module, config: TrainingConfig) -> Shape:
-        """Of a model (on any device) that is trained as `config` says."""
-        parameters = list(model.parameters())
-        kept = {"adamw": 2, "sgd": 1 if config.momentum else 0}
-        return cls(
-            parameters=sum(p.numel() for p in parameters),
-            tensors=[tuple(p.shape) for p in parameters],
-            bytes_per_parameter=max((p.element_size() for p in parameters), default=4),
-            used_bytes=DTYPES[config.precision].itemsize,
-            optimizer_states=kept[config.optimizer],
-            model=model,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """One step of one worker, by the formulas in the strategy's docstring: of the one that holds most, where they differ.
-
-    Activations are not counted here, nor what is gathered for a moment; `engine/rehearsal.py` finds those.
-    """
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    bytes_sent: int
-    bytes_received: int
-    messages: int
-    activations_travel: bool = False  # too; how much depends on the samples, and is not in these numbers
-    journal_bytes: int = 0  # of a server: written to its journal
-    offloaded: bool = False  # parameters, gradients and optimizer state are in the machine's memory, not the GPU's
-
-    @property
-    def states_bytes(self) -> int:
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,41 +150,31 @@ class Context:
         return self.group.traffic if self.line is None else self.line.transport.traffic
 
 
-class Strategy(ABC):
+class Strategy(ABC, Generic[OptionsT]):
     name: ClassVar[str]
     server_has_weights: ClassVar[bool] = True  # elastic plane: or the workers alone have them
     algorithm: ClassVar[str]  # the name users know it by, as in run names
     summary: ClassVar[str]
-    Config: ClassVar[type[Options]] = Options
+    Config: ClassVar[type[Options]] = Options  # what it is generic in: `class Mine(Strategy[MyOptions])` has MyOptions
 
-    def __init__(self, options: Options, context: Context) -> None:
+    replica: Replica  # made by `setup`
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            for argument in get_args(base):
+                if isinstance(argument, type) and issubclass(argument, Options):
+                    cls.Config = argument
+
+    def __init__(self, options: OptionsT, context: Context) -> None:
         self.options = options
         self.context = context
         self.stale_rejected = 0
 
     @classmethod
-    def seats(cls, options: Options, nodes: Sequence[Node]) -> list[Seat]:
-        """Who sits where. By default every node is a worker with a data shard of its own."""
-        return [Seat(rank=r, node=node.name, coords={"dp": r}, shard=r) for r, node in enumerate(nodes)]
-
-    @classmethod  # noqa: B027 - most can
-    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
-        """Raises UserError where these nodes cannot share this model out. It may be without memory, on `meta`."""
-
-    @classmethod
     @abstractmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        """What a step costs a worker."""
-
-    @classmethod
-    def costs(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> list[Cost]:
-        """The same of every worker, in rank order, where they differ."""
-        return [cls.cost(options, shape, nodes)] * len(nodes)
-
-    @classmethod
-    def server_cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost | None:
-        """What a step costs the server, where there is one that holds a model."""
-        return None
+    def plan(cls, options: OptionsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        """Say who sits where, what a step costs each, and what stands against it. Without a shape: no costs."""
 
     @abstractmethod
     def setup(self, task: Task) -> None:
@@ -297,7 +221,7 @@ class Strategy(ABC):
         """Elastic plane: what this worker reads next; None when the run is over."""
         raise AssertionError(f"{self.name} does not lend samples")
 
-    def drain(self) -> None:  # noqa: B027 - nothing is in flight by default
+    def drain(self) -> None:  # nothing is in flight by default
         """Finish what is in flight: before evaluation, checkpoint and exit. Every rank calls it at the same step."""
 
     def export(self) -> Mapping[str, Tensor] | None:
@@ -334,7 +258,7 @@ class Strategy(ABC):
         """Steps that changed nothing, as their gradients were not finite. All ranks count the same."""
         return 0
 
-    def check_progress(self) -> None:  # noqa: B027 - elsewhere a server judges the gradients
+    def check_progress(self) -> None:  # elsewhere a server judges the gradients
         """Raise when too many steps in a row were skipped."""
 
     def trial_model(self, task: Task) -> nn.Module | None:

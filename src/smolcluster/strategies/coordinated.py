@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -46,10 +46,11 @@ from smolcluster.comm.group import PeerLost
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.errors import SmolclusterError
-from smolcluster.strategies.base import Commit, Cost, Node, Options, Shape, State, StepReport
+from smolcluster.strategies.base import Commit, Options, State, StepReport
 from smolcluster.strategies.coordinator import CONNECT_S, Coordinator
 from smolcluster.strategies.deadline import WAITING_S
 from smolcluster.strategies.elastic import Elastic, pack_state, unpack_state
+from smolcluster.strategies.placement import Cost, Shape
 from smolcluster.tasks.base import Task
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,22 @@ class CoordinatedOptions(Options):
     bucket_mb: float = Field(25.0, gt=0, description="gradients travel in buckets of this size")
     step_timeout: float | None = Field(
         None, gt=0, description="seconds a worker may compute while others wait, before it is evicted; null: adaptive"
+    )
+
+
+CoordinatedT = TypeVar("CoordinatedT", bound=CoordinatedOptions)
+
+
+def server_cost(shape: Shape) -> Cost:
+    """The state that came last, the next one as it comes, and the evaluator's weights."""
+    size = shape.parameters * shape.bytes_per_parameter
+    return Cost(
+        parameter_bytes=3 * size,
+        gradient_bytes=0,
+        optimizer_bytes=2 * size * shape.optimizer_states,
+        bytes_sent=0,
+        bytes_received=0,
+        messages=0,
     )
 
 
@@ -122,23 +139,9 @@ class Reduction(ABC):
         """This member's part of the run's state; `first` for one of the members."""
 
 
-class Coordinated(Elastic):
-    options: CoordinatedOptions
+class Coordinated(Elastic[CoordinatedT]):
     reduction: Reduction  # a worker's
     server_has_weights: ClassVar[bool] = False
-
-    @classmethod
-    def server_cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        """The state that came last, the next one as it comes, and the evaluator's weights."""
-        size = shape.parameters * shape.bytes_per_parameter
-        return Cost(
-            parameter_bytes=3 * size,
-            gradient_bytes=0,
-            optimizer_bytes=2 * size * shape.optimizer_states,
-            bytes_sent=0,
-            bytes_received=0,
-            messages=0,
-        )
 
     def load_state(self, state: State) -> None:
         """On the coordinator, which never trains, the tensors themselves become its state: it is replaced, not changed, so

@@ -60,7 +60,7 @@ class Upload:
 class Coordinator:
     def __init__(
         self,
-        strategy: Coordinated,
+        strategy: Coordinated[Any],
         *,
         steps_ahead: int,
         whole: bool,

@@ -48,8 +48,9 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
-from smolcluster.strategies.base import Cost, Node, Options, Shape, StepReport
-from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire, mean_loss
+from smolcluster.strategies.base import StepReport
+from smolcluster.strategies.placement import Cost, Node, Placement, Shape, workers_and_server
+from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire, mean_loss, server_cost
 from smolcluster.tasks.base import Task
 
 LEASES_AHEAD = 2  # what a worker computes, and what it computes next
@@ -69,19 +70,18 @@ class EDPOptions(ServedOptions):
     )
 
 
-class EDP(Served):
+class EDP(Served[EDPOptions]):
     name = "edp"
     algorithm = "EDP"
     summary = "an asynchronous server; no worker waits for another, fast ones do more"
-    Config = EDPOptions
-    options: EDPOptions
 
     @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        assert isinstance(options, EDPOptions)
-        size = shape.parameters * shape.bytes_per_parameter
+    def plan(cls, options: EDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if shape is None:
+            return Placement(seats=workers_and_server(nodes))
+        n, size = len(nodes), shape.parameters * shape.bytes_per_parameter
         gradients, weights = bytes_on_the_wire(options, shape)
-        return Cost(
+        worker = Cost(
             parameter_bytes=2 * size,  # its own, and the pull on its way
             gradient_bytes=size,
             optimizer_bytes=size * shape.optimizer_states,
@@ -89,21 +89,17 @@ class EDP(Served):
             bytes_received=weights // options.worker_update_interval,
             messages=2 * max(1, round(size / (options.bucket_mb * 2**20))),
         )
-
-    @classmethod
-    def record_bytes(cls, options: ServedOptions, shape: Shape, nodes: Sequence[Node]) -> int:
-        """The pushes of a step as they came, or their average: what is less."""
-        assert isinstance(options, EDPOptions)
-        batch = max(1, min((node.batch_size for node in nodes), default=1))
-        pushes = len(nodes) if options.server_batch is None else -(-options.server_batch // batch)
-        return min(pushes * bytes_on_the_wire(options, shape)[0], 4 * shape.parameters)
-
-    @classmethod
-    def _pushes_held(cls, options: ServedOptions, nodes: Sequence[Node]) -> int:
-        """All workers push at once, and what came before is one push short of a step."""
-        assert isinstance(options, EDPOptions)
+        smallest = max(1, min(node.batch_size for node in nodes))
+        counted = n if options.server_batch is None else -(-options.server_batch // smallest)  # pushes of a step
         wanted = options.server_batch or sum(node.batch_size for node in nodes)
-        return len(nodes) + -(-wanted // min(node.batch_size for node in nodes)) - 1
+        server = server_cost(
+            options,
+            shape,
+            workers=n,
+            pushes=n + -(-wanted // smallest) - 1,  # all push at once, and what came before is one short of a step
+            record_bytes=min(counted * gradients, 4 * shape.parameters),  # as they came, or their average
+        )
+        return Placement(seats=workers_and_server(nodes), costs=[worker] * n, server=server)
 
     def setup(self, task: Task) -> None:
         super().setup(task)

@@ -7,7 +7,6 @@ boundary on.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Member, Roster
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
-from smolcluster.strategies.base import Node, Office, Options, Seat, State
+from smolcluster.strategies.base import Office, OptionsT, State
 from smolcluster.strategies.replicated import Replicated
 from smolcluster.tasks.base import Task
 
@@ -28,14 +27,8 @@ ALL_TOLD = 100  # refusals of a worker that are all logged; of further ones the 
 RETURN_S = 3.0  # a restarted server waits so long for those it knew
 
 
-class Elastic(Replicated):
+class Elastic(Replicated[OptionsT]):
     leases_ahead: ClassVar[int] = 1
-
-    @classmethod
-    def seats(cls, options: Options, nodes: Sequence[Node]) -> list[Seat]:
-        """A worker on every node, and the server behind the last."""
-        server = Seat(rank=len(nodes), node=nodes[0].name if nodes else "", role="server")
-        return [*super().seats(options, nodes), server]
 
     def setup(self, task: Task) -> None:
         super().setup(task)

@@ -38,7 +38,7 @@ import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -54,6 +54,7 @@ from smolcluster.strategies.axes import Axes, divisors, ranks_per_machine
 from smolcluster.strategies.base import Options
 from smolcluster.strategies.exchange import Exchange, Owned, Summed, everything_in
 from smolcluster.strategies.parallel import Parallel
+from smolcluster.strategies.zero import Zero
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,24 +83,35 @@ class FSDPOptions(Options):
             return {"shard_size": "node"} | said | {"fsdp_stage": 3}
         return said
 
+    @property
+    def zero(self) -> Zero:
+        return Zero(
+            stage=self.fsdp_stage,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+            offload=self.cpu_offload,
+            by_machine=self.shard_size == "node",
+        )
 
-class FSDP(Parallel):
+
+FSDPT = TypeVar("FSDPT", bound=FSDPOptions)
+
+
+class FSDP(Parallel[FSDPOptions]):
     name = "fsdp"
     algorithm = "FSDP"
     summary = "ZeRO 0-3 and hybrid: optimizer state, gradients and parameters cut up among the workers"
-    Config = FSDPOptions
-    options: FSDPOptions
 
     @classmethod
     def axes(cls, options: FSDPOptions, hosts: Sequence[str]) -> Axes:
         return cut_up(Axes(shards=len(hosts)), options, hosts, "{} workers")
 
     def make_exchange(self) -> Exchange:
-        return make_exchange(self, self.options)
+        return make_exchange(self)
 
     @classmethod
-    def stage(cls, options: FSDPOptions) -> int:
-        return options.fsdp_stage
+    def zero(cls, options: FSDPOptions) -> Zero:
+        return options.zero
 
 
 def cut_up(axes: Axes, options: FSDPOptions, hosts: Sequence[str], what: str) -> Axes:
@@ -113,8 +125,9 @@ def cut_up(axes: Axes, options: FSDPOptions, hosts: Sequence[str], what: str) ->
     return replace(axes, replicas=data // shards, shards=shards)
 
 
-def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
-    """What `options.fsdp_stage` says, along the data axis."""
+def make_exchange(strategy: Parallel[FSDPT]) -> Exchange:
+    """What `fsdp_stage` says, along the data axis."""
+    options = strategy.options
     axes, group, weight, mesh = strategy.mesh_axes, strategy.data, strategy.weight, strategy.mesh
     if axes.data == 1:
         return Exchange(weight)
@@ -130,7 +143,7 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     if options.fsdp_stage == 0 or axes.shards == 1:
         return Summed(group, bucket_bytes=bucket_bytes, weight=weight)
     if options.fsdp_stage == 1:
-        lower = _rounded_by_owners(strategy, options)
+        lower = _rounded_by_owners(strategy)
         return Owned(group, bucket_bytes=bucket_bytes, weight=weight, lower=lower)
     assert mesh is not None
     names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
@@ -149,9 +162,9 @@ def make_exchange(strategy: Parallel, options: FSDPOptions) -> Exchange:
     )
 
 
-def _rounded_by_owners(strategy: Parallel, options: FSDPOptions) -> torch.dtype | None:
+def _rounded_by_owners(strategy: Parallel[FSDPT]) -> torch.dtype | None:
     """Stage 1: the type that matrices are kept in by all but their owners, where that is asked for and loses nothing."""
-    context, axes = strategy.context, strategy.mesh_axes
+    context, axes, options = strategy.context, strategy.mesh_axes, strategy.options
     if options.param_dtype in (None, "fp32"):
         return None
     training = context.config.training

@@ -38,11 +38,11 @@ from smolcluster.comm.elastic.view import View
 from smolcluster.comm.group import Work, gather_json
 from smolcluster.compute.optim import named_state, put_named_state
 from smolcluster.compute.replica import Batch, Replica
-from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.allreduce_elastic import SummedGradients
-from smolcluster.strategies.base import Cost, Node, Options, Shape
-from smolcluster.strategies.coordinated import Coordinated, CoordinatedOptions, Flight, Reduction
+from smolcluster.strategies.coordinated import Coordinated, CoordinatedOptions, Flight, Reduction, server_cost
 from smolcluster.strategies.elastic import pack_state
+from smolcluster.strategies.placement import Cost, Node, Placement, Shape, workers_and_server
 from smolcluster.strategies.replicated import replica_state
 from smolcluster.strategies.shards import buddy, largest_share, owners, providers, ward
 from smolcluster.tasks.base import Task
@@ -52,24 +52,25 @@ class ElasticFSDPOptions(CoordinatedOptions):
     fsdp_stage: int = Field(1, ge=0, le=3, description="0: all-reduce on full replicas; 1: optimizer states sharded")
 
 
-class ElasticFSDP(Coordinated):
+class ElasticFSDP(Coordinated[ElasticFSDPOptions]):
     name = "fsdp"
     algorithm = "FSDP"
     summary = "ZeRO stages 0 and 1: optimizer states shared out over the workers; members come and go"
-    Config = ElasticFSDPOptions
-    options: ElasticFSDPOptions
 
     @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        assert isinstance(options, ElasticFSDPOptions)
-        _check_stage(options.fsdp_stage)
+    def plan(cls, options: ElasticFSDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if options.fsdp_stage > 1:
+            said = f"fsdp_stage {options.fsdp_stage} needs machines that stay; on the elastic plane there are 0 and 1"
+            return Placement(refusals=[said])
+        if shape is None:
+            return Placement(seats=workers_and_server(nodes))
         size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
         sharded = options.fsdp_stage == 1 and n > 1
         moved = 2 * (n - 1) * size // n
         if sharded:
             tensors = shape.tensors or [(-(-shape.parameters // n),)] * n
             moved = (2 * n - 1) * largest_share(list(map(math.prod, tensors)), n) * shape.bytes_per_parameter
-        return Cost(
+        cost = Cost(
             parameter_bytes=size,
             gradient_bytes=2 * size * (options.staleness_bound + 1),
             optimizer_bytes=size * shape.optimizer_states * (2 if sharded else n) // n,
@@ -77,9 +78,9 @@ class ElasticFSDP(Coordinated):
             bytes_received=moved,
             messages=2 * (n - 1) + 3,
         )
+        return Placement(seats=workers_and_server(nodes), costs=[cost] * n, server=server_cost(shape))
 
     def setup(self, task: Task) -> None:
-        _check_stage(self.options.fsdp_stage)
         super().setup(task)
         if self.context.line is not None and self.options.fsdp_stage == 0:
             bucket_bytes = int(self.options.bucket_mb * 2**20)
@@ -91,11 +92,6 @@ class ElasticFSDP(Coordinated):
     @property
     def results_are_whole(self) -> bool:
         return self.options.fsdp_stage == 0
-
-
-def _check_stage(stage: int) -> None:
-    if stage > 1:
-        raise UserError(f"fsdp_stage {stage} needs machines that stay; on the elastic plane there are 0 and 1")
 
 
 class ShardedOptimizer(Reduction):

@@ -22,21 +22,15 @@ from pydantic import Field
 from torch import nn
 
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes, divisors, machines
-from smolcluster.strategies.base import Node, Options
+from smolcluster.strategies.axes import Axes, divisors
 from smolcluster.strategies.exchange import Exchange
 from smolcluster.strategies.fsdp import FSDPOptions, cut_up, make_exchange
 from smolcluster.strategies.parallel import Parallel, Shapes
-from smolcluster.strategies.pipeline import (
-    Pipe,
-    PipelineOptions,
-    check_schedule,
-    check_stages,
-    make_pipe,
-    parts_of_ranks,
-)
+from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe, parts_of_ranks
+from smolcluster.strategies.placement import Node
 from smolcluster.strategies.stages import holders, num_microbatches
-from smolcluster.strategies.tensor import Fusions, check_table, share_out, shared_shapes
+from smolcluster.strategies.tensor import Fusions, share_out, shared_shapes
+from smolcluster.strategies.zero import Zero
 
 
 class MeshOptions(PipelineOptions, FSDPOptions):
@@ -48,12 +42,10 @@ class MeshOptions(PipelineOptions, FSDPOptions):
     cp: int = Field(1, ge=1, description="ranks that have a piece of each sequence")
 
 
-class Mesh(Parallel):
+class Mesh(Parallel[MeshOptions]):
     name = "mesh"
     algorithm = "3D"
     summary = "pipeline x data x tensor parallel, with ZeRO stages along the data axis"
-    Config = MeshOptions
-    options: MeshOptions
 
     @classmethod
     def axes(cls, options: MeshOptions, hosts: Sequence[str]) -> Axes:
@@ -79,8 +71,8 @@ class Mesh(Parallel):
         return options.sequence_parallel
 
     @classmethod
-    def parts(cls, options: MeshOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
-        return [shared_shapes(model, part, axes.tp) for part in parts_of_ranks(options, model, axes.pp)]
+    def parts(cls, options: MeshOptions, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
+        return [shared_shapes(model, part, axes.tp) for part in parts_of_ranks(options, model, axes.pp, nodes)]
 
     @classmethod
     def gathers(cls, options: MeshOptions, axes: Axes, nodes: Sequence[Node]) -> int:
@@ -90,21 +82,14 @@ class Mesh(Parallel):
         return 1 + num_microbatches(options, [node.batch_size for node in nodes], len(holders(axes.pp, options)))
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
-        return make_pipe(self, self.options, model)
+        return make_pipe(self, model)
 
     def share_out(self, model: nn.Module) -> Fusions | None:
         return share_out(self, model)
 
-    @classmethod
-    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
-        assert isinstance(options, MeshOptions)
-        axes = cls.axes(options, machines(nodes))
-        check_stages(options, model, nodes, pp=axes.pp)
-        check_table(model, axes.tp)
-
     def make_exchange(self) -> Exchange:
-        return make_exchange(self, self.options)
+        return make_exchange(self)
 
     @classmethod
-    def stage(cls, options: MeshOptions) -> int:
-        return options.fsdp_stage
+    def zero(cls, options: MeshOptions) -> Zero:
+        return options.zero

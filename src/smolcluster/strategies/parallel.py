@@ -34,17 +34,14 @@ from smolcluster.comm.group import Group, collect_tensors, gather_json, share_of
 from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
 from smolcluster.comm.watcher import EngineTraffic
 from smolcluster.compute.optim import without_state
-from smolcluster.compute.replica import Batch, Replica
+from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
 from smolcluster.strategies.axes import Axes, machines
 from smolcluster.strategies.base import (
     TRIAL_BYTES,
-    Cost,
     Drawing,
-    Node,
-    Seat,
-    Shape,
+    OptionsT,
     Share,
     State,
     StepReport,
@@ -53,8 +50,9 @@ from smolcluster.strategies.base import (
 )
 from smolcluster.strategies.context import Pieces
 from smolcluster.strategies.exchange import Exchange
+from smolcluster.strategies.placement import Cost, Node, Placement, Shape
 from smolcluster.strategies.replicated import train_alone
-from smolcluster.strategies.zero import cost_of_stage
+from smolcluster.strategies.zero import Zero, cost_of_stage
 from smolcluster.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -65,52 +63,52 @@ Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 COPY = "@copy"  # ends the name of a weight that another stage of this rank has too
 
 
-class Parallel(Strategy):
-    replica: Replica
-
+class Parallel(Strategy[OptionsT]):
     @classmethod
     @abstractmethod
-    def axes(cls, options: Any, hosts: Sequence[str]) -> Axes:
+    def axes(cls, options: OptionsT, hosts: Sequence[str]) -> Axes:
         """How the ranks are arranged; `hosts` are the machines they are on."""
 
     @classmethod
-    def stage(cls, options: Any) -> int:
-        """The ZeRO stage along the data axis."""
-        return 0
+    def zero(cls, options: OptionsT) -> Zero:
+        """What is cut up along the data axis."""
+        return Zero()
 
     @classmethod
-    def cuts_sequences(cls, options: Any) -> bool:
+    def cuts_sequences(cls, options: OptionsT) -> bool:
         """Whether each rank along tp has its own part of the stream between layers, and so numbers of its own."""
         return True
 
     @classmethod
-    def gathers(cls, options: Any, axes: Axes, nodes: Sequence[Node]) -> int:
+    def gathers(cls, options: OptionsT, axes: Axes, nodes: Sequence[Node]) -> int:
         """How often stage 3 gathers a parameter in a step: for forward and for backward."""
         return 2
 
     @classmethod
-    def parts(cls, options: Any, model: nn.Module, axes: Axes) -> list[Shapes]:
-        """The parameters of each rank along pp, by name, before they are cut up along dp."""
+    def parts(cls, options: OptionsT, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
+        """The parameters of each rank along pp, by name, before they are cut up along dp. Raises UserError where these nodes
+        cannot share this model."""
         return [{name: tuple(p.shape) for name, p in model.named_parameters()}]
 
     @classmethod
-    def cost(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        return max(cls.costs(options, shape, nodes), key=lambda cost: cost.states_bytes)
+    def plan(cls, options: OptionsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        try:
+            axes = cls.axes(options, machines(nodes))
+            seats = axes.seats(nodes, alike=not cls.cuts_sequences(options))
+            costs = [] if shape is None else cls._costs(options, nodes, shape, axes)
+        except UserError as error:
+            return Placement(refusals=[str(error)])
+        return Placement(seats=seats, costs=costs)
 
     @classmethod
-    def costs(cls, options: Any, shape: Shape, nodes: Sequence[Node]) -> list[Cost]:
+    def _costs(cls, options: OptionsT, nodes: Sequence[Node], shape: Shape, axes: Axes) -> list[Cost]:
         """Without the model itself, as if its layers were dealt out evenly."""
-        axes = cls.axes(options, machines(nodes))
         stages = [shape.tensors if axes.tp == axes.pp == 1 else ()]
         if shape.model is not None:
-            stages = [list(part.values()) for part in cls.parts(options, shape.model, axes)]
-        stage, gathers = cls.stage(options), cls.gathers(options, axes, nodes)
-        found = [cost_of_stage(stage, options, shape, axes, tensors, gathers=gathers) for tensors in stages]
+            stages = [list(part.values()) for part in cls.parts(options, shape.model, axes, nodes)]
+        zero, gathers = cls.zero(options), cls.gathers(options, axes, nodes)
+        found = [cost_of_stage(zero, shape, axes, tensors, gathers=gathers) for tensors in stages]
         return [found[axes.coords(rank)["pp"] % len(found)] for rank in range(len(nodes))]
-
-    @classmethod
-    def seats(cls, options: Any, nodes: Sequence[Node]) -> list[Seat]:
-        return cls.axes(options, machines(nodes)).seats(nodes, alike=not cls.cuts_sequences(options))
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
         """The type that each parameter and buffer of this part of a model has in forward."""
@@ -162,7 +160,7 @@ class Parallel(Strategy):
 
     def _check_machines(self) -> None:
         """Where nobody named the machines, a rank knows its own only and took the others to be like it."""
-        if getattr(self.options, "shard_size", None) == "node":
+        if self.zero(self.options).by_machine:
             seen = gather_json(self.context.group, self.mesh_axes.shards)
             if len(set(seen)) > 1:
                 raise UserError(
@@ -173,7 +171,7 @@ class Parallel(Strategy):
     def _check_backend(self) -> None:
         """torch's engine hands GPU memory to the backend, and gloo would read it as its own: the process would die of it."""
         group, axes = self.context.group, self.mesh_axes
-        by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.stage(self.options) >= 2)
+        by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.zero(self.options).stage >= 2)
         if by_torch and self.context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
             raise UserError(
                 f"{self.name} on {self.context.device.type} cannot exchange over gloo; use --backend nccl with a GPU for each "

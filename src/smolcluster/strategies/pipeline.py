@@ -33,7 +33,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -48,10 +48,11 @@ from smolcluster.comm.sharded import gradient, whole
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device, zero_of
 from smolcluster.errors import UserError, unknown_name
-from smolcluster.strategies.axes import Axes, machines
-from smolcluster.strategies.base import Context, Drawing, Node, Options
+from smolcluster.strategies.axes import Axes
+from smolcluster.strategies.base import Context, Drawing, Options
 from smolcluster.strategies.exchange import everything_in
 from smolcluster.strategies.parallel import Parallel, Shapes
+from smolcluster.strategies.placement import Node
 from smolcluster.strategies.split import measured_split
 from smolcluster.strategies.stages import (
     Answering,
@@ -98,12 +99,13 @@ class PipelineOptions(Options):
     draw_schedule: bool = Field(False, description="write schedule.svg: who computed what when, in one step of the run")
 
 
-class Pipeline(Parallel):
+PipelineT = TypeVar("PipelineT", bound=PipelineOptions)
+
+
+class Pipeline(Parallel[PipelineOptions]):
     name = "pipeline"
     algorithm = "MP"
     summary = "each rank has some of the layers; micro-batches follow each other through them"
-    Config = PipelineOptions
-    options: PipelineOptions
 
     @classmethod
     def axes(cls, options: PipelineOptions, hosts: Sequence[str]) -> Axes:
@@ -111,36 +113,23 @@ class Pipeline(Parallel):
         return Axes(pp=len(hosts))
 
     @classmethod
-    def parts(cls, options: PipelineOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
-        return parts_of_ranks(options, model, axes.pp)
+    def parts(cls, options: PipelineOptions, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
+        return parts_of_ranks(options, model, axes.pp, nodes)
 
     def make_pipe(self, model: nn.Module) -> Pipe | None:
-        return make_pipe(self, self.options, model)
-
-    @classmethod
-    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
-        assert isinstance(options, PipelineOptions)
-        check_stages(options, model, nodes, pp=cls.axes(options, machines(nodes)).pp)
+        return make_pipe(self, model)
 
 
-def check_stages(options: PipelineOptions, model: nn.Module, nodes: Sequence[Node], *, pp: int) -> None:
-    """Whether `pp` ranks can have the layers of this model one after the other. One that must be traced is not looked at."""
-    layers = layers_of(model)
-    if pp > 1 and layers is not None:
-        cut = Cut.plan(layers.count, pp, options)
-        num_microbatches(options, [node.batch_size for node in nodes], len(cut.layers))
-
-
-def make_pipe(strategy: Parallel, options: PipelineOptions, model: nn.Module) -> Pipe | None:
+def make_pipe(strategy: Parallel[PipelineT], model: nn.Module) -> Pipe | None:
     """This rank's stages, where there is a pipeline."""
-    axes = strategy.mesh_axes
+    axes, options = strategy.mesh_axes, strategy.options
     if axes.pp == 1:
         return None
     assert strategy.mesh is not None
     said = options.layer_distribution
     at_least = sum(said) if isinstance(said, list) else len(holders(axes.pp, options))
     layers = layers_of(model) or trace_layers(strategy.task, strategy.context.example, at_least=at_least)
-    counts = measured_split(strategy, options, model, layers) if said == "auto" else None
+    counts = measured_split(strategy, model, layers) if said == "auto" else None
     cut = Cut.plan(layers.count, axes.pp, options, counts)
     ends = sorted({cut.ranks[0], cut.ranks[-1]})
     pair: Group | None = None  # the ranks of the first and the last stage, where they are two
@@ -167,7 +156,7 @@ def check_schedule(options: PipelineOptions) -> None:
         raise unknown_name("strategy.schedule", options.schedule, SCHEDULES)
 
 
-def parts_of_ranks(options: PipelineOptions, model: nn.Module, num_ranks: int) -> list[Shapes]:
+def parts_of_ranks(options: PipelineOptions, model: nn.Module, num_ranks: int, nodes: Sequence[Node]) -> list[Shapes]:
     """The parameters of each rank, by name; nothing of a model that must be traced. It may be on the meta device."""
     layers = layers_of(model)
     if num_ranks == 1:
@@ -175,6 +164,7 @@ def parts_of_ranks(options: PipelineOptions, model: nn.Module, num_ranks: int) -
     if layers is None:
         return [{}] * num_ranks
     cut = Cut.plan(layers.count, num_ranks, options)
+    num_microbatches(options, [node.batch_size for node in nodes], len(cut.layers))  # or refuses
     last = len(cut.layers) - 1
     found = []
     for rank in range(num_ranks):

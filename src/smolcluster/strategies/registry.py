@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
 
 from smolcluster.config import canonical_strategy
 from smolcluster.config.schema import StrategyConfig
 from smolcluster.errors import UserError, unknown_name
+
+if TYPE_CHECKING:
+    from smolcluster.strategies.base import Options, OptionsT, Strategy
 
 BUILT_IN = {
     "single": "smolcluster.strategies.single:Single",
@@ -59,24 +62,25 @@ def check_name(name: str) -> str:
     return canonical
 
 
-def find_strategy(name: str, *, plane: str = "mesh") -> type[Any]:
+def find_strategy(name: str, *, plane: str = "mesh") -> type[Strategy[Options]]:
     canonical = check_name(name)
     where = ELASTIC.get(canonical) if plane == "elastic" else None
     module, _, attribute = (where or known_strategies()[canonical]).partition(":")
-    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    return cast("type[Strategy[Options]]", getattr(importlib.import_module(module), attribute))
 
 
-def read_options(strategy: type[Any], section: StrategyConfig) -> tuple[Any, list[str]]:
+def read_options(strategy: type[Strategy[OptionsT]], section: StrategyConfig) -> tuple[OptionsT, list[str]]:
     """The strategy's own options out of the section, and the names of those set that it does not know."""
     said = {k: v for k, v in section.model_dump(exclude={"name", "options"}).items() if v is not None}
     said |= section.options
-    known = strategy.Config.model_fields
+    made = cast("type[OptionsT]", strategy.Config)
+    known = made.model_fields
     if "reduce_bucket_size" in said and "bucket_mb" in known:
         if "bucket_mb" in said:
             raise UserError("strategy.bucket_mb and strategy.reduce_bucket_size say the same; leave one of them out")
         said["bucket_mb"] = said.pop("reduce_bucket_size") * 4 / 2**20
     try:
-        options = strategy.Config(**{k: v for k, v in said.items() if k in known})
+        options = made(**{k: v for k, v in said.items() if k in known})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -8,13 +8,11 @@ from torch import Tensor, nn
 
 from smolcluster.compute.optim import without_state
 from smolcluster.compute.replica import Batch, Replica
-from smolcluster.strategies.base import State, StepReport, Strategy, build_replica
+from smolcluster.strategies.base import OptionsT, State, StepReport, Strategy, build_replica
 from smolcluster.tasks.base import Task
 
 
-class Replicated(Strategy):
-    replica: Replica
-
+class Replicated(Strategy[OptionsT]):
     def setup(self, task: Task) -> None:
         self.replica = build_replica(task, self.context)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field
@@ -28,9 +28,10 @@ from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.replica import Batch
 from smolcluster.config.schema import Codec
-from smolcluster.strategies.base import Commit, Cost, Node, Options, Shape
+from smolcluster.strategies.base import Commit, Options
 from smolcluster.strategies.claims import Claims
 from smolcluster.strategies.elastic import Elastic, send_state
+from smolcluster.strategies.placement import Cost, Shape
 from smolcluster.tasks.base import Task
 
 TIMES_KEPT = 64  # steps
@@ -45,6 +46,9 @@ class ServedOptions(Options):
     bucket_mb: float = Field(4.0, gt=0, description="gradients travel in buckets of this size")
 
 
+ServedT = TypeVar("ServedT", bound=ServedOptions)
+
+
 def chosen_codec(options: ServedOptions) -> Encoding:
     name = "int8" if options.use_quantization else options.codec
     extra = {"topk": {"fraction": options.codec_fraction}, "randk": {"fraction": options.codec_fraction}}
@@ -55,6 +59,26 @@ def bytes_on_the_wire(options: ServedOptions, shape: Shape) -> tuple[int, int]:
     """Of the encoded gradients, and of the weights. Without the shapes of tensors, as if all were one long row."""
     tensors = shape.tensors or [(shape.parameters,)]
     return sum(map(chosen_codec(options).nbytes, tensors)), sum(map(make_codec("fp32").nbytes, tensors))
+
+
+def server_cost(options: ServedOptions, shape: Shape, *, workers: int, pushes: int, record_bytes: int) -> Cost:
+    """The model, its optimizer, the pushes of a step, their average, and the average on its way to the workers; the
+    evaluator's weights; and what is being saved: a copy for a checkpoint, one for a snapshot of the journal.
+
+    `pushes`: the most that are held at a time, arriving ones included. They are kept as they came where that is smaller; then
+    one more set of gradients is there to decode them into. `record_bytes`: what a step adds to the journal.
+    """
+    size, gradients = shape.parameters * shape.bytes_per_parameter, bytes_on_the_wire(options, shape)[0]
+    decoded = 4 * shape.parameters
+    return Cost(
+        parameter_bytes=4 * size,
+        gradient_bytes=pushes * min(gradients, decoded) + gradients + (2 * decoded if gradients < decoded else 0),
+        optimizer_bytes=3 * size * shape.optimizer_states,
+        bytes_sent=workers * gradients,
+        bytes_received=workers * gradients,
+        messages=0,
+        journal_bytes=record_bytes,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -86,40 +110,7 @@ class Push:
         return float(self.meta["loss"])
 
 
-class Served(Elastic):
-    options: ServedOptions
-
-    @classmethod
-    def server_cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        """The model, its optimizer, the pushes of a step, their average, and the average on its way to the workers; the
-        evaluator's weights; and what is being saved: a copy for a checkpoint, one for a snapshot of the journal.
-
-        Pushes are kept as they came where that is smaller; then one more set of gradients is there to decode them into.
-        """
-        assert isinstance(options, ServedOptions)
-        size, gradients = shape.parameters * shape.bytes_per_parameter, bytes_on_the_wire(options, shape)[0]
-        decoded = 4 * shape.parameters
-        held = cls._pushes_held(options, nodes) * min(gradients, decoded)
-        return Cost(
-            parameter_bytes=4 * size,
-            gradient_bytes=held + gradients + (2 * decoded if gradients < decoded else 0),
-            optimizer_bytes=3 * size * shape.optimizer_states,
-            bytes_sent=len(nodes) * gradients,
-            bytes_received=len(nodes) * gradients,
-            messages=0,
-            journal_bytes=cls.record_bytes(options, shape, nodes),
-        )
-
-    @classmethod
-    def record_bytes(cls, options: ServedOptions, shape: Shape, nodes: Sequence[Node]) -> int:
-        """What a step adds to the journal: the average as it is sent."""
-        return bytes_on_the_wire(options, shape)[0]
-
-    @classmethod
-    def _pushes_held(cls, options: ServedOptions, nodes: Sequence[Node]) -> int:
-        """Return how many pushes the server holds at most before a step, arriving ones included."""
-        return len(nodes)
-
+class Served(Elastic[ServedT]):
     def setup(self, task: Task) -> None:
         super().setup(task)
         codec = chosen_codec(self.options)

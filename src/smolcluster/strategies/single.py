@@ -12,28 +12,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smolcluster.compute.replica import Batch
-from smolcluster.errors import UserError
-from smolcluster.strategies.base import Cost, Node, Options, Seat, Shape, StepReport
+from smolcluster.strategies.base import Options, StepReport
+from smolcluster.strategies.placement import Cost, Node, Placement, Shape, worker_on_each
 from smolcluster.strategies.replicated import Replicated, train_alone
 
 
-class Single(Replicated):
+class Single(Replicated[Options]):
     name = "single"
     algorithm = "Single"
     summary = "one process on one device; the reference for all others"
 
     @classmethod
-    def seats(cls, options: Options, nodes: Sequence[Node]) -> list[Seat]:
+    def plan(cls, options: Options, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if len(nodes) != 1:
-            raise UserError(
-                f"strategy single has one worker, not {len(nodes)}; use --workers 1 or --strategy allreduce"
-            )
-        return super().seats(options, nodes)
-
-    @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
+            said = f"strategy single has one worker, not {len(nodes)}; use --workers 1 or --strategy allreduce"
+            return Placement(refusals=[said])
+        if shape is None:
+            return Placement(seats=worker_on_each(nodes))
         size = shape.parameters * shape.bytes_per_parameter
-        return Cost(
+        cost = Cost(
             parameter_bytes=size,
             gradient_bytes=size,
             optimizer_bytes=size * shape.optimizer_states,
@@ -41,6 +38,7 @@ class Single(Replicated):
             bytes_received=0,
             messages=0,
         )
+        return Placement(seats=worker_on_each(nodes), costs=[cost])
 
     def step(self, batch: Batch) -> StepReport:
         return train_alone(self.replica, batch, stop=self.context.stop_requested())

@@ -38,7 +38,7 @@ from smolcluster.tasks.base import Task
 
 if TYPE_CHECKING:
     from smolcluster.strategies.parallel import Parallel
-    from smolcluster.strategies.pipeline import PipelineOptions
+    from smolcluster.strategies.pipeline import PipelineT
 
 REPEATS = 3
 USABLE = 0.9  # of the memory that is free: the rest is for what nobody counted
@@ -150,9 +150,9 @@ def _measure_one(
     return layer, tuple(t.detach() for t in outputs)
 
 
-def measured_split(strategy: Parallel, options: PipelineOptions, model: nn.Module, layers: Layers) -> list[int]:
+def measured_split(strategy: Parallel[PipelineT], model: nn.Module, layers: Layers) -> list[int]:
     """Layers of each stage, by what the ranks measured just now; the same on all of them."""
-    context, axes = strategy.context, strategy.mesh_axes
+    context, axes, options = strategy.context, strategy.mesh_axes, strategy.options
     ranks = holders(axes.pp, options)
     count = num_microbatches(options, context.part_sizes, len(ranks))
     part = to_device(context.example(context.part_sizes[strategy.coords["dp"]] // count), context.device)

@@ -45,8 +45,17 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
-from smolcluster.strategies.base import Cost, Node, Options, Shape, StepReport
-from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire, mean_loss, sound
+from smolcluster.strategies.base import StepReport
+from smolcluster.strategies.placement import Cost, Node, Placement, Shape, workers_and_server
+from smolcluster.strategies.served import (
+    Push,
+    Served,
+    ServedOptions,
+    bytes_on_the_wire,
+    mean_loss,
+    server_cost,
+    sound,
+)
 from smolcluster.tasks.base import Task
 
 log = logging.getLogger(__name__)
@@ -69,19 +78,18 @@ class Late:
     compute_s: float = 0.0
 
 
-class SyncPS(Served):
+class SyncPS(Served[SyncPSOptions]):
     name = "syncps"
     algorithm = "SyncPS"
     summary = "a server averages the gradients of all workers, step by step; stragglers are not waited for"
-    Config = SyncPSOptions
-    options: SyncPSOptions
 
     @classmethod
-    def cost(cls, options: Options, shape: Shape, nodes: Sequence[Node]) -> Cost:
-        assert isinstance(options, SyncPSOptions)
-        size = shape.parameters * shape.bytes_per_parameter
+    def plan(cls, options: SyncPSOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if shape is None:
+            return Placement(seats=workers_and_server(nodes))
+        n, size = len(nodes), shape.parameters * shape.bytes_per_parameter
         gradients, weights = bytes_on_the_wire(options, shape)
-        return Cost(
+        worker = Cost(
             parameter_bytes=2 * size,  # its own, and the server's as they come
             gradient_bytes=2 * size,  # my own and the average
             optimizer_bytes=size * shape.optimizer_states,
@@ -89,6 +97,8 @@ class SyncPS(Served):
             bytes_received=gradients + weights // options.worker_update_interval,
             messages=3 * max(1, round(size / (options.bucket_mb * 2**20))),
         )
+        server = server_cost(options, shape, workers=n, pushes=n, record_bytes=gradients)  # the average as it is sent
+        return Placement(seats=workers_and_server(nodes), costs=[worker] * n, server=server)
 
     def setup(self, task: Task) -> None:
         super().setup(task)

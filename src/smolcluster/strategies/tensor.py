@@ -45,9 +45,10 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_leaves
 
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes, divisors, machines
-from smolcluster.strategies.base import Node, Options
+from smolcluster.strategies.axes import Axes, divisors
+from smolcluster.strategies.base import Options, OptionsT
 from smolcluster.strategies.parallel import COPY, Parallel, Shapes
+from smolcluster.strategies.placement import Node
 
 
 class TensorOptions(Options):
@@ -55,12 +56,10 @@ class TensorOptions(Options):
     tp: int | None = Field(None, ge=1, description="ranks that share a layer; null: all")
 
 
-class TensorParallel(Parallel):
+class TensorParallel(Parallel[TensorOptions]):
     name = "tensor"
     algorithm = "Tensor"
     summary = "every layer's work shared out among the ranks (Megatron), sequence and vocabulary parallel"
-    Config = TensorOptions
-    options: TensorOptions
 
     @classmethod
     def axes(cls, options: TensorOptions, hosts: Sequence[str]) -> Axes:
@@ -77,16 +76,11 @@ class TensorParallel(Parallel):
         return options.sequence_parallel
 
     @classmethod
-    def parts(cls, options: TensorOptions, model: nn.Module, axes: Axes) -> list[Shapes]:
-        return [shared_shapes(model, part, axes.tp) for part in super().parts(options, model, axes)]
+    def parts(cls, options: TensorOptions, model: nn.Module, axes: Axes, nodes: Sequence[Node]) -> list[Shapes]:
+        return [shared_shapes(model, part, axes.tp) for part in super().parts(options, model, axes, nodes)]
 
     def share_out(self, model: nn.Module) -> Fusions | None:
         return share_out(self, model)
-
-    @classmethod
-    def check_model(cls, options: Options, model: nn.Module, nodes: Sequence[Node]) -> None:
-        assert isinstance(options, TensorOptions)
-        check_table(model, cls.axes(options, machines(nodes)).tp)
 
 
 def table_of(model: nn.Module, size: int) -> dict[str, Any]:
@@ -104,11 +98,6 @@ def table_of(model: nn.Module, size: int) -> dict[str, Any]:
     return said
 
 
-def check_table(model: nn.Module, size: int) -> None:
-    if size > 1:
-        table_of(model, size)
-
-
 def check_sequence(batch: Any, size: int) -> None:
     for tensor in tree_leaves(batch):
         if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.size(1) % size:
@@ -118,7 +107,7 @@ def check_sequence(batch: Any, size: int) -> None:
             )
 
 
-def share_out(strategy: Parallel, model: nn.Module) -> Fusions | None:
+def share_out(strategy: Parallel[OptionsT], model: nn.Module) -> Fusions | None:
     """Deal the model's layers out along the tensor axis, by its table. Returns how its fused layers were reordered."""
     if strategy.mesh_axes.tp == 1:
         return None

@@ -7,26 +7,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from smolcluster.compute.precision import DTYPES
 from smolcluster.strategies.axes import Axes
-from smolcluster.strategies.base import Cost, Shape
+from smolcluster.strategies.placement import Cost, Shape
 from smolcluster.strategies.shards import largest_share
 
 
-def cost_of_stage(
-    stage: int, options: Any, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, gathers: int
-) -> Cost:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero:
+    """What is cut up along the data axis, and the types that travel there; None: as the model's training has them."""
+
+    stage: int = 0
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    offload: bool = False
+    by_machine: bool = False  # cut up inside each machine, whatever its ranks
+
+
+def cost_of_stage(zero: Zero, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, gathers: int) -> Cost:
     """Of a rank with these parameters before they are cut up. Stage 3 gathers each of them `gathers` times in a step.
 
     Without `tensors`, as if all ranks had equally many and pieces needed no padding.
     """
     dp, shards, replicas, each = axes.data, axes.shards, axes.replicas, shape.bytes_per_parameter
     count = sum(map(math.prod, tensors)) or shape.parameters // (axes.tp * axes.pp)
-    used = _bytes_in(getattr(options, "param_dtype", None), each, otherwise=shape.used_bytes)
-    summed = _bytes_in(getattr(options, "reduce_dtype", None), each, otherwise=4)
-    stage, messages = stage if shards > 1 else 0, 2
+    used = _bytes_in(zero.param_dtype, each, otherwise=shape.used_bytes)
+    summed = _bytes_in(zero.reduce_dtype, each, otherwise=4)
+    stage, messages = zero.stage if shards > 1 else 0, 2
     moved: float
     if stage == 0:
         parameters = gradients = count * each
@@ -36,7 +45,7 @@ def cost_of_stage(
         moved = 2 * (dp - 1) * count * each // dp
     elif stage == 1:
         updated = largest_share(list(map(math.prod, tensors)), dp) if tensors else -(-count // dp)
-        asked = getattr(options, "param_dtype", None) is not None and shape.used_bytes < 4
+        asked = zero.param_dtype is not None and shape.used_bytes < 4
         rounded = asked and used < each and axes.tp == axes.pp == 1  # matrices, but for the owner's, in full besides
         matrix = used if rounded else each
         gradients = sum(math.prod(t) * (matrix if len(t) > 1 else each) for t in tensors) or count * matrix
@@ -58,7 +67,7 @@ def cost_of_stage(
         bytes_received=round(moved),
         messages=messages * (dp - 1),
         activations_travel=max(axes.tp, axes.pp, axes.cp) > 1,
-        offloaded=stage >= 2 and getattr(options, "cpu_offload", False),
+        offloaded=stage >= 2 and zero.offload,
     )
 
 

@@ -138,7 +138,7 @@ def check_fit(job: Job) -> None:
     """The strategy itself says whether so many workers can run it. This needs torch."""
     from smolcluster.engine.checks import batch_size_of
     from smolcluster.engine.sizes import plans
-    from smolcluster.strategies.base import Node, Shape
+    from smolcluster.strategies.placement import Node
     from smolcluster.strategies.registry import find_strategy, read_options
 
     strategy = find_strategy(job.config.strategy.name, plane=job.plane)
@@ -148,10 +148,8 @@ def check_fit(job: Job) -> None:
         Node(name=machine, batch_size=batch_size_of(job.config, rank), machine=machine)
         for rank, machine in enumerate(machines)
     ]
-    strategy.seats(options, nodes)
-    if job.plane == "elastic":
-        strategy.cost(options, Shape(parameters=1), nodes)  # refuses options that have no cost here
-    else:
+    strategy.plan(options, nodes, None).checked()
+    if job.plane != "elastic":
         config = job.config.model_copy(deep=True)
         config.data.download = False  # a job file is no reason to fetch anything
         plans(config, range(job.elastic.fewest if job.elastic else job.workers, job.workers + 1))
