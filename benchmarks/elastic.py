@@ -109,7 +109,7 @@ class ElasticRun:
 
     def pid(self, who: Who) -> int:
         role, rank = ("server", None) if who == "server" else ("worker", who)
-        return next(c.process.pid for c in self._children if c.role == role and rank in (None, c.rank))
+        return next(c.process.pid for c in self._children if c.spec.role == role and rank in (None, c.rank))
 
     # Inside
 

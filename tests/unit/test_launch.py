@@ -21,7 +21,7 @@ from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir, find_resume
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
-from smolcluster.launch import elastic
+from smolcluster.launch import elastic, supervisor
 from smolcluster.launch.elastic import dial_address, invitation, run_elastic
 from smolcluster.launch.joining import worker_spec
 from smolcluster.launch.outcome import Interrupted, Outcome
@@ -184,7 +184,7 @@ def test_the_process_that_stands_by_is_named_so(story: Elastic, monkeypatch: pyt
         started.append((spec.role, standby))
         return spawn(spec, *arguments, standby=standby, **options)
 
-    monkeypatch.setattr(elastic, "spawn", recorded)
+    monkeypatch.setattr(supervisor, "spawn", recorded)
     serves = ["listen", "row 1", "await ../fourth", *SERVES[2:]]
     story.run({"server": [serves], "worker-0": [WORKS], "worker-1": [WORKS]})
     assert started == [("server", False), *[("worker", False)] * 2, ("server", True)]
@@ -224,7 +224,7 @@ def test_a_mistake_of_the_server_ends_the_run(story: Elastic) -> None:
 
 def test_workers_that_do_not_leave_are_ended(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "LEAVE_S", 0.1)
-    monkeypatch.setattr(elastic, "GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.1)
     stays = ["row 1", "note worked-0", "hang"]
     assert story.run({"server": [SERVES], "worker-0": [stays], "worker-1": [WORKS]})["status"] == "finished"
     assert all_gone(story)

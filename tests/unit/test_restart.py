@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import queue
 import signal
 import socket
 import ssl
@@ -26,11 +25,13 @@ from smolcluster.comm.rollcall import Keeper, Member, dial
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
-from smolcluster.launch import restart, rounds
+from smolcluster.launch import restart, rounds, supervisor
 from smolcluster.launch.meeting import met
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish, parse_elastic
+from smolcluster.launch.processes import Child, spawn
 from smolcluster.launch.restart import run_restarting
 from smolcluster.launch.rounds import Decree, broken, next_round
 
@@ -56,16 +57,6 @@ def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypa
     assert len(waits) > 1
     assert dial("192.0.2.1", 9, within_s=900.0, until=lambda: len(waits) > 9) is None
     assert max(waits) == rollcall.REACH_S  # then the name is asked again: a pod that leads may have another address
-
-
-def test_processes_that_wait_for_a_round_are_named_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[int, bool]] = []
-    monkeypatch.setattr(restart, "spawn", lambda spec, *_, standby, **__: started.append((spec.rank, standby)))
-    run = restart._Run.__new__(restart._Run)
-    run.elastic, run.host, run.run_dir, run.backend = parse_elastic("2"), "here", RunDir(tmp_path), "gloo"
-    run.warm, run.children, run.slots, run.inbox = {}, [], [], queue.SimpleQueue()
-    run._warm_up(range(2))
-    assert started == [(0, True), (1, True)]
 
 
 # What is asked for -------------------------------------------------------------------------------------------------
@@ -415,7 +406,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Restarted:
 
     monkeypatch.setattr(restart, "_PROCESS", "tests.unit.scripted_process")
     monkeypatch.setattr(restart, "ask_for_plans", plans)
-    monkeypatch.setattr(restart, "GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
     monkeypatch.setattr(rounds, "LAST_CALL_S", 0.2)
     monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
@@ -432,6 +423,18 @@ def test_a_good_run(story: Restarted) -> None:
     assert story.notices() == []
     spec = story.specs(1)[0]
     assert (spec["config"], spec["world_size"], spec["local_rank"], spec["resume"]) == ({"size": 2}, 2, 1, None)
+
+
+def test_processes_that_wait_for_a_round_are_named_so(story: Restarted, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[int, bool]] = []
+
+    def recorded(spec: WorkerSpec, *arguments: Any, standby: bool, **options: Any) -> Child:
+        started.append((spec.rank, standby))
+        return spawn(spec, *arguments, standby=standby, **options)
+
+    monkeypatch.setattr(supervisor, "spawn", recorded)
+    story.run({"worker-0": [["listen", "row 9", "finish"]], "worker-1": [GOOD]})
+    assert started == [(0, True), (1, True)]
 
 
 def test_all_start_again_from_the_checkpoint(story: Restarted) -> None:

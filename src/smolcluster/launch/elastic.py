@@ -1,16 +1,8 @@
-"""A server and its workers on this machine, and someone who keeps them going: the elastic plane.
+"""A server and its workers on this machine: the elastic plane. Each process that dies is started again (supervisor.py).
 
-    a worker that dies         is started again, with its rank; training goes on meanwhile
-    the server that dies       comes back on the same port and goes on from its journal; the workers find it again.
-                               A second process, with everything imported, waits to take its place
-    three deaths in a row      without any work between them: that worker is given up. If it is the server, or the last
-                               worker, the run ends
-    a user's mistake           starting again would not mend it: that worker is given up at once, or the run ends
-    the first Ctrl-C           asks the server to save and to send the workers home; the second ends all
-    the launcher's own death   ends everybody's standard input, and they leave
-
-The launcher never imports torch. The server's events are the run's; those of the workers on this machine are passed on too,
-for a display that shows them one by one.
+A worker keeps its rank. The server comes back on the same port and goes on from its journal, as a second process that has
+waited with everything imported, and the workers find it again. The launcher never imports torch. The server's events are the
+run's; those of the workers on this machine are passed on too, for a display that shows them one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import queue
 import socket
 import time
 from collections.abc import Iterator
@@ -31,30 +22,16 @@ from smolcluster.comm.elastic.security import check_bind, load_keyring
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
-from smolcluster.engine.summary import write_summary
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
-from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.prepare import recorded
-from smolcluster.launch.processes import (
-    GRACE_S,
-    STOP,
-    Child,
-    Inbox,
-    end_all,
-    last_lines,
-    refuse_inside_a_worker,
-    signals,
-    spawn,
-    tell,
-    wait_for,
-    why_it_ended,
-)
-from smolcluster.observe.events import Event, Failed, Notice, Phase, Progress, RunFinished, StepLogged
+from smolcluster.launch.processes import Child, last_lines, refuse_inside_a_worker, tell, wait_for, why_it_ended
+from smolcluster.launch.supervisor import Policy, Slot, Supervisor, ask_to_stop
+from smolcluster.observe.events import Event, Failed, Progress, RunFinished, StepLogged
 from smolcluster.observe.logs import LauncherLog
-from smolcluster.observe.observer import Observer, Sink
+from smolcluster.observe.observer import Sink
 
-MOST_DEATHS = 3  # in a row, without any work between them
-STEADY_S = 60.0  # whoever has worked so long was in order
+STEADY_S = 60.0  # a process that has worked so long was in order
 PAUSE_S = 0.5  # before a worker is started again; doubles with every death in a row
 LEAVE_S = 5.0  # the server has finished: so long the workers may take to leave
 
@@ -78,9 +55,13 @@ def run_elastic(
     """
     refuse_inside_a_worker()
     check_bind(config.cluster.bind, load_keyring(config.cluster.token, os.environ))
+    if port is None:
+        port = 0 if is_loopback(config.cluster.bind) else config.cluster.port
     with run_dir.opened(*recorded(config, run_dir), resume=resume is not None, anew=anew), _journal(run_dir, resume):
-        run = _Run(config, workers=workers, run_dir=run_dir, resume=resume, port=port, sinks=sinks, command=command)
-        return run.run()
+        sinks = [LauncherLog(run_dir.path, host=socket.gethostname()), *sinks]
+        supervisor = Supervisor(config, run_dir, sinks, module=_PROCESS, command=command)
+        posts = _posts(config, workers=workers, run_dir=run_dir, resume=resume, port=port)
+        return supervisor.run(ElasticPolicy(supervisor, *posts))
 
 
 def _journal(run_dir: RunDir, resume: Path | None) -> contextlib.AbstractContextManager[None]:
@@ -90,175 +71,99 @@ def _journal(run_dir: RunDir, resume: Path | None) -> contextlib.AbstractContext
     return run_dir.without_journal()
 
 
-@dataclass(slots=True, eq=False)
-class _Post:
-    """A place in the run, and whoever fills it now."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Post(Slot):
+    """A slot that is filled again by itself."""
 
-    spec: WorkerSpec
-    child: Child | None = None
     due: float | None = None  # when it is to be filled again
-    since: float = 0.0  # its child was started
-    worked: bool = False  # its child has logged a step
-    deaths: int = 0  # in a row
+    since: float = 0.0  # its process was started
     lost: SmolclusterError | None = None  # why it is not filled any more
 
-    @property
-    def name(self) -> str:
-        return "the server" if self.spec.role == "server" else f"worker {self.spec.rank}"
 
+class ElasticPolicy(Policy):
+    """Each process is on its own. The methods are in the order in which things happen."""
 
-class _Run:
-    """One run from its first process to its last. `run` is its life; the rest is in the order in which it happens."""
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        workers: int,
-        run_dir: RunDir,
-        resume: Path | None,
-        port: int | None,
-        sinks: list[Sink],
-        command: str,
-    ) -> None:
-        self.config, self.run_dir = config, run_dir
-        self.outcome = Outcome(command=command)
-        self.observer = Observer([self.outcome, LauncherLog(run_dir.path, host=socket.gethostname()), *sinks])
-        self.inbox = Inbox()
-        self.children: list[Child] = []  # all that are alive
+    def __init__(self, supervisor: Supervisor, server: _Post, workers: list[_Post]) -> None:
+        super().__init__(supervisor)
+        self.cluster = supervisor.config.cluster
+        self.server, self.workers = server, workers
         self.standby: Child | None = None
-        self.open = not is_loopback(config.cluster.bind)  # workers may come from other machines
-        if port is None:
-            port = config.cluster.port if self.open else 0
-        self.server, self.workers = _posts(config, workers=workers, run_dir=run_dir, resume=resume, port=port)
+        self.open = not is_loopback(self.cluster.bind)  # workers may come from other machines
         self.address = ""  # where the server listens
-        self.step = 0  # the latest that the server has told of
-        self.restarts = 0
-        self.stopping = False  # nobody is started any more
+        self.step = 0  # the latest that the server has logged
         self.finished = False  # the server has come to an end of its own
         self.failure: SmolclusterError | None = None
 
-    def run(self) -> dict[str, Any]:
-        try:
-            with signals(lambda: self.children, self.inbox):
-                for post in (self.server, *self.workers):
-                    self._fill(post)
-                self._watch()
-                self._send_home()
-            return self._conclude()
-        finally:
-            end_all(self.children, grace_s=0.0)
-            self.outcome.send_leftovers(self.run_dir, self.config, self.observer.emit)
-            self.observer.close()
-
-    # Filling posts
+    def begin(self) -> None:
+        for post in (self.server, *self.workers):
+            self._fill(post)
 
     def _fill(self, post: _Post) -> None:
-        """Start a process for this post. A worker is told its spec when it is known where the server listens."""
+        """Start a process for this post. A worker gets its spec when it is known where the server listens."""
+        post.due, post.since = None, time.monotonic()
         if post is self.server and self.standby is not None:
-            child, self.standby = self.standby, None
+            post.child, self.standby = self.standby, None
+            tell(post.child, post.spec.to_json())
         else:
-            child = self._spawn(post.spec)
-        post.child, post.due, post.worked, post.since = child, None, False, time.monotonic()
-        if post.spec.server:
-            tell(child, post.spec.to_json())
+            post.child = self.supervisor.start(post.spec, told=bool(post.spec.server))
 
-    def _spawn(self, spec: WorkerSpec, *, standby: bool = False) -> Child:
-        child = spawn(spec, self.inbox, module=_PROCESS, standby=standby)
-        self.children.append(child)
-        return child
+    def tick(self) -> bool:
+        if self.server.child is None:
+            self._send_home()
+            return True
+        for post in self.workers:
+            if post.due is not None and time.monotonic() >= post.due:
+                self._fill(post)
+        return False
 
-    # Watching
+    # Events
 
-    def _watch(self) -> None:
-        """Until the server has left for good."""
-        while self.server.child is not None:
-            for post in self.workers:
-                if post.due is not None and time.monotonic() >= post.due:
-                    self._fill(post)
-            dues = [post.due for post in self.workers if post.due is not None]
-            try:
-                child, event = self.inbox.get(timeout=max(0.0, min(dues) - time.monotonic()) if dues else None)
-            except queue.Empty:
-                continue
-            if child is None:
-                assert event is not None
-                self.observer.emit(event)
-                self._stop()
-            elif event is None:
-                self._ended(child)
-            elif child is self.server.child:
-                self._server_says(child, event)
-            else:
-                self._worker_says(child, event)
-
-    def _server_says(self, child: Child, event: Event) -> None:
-        match event:
-            case Phase(name="port"):
-                self._listens(int(event.detail))
-                return
-            case Failed():
-                child.failed = event  # told when it has ended
-                return
-            case Phase(name="finished"):
-                child.finished = True
-            case StepLogged():
-                self.server.worked = self.server.worked or event.step > self.step
-                self.step = max(self.step, event.step)
-                if self.standby is None and self.config.cluster.standby and not self.stopping:
-                    self.standby = self._spawn(self.server.spec, standby=True)
-            case RunFinished():
-                event = RunFinished(summary=self._complete(event.summary))
-            case _:
-                pass
-        self.observer.emit(event)
-
-    def _listens(self, port: int) -> None:
+    def listens(self, child: Child, port: int) -> None:
         """The server is there. It comes back to this port if it dies, and the workers look for it here."""
         if self.address:
             return
-        bind = self.config.cluster.bind
+        bind = self.cluster.bind
         self.address = dial_address(bind, port)
         # From here on it goes on from its journal, whatever it began with.
         self.server.spec = dataclasses.replace(self.server.spec, server=f"{bind}:{port}", resume=None)
         if self.open or not self.workers:
-            for line in invitation(self.config, port):
-                self.observer.emit(Notice(level="INFO", message=line))
+            for line in invitation(self.supervisor.config, port):
+                self.supervisor.observer.notice("INFO", line)
         for post in self.workers:
             post.spec = dataclasses.replace(post.spec, server=self.address)
             if post.child is not None:
                 tell(post.child, post.spec.to_json())
 
-    def _worker_says(self, child: Child, event: Event) -> None:
+    def shown(self, child: Child, event: Event) -> Event | None:
+        post = next((post for post in (self.server, *self.workers) if post.child is child), None)
         match event:
-            case StepLogged():
-                for post in self.workers:
-                    post.worked = post.worked or post.child is child
-            case Phase(name="finished"):
-                child.finished = True
-            case Failed():
-                child.failed = event
-                return
-            case Progress():
-                return  # the server has told of the same work
-            case _:
-                pass
-        self.observer.emit(event)
+            case StepLogged() if post is self.server:
+                post.progress |= event.step > self.step
+                self.step = max(self.step, event.step)
+                if self.standby is None and self.cluster.standby and not self.supervisor.stopping:
+                    self.standby = self.supervisor.start(post.spec, told=False, standby=True)
+            case StepLogged() if post is not None:
+                post.progress = True
+            case RunFinished() if post is self.server:
+                failed = (
+                    {} if self.failure is None else {"status": "failed", "error": str(self.failure).splitlines()[0]}
+                )
+                return self.supervisor.complete(event.summary, **failed)
+            case Progress() if post is not self.server:
+                return None  # the server has reported the same work
+        return event
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """The server saves, sends the workers home and leaves."""
-        self.stopping = True
+        self.supervisor.stopping = True
         for post in self.workers:
             post.due = None
         if self.server.child is not None:
-            tell(self.server.child, STOP)
+            ask_to_stop([self.server.child])
 
     # Deaths
 
-    def _ended(self, child: Child) -> None:
-        child.process.wait()
-        self.children.remove(child)
-        end_all([child], grace_s=0.0)  # closes the pipes
+    def ended(self, child: Child) -> None:
         if child is self.standby:
             self.standby = None
         for post in (self.server, *self.workers):
@@ -269,89 +174,66 @@ class _Run:
     def _server_ended(self, child: Child) -> None:
         """If it is not replaced, that was the end of the run."""
         self.finished = child.finished
-        if child.finished or self.stopping:
+        if child.finished or self.supervisor.stopping:
             return
-        if child.failed is not None and child.failed.kind == "user":
-            self.failure = UserError(child.failed.message)
+        if child.mistake is not None:
+            self.failure = child.mistake
         elif self._may_be_replaced(self.server, child):
-            self._warn(f"the server died ({why_it_ended(child)}); starting it again")
-            self.restarts += 1
             self._fill(self.server)
         else:
             self.failure = _given_up(self.server, child)
 
     def _worker_ended(self, post: _Post, child: Child) -> None:
-        if child.finished or self.stopping or self.server.child is None or self.server.child.finished:
+        server = self.server.child
+        if child.finished or self.supervisor.stopping or server is None or server.finished:
             return  # as it should
-        self.observer.emit(child.failed or Failed(rank=child.rank, kind="error", message=why_it_ended(child)))
-        if child.failed is not None and child.failed.kind == "user":
-            post.lost = UserError(child.failed.message)
-            self._warn(f"{post.name} cannot take part: {child.failed.message}")
+        failed = child.failed or Failed(rank=child.rank, kind="error", message=why_it_ended(child))
+        self.supervisor.observer.emit(failed)
+        if child.mistake is not None:
+            post.lost = child.mistake
+            self.supervisor.warn(f"{child.name} cannot take part: {child.mistake}")
         elif child.failed is None and child.process.returncode in (0, Interrupted.exit_code):
-            post.lost = Interrupted(f"{post.name} has left")  # somebody asked it to
-            self._warn(str(post.lost))
+            post.lost = Interrupted(f"{child.name} has left")  # somebody asked it to
+            self.supervisor.warn(str(post.lost))
         elif self._may_be_replaced(post, child):
-            self._warn(f"{post.name} died ({why_it_ended(child)}); starting it again")
-            self.restarts += 1
             post.due = time.monotonic() + PAUSE_S * 2 ** (post.deaths - 1)
         else:
             post.lost = _given_up(post, child)
-            self._warn(f"{post.lost}; training goes on without it")
+            self.supervisor.warn(f"{post.lost}; training goes on without it")
         if all(worker.lost for worker in self.workers) and not self.open:
             self._end_without_workers()
 
     def _may_be_replaced(self, post: _Post, child: Child) -> bool:
         """Not after several deaths in a row, without work between them or each of an error of its own."""
         steady = time.monotonic() - post.since > STEADY_S or child.failed is None
-        post.deaths = 1 if post.worked and steady else post.deaths + 1
-        return post.deaths < MOST_DEATHS
+        if not post.count_death(steady=steady):
+            return False
+        self.supervisor.warn(f"{child.name} died ({why_it_ended(child)}); starting it again")
+        self.supervisor.restarts += 1
+        return True
 
     def _end_without_workers(self) -> None:
         reasons = [post.lost for post in self.workers if not isinstance(post.lost, Interrupted)]
         self.failure = next((r for r in reasons if isinstance(r, UserError)), reasons[-1] if reasons else None)
-        self._stop()
+        self.stop()
         if self.step == 0 and self.failure is not None and self.server.child is not None:
             self.server.child.process.kill()  # there is nothing to save
 
-    def _warn(self, message: str) -> None:
-        self.observer.emit(Notice(level="WARNING", message=message))
-
     # The end
-
-    def _complete(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """The summary as the server wrote it, and what only the launcher knows; on the disk as well."""
-        known: dict[str, Any] = {"restarts": self.restarts}
-        if self.restarts:
-            known["wall_s"] = time.time() - self.outcome.started  # a server that came back knows its own time only
-        if self.failure is not None:
-            known |= {"status": "failed", "error": str(self.failure).splitlines()[0]}
-        if not known.items() <= summary.items():
-            with contextlib.suppress(OSError):  # a full disk must not hide how the run went
-                write_summary(self.run_dir.summary, summary | known)
-        return summary | known
 
     def _send_home(self) -> None:
         """The server has told the workers to leave. Those that were only looking for it are not waited for."""
-        posted = [post for post in self.workers if post.child is not None]
-        for post in posted:
-            if not (self.finished and post.worked) and post.child is not None:
+        waited_for = []
+        for post in self.workers:
+            if post.child is not None and self.finished and post.progress:
+                waited_for.append(post.child)
+            elif post.child is not None:
                 post.child.process.terminate()
-        wait_for((post.child for post in posted if post.child is not None), within_s=LEAVE_S if self.finished else 0.0)
-        end_all(self.children, grace_s=GRACE_S)
+        wait_for(waited_for, within_s=LEAVE_S)
 
-    def _conclude(self) -> dict[str, Any]:
-        outcome, workers = self.outcome, self.config.cluster.num_workers or 1
-        size = {"workers": workers, "world_size": workers + 1, "restarts": self.restarts}
-        if self.failure is not None:
-            if outcome.summary is None and not isinstance(self.failure, UserError):
-                error = str(self.failure).splitlines()[0]
-                outcome.write_summary(self.run_dir, self.config, **size, error=error)
-            raise self.failure
-        if outcome.summary is not None and outcome.summary["status"] == "finished":
-            return outcome.summary
-        if outcome.summary is None:
-            outcome.write_summary(self.run_dir, self.config, **size, status="interrupted", members_lost=0)
-        raise outcome.interrupted(self.run_dir)
+    def conclude(self) -> dict[str, Any]:
+        workers = self.cluster.num_workers or 1
+        return self.supervisor.conclude(self.failure, workers=workers, world_size=workers + 1)
 
 
 def _posts(
@@ -377,15 +259,14 @@ def _posts(
     )
     names = [*cluster.workers, *[host] * workers]
     posts = [
-        _Post(WorkerSpec(**common, rank=rank, local_rank=rank, local_world_size=workers, host=names[rank]))
+        _Post(spec=WorkerSpec(**common, rank=rank, local_rank=rank, local_world_size=workers, host=names[rank]))
         for rank in range(workers)
     ]
-    return _Post(server), posts
+    return _Post(spec=server), posts
 
 
 def _given_up(post: _Post, child: Child) -> WorkerFailed:
-    message = f"{post.name} failed {post.deaths} times in a row: {why_it_ended(child)}"
-    return WorkerFailed(f"{message}{last_lines(child)}\nthe whole log: {child.log}")
+    return WorkerFailed(f"{child.name} failed {post.deaths} times in a row: {why_it_ended(child)}{last_lines(child)}")
 
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses that mean all of a machine's -> one of them

@@ -29,7 +29,6 @@ from smolcluster.observe.logs import log_path, tail
 from smolcluster.stopping import HANGUP, leave_terminal, stop_signals, terminals
 
 WORKER_MARK = "SMOLCLUSTER_WORKER"  # in the environment of every process of a run
-GRACE_S = 2.0  # between asking a process to end and ending it
 STOP = '{"op": "stop"}'
 
 # Ctrl-C in a terminal reaches every process of its group. Workers are in groups of their own: only the launcher acts on it.
@@ -42,8 +41,7 @@ if sys.platform == "win32":
 class Child:
     """One process, and what it has said of its end."""
 
-    role: str
-    rank: int
+    spec: WorkerSpec
     process: subprocess.Popen[bytes]
     log: Path
     failed: Failed | None = None
@@ -51,11 +49,34 @@ class Child:
     died: float | None = None
 
     @property
+    def rank(self) -> int:
+        return self.spec.rank
+
+    @property
     def name(self) -> str:
-        return "the server" if self.role == "server" else f"worker rank {self.rank}"
+        if self.spec.role == "server":
+            return "the server"
+        return f"worker {self.rank}" if self.spec.plane == "elastic" else f"worker rank {self.rank}"
+
+    @property
+    def fell(self) -> bool:
+        """Whether it has ended otherwise than in order."""
+        in_order = self.failed is None and (self.finished or self.process.returncode == Interrupted.exit_code)
+        return self.died is not None and not in_order
+
+    @property
+    def victim(self) -> bool:
+        """Whether it only lost another rank."""
+        return self.failed is not None and self.failed.kind == "peer"
+
+    @property
+    def mistake(self) -> UserError | None:
+        """The user's mistake that ended it: starting it again would not mend that."""
+        return UserError(self.failed.message) if self.failed is not None and self.failed.kind == "user" else None
 
 
-# Events of all processes in one queue; None ends a process's. What comes from nobody is the user's wish to stop.
+# Events of all processes in one queue; None ends a process's. A notice from nobody is the user's wish to stop, None from
+# nobody something else that the policy should look at.
 Inbox = queue.SimpleQueue[tuple[Child | None, Event | None]]
 
 
@@ -85,7 +106,7 @@ def spawn(
             env={**ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1", WORKER_MARK: str(spec.rank)},
             **APART,
         )
-    child = Child(spec.role, spec.rank, process, log)
+    child = Child(spec, process, log)
     threading.Thread(target=_read, args=(child, inbox), daemon=True, name=f"events of {child.name}").start()
     return child
 
@@ -109,7 +130,7 @@ def _interrupts_held() -> Iterator[None]:
 def tell(child: Child, line: str) -> None:
     """A process that is already gone is noticed elsewhere."""
     assert child.process.stdin is not None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # its pipe is broken, or closed
         child.process.stdin.write(line.encode() + b"\n")
         child.process.stdin.flush()
 
@@ -205,10 +226,10 @@ def why_it_ended(child: Child) -> str:
 
 
 def last_lines(child: Child) -> str:
-    """Its traceback, or the end of its log; each line marked and after a line break."""
+    """Its traceback, or the end of its log, each line marked; and where the rest is. After a line break."""
     failed = child.failed
     lines = (failed.traceback.rstrip().splitlines() if failed and failed.traceback else tail(child.log, 12))[-12:]
-    return "".join(f"\n  | {line}" for line in lines)
+    return "".join(f"\n  | {line}" for line in lines) + f"\nthe whole log: {child.log}"
 
 
 def _signal_name(number: int) -> str:

@@ -31,7 +31,6 @@ from smolcluster.launch.outcome import Interrupted
 
 SILENT_S = 6.0  # a launcher has nothing to do but to listen
 LAST_CALL_S = 3.0  # once there are enough: how long the first round waits for more
-TICK_S = 0.1
 
 _ENDS: dict[str, type[SmolclusterError]] = {"user": UserError, "failed": WorkerFailed, "stopped": Interrupted}
 
@@ -141,6 +140,8 @@ class Rounds:
         self.current = Decree()
         self.leads, self.sizes = leads, sizes
         self._member = member
+        self._asked_at: float | None = None  # the next round
+        self._enough_at: float | None = None  # workers were there for it
         self._mine: Fields = {"host": host, "workers": workers, "leads": leads, "asks": 0, "version": __version__}
         if member is not None:
             member.wait(lambda: member.number >= 0, within_s=SILENT_S)
@@ -175,28 +176,31 @@ class Rounds:
 
     # The next round
 
-    def next(self, make: Callable[[], dict[str, Any]], *, tick: Callable[[], None], within_s: float) -> Decree:
-        """Ask for the next round and wait until it begins. `make` gives the leader's further words of it.
+    @property
+    def waited_s(self) -> float:
+        """How long the next round has been asked for."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
-        `tick` is called often, and may raise to give up. Raises `Over` when the run has ended meanwhile.
+    def begins(self, make: Callable[[], dict[str, Any]], *, within_s: float) -> bool:
+        """Ask for the next round. Return whether it begins. `make` gives the leader's further words of it.
+
+        Raises `Over` when the run has ended meanwhile.
         """
-        deadline = time.monotonic() + within_s
-        self._enough_at: float | None = None
-        while True:
-            tick()
-            self.check()
-            if self._leader() and self._mine["asks"] <= self.current.number:
-                self._check_version()
-                self.say(asks=self.current.number + 1)
-            if self._lead(make) if self.leads else self._follow():
-                self.say(why=None, victim=False)
-                return self.current
-            if self.leads and time.monotonic() > deadline:
-                raise WorkerFailed(
-                    f"there {'are' if self.workers != 1 else 'is'} {self.workers} worker{'s' * (self.workers != 1)}, and "
-                    f"{min(self.sizes)} are needed; none has come within {within_s:g} s"
-                )
-            self._wait()
+        self._asked_at = self._asked_at or time.monotonic()
+        self.check()
+        if self._leader() and self._mine["asks"] <= self.current.number:
+            self._check_version()
+            self.say(asks=self.current.number + 1)
+        if self._lead(make) if self.leads else self._follow():
+            self._asked_at = self._enough_at = None
+            self.say(why=None, victim=False)
+            return True
+        if self.leads and self.waited_s > within_s:
+            raise WorkerFailed(
+                f"there {'are' if self.workers != 1 else 'is'} {self.workers} worker{'s' * (self.workers != 1)}, and "
+                f"{min(self.sizes)} are needed; none has come within {within_s:g} s"
+            )
+        return False
 
     def _lead(self, make: Callable[[], dict[str, Any]]) -> bool:
         """Begin the next round if it can begin."""
@@ -219,13 +223,6 @@ class Rounds:
     def _announced(self) -> Decree:
         decree = self._leader().get("decree")
         return self.current if not decree or decree["number"] <= self.current.number else Decree(**decree)
-
-    def _wait(self) -> None:
-        if self._member is None:
-            time.sleep(TICK_S)
-        else:
-            seen = self._member.roll
-            self._member.wait(lambda: self._member is None or self._member.roll is not seen, within_s=TICK_S)
 
     # While it lasts
 
