@@ -49,6 +49,7 @@ NO_FILES_PAUSE_S = 0.05
 
 CLOSED, SILENT = "closed", "silent"  # how somebody left
 Fields = dict[str, Any]
+_TLS: Fields = {"ssl_handshake_timeout": PROVE_S, "ssl_shutdown_timeout": LINGER_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,16 @@ class _Line(asyncio.Protocol):
     def behind(self) -> bool:
         """Whether the peer has yet to read what was sent to it."""
         return self.transport is not None and self.transport.get_write_buffer_size() > UNSENT_BYTES
+
+    def beat(self, now: float, *, stood_still_s: float, silent_s: float) -> None:
+        """Send a heartbeat, or give up a peer that has sent or read nothing for too long. Our own standstill does not count."""
+        self.heard += stood_still_s
+        self.moved = now if not self.behind else self.moved + stood_still_s
+        if now - min(self.heard, self.moved) > silent_s:
+            self.how = SILENT
+            self.abort()
+        elif not self.behind:
+            self.send(b"")
 
     def close(self) -> None:
         """What was sent is sent first."""
@@ -250,8 +261,7 @@ class Keeper:
             said=lambda line, said, nbytes: self._said(line, said, nbytes, admitted),
             over=lambda line: self._over(line, admitted),
         )
-        tls: dict[str, Any] = {"ssl_handshake_timeout": PROVE_S, "ssl_shutdown_timeout": LINGER_S}
-        tls = {} if self._context is None else {"ssl": self._context, **tls}
+        tls = {} if self._context is None else {"ssl": self._context, **_TLS}
         try:
             async with asyncio.timeout(PROVE_S):
                 await self._thread.loop.connect_accepted_socket(lambda: line, sock, **tls)
@@ -318,13 +328,7 @@ class Keeper:
 
     def _tick(self, now: float, stood_still_s: float) -> None:
         for line in list(self._lines.values()):
-            line.heard += stood_still_s
-            line.moved = now if not line.behind else line.moved + stood_still_s
-            if now - min(line.heard, line.moved) > self._silent_s:
-                line.how = SILENT
-                line.abort()
-            elif not line.behind:
-                line.send(b"")
+            line.beat(now, stood_still_s=stood_still_s, silent_s=self._silent_s)
         self._catch_up()
 
 
@@ -366,8 +370,7 @@ class Member:
         sock.setblocking(False)
         tls: dict[str, Any] = {}
         if credentials is not None:
-            tls = {"ssl": credentials.client_context(), "server_hostname": credentials.server_name}
-            tls |= {"ssl_handshake_timeout": PROVE_S, "ssl_shutdown_timeout": LINGER_S}
+            tls = {"ssl": credentials.client_context(), "server_hostname": credentials.server_name, **_TLS}
         await self._thread.loop.create_connection(lambda: self._line, sock=sock, **tls)
 
     def say(self, **fields: Any) -> None:
@@ -407,22 +410,17 @@ class Member:
             self.on_change()
 
     def _tick(self, now: float, stood_still_s: float) -> None:
-        self._line.heard += stood_still_s
-        if now - self._line.heard > self._silent_s:
-            self._line.how = SILENT
-            self._line.abort()
-        elif not self._line.behind:
-            self._line.send(b"")
+        self._line.beat(now, stood_still_s=stood_still_s, silent_s=self._silent_s)
 
 
 def _short(value: Any) -> Any:
     return value[:TEXT_CHARS] if isinstance(value, str) else value
 
 
-def dial(host: str, port: int, *, within_s: float, until: Callable[[], bool] = lambda: False) -> socket.socket | None:
-    """A connection to a keeper that may not be there yet; None when nobody answers in time, or `until` says to give up."""
+def dial(host: str, port: int, *, within_s: float) -> socket.socket | None:
+    """A connection to a keeper that may not be there yet; None when nobody answers in time."""
     deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline and not until():
+    while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             return reach(host, port, within_s=max(0.1, min(REACH_S, deadline - time.monotonic())))
         time.sleep(RETRY_S)
@@ -438,23 +436,16 @@ def join(
     known is made again: the keeper may be one that is just being replaced.
     """
     deadline = time.monotonic() + within_s
-    turns = _turns(keyring)
-    while turns:
-        last, credentials = turns[0]
+    turns: list[Credentials | None] = [None] if keyring is None else [*keyring.credentials]
+    while True:
         sock = dial(host, port, within_s=max(0.0, deadline - time.monotonic()))
         if sock is None:
             return None
         try:
-            return Member(sock, fields, silent_s=silent_s, credentials=credentials)
+            return Member(sock, fields, silent_s=silent_s, credentials=turns[0])
         except ssl.SSLCertVerificationError:
-            if last:
+            if len(turns) == 1:
                 raise
             del turns[0]
         except (ConnectionError, TimeoutError, ssl.SSLEOFError):
             time.sleep(RETRY_S)
-    return None
-
-
-def _turns(keyring: Keyring | None) -> list[tuple[bool, Credentials | None]]:
-    known: list[Credentials | None] = [None] if keyring is None else [*keyring.credentials]
-    return [(number == len(known) - 1, each) for number, each in enumerate(known)]

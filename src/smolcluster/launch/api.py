@@ -74,34 +74,13 @@ def run_here(
     prepared: Prepared, *, backend: str | None, sinks: list[Sink], elastic: Elastic | None = None
 ) -> dict[str, Any]:
     """Start a run's processes on this machine and see it through. Returns the summary, or raises."""
+    run_dir, resume, anew = prepared.run_dir, prepared.resume, prepared.anew
+    common: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "anew": anew, "sinks": sinks}
     if elastic is not None:
-        return run_restarting(
-            prepared.config,
-            elastic,
-            run_dir=prepared.run_dir,
-            resume=prepared.resume,
-            backend=backend,
-            sinks=sinks,
-            anew=prepared.anew,
-        )
+        return run_restarting(prepared.config, elastic, backend=backend, **common)
     if prepared.plane == "elastic":
-        return run_elastic(
-            prepared.config,
-            workers=prepared.workers,
-            run_dir=prepared.run_dir,
-            resume=prepared.resume,
-            sinks=sinks,
-            anew=prepared.anew,
-        )
-    return run_local(
-        prepared.config,
-        workers=prepared.workers,
-        run_dir=prepared.run_dir,
-        resume=prepared.resume,
-        backend=backend,
-        sinks=sinks,
-        anew=prepared.anew,
-    )
+        return run_elastic(prepared.config, workers=prepared.workers, **common)
+    return run_local(prepared.config, workers=prepared.workers, backend=backend, **common)
 
 
 def _source(source: str | Path | type[Task]) -> str:

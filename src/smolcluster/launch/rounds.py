@@ -143,8 +143,6 @@ class Rounds:
         self._asked_at: float | None = None  # the next round
         self._enough_at: float | None = None  # workers were there for it
         self._mine: Fields = {"host": host, "workers": workers, "leads": leads, "asks": 0, "version": __version__}
-        if member is not None:
-            member.wait(lambda: member.number >= 0, within_s=SILENT_S)
         self.say()
 
     def say(self, **fields: Any) -> None:
