@@ -167,6 +167,7 @@ def test_a_cluster_is_sent_the_tokenizer(run: Path, tmp_path: Path) -> None:
 
 
 def test_served_and_exported_with_tokenizer_and_template(run: Path, tmp_path: Path) -> None:
+    run = run.rename(tmp_path / "moved")  # the path in its config.yaml is of where it was
     done = export_run(run, tmp_path / "out")
     assert done.has_tokenizer
     command("import", tmp_path / "out", tmp_path / "again")
