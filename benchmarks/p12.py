@@ -163,7 +163,7 @@ def formula(config: Config) -> Cost:
     with torch.device("meta"):
         tensors = [tuple(p.shape) for p in find_task(config).model().parameters()]
     sizes = Sizes(parameters=sum(torch.Size(t).numel() for t in tensors), tensors=tensors)
-    nodes = [Node(name=f"worker{rank}") for rank in range(config.cluster.num_workers or 1)]
+    nodes = [Node(name=f"worker{rank}", stays=False) for rank in range(config.cluster.num_workers or 1)]
     return strategy.plan(options, nodes, sizes).checked().cost
 
 

@@ -72,7 +72,7 @@ def prepare(
         peer = FSDP2(config, task, group=group, device=device)
         return peer.model, peer.optimizer, lambda: peer.step(part)
     strategy = make_strategy(config, task, group=group, device=device)
-    replica = strategy.replica  # type: ignore[attr-defined]
+    replica = strategy.replica
     return (
         strategy.model,
         replica.optimizer,

@@ -46,7 +46,6 @@ PRELOAD = [
     "smolcluster.strategies.single",
     "smolcluster.engine.server",
     "smolcluster.engine.member",
-    "smolcluster.strategies.allreduce_elastic",
     "smolcluster.strategies.edp",
     "smolcluster.strategies.fsdp",
     "smolcluster.strategies.mesh",

@@ -47,8 +47,8 @@ from smolcluster.comm.elastic.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine import history
+from smolcluster.engine.elastic.deadline import LEAST_S
 from smolcluster.errors import UserError
-from smolcluster.strategies.deadline import LEAST_S
 
 STEPS = 250
 LEARNING: dict[str, Any] = {

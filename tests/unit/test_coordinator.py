@@ -19,19 +19,18 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Member, Refusal, Roster
 from smolcluster.comm.elastic.transport import Link
 from smolcluster.comm.elastic.view import View
-from smolcluster.compute.gate import GradientGate
 from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
+from smolcluster.engine.elastic import coordinator
+from smolcluster.engine.elastic.coordinator import Coordinator
+from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.identity import instance_of
 from smolcluster.engine.server import Server
 from smolcluster.errors import SmolclusterError
-from smolcluster.strategies import coordinator
-from smolcluster.strategies.allreduce_elastic import ElasticAllReduce
-from smolcluster.strategies.base import Office, State
-from smolcluster.strategies.coordinated import Coordinated
-from smolcluster.strategies.coordinator import Coordinator
+from smolcluster.strategies.base import Context, Office, State
+from smolcluster.strategies.replicated import replica_state
 from smolcluster.strategies.shards import owners
 
 STEPS = 10
@@ -59,6 +58,21 @@ class FakeLink:
 
     def count(self, kind: Kind) -> int:
         return sum(message.kind is kind for message in self.sent)
+
+
+class Scripted(Coordinator):
+    """Lends four samples at a time, and keeps what it loads in the run."""
+
+    run: Run
+
+    def load_state(self, state: State) -> None:
+        self.run.loaded = state
+
+    def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {"w/x": torch.zeros(1)}, {"updates": 0}
+
+    def _batch_size(self, member: Member) -> int:
+        return 4
 
 
 class Run:
@@ -99,29 +113,16 @@ class Run:
             wants=lambda step: True,
             arrived=lambda step: self.saved.setdefault(step, self.loaded),
         )
-        strategy = SimpleNamespace(
-            context=SimpleNamespace(total_steps=STEPS, warn=self.warnings.append, stop_requested=lambda: False),
-            office=office,
-            replica=self.replica,
-            gate=GradientGate(),
-            tokens_per_sample=1,
-            copied_state=lambda: ({"w/x": torch.zeros(1)}, {"updates": 0}),
-            load_state=self._load,
-            note_speed=lambda *_, **__: None,
-            lend=self._lend,
+        context = SimpleNamespace(
+            total_steps=STEPS, warn=self.warnings.append, stop_requested=lambda: False, office=office
         )
         self.roster, self.office = roster, office
         self.links: dict[int, FakeLink] = {}
-        self.coordinator = Coordinator(
-            cast(Coordinated, strategy), steps_ahead=1, whole=whole, step_timeout_s=step_timeout_s
+        self.coordinator = Scripted(
+            cast(Context, context), self.replica, steps_ahead=1, whole=whole, step_timeout_s=step_timeout_s
         )
-
-    def _load(self, state: State) -> None:
-        self.loaded = state
-
-    def _lend(self, member: Member, step: int) -> dict[str, Any]:
-        ranges = self.office.leases.grant(member.instance, step, 4)
-        return {"step": step, "ranges": [list(r) for r in ranges]}
+        self.coordinator.run = self
+        self.coordinator.take_up()
 
     # What happens
 
@@ -411,11 +412,11 @@ def test_nobody_is_lent_a_step_twice_when_the_run_becomes_shorter_and_longer_aga
     run.coordinator._ahead = 3
     run.join(0, 1)
     run.commit(1)
-    run.coordinator._context.total_steps = 3
+    run.coordinator.context.total_steps = 3
     run.leave(1)
     run.go_on()
     assert sorted(run.roster.members) == [0]
-    run.coordinator._context.total_steps = 5
+    run.coordinator.context.total_steps = 5
     run.commit(2)
     assert run.coordinator._committed == 2
     assert sorted(run.office.leases.held(run.roster.members[0].instance)) == [3, 4, 5]
@@ -592,14 +593,14 @@ def test_a_state_that_comes_before_its_view_is_kept() -> None:
 
     worker = SimpleNamespace(
         _donated=None,
-        _flights=deque(),
+        flights=deque(),
         _is_over=lambda view: False,
         _check_stop=lambda: None,
         _report_waiting=lambda: None,
         _peers=SimpleNamespace(receive_state=receive_state),
         load_state=loaded.append,
     )
-    received = [Coordinated._receive_state(cast(Coordinated, worker), View(epoch, 0, ())) for epoch in (4, 5)]
+    received = [ElasticRounds._receive_state(cast(ElasticRounds, worker), View(epoch, 0, ())) for epoch in (4, 5)]
     assert received == [False, True]
     assert [state.numbers["updates"] for state in loaded] == [5]
 
@@ -652,8 +653,7 @@ def storages(tensors: dict[str, Tensor]) -> set[int]:
 def test_a_coordinator_copies_no_state_that_it_passes_on() -> None:
     """One state is here and one on its way, however it is saved, evaluated and handed to newcomers meanwhile."""
     run = Run(whole=True)
-    strategy = cast(Any, ElasticAllReduce.__new__(ElasticAllReduce))
-    strategy.replica, strategy.context = run.replica, SimpleNamespace(office=object())
+    duty = Coordinator(run.coordinator.context, run.replica, steps_ahead=1, whole=True)
 
     def state_after(step: int) -> State:
         weights = {name: torch.full_like(tensor, step) for name, tensor in run.replica.weights().items()}
@@ -662,20 +662,20 @@ def test_a_coordinator_copies_no_state_that_it_passes_on() -> None:
         return State(weights=weights, optimizer=moments | steps, numbers={"updates": step})
 
     server = cast(Any, Server.__new__(Server))
-    server.strategy, server.device, server.saver = strategy, torch.device("cpu"), None
+    server.strategy, server.device, server.saver = SimpleNamespace(server_has_weights=False), torch.device("cpu"), None
     first, second = state_after(1), state_after(2)
     came = storages({**first.weights, **{k: t for k, t in first.optimizer.items() if t.ndim}})
-    strategy.load_state(first)
-    state, (sent, _) = strategy.state(), strategy.copied_state()
+    duty.load_state(first)
+    state, (sent, _) = replica_state(run.replica), duty.copied_state()
     kept = {**server._kept(state.weights), **server._kept({k: t for k, t in state.optimizer.items() if t.ndim})}
     assert storages(kept) == came
     assert storages({n: t for n, t in sent.items() if t.ndim}) == came
-    strategy.load_state(second)
+    duty.load_state(second)
     assert all(bool((tensor == 1).all()) for tensor in kept.values()), "what was there before is not changed"
-    assert all(bool((tensor == 2).all()) for tensor in strategy.state().weights.values())
-    assert strategy.replica.updates == 2
+    assert all(bool((tensor == 2).all()) for tensor in run.replica.weights().values())
+    assert run.replica.updates == 2
     with pytest.raises(RuntimeError, match="Missing key"):
-        strategy.load_state(State(weights={}, optimizer={}, numbers={"updates": 3}))
+        duty.load_state(State(weights={}, optimizer={}, numbers={"updates": 3}))
 
 
 KINDS = ("exp_avg", "exp_avg_sq")

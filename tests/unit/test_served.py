@@ -419,7 +419,7 @@ def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
         office = server.strategy.context.office
         office.record = lambda commit: journal.append(dict(commit.numbers), commit.gradient)
         office.expected, office.fresh, server.strategy.context.total_steps = workers, True, 3
-        server.strategy._task = SimpleNamespace(tokens_per_sample=1)
+        server.strategy.tokens_per_sample = 1
         members = [member(rank) for rank in range(workers)]
         server.roster.newcomers += members
         for step in (1, 2, 3):
@@ -481,7 +481,7 @@ def test_edp_ends_when_every_worker_is_refused_again_and_again(monkeypatch: pyte
 def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set aside, they would be one more hole in every line of the record; and so would a warning for each be."""
     edp = Server(EDP, EDPOptions(), monkeypatch)
-    edp.strategy._task = SimpleNamespace(tokens_per_sample=1)
+    edp.strategy.tokens_per_sample = 1
     good, bad = edp.join(0, 1)
     for step in range(1, 401):
         edp.strategy._answer(edp.push(bad, math.nan, step=step, version=0))
@@ -572,7 +572,7 @@ class Steps:
         begun, strategy = self.clock.now, self.server.strategy
         self.server.roster.script = [*events, lambda: None]
         commits = len(self.records)
-        strategy.muster, strategy._task = lambda: None, SimpleNamespace(tokens_per_sample=1)
+        strategy.muster, strategy.tokens_per_sample = lambda: None, 1
         strategy.serve()
         self.waited += [self.clock.now - begun] * (len(self.records) - commits)
 

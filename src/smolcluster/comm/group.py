@@ -9,6 +9,7 @@ Implementations: `torch_group.TorchGroup` (gloo, nccl, mpi), `elastic.group.Elas
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from smolcluster.errors import SmolclusterError
+from smolcluster.errors import SmolclusterError, UserError
 
 if TYPE_CHECKING:
     from smolcluster.comm.bulletin import Bulletin
@@ -146,6 +147,25 @@ def share_of(group: Group, mine: float) -> Callable[[], float]:
         return mine / everything if everything else 0.0
 
     return share
+
+
+def broadcast_in_place(group: Group, tensors: Mapping[str, Tensor]) -> None:
+    """Replace the values of these tensors by those of rank 0."""
+    for tensor in tensors.values():
+        if tensor.numel():
+            exchanged = tensor.to(group.buffer_device(tensor.device))
+            group.broadcast(exchanged, source=0).wait()
+            if exchanged is not tensor:
+                tensor.copy_(exchanged)
+
+
+def check_same_layout(group: Group, tensors: Mapping[str, Tensor]) -> None:
+    """Raise where ranks have other tensors than rank 0: the backend would end the run without a word."""
+    layout = [(n, str(t.dtype), list(t.shape)) for n, t in tensors.items()]
+    everyone = gather_json(group, hashlib.sha256(repr(layout).encode()).hexdigest()[:16])
+    others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if others:
+        raise UserError(f"ranks {others} built another model than rank 0; start all ranks with the same configuration")
 
 
 def broadcast_tensors(group: Group, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

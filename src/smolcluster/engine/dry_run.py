@@ -26,7 +26,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     """Opens the data and builds the model without memory, so that a mistake shows here."""
     device = choose_device(config.training.device)
     strategy = find_strategy(config.strategy.name, plane=plane)
-    options, ignored = read_options(strategy, config.strategy)
+    options, ignored = read_options(strategy, config.strategy, plane=plane)
     names = [*config.cluster.workers, *(f"worker-{rank}" for rank in range(workers))]
     named = len(config.cluster.workers)
     nodes = [
@@ -34,6 +34,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
             name=names[rank],
             batch_size=batch_size_of(config, rank),
             machine=names[rank] if rank < named else "this machine",
+            stays=plane != "elastic",
         )
         for rank in range(workers)
     ]

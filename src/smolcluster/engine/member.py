@@ -20,6 +20,7 @@ from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.adopt import Plan, adopt, read_plan
 from smolcluster.engine.checks import batch_size_on, is_automatic
+from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.identity import instance_of, new_peer, new_secret
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
@@ -28,7 +29,9 @@ from smolcluster.engine.server import layout_of, replica_sha256
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
 from smolcluster.strategies.base import Context
+from smolcluster.strategies.elastic import MemberSide
 from smolcluster.strategies.placement import Node, Seat
+from smolcluster.strategies.replicated import Exchanging
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ class Member(Role):
         self._choose(lead=False)
         self._load_task()
         num = max(self.config.cluster.num_workers or 1, self.spec.rank + 1)
-        nodes = [Node(name=self.spec.host)] * num
+        nodes = [Node(name=self.spec.host, stays=False)] * num
         self._check_memory(nodes, first=self.spec.first_here, count=self.spec.local_world_size)
 
     def _build(self) -> None:
@@ -108,10 +111,14 @@ class Member(Role):
             stop_requested=self.channel.stop_requested,
             warn=self._warn,
             line=self.line,
+            open_rounds=ElasticRounds,
         )
         self.strategy = self.strategy_class(self.options, self.context)
         self.strategy.setup(self.task)
-        self.reader = LeaseReader(Sampler(len(self.train_data), seed=training.seed or 0), self.strategy.lease)
+        membership = self.strategy.rounds if isinstance(self.strategy, Exchanging) else self.strategy
+        assert isinstance(membership, MemberSide)
+        self.membership = membership
+        self.reader = LeaseReader(Sampler(len(self.train_data), seed=training.seed or 0), self.membership.lease)
         self.loop = Loop(
             strategy=self.strategy,
             task=self.task,
@@ -134,7 +141,7 @@ class Member(Role):
                 "batch_size": self.batch_size * self.config.training.grad_accumulation,
                 "automatic": is_automatic(self.config, self.spec.host),
                 "step": self.reader.taken,
-                **self.strategy.introduction(),
+                **self.membership.introduction(),
             }
 
         started = self._started_event(

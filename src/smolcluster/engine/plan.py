@@ -9,6 +9,7 @@ what cannot be rehearsed has the formula, without activations, and says so
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ class Subject:
         strategy = find_strategy(choice.strategy, plane=choice.plane)
         options, _ = read_options(strategy, section)
         nodes = self.nodes[:1] if choice == ALONE else self.nodes
+        nodes = [dataclasses.replace(node, stays=choice.plane != "elastic") for node in nodes]
         config = self.config.model_copy(update={"strategy": section})
         return Scene(
             config=config,

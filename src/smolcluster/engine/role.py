@@ -96,7 +96,7 @@ class Role(ABC):
         share_cores(self.spec.local_world_size)
         self.device = choose_device(self.config.training.device, local_rank=self.spec.local_rank)
         self.strategy_class = find_strategy(self.config.strategy.name, plane=self.spec.plane)
-        self.options, ignored = read_options(self.strategy_class, self.config.strategy)
+        self.options, ignored = read_options(self.strategy_class, self.config.strategy, plane=self.spec.plane)
         if self.config.training.profile is not None:
             steps_of(self.config.training.profile)  # a mistake shows before anyone waits
             if self.spec.plane == "elastic" and lead:

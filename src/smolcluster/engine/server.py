@@ -39,6 +39,8 @@ from smolcluster.engine.adopt import MOST_STEPS
 from smolcluster.engine.best import Best
 from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite, check_server_disk
+from smolcluster.engine.elastic.coordinator import Coordinator
+from smolcluster.engine.elastic.rounds import connect_s
 from smolcluster.engine.files import atomic_write_text, size_on_disk
 from smolcluster.engine.identity import instance_of, new_peer, new_run_id
 from smolcluster.engine.journal import Journal, JournalFull, Recovered, disk_bound, least_disk
@@ -58,8 +60,9 @@ from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, e
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.observe.machine import MachineFacts
 from smolcluster.strategies.base import Commit, Context, Office, Options, State, StepReport, Strategy
-from smolcluster.strategies.elastic import pack_state, unpack_state
+from smolcluster.strategies.elastic import ServerSide, pack_state, unpack_state
 from smolcluster.strategies.placement import Node
+from smolcluster.strategies.replicated import Exchanging
 from smolcluster.tasks.base import count_of
 
 log = logging.getLogger(__name__)
@@ -80,7 +83,7 @@ class Server(Role):
             if self.strategy.server_has_weights:
                 self._arrived(self.step)
         try:
-            self.strategy.serve()
+            self.duty.serve()
         finally:
             if self.referee is not None:
                 if self.step < self.total_steps:  # told to stop: what is left is to save
@@ -185,7 +188,7 @@ class Server(Role):
             arrived=self._arrived,
             count=self._count_targets,
         )
-        nodes = [Node(name=spec.host, batch_size=size) for size in self.batch_sizes]
+        nodes = [Node(name=spec.host, batch_size=size, stays=False) for size in self.batch_sizes]
         seats = self.strategy_class.plan(self.options, nodes, None).checked().seats
         self.context = Context(
             config=self.config,
@@ -201,6 +204,7 @@ class Server(Role):
         )
         self.strategy = self.strategy_class(self.options, self.context)
         self.strategy.setup(self.task)
+        self.duty = self._take_duty()
         self.layout = layout_of(self.strategy.state().weights)
         again = self.run_dir.journal.is_dir()
         self._journal_bytes = self._check_disk(again=again)
@@ -219,6 +223,21 @@ class Server(Role):
         self._read_by: dict[
             int, dict[str, Any]
         ] = {}  # what had been read by these steps, where their state is to come yet
+
+    def _take_duty(self) -> ServerSide:
+        """Be the strategy's own server, or the coordinator of workers that exchange by themselves."""
+        if isinstance(self.strategy, ServerSide):
+            return self.strategy
+        assert isinstance(self.strategy, Exchanging)
+        return Coordinator(
+            self.context,
+            self.strategy.replica,
+            steps_ahead=self.strategy.rounds_in_flight + 1,
+            whole=self.strategy.results_are_whole,
+            tokens_per_sample=self.task.tokens_per_sample,
+            step_timeout_s=self.strategy.round_timeout,
+            connect_s=connect_s(self.context),
+        )
 
     def _count_targets(self, ranges: Sequence[Range]) -> float | None:
         """Return how many targets count in leased samples, by this process's own data; None: samples do, all alike."""
@@ -305,7 +324,7 @@ class Server(Role):
     def _replay(self, meta: Mapping[str, Any], gradient: Tensor | None) -> None:
         line = meta["line"]
         contributors = line["contributors"]
-        self.strategy.replay(
+        self.duty.replay(
             Commit(step=int(line["step"]), contributors=contributors, gradient=gradient, numbers=dict(meta))
         )
         samples = sum(int(c["samples"]) for c in contributors)
@@ -571,7 +590,7 @@ class Server(Role):
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
             staleness_max=self.meter.staleness_max,
-            stale_rejected=self.strategy.stale_rejected,
+            stale_rejected=self.duty.stale_rejected,
             machine=self._facts.due(),
             **row,
             **fields,
@@ -718,7 +737,7 @@ class Server(Role):
             train_loss=meter.last_loss,
             staleness_mean=meter.staleness_sum / meter.steps if meter.steps else 0.0,
             staleness_max=meter.staleness_max,
-            stale_rejected=self.strategy.stale_rejected,
+            stale_rejected=self.duty.stale_rejected,
             bytes_sent=sum_of("bytes_sent"),
             bytes_received=sum_of("bytes_received"),
             refused=dict(self.roster.refused),

@@ -154,7 +154,7 @@ def data_shards(run: Prepared) -> int:
 
     strategy = find_strategy(run.config.strategy.name, plane=run.plane)
     options, _ = read_options(strategy, run.config.strategy)
-    nodes = [Node(name=f"worker-{rank}") for rank in range(run.workers)]
+    nodes = [Node(name=f"worker-{rank}", stays=run.plane != "elastic") for rank in range(run.workers)]
     return strategy.plan(options, nodes, None).checked().num_shards
 
 

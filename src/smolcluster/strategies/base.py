@@ -17,9 +17,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from smolcluster.comm.elastic.line import Lease, Line
+from smolcluster.comm.elastic.line import Line
 from smolcluster.comm.elastic.roster import Roster
 from smolcluster.comm.group import Group, Traffic
+from smolcluster.comm.rounds import Combination, Rounds
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Loss, Replica
@@ -39,6 +40,7 @@ class Options(BaseModel):
     """A strategy's part of the `strategy` section, with its defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect where members stay
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -133,6 +135,9 @@ class Context:
     example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, to measure with
     line: Line | None = None  # elastic plane: a worker's line to its server
     office: Office | None = None  # elastic plane: a server's
+    open_rounds: Callable[[Any, Combination], Rounds] | None = (
+        None  # elastic plane: for a strategy that exchanges in rounds
+    )
 
     @property
     def tells(self) -> bool:
@@ -143,6 +148,15 @@ class Context:
     def part_sizes(self) -> list[int]:
         """Samples of one part of a step, of every data shard: steps are cut into `training.grad_accumulation` parts."""
         return [samples // self.config.training.grad_accumulation for samples in self.samples_per_step]
+
+    @property
+    def fixed_group(self) -> Group | None:
+        """The ranks, where they stay; None where members come and go, and each view names them."""
+        return self.group if self.line is None else None
+
+    @property
+    def is_alone(self) -> bool:
+        return self.line is None and self.group.size == 1
 
     @property
     def traffic(self) -> Traffic:
@@ -204,22 +218,6 @@ class Strategy(ABC, Generic[OptionsT]):
     @abstractmethod
     def model(self) -> nn.Module:
         """The weights to evaluate."""
-
-    def serve(self) -> None:
-        """The life of every role but a worker's."""
-        raise AssertionError(f"{self.name} has workers only")
-
-    def replay(self, commit: Commit) -> None:
-        """A server that was restarted does a committed step again."""
-        raise AssertionError(f"{self.name} has no server")
-
-    def introduction(self) -> dict[str, Any]:
-        """Elastic plane: what a worker says of itself when it joins, beside its rank and its model."""
-        return {}
-
-    def lease(self) -> Lease | None:
-        """Elastic plane: what this worker reads next; None when the run is over."""
-        raise AssertionError(f"{self.name} does not lend samples")
 
     def drain(self) -> None:  # nothing is in flight by default
         """Finish what is in flight: before evaluation, checkpoint and exit. Every rank calls it at the same step."""

@@ -1,4 +1,4 @@
-"""What every strategy on the elastic plane shares: a worker's line to its server, a server's office, joining.
+"""What members and servers do on the elastic plane, whatever the strategy: a worker's line to its server, the server's office.
 
 A worker that joins, or comes back, gets the weights, the optimizer state and a lease of samples, and takes part from a step
 boundary on.
@@ -7,6 +7,7 @@ boundary on.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -17,8 +18,9 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Member, Roster
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
-from smolcluster.strategies.base import Office, OptionsT, State
-from smolcluster.strategies.replicated import Replicated
+from smolcluster.compute.replica import Replica
+from smolcluster.strategies.base import Commit, Context, Office, OptionsT, State
+from smolcluster.strategies.replicated import Replicated, replica_state
 from smolcluster.tasks.base import Task
 
 MUSTER_S = 60.0  # a start waits so long for the last worker
@@ -27,29 +29,31 @@ ALL_TOLD = 100  # refusals of a worker that are all logged; of further ones the 
 RETURN_S = 3.0  # a restarted server waits so long for those it knew
 
 
-class Elastic(Replicated[OptionsT]):
-    leases_ahead: ClassVar[int] = 1
+class MemberSide(ABC):
+    """What a worker does for its membership: hear the server, take over its state, take leases."""
 
-    def setup(self, task: Task) -> None:
-        super().setup(task)
-        self._task = task
-        self.replica.led = True
-        if self.context.office is not None and self.replica.scale is not None:
-            self.replica.scale = self.context.office.scale  # what is saved, and handed to newcomers
+    context: Context
+    replica: Replica
+
+    @abstractmethod
+    def load_state(self, state: State) -> None: ...
+
+    def enrol(self) -> None:
+        """Once, before the line is used."""
         self._over = False  # the server has said so
-        if self.context.office is not None:
-            self.gate = GradientGate()
-        else:
-            state_bytes = sum(t.nbytes for t in self.replica.weights().values())
-            self._line.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
-            self._epoch = 0  # of my welcome
-
-    # A worker
+        self._epoch = 0  # of my welcome
+        self.replica.led = True
+        state_bytes = sum(t.nbytes for t in self.replica.weights().values())
+        self._line.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
 
     @property
     def _line(self) -> Line:
         assert self.context.line is not None
         return self.context.line
+
+    def introduction(self) -> dict[str, Any]:
+        """What this worker says of itself when it joins, beside its rank and its model."""
+        return {}
 
     def _hear(self, message: Message) -> None:
         """Act on one message of the server. Strategies add their own kinds."""
@@ -75,6 +79,7 @@ class Elastic(Replicated[OptionsT]):
             self.load_state(unpack_state(tensors, welcome.meta["numbers"]))
 
     def lease(self) -> Lease | None:
+        """Return what this worker reads next; None when the run is over."""
         while not self._over:
             self._check_stop()
             message = self._line.get(0)
@@ -89,7 +94,29 @@ class Elastic(Replicated[OptionsT]):
         if self.context.stop_requested():
             raise Stopped
 
-    # The server
+
+class ServerSide(ABC):
+    """What a server or coordinator does for its members: muster, lend samples, refuse gradients."""
+
+    context: Context
+    replica: Replica
+    stale_rejected: int
+    tokens_per_sample: int
+
+    def open_office(self) -> None:
+        """Once, before anybody joins."""
+        self.gate = GradientGate()
+        self.replica.led = True
+        if self.replica.scale is not None:
+            self.replica.scale = self.office.scale  # what is saved, and handed to newcomers
+
+    @abstractmethod
+    def serve(self) -> None:
+        """Return when the run is over."""
+
+    @abstractmethod
+    def replay(self, commit: Commit) -> None:
+        """Do a committed step again, after a restart."""
 
     @property
     def office(self) -> Office:
@@ -99,10 +126,6 @@ class Elastic(Replicated[OptionsT]):
     @property
     def _roster(self) -> Roster:
         return self.office.roster
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return self._task.tokens_per_sample
 
     def muster(self) -> None:
         """Wait for the workers that are expected; after a while go on with those that came."""
@@ -117,7 +140,7 @@ class Elastic(Replicated[OptionsT]):
 
     def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies: they are on their way while training goes on."""
-        state = self.state()
+        state = replica_state(self.replica)
         return {n: t.to("cpu", copy=True).contiguous() for n, t in pack_state(state).items()}, state.numbers
 
     def lend(self, member: Member, step: int) -> dict[str, Any]:
@@ -163,6 +186,20 @@ class Elastic(Replicated[OptionsT]):
         self.gate.last_refusal = f"the last, of {member.name}: {reason}"
         put = self.office.leases.give_back if again else self.office.leases.set_aside
         put(member.instance, step)
+
+
+class Elastic(Replicated[OptionsT], MemberSide, ServerSide):
+    """A strategy with a parameter server: the worker's part and the server's in one class."""
+
+    leases_ahead: ClassVar[int] = 1
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self.tokens_per_sample = task.tokens_per_sample
+        if self.context.office is not None:
+            self.open_office()
+        else:
+            self.enrol()
 
 
 def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: int, meta: dict[str, Any]) -> None:

@@ -33,26 +33,22 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from smolcluster.comm.elastic.group import ElasticGroup
 from smolcluster.comm.elastic.view import View
-from smolcluster.comm.group import Work, gather_json
+from smolcluster.comm.group import Group, Work, gather_json
+from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.optim import named_state, put_named_state
-from smolcluster.compute.replica import Batch, Replica
+from smolcluster.compute.replica import Replica
 from smolcluster.errors import SmolclusterError
-from smolcluster.strategies.allreduce_elastic import SummedGradients
-from smolcluster.strategies.coordinated import Coordinated, CoordinatedOptions, Flight, Reduction, server_cost
-from smolcluster.strategies.elastic import pack_state
-from smolcluster.strategies.placement import Cost, Node, Placement, Shape, workers_and_server
-from smolcluster.strategies.replicated import replica_state
+from smolcluster.strategies.allreduce import AllReduce, AllReduceOptions
+from smolcluster.strategies.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
 from smolcluster.strategies.shards import buddy, largest_share, owners, providers, ward
-from smolcluster.tasks.base import Task
 
 
-class ElasticFSDPOptions(CoordinatedOptions):
+class ElasticFSDPOptions(AllReduceOptions):
     fsdp_stage: int = Field(1, ge=0, le=3, description="0: all-reduce on full replicas; 1: optimizer states sharded")
 
 
-class ElasticFSDP(Coordinated[ElasticFSDPOptions]):
+class ElasticFSDP(AllReduce[ElasticFSDPOptions]):
     name = "fsdp"
     algorithm = "FSDP"
     summary = "ZeRO stages 0 and 1: optimizer states shared out over the workers; members come and go"
@@ -63,7 +59,7 @@ class ElasticFSDP(Coordinated[ElasticFSDPOptions]):
             said = f"fsdp_stage {options.fsdp_stage} needs machines that stay; on the elastic plane there are 0 and 1"
             return Placement(refusals=[said])
         if shape is None:
-            return Placement(seats=workers_and_server(nodes))
+            return with_coordinator(Placement(seats=worker_on_each(nodes)), nodes, shape)
         size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
         sharded = options.fsdp_stage == 1 and n > 1
         moved = 2 * (n - 1) * size // n
@@ -72,30 +68,30 @@ class ElasticFSDP(Coordinated[ElasticFSDPOptions]):
             moved = (2 * n - 1) * largest_share(list(map(math.prod, tensors)), n) * shape.bytes_per_parameter
         cost = Cost(
             parameter_bytes=size,
-            gradient_bytes=2 * size * (options.staleness_bound + 1),
+            gradient_bytes=size * (options.staleness_bound + 1),
             optimizer_bytes=size * shape.optimizer_states * (2 if sharded else n) // n,
             bytes_sent=moved,
             bytes_received=moved,
-            messages=2 * (n - 1) + 3,
+            messages=2 * (n - 1) + 1,
         )
-        return Placement(seats=workers_and_server(nodes), costs=[cost] * n, server=server_cost(shape))
+        return with_coordinator(Placement(seats=worker_on_each(nodes), costs=[cost] * n), nodes, shape)
 
-    def setup(self, task: Task) -> None:
-        super().setup(task)
-        if self.context.line is not None and self.options.fsdp_stage == 0:
-            bucket_bytes = int(self.options.bucket_mb * 2**20)
-            self.reduction = SummedGradients(self.replica, bucket_bytes=bucket_bytes, num_slots=self.num_slots)
-        elif self.context.line is not None:
-            instance = self._line.transport.me.instance
-            self.reduction = ShardedOptimizer(self.replica, instance=instance, num_slots=self.num_slots)
+    def combination(self) -> Combination:
+        if self.results_are_whole:
+            return super().combination()
+        assert self.context.line is not None
+        instance = self.context.line.transport.me.instance
+        return OwnedSum(self.replica, instance=instance, num_slots=self.rounds_in_flight + 1)
 
     @property
     def results_are_whole(self) -> bool:
         return self.options.fsdp_stage == 0
 
 
-class ShardedOptimizer(Reduction):
+class OwnedSum(Combination):
     """Sums go to the owners of parameters; each takes the step for its own and its ward's."""
+
+    whole = False
 
     def __init__(self, replica: Replica, *, instance: str, num_slots: int) -> None:
         self._replica, self._instance = replica, instance
@@ -109,7 +105,7 @@ class ShardedOptimizer(Reduction):
 
     # Views
 
-    def formed(self, group: ElasticGroup, view: View, established: Sequence[str | None]) -> None:
+    def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
         instances = [member.instance for member in view.members]
         self._deal(group)
         if not established:
@@ -134,7 +130,7 @@ class ShardedOptimizer(Reduction):
         had = {instance: place for place, instance in enumerate(established) if instance is not None}
         self._move_state(instances, had, before, holders)
 
-    def _deal(self, group: ElasticGroup) -> None:
+    def _deal(self, group: Group) -> None:
         """Lay the gradients out by owner: a row per member, padded to the longest."""
         self._group, n = group, group.size
         # Sums and updated parameters are each exchanged in the order of steps, but not in one order on all members.
@@ -200,59 +196,65 @@ class ShardedOptimizer(Reduction):
 
     # Steps
 
-    def compute(self, batch: Batch, flight: Flight) -> Tensor:
-        loss = self._replica.compute(batch)
-        weight = flight.weight / self._replica.loss_scale
-        for parameter, kept in zip(self._replica.parameters, self._gradients[flight.slot], strict=True):
+    def start(self, slot: int, *, weight: float, stop: bool = False) -> None:
+        """Gradients are exchanged when backward is over: one reduce-scatter for all."""
+        self._weight = weight
+
+    def finish(self, slot: int) -> None:
+        for parameter, kept in zip(self._replica.parameters, self._gradients[slot], strict=True):
             if parameter.grad is None:
                 kept.zero_()
             else:
-                kept.copy_(parameter.grad).mul_(weight)
+                kept.copy_(parameter.grad).mul_(self._weight)
             parameter.grad = None
-        self.restart(flight, zero=False)
-        return loss
+        self.again(slot, zero=False)
 
-    def restart(self, flight: Flight, *, zero: bool) -> None:
-        slot, kept = self._slot(flight), self._gradients[flight.slot]
+    def again(self, slot: int, *, zero: bool) -> None:
+        sums, kept = self._slot(slot), self._gradients[slot]
         for place, row in enumerate(self._rows):
             offset = 0
             for j in row:
                 if zero:
                     kept[j].zero_()
-                slot.whole[place, offset : offset + self._sizes[j]] = kept[j].reshape(-1)
+                sums.whole[place, offset : offset + self._sizes[j]] = kept[j].reshape(-1)
                 offset += self._sizes[j]
-        slot.works = [self._group.reduce_scatter(slot.own, slot.whole)]
-        slot.passed_on = False
+        sums.works = [self._group.reduce_scatter(sums.own, sums.whole)]
+        sums.passed_on = False
 
-    def reduced(self, flight: Flight, *, wait: bool) -> bool:
-        slot, n, me = self._slot(flight), self._group.size, self._group.rank
-        if not slot.passed_on:
-            if not wait and not slot.done:
-                return False
-            slot.wait()
-            slot.passed_on = True
-            if n > 1:
-                send = self._group.send(slot.own, to=buddy(me, n), tag=flight.slot)
-                slot.works = [send, self._group.recv(slot.ward, source=ward(me, n), tag=flight.slot)]
-        if not wait and not slot.done:
-            return False
-        slot.wait()
-        return True
+    def done(self, slot: int) -> bool:
+        sums = self._slot(slot)
+        if sums.done and not sums.passed_on:
+            self._pass_on(slot)
+        return sums.passed_on and sums.done
 
-    def norms(self, flight: Flight) -> tuple[float, float]:
-        mine = float(get_total_norm(self._gradients[flight.slot])) / (flight.weight or 1.0)
-        return mine, float(get_total_norm([self._slot(flight).own]))
+    def wait(self, slot: int) -> None:
+        sums = self._slot(slot)
+        sums.wait()
+        if not sums.passed_on:
+            self._pass_on(slot)
+            sums.wait()
 
-    def apply(self, flight: Flight, *, weight: float, norm: float) -> None:
-        slot, n, me = self._slot(flight), self._group.size, self._group.rank
-        for place, flat in {ward(me, n): slot.ward, me: slot.own}.items():
+    def _pass_on(self, slot: int) -> None:
+        """My sums to my buddy."""
+        sums, n, me = self._slot(slot), self._group.size, self._group.rank
+        sums.wait()
+        sums.passed_on = True
+        if n > 1:
+            send = self._group.send(sums.own, to=buddy(me, n), tag=slot)
+            sums.works = [send, self._group.recv(sums.ward, source=ward(me, n), tag=slot)]
+
+    def norms(self, slot: int) -> tuple[float, float]:
+        return float(get_total_norm(self._gradients[slot])), float(get_total_norm([self._slot(slot).own]))
+
+    def give(self, result: Committed) -> None:
+        sums, n, me = self._slot(result.slot), self._group.size, self._group.rank
+        for place, flat in {ward(me, n): sums.ward, me: sums.own}.items():
             offset = 0
             for j in self._rows[place]:
                 parameter = self._replica.parameters[j]
                 part = flat[offset : offset + self._sizes[j]].view(parameter.shape)
-                parameter.grad = part.to(parameter.device) / weight
+                parameter.grad = part.to(parameter.device) * result.factor
                 offset += self._sizes[j]
-        self._replica.apply(scale=1.0, norm=norm)
         self._unfinished = True
 
     def complete(self) -> None:
@@ -276,20 +278,14 @@ class ShardedOptimizer(Reduction):
         for parameter in [p for p in self._replica.optimizer.state if p not in held]:
             del self._replica.optimizer.state[parameter]
 
-    def upload(self, *, first: bool) -> dict[str, Tensor]:
-        """Weights from one, optimizer state from each owner."""
+    def owned(self, names: Sequence[str]) -> list[str]:
         own = {self._names[self._replica.parameters[j]] for j in self._rows[self._group.rank]}
-        packed = pack_state(replica_state(self._replica))
-        return {
-            name: tensor
-            for name, tensor in packed.items()
-            if (name.startswith("w/") and first) or (name.startswith("o/") and name.split("/", 2)[2] in own)
-        }
+        return [name for name in names if name.split("/", 1)[1] in own]
 
-    def _slot(self, flight: Flight) -> _Slot:
-        slot = self._slots[flight.slot]
-        assert slot is not None
-        return slot
+    def _slot(self, slot: int) -> _Slot:
+        sums = self._slots[slot]
+        assert sums is not None
+        return sums
 
 
 class _Slot:

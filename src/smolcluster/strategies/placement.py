@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -19,6 +19,7 @@ class Node:
     name: str
     batch_size: int = 1
     machine: str = ""  # that it is on; empty: one of its own, of that name
+    stays: bool = True  # False: it may leave, as on the elastic plane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,3 +117,27 @@ def worker_on_each(nodes: Sequence[Node]) -> list[Seat]:
 def workers_and_server(nodes: Sequence[Node]) -> list[Seat]:
     """A worker on every node, and the server behind the last."""
     return [*worker_on_each(nodes), Seat(rank=len(nodes), node=nodes[0].name if nodes else "", role="server")]
+
+
+def with_coordinator(placement: Placement, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+    """Add what rounds need where members come and go: a coordinator, and their own gradients kept until a round is committed.
+
+    The coordinator holds the state that came last, the next one as it comes, and the evaluator's weights.
+    """
+    if all(node.stays for node in nodes):
+        return placement
+    costs = [
+        replace(cost, gradient_bytes=2 * cost.gradient_bytes, messages=cost.messages + 2) for cost in placement.costs
+    ]
+    server = None
+    if shape is not None:
+        size = shape.parameters * shape.bytes_per_parameter
+        server = Cost(
+            parameter_bytes=3 * size,
+            gradient_bytes=0,
+            optimizer_bytes=2 * size * shape.optimizer_states,
+            bytes_sent=0,
+            bytes_received=0,
+            messages=0,
+        )
+    return replace(placement, seats=workers_and_server(nodes), costs=costs, server=server)

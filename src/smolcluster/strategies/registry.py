@@ -32,7 +32,7 @@ BUILT_IN = {
 
 # The same algorithms where members may come and go.
 ELASTIC = {
-    "allreduce": "smolcluster.strategies.allreduce_elastic:ElasticAllReduce",
+    "allreduce": "smolcluster.strategies.allreduce:AllReduce",
     "fsdp": "smolcluster.strategies.fsdp_elastic:ElasticFSDP",
 }
 
@@ -69,8 +69,10 @@ def find_strategy(name: str, *, plane: str = "mesh") -> type[Strategy[Options]]:
     return cast("type[Strategy[Options]]", getattr(importlib.import_module(module), attribute))
 
 
-def read_options(strategy: type[Strategy[OptionsT]], section: StrategyConfig) -> tuple[OptionsT, list[str]]:
-    """The strategy's own options out of the section, and the names of those set that it does not know."""
+def read_options(
+    strategy: type[Strategy[OptionsT]], section: StrategyConfig, *, plane: str | None = None
+) -> tuple[OptionsT, list[str]]:
+    """The strategy's own options out of the section, and the names of those set that it does not use on this plane."""
     said = {k: v for k, v in section.model_dump(exclude={"name", "options"}).items() if v is not None}
     said |= section.options
     made = cast("type[OptionsT]", strategy.Config)
@@ -85,4 +87,5 @@ def read_options(strategy: type[Strategy[OptionsT]], section: StrategyConfig) ->
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"strategy.{place} = {first['input']!r}: {first['msg']}") from error
-    return options, sorted(set(said) - set(known))
+    unused = made.only_elastic if plane == "mesh" else frozenset()
+    return options, sorted(said.keys() - (known.keys() - unused))

@@ -145,7 +145,7 @@ def check_fit(job: Job) -> None:
     options, _ = read_options(strategy, job.config.strategy)
     machines = [f"node-{rank // job.workers_per_node}" for rank in range(job.workers)]
     nodes = [
-        Node(name=machine, batch_size=batch_size_of(job.config, rank), machine=machine)
+        Node(name=machine, batch_size=batch_size_of(job.config, rank), machine=machine, stays=job.plane != "elastic")
         for rank, machine in enumerate(machines)
     ]
     strategy.plan(options, nodes, None).checked()

@@ -1,6 +1,6 @@
-"""Who takes part and which steps count: the agreement behind the strategies without a parameter server.
+"""Who takes part and which rounds count: the agreement behind the strategies without a parameter server.
 
-See `coordinated.py` for the workers' side of it. The coordinator holds no weights of its own but those the run starts with,
+See `rounds.py` for the workers' side of it. The coordinator holds no weights of its own but those the run starts with,
 and those it asks a worker for, to evaluate or save them.
 """
 
@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,14 @@ from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.gate import TRIES
+from smolcluster.compute.replica import Replica
+from smolcluster.engine.elastic.deadline import ComputeWatch
+from smolcluster.engine.elastic.rounds import CONNECT_S
 from smolcluster.errors import SmolclusterError
-from smolcluster.strategies.base import Commit, StepReport
+from smolcluster.strategies.base import Commit, Context, State, StepReport
 from smolcluster.strategies.claims import Claims
-from smolcluster.strategies.deadline import ComputeWatch
-from smolcluster.strategies.elastic import RETURN_S, send_state, unpack_state
-
-if TYPE_CHECKING:
-    from smolcluster.strategies.coordinated import Coordinated
-
+from smolcluster.strategies.elastic import RETURN_S, ServerSide, pack_state, send_state, unpack_state
+from smolcluster.strategies.replicated import replica_state
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ SUSPICION_S = (
     0.5  # after the last complaint: all ends of broken links have complained, and the dead are gone by themselves
 )
 MOST_SUSPICION_S = 2.0  # after the first complaint, however many follow
-CONNECT_S = 5.0  # within which workers connect to each other, if silence is not allowed to last longer
 WITNESS_S = 1.0  # beyond that, for a second witness of a single complaint: the other end complains if it cannot connect
 SILENT_S = 1.0  # a member that was not heard for so long is cut off from here, too
 QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # how long an evicted member stays out, the first time and later
@@ -57,30 +55,33 @@ class Upload:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Coordinator:
+class Coordinator(ServerSide):
     def __init__(
         self,
-        strategy: Coordinated[Any],
+        context: Context,
+        replica: Replica,
         *,
         steps_ahead: int,
         whole: bool,
+        tokens_per_sample: int = 1,
         step_timeout_s: float | None = None,
         connect_s: float = CONNECT_S,
     ) -> None:
-        self._strategy, self._context = strategy, strategy.context
-        self._office, self._roster = strategy.office, strategy.office.roster
-        self._ahead = steps_ahead  # steps a worker may have in flight
-        self._whole = whole  # every member holds the whole result of a step
-        self._committed = self._office.first_step
+        """`steps_ahead`: rounds a worker may have in flight. `whole`: every member holds the whole result of a round."""
+        self.context, self.replica = context, replica
+        self.stale_rejected, self.tokens_per_sample = 0, tokens_per_sample
+        self.open_office()
+        self._ahead, self._whole = steps_ahead, whole
+        self._committed = 0
         # The step whose state is in this process; what a run begins with is made from its seed, also a second time.
-        self._has = strategy.replica.updates if self._office.fresh or self._committed == 0 else -1
+        self._has = -1
         self._view_due = False
         self._view_epoch = -1  # of the present view; the roster's is beyond it as soon as anybody comes or goes
         self._seated: set[str] = set()  # instances of the present view
         self._complaints: dict[Complaint, float] = {}  # in the present view, and when each first came
         self._strikes = Strikes()
         self._watch = ComputeWatch(step_timeout_s)
-        self._claims = Claims(self._office.count)
+        self._claims = Claims(self.office.count)
         self._connect_s = connect_s
         self._pair_keys = PairKeys()
         self._barred: dict[int, float] = {}  # rank -> until when it may not come back
@@ -89,22 +90,41 @@ class Coordinator:
         self._needy: set[int] = set()  # ranks that wait for the state
         self._done: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said, in the present view
         self._left_out: dict[int, set[int]] = {}  # step -> ranks whose gradient does not count
-        self._recent = dict(self._office.recent)  # step -> view, weight and norm of its commit
-        self._established = list(self._office.established)  # instances of the last view that committed a step
+        self._recent: dict[int, tuple[int, float, float]] = {}  # step -> view, weight and norm of its commit
+        self._established: list[str] = []  # instances of the last view that committed a step
         self._upload: Upload | None = None
         self._wanted: list[int] = []  # steps whose state is asked for next
         self._leased_until = 0  # the last step that members have samples for
         self._torn = 0  # how many states in a row came with a part missing
 
-    def run(self) -> None:
-        weights = self._strategy.replica.weights().values()
+    def serve(self) -> None:
+        self.take_up()
+        weights = self.replica.weights().values()
         self._roster.allow(Kind.STATE, most_bytes=8 * sum(t.nbytes for t in weights) + 2**20)
-        self._strategy.muster()
-        while self._committed < self._context.total_steps and not self._context.stop_requested():
+        self.muster()
+        while self._committed < self.context.total_steps and not self.context.stop_requested():
             self._go_on()
-            while self._committed < self._context.total_steps and self._agreed(self._committed + 1):
+            while self._committed < self.context.total_steps and self._agreed(self._committed + 1):
                 self._commit(self._committed + 1)
         self._fetch_last()
+
+    def take_up(self) -> None:
+        """Begin where the record ends."""
+        self._committed = self.office.first_step
+        self._has = self.replica.updates if self.office.fresh or self._committed == 0 else -1
+        self._recent, self._established = dict(self.office.recent), list(self.office.established)
+
+    def replay(self, commit: Commit) -> None:
+        """Nothing to do again: the workers have the weights."""
+
+    def load_state(self, state: State) -> None:
+        """The tensors themselves become the state: it is replaced, not changed, so that whoever saves or sends what was there
+        before needs no copy."""
+        self.replica.adopt_state_dict(state.weights, state.optimizer, state.numbers)
+
+    def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        state = replica_state(self.replica)
+        return {n: t.to("cpu").contiguous() for n, t in pack_state(state).items()}, state.numbers
 
     def _go_on(self) -> None:
         """See who is here, and hear one of them."""
@@ -162,8 +182,8 @@ class Coordinator:
         self._done.clear()
         seated = tuple(Seated(m.rank, m.instance, m.host, m.address) for m in members)
         # The run may have become shorter than what those who stay were lent; if it grows again they are not lent it twice.
-        lent = [step for member in staying for step in self._office.leases.held(member.instance)]
-        self._leased_until = max([min(committed + self._ahead, self._context.total_steps), *lent])
+        lent = [step for member in staying for step in self.office.leases.held(member.instance)]
+        self._leased_until = max([min(committed + self._ahead, self.context.total_steps), *lent])
         meta = {
             "last": self._leased_until,
             "view": View(roster.epoch, committed, seated).to_meta(),
@@ -171,13 +191,13 @@ class Coordinator:
             "idle": idle,
             "established": self._still_held(),
             "left_out": {str(step): sorted(ranks) for step, ranks in self._left_out.items()},
-            "scale": self._office.scale.state_dict(),
+            "scale": self.office.scale.state_dict(),
         }
         leases: dict[int, list[dict[str, Any]]] = {member.rank: [] for member in members}
         for step in range(committed + 1, self._leased_until + 1):
             for member in newcomers:
                 if member.rank not in idle:
-                    leases[member.rank].append(self._strategy.lend(member, step))
+                    leases[member.rank].append(self.lend(member, step))
         for member in members:
             keys = self._pair_keys.of(member.instance, self._seated)
             said = {**meta, "leases": leases[member.rank], "keys": keys}
@@ -188,15 +208,15 @@ class Coordinator:
 
     def _is_lent(self, members: list[Member]) -> bool:
         """Whether somebody has samples for each of the next steps."""
-        held = [self._office.leases.held(member.instance) for member in members]
-        last = min(self._committed + self._ahead, self._context.total_steps)
+        held = [self.office.leases.held(member.instance) for member in members]
+        last = min(self._committed + self._ahead, self.context.total_steps)
         return all(any(step in leases for leases in held) for step in range(self._committed + 1, last + 1))
 
     def _begin_anew(self, members: list[Member]) -> None:
         """Whoever had samples for a step is gone, or was refused: everybody gets others, as at the beginning."""
-        self._strategy.gate.nothing_counted(self._committed + 1)
+        self.gate.nothing_counted(self._committed + 1)
         for member in members:
-            self._office.leases.give_back(member.instance)
+            self.office.leases.give_back(member.instance)
         self._left_out.clear()
 
     def _holder_may_return(self) -> bool:
@@ -224,7 +244,7 @@ class Coordinator:
         """A welcome, and the state for those who need it. Returns who gets the state from which other member."""
         donors = [member.rank for member in self._roster.in_order() if member.rank not in self._needy]
         here = self._needy and self._has == self._committed and (self._whole or not donors)
-        tensors, numbers = self._strategy.copied_state() if here else ({}, {})
+        tensors, numbers = self.copied_state() if here else ({}, {})
         if here and not donors:
             self._established = []  # everybody starts from what is here
         if self._needy and not here and not donors:
@@ -272,7 +292,7 @@ class Coordinator:
         return isinstance(updates, int) and updates > self._committed
 
     def _lose(self, member: Member) -> None:
-        self._office.leases.give_back(member.instance)
+        self.office.leases.give_back(member.instance)
         if member in self._roster.paused and member.rank not in self._needy:
             # It has every COMMIT so far, or reads it before anything new; what it said when it joined is old.
             member.said = {**member.said, "updates": self._committed, "held": []}
@@ -334,7 +354,7 @@ class Coordinator:
         if not _sound(meta):
             self._roster.evict(member, "what it says of its result is no use")
             return
-        ranges = self._office.leases.held(member.instance).get(step, [])
+        ranges = self.office.leases.held(member.instance).get(step, [])
         claimed = float(meta.get("weight", 0.0))
         if ranges and (overclaim := self._claims.objection(ranges, claimed)) is not None:
             self._roster.evict(member, overclaim)
@@ -346,10 +366,10 @@ class Coordinator:
         self._done.setdefault(step, {})[member.rank] = meta
         if not ranges:
             return
-        objection = self._strategy.gate.objection(float(meta["mine"]))
+        objection = self.gate.objection(float(meta["mine"]))
         if objection is not None:
             scale = None if math.isfinite(float(meta["mine"])) else meta.get("scale")
-            self._strategy.refuse(member, step, objection, scale=scale)
+            self.refuse(member, step, objection, scale=scale)
             self._left_out.setdefault(step, set()).add(member.rank)
             self._view_due = True
 
@@ -369,7 +389,7 @@ class Coordinator:
         if not self._whole or (all(finite) and max(sums) - min(sums) <= SAME_SUM * max(sums)):
             return True
         # The sum is the same everywhere, or memory or a program is broken: nothing is applied.
-        self._context.warn(
+        self.context.warn(
             f"the results of step {step} differ between workers ({min(sums):g} to {max(sums):g}): done again"
         )
         self._view_due = True
@@ -385,7 +405,7 @@ class Coordinator:
         return False
 
     def _commit(self, step: int) -> None:
-        roster, leases = self._roster, self._office.leases
+        roster, leases = self._roster, self.office.leases
         done = self._done.pop(step)
         self._left_out.pop(step, None)
         contributors = []
@@ -400,9 +420,9 @@ class Coordinator:
             weight += counted
             samples += count
             if counted:
-                self._strategy.gate.accept(float(said["mine"]), instance=member.instance)
+                self.gate.accept(float(said["mine"]), instance=member.instance)
             compute_s, apply_s = float(said["compute_s"]), float(said["apply_s"])
-            self._strategy.note_speed(member, samples=count, compute_s=compute_s, fixed_s=apply_s)
+            self.note_speed(member, samples=count, compute_s=compute_s, fixed_s=apply_s)
             contributors.append(
                 {
                     "rank": member.rank,
@@ -419,32 +439,32 @@ class Coordinator:
         self._established = [member.instance for member in roster.in_order()]
         recent = {str(s): list(v) for s, v in self._recent.items()}
         numbers = {"recent": recent, "established": self._established}
-        self._office.scale.committed(str(contributor["instance"]) for contributor in contributors)
-        self._office.record(Commit(step=step, contributors=contributors, numbers=numbers))
+        self.office.scale.committed(str(contributor["instance"]) for contributor in contributors)
+        self.office.record(Commit(step=step, contributors=contributors, numbers=numbers))
         self._committed, self._tries = step, 0
         roster.patience_s = self._watch.usual_s
         self._watch.commit({str(part["instance"]) for part in contributors}, now=time.monotonic())
 
         # One step more, as a rule; several where the run has become longer than it seemed.
-        until = min(step + self._ahead, self._context.total_steps)
+        until = min(step + self._ahead, self.context.total_steps)
         more = range(self._leased_until + 1, until + 1)
         self._leased_until = max(self._leased_until, until)
         for member in roster.in_order():
             meta: dict[str, Any] = {"samples": int(samples), "weight": weight, "norm": norm}
-            meta["scale"] = self._office.scale.state_dict()
+            meta["scale"] = self.office.scale.state_dict()
             if more:
-                meta["leases"] = [self._strategy.lend(member, later) for later in more]
+                meta["leases"] = [self.lend(member, later) for later in more]
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
-        if self._office.wants(step):
+        if self.office.wants(step):
             self._wanted.append(step)
         self._ask()
-        self._office.committed(
+        self.office.committed(
             StepReport(
                 loss=torch.tensor(loss / (weight or 1.0)),
                 grad_norm=torch.tensor(norm),
-                learning_rate=self._strategy.replica.rate_of(step - 1),
+                learning_rate=self.replica.rate_of(step - 1),
                 samples=int(samples),
-                tokens=int(samples) * self._strategy.tokens_per_sample,
+                tokens=int(samples) * self.tokens_per_sample,
             )
         )
 
@@ -500,20 +520,20 @@ class Coordinator:
             try:
                 state = unpack_state(upload.tensors, message.meta["numbers"])
                 if "loss_scale" in state.numbers:
-                    state.numbers["loss_scale"] = self._office.scale.state_dict()  # that is kept here
+                    state.numbers["loss_scale"] = self.office.scale.state_dict()  # that is kept here
                 if broken := not_finite(state.weights):
                     self._refuse_state(upload.step, f"with NaN or infinite values in {broken}")
                     return
-                if lacking := [] if self._whole else self._strategy.replica.lacking(state.optimizer, state.numbers):
+                if lacking := [] if self._whole else self.replica.lacking(state.optimizer, state.numbers):
                     what = f"without the optimizer's for {len(lacking)} parameters, such as {lacking[0]}"
                     self._refuse_state(upload.step, what)
                     return
-                self._strategy.load_state(state)
+                self.load_state(state)
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 self._roster.evict(member, f"the state that it sent is no use: {error}")
                 return
             self._has, self._torn = upload.step, 0
-            self._office.arrived(upload.step)
+            self.office.arrived(upload.step)
             self._ask()  # for what was wanted meanwhile
 
     def _refuse_state(self, step: int, how: str) -> None:
@@ -522,7 +542,7 @@ class Coordinator:
         self._torn += 1
         if self._torn > TRIES:
             raise SmolclusterError(f"{what}, {TRIES} times in a row; continue from the last checkpoint with --resume")
-        self._context.warn(f"{what}: it is not used")
+        self.context.warn(f"{what}: it is not used")
         self._wanted.append(step)
 
     def _fetch_last(self) -> None:

@@ -1,0 +1,228 @@
+"""Rounds: what members contribute, how it is combined, and when the result counts. One interface for both planes.
+
+A round is a number of local steps, a contribution of every member (tensors and a weight), their combination, and an update:
+
+    with rounds.contribute(step, ...) as mine:               my part of this round; it leaves as it is computed
+        mine.loss = replica.compute(batch, before_last=mine.start)
+    rounds.settle(in_flight=K)                               wait while more than K of my rounds are not applied
+
+`settle` calls `apply(result)` of the strategy for each round that is committed: in order, on this thread, with the same result
+on every member. On the mesh plane every round commits (`MeshRounds`). On the elastic plane a round commits when the coordinator
+has recorded it; it is combined again without members that are lost (`engine/elastic/rounds.py`). A strategy sees no difference.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from smolcluster.comm.buckets import GradientBuckets
+from smolcluster.comm.elastic.view import View
+from smolcluster.comm.group import Group, share_of
+from smolcluster.comm.memory_group import MemoryGroup
+
+
+@dataclass(slots=True, eq=False)
+class Contribution:
+    """My part of a round that is not applied yet."""
+
+    step: int
+    slot: int  # of the combination's memory
+    samples: int = 0  # 0: a round of the others, to which I add nothing
+    weight: float = 0.0  # samples, or targets where the task counts them
+    scale: float = 1.0  # of the loss, when it was computed
+    start: Callable[[], None] = lambda: None  # the next backward is the last: contribute gradients as they appear
+    loss: Tensor | None = None
+    said_loss: float = 0.0  # the same number, on the host
+    loss_factor: float = 1.0  # makes the mean of losses over samples that of the global batch
+    compute_s: float = 0.0
+    epoch: int = -1  # of the view it is combined in
+    reported: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The result of a round that counts. It lies in the memory of the combination, which `give`s it to the parameters."""
+
+    step: int
+    slot: int
+    factor: float = 1.0  # makes the sum a mean
+    scale: float = 1.0  # of the loss, which is still in the sum
+    norm: float | None = None  # of the mean, where all must clip alike; None: each member computes it
+    empty: bool = False  # nothing in it was fit to count
+
+
+class Combination(ABC):
+    """How the contributions to a round are combined over a group, in memory for several rounds in flight (`slot`)."""
+
+    whole: bool = True  # every member holds the whole result
+
+    @abstractmethod
+    def start(self, slot: int, *, weight: float, stop: bool = False) -> None:
+        """Take each gradient, times `weight`, as the next backward produces it."""
+
+    @abstractmethod
+    def finish(self, slot: int) -> None:
+        """Backward is over: combine what is not under way yet."""
+
+    @abstractmethod
+    def done(self, slot: int) -> bool:
+        """Return whether `wait` returns at once."""
+
+    @abstractmethod
+    def wait(self, slot: int) -> None:
+        """Return when the result is there. Raises ViewChanged where it never will be."""
+
+    def stop_count(self, slot: int) -> Tensor:
+        """Return how many members asked to stop in this round, after `wait`."""
+        raise AssertionError(f"{type(self).__name__} needs a coordinator")
+
+    @abstractmethod
+    def give(self, result: Committed) -> None:
+        """Put the result on the parameters, as their gradients."""
+
+    def complete(self) -> None:  # noqa: B027 - as a rule everybody has all there is
+        """Exchange what is updated in one place only. Raises ViewChanged where the others cannot be reached any more."""
+
+    # Where members come and go
+
+    def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
+        """Combine in this group from now on.
+
+        `established` are the instances of the last view that committed a round, in its order; None where what a member held
+        is lost. Every member of the new view calls this. May raise ViewChanged.
+        """
+        raise AssertionError(f"{type(self).__name__} needs members that stay")
+
+    def again(self, slot: int, *, zero: bool) -> None:
+        """Combine once more in the present group; `zero`: without a part of mine."""
+        raise AssertionError(f"{type(self).__name__} needs members that stay")
+
+    def norms(self, slot: int) -> tuple[float, float]:
+        """Return the norm of my own weighted part, and of what I hold of the result."""
+        raise AssertionError(f"{type(self).__name__} needs members that stay")
+
+    def owned(self, names: Sequence[str]) -> list[str]:
+        """Of these optimizer tensors, those that this member saves for all."""
+        return list(names)
+
+
+class BucketSum(Combination):
+    """Every member gets the whole sum of gradients, in buckets that leave while backward runs (`buckets.py`)."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: Group | None, *, bucket_bytes: int, num_slots: int
+    ) -> None:
+        """`group`: of members that stay; None: views name it, and each member keeps its own part to combine it again."""
+        self.buckets = GradientBuckets(
+            parameters,
+            group or MemoryGroup.world(1)[0],
+            bucket_bytes=bucket_bytes,
+            num_slots=num_slots,
+            keep=group is None,
+        )
+
+    def start(self, slot: int, *, weight: float, stop: bool = False) -> None:
+        self.buckets.arm(slot, weight=weight, stop=stop)
+
+    def finish(self, slot: int) -> None:
+        self.buckets.disarm()
+
+    def done(self, slot: int) -> bool:
+        return self.buckets.done(slot)
+
+    def wait(self, slot: int) -> None:
+        self.buckets.wait(slot)
+
+    def stop_count(self, slot: int) -> Tensor:
+        return self.buckets.stop_count(slot)
+
+    def give(self, result: Committed) -> None:
+        self.buckets.give(result.slot, factor=result.factor)
+
+    def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
+        self.buckets.group = group
+
+    def again(self, slot: int, *, zero: bool) -> None:
+        self.buckets.restart(slot, zero=zero)
+
+    def norms(self, slot: int) -> tuple[float, float]:
+        return self.buckets.kept_norm(slot), self.buckets.sum_norm(slot)
+
+
+class Rounds(ABC):
+    """This member's rounds, oldest first."""
+
+    stop = False  # all members leave after this step
+
+    def __init__(self, combination: Combination, *, num_slots: int) -> None:
+        self.combination, self.num_slots = combination, num_slots
+        self.flights: deque[Contribution] = deque()
+
+    @contextmanager
+    def contribute(
+        self, step: int, *, samples: int, weight: float, counted: bool, scale: float
+    ) -> Iterator[Contribution]:
+        """Compute my part of a round inside. `counted`: the weight is not known before the batch is read."""
+        mine = Contribution(step, step % self.num_slots, samples, weight, scale)
+        mine.start = self._starter(mine, counted=counted)
+        self.flights.append(mine)
+        started = time.perf_counter()
+        yield mine
+        self.combination.finish(mine.slot)
+        self._contributed(mine, started)
+
+    @abstractmethod
+    def settle(self, *, in_flight: int) -> None:
+        """Apply what is committed, in order; wait while more than `in_flight` rounds are not."""
+
+    @abstractmethod
+    def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]: ...
+
+    def _contributed(self, mine: Contribution, started: float) -> None:  # noqa: B027
+        """My part is complete."""
+
+
+class MeshRounds(Rounds):
+    """Members that stay: every round commits, and is applied after exactly `in_flight` further ones."""
+
+    def __init__(
+        self,
+        combination: Combination,
+        apply: Callable[[Committed], None],
+        *,
+        group: Group,
+        samples: Sequence[int],
+        num_slots: int,
+        stop_requested: Callable[[], bool],
+        stop_flag: Callable[[Tensor], bool],
+    ) -> None:
+        """`samples` of every rank in a step. `stop_flag` reads a number on the device without making the host wait."""
+        super().__init__(combination, num_slots=num_slots)
+        self._apply, self._group = apply, group
+        self._share = samples[group.rank] / sum(samples)
+        self._stop_requested, self._stop_flag = stop_requested, stop_flag
+
+    def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]:
+        share = share_of(self._group, mine.weight) if counted else lambda: self._share
+
+        def start() -> None:
+            mine.weight = share()
+            mine.loss_factor = mine.weight / self._share
+            self.combination.start(mine.slot, weight=mine.weight, stop=self._stop_requested())
+
+        return start
+
+    def settle(self, *, in_flight: int) -> None:
+        while len(self.flights) > in_flight:
+            oldest = self.flights.popleft()
+            self.combination.wait(oldest.slot)
+            self.stop = self._stop_flag(self.combination.stop_count(oldest.slot))
+            self._apply(Committed(oldest.step, oldest.slot, scale=oldest.scale))
+            self.combination.complete()

@@ -1,0 +1,291 @@
+"""Rounds where members come and go: views, leases and the agreement on each round.
+
+Contributions travel between the workers. A coordinator, which holds no weights, says who takes part and which rounds count:
+
+    worker                                        coordinator (`coordinator.py`)
+      combine round s with the members of the view
+      DONE(s): I hold the result          ----->  when all members of the view have said so, and no gradient is absurd:
+                                                  record that round s counts, with these samples
+      apply round s                       <-----  COMMIT(s), and the lease of a later step
+
+A result is applied only after its COMMIT, so that all replicas apply the same sequence, whatever is lost. When a member dies
+or joins there is a new VIEW: results without a COMMIT are thrown away and those rounds are combined again, from what the
+survivors still hold. A contribution that does not count (not finite, absurd) is left out in the same way. Messages of an
+older view are dropped. Only the side of a cut network that has the coordinator can commit.
+
+A newcomer gets weights and optimizer state from a member, or from the coordinator at the start of a run, and adds nothing to
+the rounds that the others have already computed.
+
+The coordinator's record survives it. When it is started again the workers come back with what they hold; a round whose COMMIT
+was recorded and not heard is applied from the result they kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from smolcluster.comm.elastic.group import ElasticGroup
+from smolcluster.comm.elastic.line import Lease
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.peers import Peers
+from smolcluster.comm.elastic.proofs import read_keys
+from smolcluster.comm.elastic.view import Member as Seated
+from smolcluster.comm.elastic.view import View, ViewChanged
+from smolcluster.comm.group import PeerLost
+from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds
+from smolcluster.engine.elastic.deadline import WAITING_S
+from smolcluster.errors import SmolclusterError
+from smolcluster.strategies.base import Context, State
+from smolcluster.strategies.elastic import MemberSide, pack_state, unpack_state
+from smolcluster.strategies.replicated import Exchanging, replica_state
+
+log = logging.getLogger(__name__)
+
+STATE_POLL_S = 0.2
+CONNECT_S = 5.0  # within which workers connect to each other, if silence is not allowed to last longer
+
+
+class ElasticRounds(Rounds, MemberSide):
+    def __init__(self, strategy: Exchanging[Any], combination: Combination) -> None:
+        super().__init__(combination, num_slots=strategy.rounds_in_flight + 1)
+        self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
+        self.enrol()
+        state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
+        # However long another one computes: who is dead is the transport's to find out, and the coordinator's to say.
+        self._peers = Peers(
+            self._line.transport,
+            limit_bytes=max(256 << 20, state_bytes),
+            timeout_s=math.inf,
+            connect_s=connect_s(self.context),
+            proven=True,
+        )
+        self._group: ElasticGroup | None = None
+        self._address = self._peers.listen(self._line.own_host, 0)
+        self._peers.on_lost(lambda member, reason: self._suspect(member.rank, reason))
+        self._peers.on_waiting(self._report_waiting)
+        self._reported_waiting = 0.0
+        # Nobody waits any longer for members that are gone, or for a step that nobody can commit.
+        self._newest = 0  # epoch of the newest view that was announced; older ones are over
+        self._away = False  # the coordinator is: no view holds
+        self._settled = False  # I have what is mine in the present view
+        self._donated: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # a state for a view that is to come
+        self._line.at_once(Kind.VIEW, self._announced)
+        self._line.at_once(None, self._lost_the_line)
+        self._apply_s = 0.0  # what the last step took to apply
+
+    def introduction(self) -> dict[str, Any]:
+        held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
+        return {"address": self._address, "updates": self.replica.updates, "held": held}
+
+    def lease(self) -> Lease | None:
+        while not self._over:
+            self._check_stop()
+            self._advance(wait=False)
+            if self._line.leases and self._group is not None:
+                return self._line.leases.popleft()
+            if not self._over:
+                self._advance(wait=True)
+        return None
+
+    def settle(self, *, in_flight: int) -> None:
+        while len(self.flights) > in_flight and not self._over:
+            self._advance(wait=True)
+
+    def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]:
+        mine.epoch = self._epoch
+        return lambda: self.combination.start(mine.slot, weight=mine.weight / mine.scale)
+
+    def _contributed(self, mine: Contribution, started: float) -> None:
+        assert mine.loss is not None
+        mine.said_loss = float(mine.loss)  # a GPU is done only then
+        mine.compute_s = time.perf_counter() - started
+
+    def _advance(self, *, wait: bool) -> None:
+        """Report the oldest result, and act on what the coordinator says. With `wait`, until something has happened."""
+        flight = next((flight for flight in self.flights if not flight.reported), None)
+        if flight is not None:
+            try:
+                # Only the oldest is waited for: another may need what the others do after the commit of the oldest.
+                if self._combined(flight, wait=wait and flight is self.flights[0]):
+                    self._report(flight)
+                    wait = False
+            except ViewChanged:
+                wait = True  # the next view is on its way
+        while (message := self._next_message(wait=wait)) is not None:
+            self._hear(message)
+            wait = False
+
+    def _combined(self, flight: Contribution, *, wait: bool) -> bool:
+        if not wait and not self.combination.done(flight.slot):
+            return False
+        self.combination.wait(flight.slot)
+        return True
+
+    def _next_message(self, *, wait: bool) -> Message | None:
+        while (message := self._line.get(WAITING_S if wait else 0)) is None and wait:
+            self._report_waiting()
+        return message
+
+    def _report_waiting(self) -> None:
+        """On the thread that trains: while it computes, or hangs, nothing is reported."""
+        now = time.monotonic()
+        if now - self._reported_waiting >= WAITING_S:
+            self._reported_waiting = now
+            self._line.send(Kind.WAITING, epoch=self._epoch)
+
+    def _report(self, flight: Contribution) -> None:
+        mine, held = self.combination.norms(flight.slot)
+        mine /= flight.weight or 1.0
+        flight.reported = True
+        # As text: JSON has no NaN, and all must read the same number.
+        meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.said_loss)}
+        meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
+        meta["scale"] = flight.scale
+        log.debug("hold the result of step %d in view %d", flight.step, self._epoch)
+        self._line.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
+
+    def _hear(self, message: Message) -> None:
+        super()._hear(message)
+        match message.kind:
+            case Kind.VIEW:
+                self._regroup(message)
+                self._use_scale(message)  # a state that was donated came with its donor's
+            case Kind.COMMIT if self.flights and message.step == self.flights[0].step:
+                self._take_step(weight=float(message.meta["weight"]), norm=float(message.meta["norm"]))
+            case Kind.PULL if self._settled:  # or it is asked again in the next view
+                self._upload(message.step, first=bool(message.meta["first"]))
+            case _:
+                pass
+
+    def _take_step(self, *, weight: float, norm: float) -> None:
+        """Apply the oldest round in flight, which is committed."""
+        flight = self.flights.popleft()
+        if weight == 0:  # no gradient of it was fit to count
+            self._strategy.apply(Committed(flight.step, flight.slot, empty=True))
+            return
+        started = time.perf_counter()
+        self._strategy.apply(Committed(flight.step, flight.slot, factor=1 / weight, norm=norm))
+        self._apply_s = time.perf_counter() - started
+        try:
+            self.combination.complete()
+        except ViewChanged:
+            pass  # completed when the next view is formed
+
+    def _announced(self, epoch: int) -> None:
+        """On the transport's thread, long before the message has its turn."""
+        self._newest = max(self._newest, epoch)
+        if self._group is not None:
+            self._group.abort(ViewChanged("there is a new view"))
+
+    def _lost_the_line(self, _: int) -> None:
+        """On the transport's thread."""
+        self._away = True
+        if self._group is not None:
+            self._group.abort(ViewChanged("the coordinator is away"))
+
+    def _is_over(self, view: View) -> bool:
+        return self._away or view.epoch < self._newest
+
+    def _enter(self, welcome: Message) -> None:
+        """Take part again: with what I hold if it leads to the committed step, else with somebody's state."""
+        for step, (epoch, weight, norm) in sorted((int(s), v) for s, v in welcome.meta.get("recent", {}).items()):
+            flight = self.flights[0] if self.flights else None
+            if flight is not None and flight.reported and (flight.step, flight.epoch) == (step, epoch):
+                self._take_step(weight=weight, norm=norm)
+        if self.flights:
+            computed = sum(flight.samples > 0 for flight in self.flights)
+            self._strategy.stale_rejected += computed
+            self.flights.clear()
+            if computed and self._strategy.stops_when_stale:
+                raise SmolclusterError("this worker's gradients came too late to count, and on_stale is stop")
+        self._away = False
+        super()._enter(welcome)
+
+    def _regroup(self, message: Message) -> None:
+        """Start again, in this view, what was not committed in the last."""
+        meta, me = message.meta, self.context.seat.rank
+        view = View.from_meta(meta["view"])
+        ranks, steps = [member.rank for member in view.members], [flight.step for flight in self.flights]
+        log.debug("view %d: members %s from step %d on; in flight here: %s", view.epoch, ranks, view.step + 1, steps)
+        self._epoch, self._settled = view.epoch, False
+        self._group = self._peers.form(view, read_keys(meta["keys"]))
+        if self._is_over(view):
+            self._group.abort(ViewChanged("a later view is on its way"))
+        donations = {int(joiner): int(donor) for joiner, donor in meta["donations"].items()}
+        for joiner, donor in donations.items():
+            if donor == me and not self._is_over(view):
+                self._donate(next(member for member in view.members if member.rank == joiner))
+        if me in donations and not self._receive_state(view):
+            return  # the next view names another donor
+        try:
+            # After the donation, which replaces all that is here: what is handed out now must stay.
+            self.combination.formed(self._group, view, meta["established"])
+        except ViewChanged:
+            return  # the next view is on its way
+        self._settled = True
+        if me in meta["idle"]:
+            # The others have computed these steps, or hold the samples for them.
+            last = min(view.step + self.num_slots, int(meta["last"]))
+            self.flights = deque(Contribution(step, step % self.num_slots) for step in range(view.step + 1, last + 1))
+        left_out = {int(step): ranks for step, ranks in meta["left_out"].items()}
+        for flight in self.flights:
+            flight.epoch, flight.reported = view.epoch, False
+            self.combination.again(flight.slot, zero=flight.samples == 0 or me in left_out.get(flight.step, ()))
+
+    def _receive_state(self, view: View) -> bool:
+        """From the member that the coordinator chose; False when that has come to nothing, and a new view follows."""
+        while not self._is_over(view):
+            self._check_stop()
+            self._report_waiting()
+            try:
+                said, tensors = self._donated or self._peers.receive_state(STATE_POLL_S)
+            except PeerLost:
+                continue
+            epoch = said.get("epoch")
+            if isinstance(epoch, int) and epoch > view.epoch:
+                # Its sender has heard of the next view before me, and sends it only once.
+                self._donated = said, tensors
+                return False
+            self._donated = None
+            if epoch == view.epoch:
+                self.load_state(unpack_state(tensors, said["numbers"]))
+                self.flights.clear()
+                return True
+        return False
+
+    def _donate(self, joiner: Seated) -> None:
+        state = replica_state(self.replica)
+        tensors = {n: t.to("cpu", copy=True).contiguous() for n, t in pack_state(state).items()}
+        self._peers.send_state(joiner, tensors, {"numbers": state.numbers, "epoch": self._epoch})
+
+    def _upload(self, step: int, *, first: bool) -> None:
+        """The coordinator wants to evaluate or save this step."""
+        state = replica_state(self.replica)
+        mine = set(self.combination.owned(list(state.optimizer)))
+        part = {f"w/{n}": t for n, t in state.weights.items() if first}
+        part |= {f"o/{n}": t for n, t in state.optimizer.items() if n in mine}
+        numbers = state.numbers
+        if not part:  # also who has nothing is waited for
+            self._line.send(Kind.STATE, step=step, epoch=self._epoch, meta={"last": True, "numbers": numbers})
+        for channel, (name, tensor) in enumerate(part.items()):
+            meta = {"name": name, "last": channel == len(part) - 1, "numbers": numbers}
+            tensor = tensor.to("cpu", copy=True).contiguous()
+            self._line.send(Kind.STATE, step=step, channel=channel, epoch=self._epoch, meta=meta, payload=tensor)
+
+    def _suspect(self, rank: int, reason: str) -> None:
+        self._line.send(Kind.SUSPECT, epoch=self._epoch, meta={"rank": rank, "reason": reason})
+
+    def load_state(self, state: State) -> None:
+        self._strategy.load_state(state)
+
+
+def connect_s(context: Context) -> float:
+    """Return within how many seconds workers must have connected to each other."""
+    return max(CONNECT_S, context.config.cluster.silence_timeout)
