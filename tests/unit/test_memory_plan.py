@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from smolcluster.compute import memory
 from smolcluster.compute.ledger import Held, Ledger, Peak
 from smolcluster.compute.memory import free_bytes, machine_bytes, parse_size
 from smolcluster.config import load_config, resolve
-from smolcluster.engine import role
+from smolcluster.engine import rehearsal_pool, role
 from smolcluster.engine.checks import Room, check_memory
 from smolcluster.engine.choices import Choice, as_configured, choices
 from smolcluster.engine.dry_run import describe_memory, ranges
@@ -30,7 +33,7 @@ from smolcluster.engine.rehearsal import Way
 from smolcluster.engine.rehearsal_pool import from_plain, to_plain
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.worker import Worker
-from smolcluster.errors import UserError
+from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.memory import show_memory
 from smolcluster.strategies.exchange import deal_turns
 from smolcluster.strategies.placement import Cost
@@ -520,3 +523,39 @@ def test_turns_take_every_number_of_every_share_once() -> None:
         places = [(p.owner, p.at + n) for p in pieces for n in range(p.length)]
         assert len(set(places)) == len(places)
         assert all(at < width for _, at in places)
+
+
+# Rehearsals side by side
+
+IMPORTS_FIRST = """
+import sys, threading
+from unittest import mock
+from smolcluster.engine import rehearsal_pool
+from smolcluster.engine.choices import Choice
+from smolcluster.engine.plan import Forecast
+asked = [Choice(label=n, strategy=n) for n in ("single", "fsdp", "pipeline")]
+asked.append(Choice(label="edp", strategy="edp", plane="elastic"))
+before = []
+def forecast(subject, choice, *, ways, ask):
+    before.append(f"smolcluster.strategies.{choice.strategy}" in sys.modules)
+    return Forecast(choice=choice)
+with mock.patch.object(rehearsal_pool, "forecast", forecast), mock.patch.object(rehearsal_pool, "_child", mock.MagicMock()):
+    rehearsal_pool.forecast_all(None, asked, [], processes=2)
+print(before)
+"""
+
+
+def test_strategies_are_imported_before_threads_rehearse_them() -> None:
+    """Two threads that import torch's compiler at once meet its modules half made."""
+    ended = subprocess.run([sys.executable, "-c", IMPORTS_FIRST], capture_output=True, text=True, timeout=300)
+    assert ended.stdout == "[True, True, True, True]\n", ended.stderr
+
+
+def test_whatever_ends_a_rehearsal_is_said(four: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Forecast:
+        raise ImportError("half made")
+
+    monkeypatch.setattr(rehearsal_pool, "forecast", broken)
+    monkeypatch.setattr(rehearsal_pool, "_child", lambda _: contextlib.nullcontext(None))
+    with pytest.raises(SmolclusterError, match="a rehearsal failed: ImportError: half made"):
+        rehearsal_pool.forecast_all(four, choices(2)[:4], [], processes=2)

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -27,7 +28,10 @@ from smolcluster.engine.choices import ALONE, Choice
 from smolcluster.engine.plan import Forecast, Subject, forecast, rehearse_rank
 from smolcluster.engine.rehearsal import CannotRehearse, Rehearsed, Way
 from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.strategies.registry import find_strategy
 from smolcluster.tasks.find import find_task
+
+log = logging.getLogger(__name__)
 
 FEW = 3  # rehearsals that are done sooner here than a process starts
 
@@ -59,6 +63,8 @@ def forecast_all(
     if num == 1 or len(asked) < FEW:
         return [one(choice, None) for choice in asked]
 
+    for choice in asked:  # here: some of torch's modules cannot be imported by two threads at once
+        find_strategy(choice.strategy, plane=choice.plane)
     waiting: queue.SimpleQueue[tuple[int, Choice]] = queue.SimpleQueue()
     for item in enumerate(asked):
         waiting.put(item)
@@ -86,7 +92,10 @@ def forecast_all(
                     results[number] = one(choice, once)
         except SmolclusterError as error:
             failed.append(error)
-        except (OSError, ValueError, KeyError) as error:  # a child that ended, or said what it should not
+        except (
+            Exception
+        ) as error:  # a child that ended, or said what it should not; never a thread that ends without a word
+            log.debug("a rehearsal failed", exc_info=error)
             failed.append(SmolclusterError(f"a rehearsal failed: {type(error).__name__}: {error}"))
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(num - 1)]
