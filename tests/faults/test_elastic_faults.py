@@ -299,7 +299,9 @@ def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slo
     assert_sound(world, steps=STEPS)
     reason = put_out(lines)[0]["reason"]
     assert "silent" in reason, "it was not frozen"
-    assert [line["instance"] for line in changes(lines, "joined", 1)] == [seen["instance"]] * 2
+    joined = [line["instance"] for line in changes(lines, "joined", 1)]
+    assert len(joined) >= 2  # more often where a loaded machine holds up its heartbeats, too
+    assert set(joined) == {seen["instance"]}
     assert seen["pause"] <= DETECTION_S * slower() + bound(lines, 0.45, steps=25), seen
     assert seen["back"] <= bound(lines, 5.0, steps=125), seen
     assert any("is paused: silent for" in notice for notice in world.server.notices())
@@ -660,7 +662,7 @@ def test_a_cut_network_heals_and_only_one_side_commits(
             lambda: all("lost the server" in worker.notices()[-1] for worker in world.workers if worker.notices()),
             what="the workers to miss the server",
         )
-        wait_for_history(world, lambda lines: not _members(lines), what="the server to miss the workers", within_s=10.0)
+        wait_for_history(world, lambda lines: not _members(lines), what="the server to miss the workers")
         silent, steps = time.time(), [worker.step for worker in world.workers]
         last = commits(lines_of(world))[-1]["step"]
         world.wait(lambda: time.time() > silent + 0.5, what="half a second")

@@ -536,8 +536,9 @@ def ended(process: subprocess.Popen[bytes]) -> bool:
     return process.returncode is not None
 
 
-def test_in_the_background_it_ends_with_its_parent(folder: Path) -> None:
+def test_in_the_background_it_ends_with_its_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("starlette")
+    monkeypatch.setattr(server, "LEAVE_S", 120.0)
     url = server.start_in_background(folder, folder / "new", 0)
     (process,) = server._background
     try:

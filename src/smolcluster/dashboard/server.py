@@ -35,6 +35,7 @@ PORTS_TRIED = 10  # from PORT on, when nobody asked for a certain one
 REQUEST_S = 10.0  # a connection that does not ask anything for so long is closed
 MOST_CONNECTIONS = 512
 READY_S = 30.0
+LEAVE_S = 5.0  # to tell viewers the last changes
 _NICE = 10  # training comes first
 
 
@@ -161,7 +162,7 @@ def _end_background() -> None:
                 with contextlib.suppress(OSError):
                     stream.close()
         try:
-            process.wait(5.0)
+            process.wait(LEAVE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
