@@ -186,10 +186,10 @@ def drain(terminal: int) -> None:
             pass
 
 
-def titles(pid: int) -> set[str]:
-    """What `ps` shows for the processes of a launcher that have work, without the run."""
-    shown = [Path(f"/proc/{child.pid}/cmdline").read_bytes().decode() for child in children(pid)]
-    return {title.partition(" of ")[0] for title in shown if title.startswith("smolcluster ")}
+def titles(pid: int) -> dict[str, Process]:
+    """The processes of a launcher that have work, by what `ps` shows for them, without the run."""
+    shown = {Path(f"/proc/{child.pid}/cmdline").read_bytes().decode(): child for child in children(pid)}
+    return {title.partition(" of ")[0]: child for title, child in shown.items() if title.startswith("smolcluster ")}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,8 @@ def titles(pid: int) -> set[str]:
 def test_a_terminal_that_is_closed_ends_the_run_in_order(
     smol: Smol, folder: Path, options: tuple[str, ...], expected: set[str]
 ) -> None:
-    """SIGHUP, and from then on nothing can be written there. Until then `ps` says who is who."""
+    """SIGHUP, and from then on nothing can be written there. A worker that gets it leaves it to its launcher.
+    Until then `ps` says who is who."""
     run_dir = folder / "runs" / f"hangup{options[0]}"
     ours, theirs = os.openpty()
     command = ("train", "--run-dir", run_dir, *options, "--steps", "1000000", "--override", *TINY)
@@ -218,7 +219,12 @@ def test_a_terminal_that_is_closed_ends_the_run_in_order(
     threading.Thread(target=drain, args=(ours,), daemon=True).start()
     try:
         eventually(lambda: read_rows(run_dir), what="the first step")
-        eventually(lambda: titles(running.pid) == expected, what="their names")
+        eventually(lambda: titles(running.pid).keys() == expected, what="their names")
+        workers, rows = titles(running.pid).values(), len(read_rows(run_dir))
+        for worker in workers:
+            worker.kill(signal.SIGHUP)
+        eventually(lambda: len(read_rows(run_dir)) > rows + 10, what="more steps")
+        assert all(worker.alive() for worker in workers)
         os.close(ours)
         running.send_signal(signal.SIGHUP)
         assert running.wait(60) == 130

@@ -262,6 +262,14 @@ def test_stages_of_two_machines_find_each_other(smol: Smol, tmp_path: Path) -> N
         assert "the server has ended" in ended.err
 
 
+def in_a_terminal() -> tuple[str, ...]:
+    """The command with SIGHUP as a terminal leaves it: tests under nohup ignore it, and so does what they start."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        return ("-m", "smolcluster")
+    hears = "import runpy, signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+    return ("-c", f"{hears}; runpy.run_module('smolcluster', run_name='__main__', alter_sys=True)")
+
+
 def test_a_stage_that_is_refused_ends_and_one_that_is_not_hears_of_the_end(
     smol: Smol, run: Path, tmp_path: Path
 ) -> None:
@@ -269,7 +277,8 @@ def test_a_stage_that_is_refused_ends_and_one_that_is_not_hears_of_the_end(
     port, token = free_port(), {"SMOLCLUSTER_TOKEN": new_token()}
     server = f"127.0.0.1:{port}"
     machines = ("--stages", "1", "--workers", "0", "--listen", server)
-    serving = smol.start("serve", str(run), *machines, "--port", "0", "--no-browser", cwd=tmp_path, env=token)
+    page = ("--port", "0", "--no-browser")
+    serving = smol.start("serve", str(run), *machines, *page, cwd=tmp_path, env=token, python=in_a_terminal())
     url = address(serving)
     stranger = smol.run("stage", "--server", server, cwd=tmp_path, env={"SMOLCLUSTER_TOKEN": new_token()})
     assert stranger.status == 2, stranger
@@ -282,14 +291,13 @@ def test_a_stage_that_is_refused_ends_and_one_that_is_not_hears_of_the_end(
     assert eventually(lambda: ready(url), what="the stage to join")
     with socket.create_connection(("127.0.0.1", own), timeout=30):
         pass
-    hung_up = smol.start("stage", "--server", server, "--device", "cpu", "--name", "b", cwd=tmp_path, env=token)
+    other = ("--device", "cpu", "--name", "b")
+    hung_up = smol.start("stage", "--server", server, *other, cwd=tmp_path, env=token, python=in_a_terminal())
     eventually(lambda: _state(url)["spares"], what="another stage")
-    shielded = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # the tests run under nohup, and all that they start
-    closed = signal.SIGTERM if shielded else signal.SIGHUP
-    hung_up.process.send_signal(closed)
+    hung_up.process.send_signal(signal.SIGHUP)
     assert hung_up.end(within_s=60).status == 130
-    serving.process.send_signal(closed)
-    assert serving.end(within_s=60).status == 128 + closed
+    serving.process.send_signal(signal.SIGHUP)
+    assert serving.end(within_s=60).status == 128 + signal.SIGHUP
     ended = stage.end(within_s=60)
     assert (ended.status, "the server has ended" in ended.err) == (0, True)
 
