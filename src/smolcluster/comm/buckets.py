@@ -42,7 +42,6 @@ class _Slot:
         default_factory=list
     )  # with `keep`: my part of each bucket, which `views` then point into
     works: list[Work] = field(default_factory=list)
-    scale: float = 1.0
 
 
 class GradientBuckets:
@@ -78,13 +77,12 @@ class GradientBuckets:
         for j, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, j))  # type: ignore[no-untyped-call]
 
-    def arm(self, slot: int, *, weight: float, stop: bool, scale: float = 1.0) -> None:
+    def arm(self, slot: int, *, weight: float, stop: bool) -> None:
         """The next backward is the last of its step: send each gradient, times `weight`, as it appears."""
         current = self._slots[slot]
         if self._keep:
             current.works.clear()  # of a group that is no more
         assert not current.works, "the slot is still in flight"
-        current.scale = scale
         current.stop_count.fill_(float(stop))
         current.used.fill_(1.0)
         current.unused = set()
@@ -93,9 +91,9 @@ class GradientBuckets:
         self._ready = [False] * len(self._parameters)
         self._next_to_send = 0
 
-    def send(self, slot: int, *, weight: float, scale: float = 1.0) -> None:
+    def send(self, slot: int, *, weight: float) -> None:
         """Backward is over already: send the gradients on the parameters, times `weight`."""
-        self.arm(slot, weight=weight, stop=False, scale=scale)
+        self.arm(slot, weight=weight, stop=False)
         self.disarm()
 
     def disarm(self) -> None:
@@ -164,10 +162,6 @@ class GradientBuckets:
             return set()
         counts = self._used_in(slot.flats).tolist()
         return {j for j in slot.unused if counts[j] == 0}
-
-    def scale_of(self, slot: int) -> float:
-        """The loss scale the gradients of this slot were computed with."""
-        return self._slots[slot].scale
 
     def stop_count(self, slot: int) -> Tensor:
         """How many ranks asked to stop, after `wait`."""
