@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
-from smolcluster.models import GPT, GPTConfig
+from smolcluster.models import GPT, GPTConfig, Qwen3Config
 from smolcluster.models.parts import part_of
 from smolcluster.serve.ask import Ask, Sampling, Token
 from smolcluster.serve.front import LINKS, Front
@@ -38,6 +38,11 @@ def llama(layers: int = 6, **said: int) -> GPTConfig:
 
 def gpt2(layers: int = 6) -> GPTConfig:
     return GPTConfig(vocab_size=97, model_dim=32, num_layers=layers, num_heads=4, max_seq_len=256)
+
+
+def qwen3(layers: int = 6) -> Qwen3Config:
+    shape = {"vocab_size": 97, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 256, "ff_dim": 64}
+    return Qwen3Config(num_layers=layers, head_dim=16, **shape)
 
 
 class RandomSource(Source):

@@ -18,6 +18,7 @@ from benchmarks.p8_front import PROMPT, prompt
 from smolcluster.compute.device import synchronize
 from smolcluster.models import GPT
 from smolcluster.models.hugging_face import export_config, export_weights
+from smolcluster.models.registry import build
 from smolcluster.serve.sources import Source, find_source
 
 Generate = Callable[[Tensor, int], None]
@@ -26,7 +27,8 @@ Generate = Callable[[Tensor, int], None]
 def ours(source: Source, device: torch.device, dtype: torch.dtype) -> Generate:
     config = source.config
     with torch.device("meta"):
-        model = GPT(config)
+        model = build(config)
+    assert isinstance(model, GPT)
     weights = source.load(range(config.num_layers), first=True, last=True, dtype=dtype, device=device)
     model.load_state_dict(weights, assign=True)
     model.eval()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.e2e.command import eventually
-from tests.serving import GREEDY, Cluster, RandomSource, cluster, gpt2, llama
+from tests.serving import GREEDY, Cluster, RandomSource, cluster, gpt2, llama, qwen3
 
 from smolcluster.comm.elastic import states
 from smolcluster.comm.elastic.tcp import TcpTransport
@@ -40,7 +40,9 @@ def all_at_once(made: Cluster, count: int, sampling: Sampling) -> list[list[int]
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("config", [llama(), gpt2(), llama(qkv_bias=True)], ids=["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize(
+    "config", [llama(), gpt2(), llama(qkv_bias=True), qwen3()], ids=["llama", "gpt2", "qwen2", "qwen3"]
+)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_greedy_text_is_that_of_one_process(config: GPTConfig, stages: int) -> None:
     source = RandomSource(config)

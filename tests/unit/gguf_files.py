@@ -13,7 +13,12 @@ from torch import Tensor
 from smolcluster.models import GPTConfig
 from smolcluster.models.hugging_face import export_weights, family_of
 
-ARCHITECTURES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
+ARCHITECTURES = {
+    "GPT2LMHeadModel": "gpt2",
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
@@ -55,6 +60,8 @@ def write_gguf(
             "rope.freq_base": config.rope_theta,
             "rope.dimension_count": config.head_dim,
         }
+    if architecture == "qwen3":
+        header |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     for key, value in (header | dict(values or {})).items():
         name = f"{architecture}.{key}"
         if isinstance(value, bool):

@@ -257,7 +257,7 @@ cluster:
     assert error(path, overrides=["training.steps=many"], sets={"model.model_dim": 0}) == [
         f"{path}:2: trainin.batch_size = 16: unknown key; did you mean 'training.batch_size'?",
         f"{path}:4: model.learning_rate = 0.0006: unknown key; did you mean 'training.learning_rate'?",
-        f"{path}:5: model.type = 'resnet': must be gpt or simplenn",
+        f"{path}:5: model.type = 'resnet': must be gpt, qwen3 or simplenn",
         f"{path}:7: training.batch_size = true: must be a whole number, at least 1, or null",
         f"{path}:8: training.betas[1] = 2: must be a number, at least 0 and below 1",
         f"{path}:9: num_epochs (training.epochs) = 0: must be a whole number, at least 1, or null",
@@ -348,9 +348,9 @@ def test_several_broken_sources_are_all_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        (["model.num_heads=3"], "model.num_heads = 3: must divide model.model_dim = 256"),
-        (["model.num_heads=4", "model.num_kv_heads=3"], "model.num_kv_heads = 3: must divide model.num_heads = 4"),
-        (["model.model_dim=12", "model.position=rotary"], "even head size"),
+        (["model.num_heads=3"], "model: model_dim 256 is not divisible by num_heads 3"),
+        (["model.num_heads=4", "model.num_kv_heads=3"], "model: num_heads 4 is not divisible by num_kv_heads 3"),
+        (["model.model_dim=12", "model.position=rotary"], "heads of odd width 3"),
         (["lr_schedule.min_lr=1"], "lr_schedule.min_lr = 1: must not exceed training.learning_rate = 0.0006"),
         (["num_workers=2", "workers=[a]"], "cluster.num_workers = 2: but workers lists 1 (a)"),
         (["host_ip={a: x}", "server=b"], "cluster.server 'b' is not in host_ip; known: a"),
@@ -530,7 +530,7 @@ KEYS = {
 TIED = {"model.model_dim", "model.num_heads", "model.num_kv_heads", "strategy.layer_distribution", "strategy.codec"}
 TIED |= {"training.best", "training.learning_rate", "lr_schedule.min_lr", "cluster.num_workers", "cluster.token"}
 TIED |= {"cluster.server", "cluster.host_ip", "cluster.batch_size", "cluster.buffer_size"}
-TIED |= {"cluster.hosts", "cluster.links", "cluster.name"}
+TIED |= {"cluster.hosts", "cluster.links", "cluster.name", "model.type", "model.options"}
 FREE = {key: part for key, part in KEYS.items() if key not in TIED}
 SUBSETS = st.fixed_dictionaries({}, optional=FREE)
 

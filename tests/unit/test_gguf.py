@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.unit.gguf_files import write_gguf
 from torch import Tensor
 
-from smolcluster.models import GPT, GPTConfig
+from smolcluster.models import GPT, GPTConfig, Qwen3Config
 from smolcluster.models.gguf import _HEADER_LIMIT_BYTES, GGUF, KNOWN_TYPES, _unpack
 from smolcluster.models.hugging_face import export_config, export_weights
-from smolcluster.models.parts import MOST_LAYERS, part_of, shapes
+from smolcluster.models.parts import MOST_LAYERS, part_of
 
 gguf = pytest.importorskip("gguf", reason="pip install 'smolcluster[dev]'")
 
@@ -36,6 +36,16 @@ SHAPES = {
     "llama-biases": replace(LLAMA, bias=True, qkv_bias=True),
     "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6),
     "qwen2-untied": replace(LLAMA, qkv_bias=True, tie_head=False, num_kv_heads=1),
+    "qwen3": Qwen3Config(
+        vocab_size=VOCAB,
+        model_dim=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        ff_dim=96,
+        max_seq_len=CONTEXT,
+    ),
 }
 EVERY_SHAPE = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 
@@ -45,7 +55,7 @@ def make(config: GPTConfig) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
         name: 0.1 * torch.randn(shape, generator=generator) + (1.0 if name.endswith("norm.weight") else 0.0)
-        for name, shape in shapes(config).items()
+        for name, shape in config.shapes().items()
     }
 
 
@@ -59,9 +69,10 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 @EVERY_SHAPE
 def test_names_and_shapes_are_those_of_the_model(config: GPTConfig) -> None:
-    for each in (config, replace(config, num_layers=1, bias=not config.bias)):
+    other = {"tie_head": False} if config.qk_norm else {"bias": not config.bias}
+    for each in (config, replace(config, num_layers=1, **other)):
         built = {name: tuple(tensor.shape) for name, tensor in GPT(each).state_dict().items()}
-        assert list(shapes(each).items()) == list(built.items())
+        assert list(each.shapes().items()) == list(built.items())
 
 
 # ---- the same weights
@@ -123,7 +134,7 @@ def test_parts_joined_are_the_whole(config: GPTConfig, tmp_path: Path) -> None:
     for number in range(3):
         first, last = number == 0, number == 2
         part = file.load(range(number, number + 1), first=first, last=last)
-        assert list(part) == part_of(shapes(config), config, range(number, number + 1), first=first, last=last)
+        assert list(part) == part_of(config.shapes(), config, range(number, number + 1), first=first, last=last)
         for name, tensor in part.items():
             assert torch.equal(joined.setdefault(name, tensor), tensor)  # the embedding may be there twice
         assert ("token_embedding.weight" in part) == (first or (last and config.tie_head))

@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smolcluster.config import Config, ModelConfig, dump
+from smolcluster.config.shape import shape_of
 from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
 from smolcluster.engine.export import export_run, write_folder
 from smolcluster.engine.files import Files
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
-from smolcluster.models import GPT, GPTConfig, hugging_face
+from smolcluster.models import GPT, GPTConfig, Qwen3Config, hugging_face
 from smolcluster.models.hugging_face import (
     Folder,
     export_config,
@@ -33,12 +34,21 @@ from smolcluster.models.hugging_face import (
     load,
 )
 from smolcluster.models.parts import MOST_LAYERS, cast, check_values
-from smolcluster.tasks.gpt import gpt_config
 
 VOCAB, CONTEXT = 61, 24
 GPT2 = GPTConfig(vocab_size=VOCAB, model_dim=48, num_layers=2, num_heads=4, max_seq_len=CONTEXT)
 LLAMA = GPTConfig.llama(
     vocab_size=VOCAB, model_dim=48, num_layers=2, num_heads=6, num_kv_heads=2, ff_dim=80, max_seq_len=CONTEXT
+)
+QWEN3 = Qwen3Config(
+    vocab_size=VOCAB,
+    model_dim=48,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=12,
+    ff_dim=80,
+    max_seq_len=CONTEXT,
 )
 SHAPES = {
     "gpt2": GPT2,
@@ -48,6 +58,8 @@ SHAPES = {
     "llama-biases": replace(LLAMA, bias=True, qkv_bias=True, num_kv_heads=6),
     "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6),
     "qwen2-untied": replace(LLAMA, qkv_bias=True, tie_head=False, num_kv_heads=3),
+    "qwen3": replace(QWEN3, rope_theta=1e6, norm_eps=1e-6),
+    "qwen3-untied": replace(QWEN3, tie_head=False, num_kv_heads=6, head_dim=8),
 }
 EVERY_SHAPE = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 
@@ -117,6 +129,7 @@ def test_the_type_of_the_weights_is_kept(dtype: torch.dtype) -> None:
         ("llama", "LlamaForCausalLM"),
         ("llama-biases", "LlamaForCausalLM"),
         ("qwen2", "Qwen2ForCausalLM"),
+        ("qwen3", "Qwen3ForCausalLM"),
     ],
 )
 def test_the_architecture_goes_by_the_parts(name: str, architecture: str) -> None:
@@ -337,12 +350,12 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
 
 def test_a_run_may_have_the_parts_of_qwen2() -> None:
     model = ModelConfig(position="rotary", norm="rmsnorm", activation="swiglu", qkv_bias=True)
-    assert family_of(gpt_config(model, vocab_size=VOCAB)).architecture == "Qwen2ForCausalLM"
+    assert family_of(shape_of(model, vocab_size=VOCAB)).architecture == "Qwen2ForCausalLM"
 
 
 def test_values_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
     model = ModelConfig(model_dim=32, num_layers=1, num_heads=2, max_seq_len=8)
-    weights = make(gpt_config(model, vocab_size=VOCAB)).state_dict()
+    weights = make(shape_of(model, vocab_size=VOCAB)).state_dict()
     weights["norm.weight"][3] = 1e5
     run = RunDir(tmp_path / "run")
     run.create(dump(Config(model=model)), resume=False)

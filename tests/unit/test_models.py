@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from smolcluster.compute.replica import compiled
 from smolcluster.config.schema import Config
-from smolcluster.models import GPT, GPTConfig, SimpleNN
-from smolcluster.models.gpt import Attention, FeedForward, attend, rotate
+from smolcluster.models import GPT, GPTConfig, Qwen3Config, SimpleNN
+from smolcluster.models.attention import attend, rotate
+from smolcluster.models.gpt import Attention, FeedForward
 from smolcluster.tasks.gpt import GPTTask
 
 VOCAB, CONTEXT = 61, 24
@@ -27,7 +28,17 @@ LLAMA = GPTConfig.llama(
     vocab_size=VOCAB, model_dim=48, num_layers=3, num_heads=6, num_kv_heads=2, ff_dim=80, max_seq_len=CONTEXT
 )
 QWEN2 = replace(LLAMA, qkv_bias=True, tie_head=False, rope_theta=1e6)
-FAMILIES = pytest.mark.parametrize("config", [GPT2, LLAMA, QWEN2], ids=["gpt2", "llama", "qwen2"])
+QWEN3 = Qwen3Config(  # heads wider than model_dim / num_heads
+    vocab_size=VOCAB,
+    model_dim=48,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=12,
+    ff_dim=80,
+    max_seq_len=CONTEXT,
+)
+FAMILIES = pytest.mark.parametrize("config", [GPT2, LLAMA, QWEN2, QWEN3], ids=["gpt2", "llama", "qwen2", "qwen3"])
 
 
 def make(config: GPTConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> GPT:
@@ -82,9 +93,9 @@ def test_llama_shapes_have_the_released_parameter_counts(name: str) -> None:
 
 @FAMILIES
 def test_the_parameter_formula_is_exact(config: GPTConfig) -> None:
-    for bias in (True, False):
+    for bias in ({}, {}) if config.qk_norm else ({"bias": True}, {"bias": False}):
         for tie_head in (True, False):
-            changed = replace(config, bias=bias, tie_head=tie_head)
+            changed = replace(config, tie_head=tie_head, **bias)
             assert count(GPT(changed)) == changed.num_parameters
 
 
@@ -92,6 +103,9 @@ def test_flops_count_what_is_multiplied() -> None:
     small = GPTConfig.gpt2()
     assert small.flops_per_token(1024) == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
     apart = replace(LLAMA, tie_head=False)
+    wide = replace(QWEN3, head_dim=16)
+    more = wide.num_parameters - QWEN3.num_parameters
+    assert wide.flops_per_token(8) - QWEN3.flops_per_token(8) == 6 * more + 12 * 3 * 6 * 4 * 8
     assert apart.flops_per_token(8) == LLAMA.flops_per_token(8) == 6 * LLAMA.num_parameters + 12 * 3 * 48 * 8
 
 
@@ -122,6 +136,17 @@ def test_an_impossible_shape_names_the_values_and_the_remedy(changes: dict[str, 
         replace(GPT2, **changes)
 
 
+def test_a_qwen3_has_heads_of_any_even_width_and_no_other_choice() -> None:
+    assert (QWEN3.head_dim, QWEN3.qkv_dim, replace(QWEN3, head_dim=0).head_dim) == (12, 120, 8)
+    with pytest.raises(ValueError, match="head_dim is 7: it must be even"):
+        replace(QWEN3, head_dim=7)
+    with pytest.raises(ValueError, match="model_dim 50 is not divisible by num_heads 6"):
+        replace(QWEN3, head_dim=0, model_dim=50)
+    assert replace(QWEN3, model_dim=50).model_dim == 50
+    with pytest.raises(TypeError, match="position"):
+        Qwen3Config(vocab_size=8, model_dim=8, num_layers=1, num_heads=2, max_seq_len=8, position="learned")
+
+
 def test_an_unknown_gpt2_size_lists_the_known() -> None:
     with pytest.raises(ValueError, match="'huge': choose small, medium, large, xl"):
         GPTConfig.gpt2("huge")
@@ -135,15 +160,19 @@ BLOCK_NAMES = {
     "llama": """attention_norm.weight attention.qkv.weight attention.out.weight mlp_norm.weight
         mlp.up.weight mlp.down.weight""",
 }
+BLOCK_NAMES["qwen3"] = BLOCK_NAMES["llama"].replace(
+    "qkv.weight", "qkv.weight attention.q_norm.weight attention.k_norm.weight"
+)
 BLOCK_NAMES["qwen2"] = BLOCK_NAMES["llama"].replace("qkv.weight", "qkv.weight attention.qkv.bias")
 OUTER_NAMES = {
     "gpt2": "token_embedding.weight position_embedding.weight {blocks} norm.weight norm.bias",
     "llama": "token_embedding.weight {blocks} norm.weight",
     "qwen2": "token_embedding.weight {blocks} norm.weight lm_head.weight",
+    "qwen3": "token_embedding.weight {blocks} norm.weight",
 }
 
 
-@pytest.mark.parametrize(("family", "config"), [("gpt2", GPT2), ("llama", LLAMA), ("qwen2", QWEN2)])
+@pytest.mark.parametrize(("family", "config"), [("gpt2", GPT2), ("llama", LLAMA), ("qwen2", QWEN2), ("qwen3", QWEN3)])
 def test_state_dict_names_are_stable(family: str, config: GPTConfig) -> None:
     blocks = " ".join(f"blocks.{i}.{name}" for i in range(3) for name in BLOCK_NAMES[family].split())
     assert list(GPT(config).state_dict()) == OUTER_NAMES[family].format(blocks=blocks).split()
@@ -214,6 +243,8 @@ def reference_attention(x_TD: Tensor, module: Attention, config: GPTConfig) -> T
     for h in range(config.num_heads):
         kv = h // (config.num_heads // config.num_kv_heads)
         q, k, v = qkv[h], qkv[config.num_heads + kv], qkv[config.num_heads + config.num_kv_heads + kv]
+        if config.qk_norm:
+            q, k = reference_norm(q, module.q_norm, config), reference_norm(k, module.k_norm, config)
         rows = []
         for t in range(len(x_TD)):
             scores = [turn(q[t], t, config) @ turn(k[s], s, config) / math.sqrt(width) for s in range(t + 1)]

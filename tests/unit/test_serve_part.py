@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smolcluster.models import GPT, GPTConfig
+from smolcluster.models import GPT, GPTConfig, Qwen3Config
 from smolcluster.models import ragged as ragged_module
 from smolcluster.serve.part import STEP, NotHeld, Part, Row, cache_bytes_per_token, room_for
 
@@ -24,7 +24,10 @@ LLAMA = GPTConfig.llama(
     vocab_size=VOCAB, model_dim=48, num_layers=LAYERS, num_heads=6, num_kv_heads=2, ff_dim=80, max_seq_len=CONTEXT
 )
 QWEN2 = replace(LLAMA, qkv_bias=True, tie_head=False, rope_theta=1e6)
-SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2}
+QWEN3 = Qwen3Config(
+    vocab_size=VOCAB, model_dim=48, num_layers=LAYERS, num_heads=6, num_kv_heads=2, head_dim=12, max_seq_len=CONTEXT
+)
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 SPLITS = [(4,), (1, 3), (2, 1, 1), (1, 1, 1, 1)]
 CPU = torch.device("cpu")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from smolcluster.config import Config, ModelConfig, dump
 from smolcluster.config.schema import DataConfig
+from smolcluster.config.shape import shape_of
 from smolcluster.data.sources import find_sources
 from smolcluster.data.tokenizers import printable_bytes
 from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
@@ -26,11 +27,9 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import Folder, export_config, export_weights
-from smolcluster.models.parts import shapes
 from smolcluster.serve import sources
 from smolcluster.serve.front import sizes_of
 from smolcluster.serve.sources import Source, find_source, open_source
-from smolcluster.tasks.gpt import gpt_config
 
 pytest.importorskip("tokenizers", reason="pip install 'smolcluster[serve]'")
 
@@ -50,15 +49,11 @@ EVERY_MODEL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys(
 ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
-def shape_of(model: ModelConfig) -> GPTConfig:
-    return gpt_config(model, vocab_size=VOCAB)
-
-
 def make(config: GPTConfig, *, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: 0.1 * torch.randn(shape, generator=generator) + (1.0 if name.endswith("norm.weight") else 0.0)
-        for name, shape in shapes(config).items()
+        for name, shape in config.shapes().items()
     }
 
 
@@ -88,7 +83,7 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 @EVERY_MODEL
 def test_every_form_holds_the_same_model(model: ModelConfig, tmp_path: Path) -> None:
-    config = shape_of(model)
+    config = shape_of(model, vocab_size=VOCAB)
     weights = make(config)
     forms = {
         "gguf": write_gguf(tmp_path / "model.gguf", config, weights),
@@ -127,7 +122,7 @@ def test_every_form_holds_the_same_model(model: ModelConfig, tmp_path: Path) -> 
 
 
 def test_a_fingerprint_names_weights_not_places(tmp_path: Path) -> None:
-    config = shape_of(MODELS["llama"])
+    config = shape_of(MODELS["llama"], vocab_size=VOCAB)
     one, other = make(config), make(config, seed=1)
     writers: tuple[Callable[[str, dict[str, Tensor]], Path], ...] = (
         lambda name, weights: write_gguf(tmp_path / f"{name}.gguf", config, weights),
@@ -140,7 +135,7 @@ def test_a_fingerprint_names_weights_not_places(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_shards_is_read_in_parts(tmp_path: Path) -> None:
-    config = shape_of(MODELS["llama"])
+    config = shape_of(MODELS["llama"], vocab_size=VOCAB)
     weights = make(config)
     folder = write_hub(tmp_path / "hub", config, weights)
     (folder / "model.safetensors").unlink()
@@ -161,7 +156,7 @@ def test_a_folder_in_shards_is_read_in_parts(tmp_path: Path) -> None:
 
 
 def test_values_are_checked_where_they_are_loaded(tmp_path: Path) -> None:
-    config = shape_of(MODELS["qwen2"])
+    config = shape_of(MODELS["qwen2"], vocab_size=VOCAB)
     weights = make(config)
     weights["blocks.2.mlp.up.weight"][40, 3] = torch.nan
     weights["blocks.1.attention_norm.weight"][0] = 1e6
@@ -180,7 +175,7 @@ def test_values_are_checked_where_they_are_loaded(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_that_differs_is_found_by_those_who_have_it(tmp_path: Path) -> None:
-    config = shape_of(MODELS["llama"])
+    config = shape_of(MODELS["llama"], vocab_size=VOCAB)
     tensors = {name: tensor.contiguous() for name, tensor in export_weights(config, make(config)).items()}
     folder = tmp_path / "hub"
     write_folder(folder, export_config(config), tensors | {"lm_head.weight": torch.zeros(VOCAB, 32)})
@@ -195,7 +190,7 @@ def test_a_tied_head_that_differs_is_found_by_those_who_have_it(tmp_path: Path) 
 
 
 def test_the_newest_checkpoint_that_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = shape_of(MODELS["gpt2"])
+    config = shape_of(MODELS["gpt2"], vocab_size=VOCAB)
     old, new = make(config), make(config, seed=1)
     run = write_run(tmp_path / "run", MODELS["gpt2"], old, step=100)
     write_run(run, MODELS["gpt2"], new, step=200)
@@ -229,7 +224,7 @@ def test_runs_that_cannot_be_served(tmp_path: Path) -> None:
     run.create(dump(Config(model=MODELS["gpt2"])), resume=False)
     with pytest.raises(UserError, match="has no checkpoint yet"):
         find_source(str(run.path))
-    write_run(run.path, MODELS["gpt2"], make(shape_of(MODELS["llama"])))
+    write_run(run.path, MODELS["gpt2"], make(shape_of(MODELS["llama"], vocab_size=VOCAB)))
     with pytest.raises(UserError, match=r"cannot serve .* missing: position_embedding\.weight"):
         find_source(str(run.path))
     run.config.unlink()
@@ -238,7 +233,7 @@ def test_runs_that_cannot_be_served(tmp_path: Path) -> None:
     other = RunDir(tmp_path / "other")
     other.create(dump(Config(model=ModelConfig(type="simplenn"), data=DataConfig(name="mnist"))), resume=False)
     CheckpointStore(other.checkpoints, keep=1).save(Snapshot(step=1, weights={"x": torch.zeros(1)}))
-    with pytest.raises(UserError, match="trained a simplenn; only a gpt can be served"):
+    with pytest.raises(UserError, match="trained a simplenn; only a gpt or qwen3 can be served"):
         find_source(str(other.path))
 
 
@@ -258,7 +253,7 @@ def test_names_that_mean_nothing(tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:
             find_source(name)
         assert told in str(error.value)
-    config = shape_of(MODELS["llama"])
+    config = shape_of(MODELS["llama"], vocab_size=VOCAB)
     folder = tmp_path / "several"
     folder.mkdir()
     with pytest.raises(UserError, match="several holds no model"):
@@ -301,7 +296,7 @@ def write_json(path: Path, **values: Any) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
-    config = shape_of(MODELS["llama"])
+    config = shape_of(MODELS["llama"], vocab_size=VOCAB)
     folder = write_hub(tmp_path / "hub", config, make(config))
     write_json(folder / "tokenizer.json", **definition())
     return folder
@@ -364,7 +359,7 @@ def write_gpt2_files(folder: Path) -> None:
 
 def test_the_text_of_a_run(tmp_path: Path, hub: Path) -> None:
     model = MODELS["llama"]
-    weights = make(shape_of(model))
+    weights = make(shape_of(model, vocab_size=VOCAB))
     text = find_source(str(write_run(tmp_path / "bytes", model, weights))).text()
     assert bytes(text.prompt("é")) == "é".encode()
     assert text.vocab_size == 256
@@ -386,7 +381,7 @@ def test_a_run_on_characters_needs_its_text(tmp_path: Path) -> None:
     letters = tmp_path / "letters.txt"
     letters.write_text("abcdé\n", encoding="utf-8")
     model = MODELS["llama"].model_copy(update={"vocab_size": None})
-    config = gpt_config(model, vocab_size=6)
+    config = shape_of(model, vocab_size=6)
     run = write_run(tmp_path / "run", model, make(config), name="text", root=str(letters), tokenizer="chars")
     text = find_source(str(run)).text()
     assert text.decode(text.prompt("bédé")) == "bédé"
@@ -435,7 +430,7 @@ def test_smollm2_computes_what_transformers_does(smollm2: Source) -> None:
 
 def test_weights_that_change_under_a_server_are_refused(tmp_path: Path) -> None:
     """Layers of two models would make a third."""
-    config = shape_of(MODELS["qwen2"])
+    config = shape_of(MODELS["qwen2"], vocab_size=VOCAB)
     folders = [write_hub(tmp_path / f"hub{seed}", config, make(config, seed=seed)) for seed in range(2)]
     source = find_source(str(folders[0]))
     source.load(range(1), first=True, last=False, **ON_CPU)
@@ -449,7 +444,7 @@ def test_weights_that_change_under_a_server_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_offers_openings_of_its_own_text(tmp_path: Path) -> None:
     model = MODELS["gpt2"]
-    weights = make(shape_of(model))
+    weights = make(shape_of(model, vocab_size=VOCAB))
     source = find_source(str(write_run(tmp_path / "embedded", model, weights)))
     found = source.openings()
     assert len(found) == 3

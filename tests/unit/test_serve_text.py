@@ -22,7 +22,6 @@ from tests.unit.gguf_files import write_gguf
 from smolcluster.data.tokenizers import ByteTokenizer, CharTokenizer, printable_bytes
 from smolcluster.errors import UserError
 from smolcluster.models import GPTConfig
-from smolcluster.models.parts import shapes
 from smolcluster.serve import chat_template, rendering
 from smolcluster.serve.chat_template import ChatTemplate, TemplateFailed
 from smolcluster.serve.rendering import Renderer
@@ -467,7 +466,7 @@ def test_tokenizers_that_are_damaged_or_not_known(changes: dict[str, Any], told:
 
 def test_a_flag_of_a_file_that_is_a_list(tmp_path: Path) -> None:
     config = GPTConfig.llama(vocab_size=300, model_dim=8, num_layers=1, num_heads=2, max_seq_len=8, ff_dim=8)
-    weights = {name: torch.zeros(shape) for name, shape in shapes(config).items()}
+    weights = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
 
     def change(writer: Any) -> None:
         header = byte_level()

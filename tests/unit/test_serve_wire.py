@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.serving import RandomSource, llama
+from tests.serving import RandomSource, llama, qwen3
 
 from smolcluster.comm.elastic.messages import Head, Kind, Message
 from smolcluster.comm.elastic.sockets import split_address
@@ -63,7 +63,8 @@ def travelled(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_everything_comes_back_as_it_was() -> None:
-    assert wire.read_model(travelled(wire.model_meta(MODEL))) == MODEL
+    for model in (MODEL, dataclasses.replace(MODEL, config=qwen3())):
+        assert wire.read_model(travelled(wire.model_meta(model))) == model
     assert wire.read_offer(travelled(wire.offer_meta(OFFER))) == OFFER
     assert wire.read_assignment(travelled(wire.assignment_meta(ASSIGNMENT)), num_layers=6) == ASSIGNMENT
     assert wire.read_batch(travelled(wire.batch_meta(BATCH))) == BATCH
@@ -137,6 +138,20 @@ def test_models_that_cannot_be(name: str, value: Any) -> None:
     meta["config"][name] = value
     with pytest.raises(ValueError, match=name):
         wire.read_model(meta)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"architecture": "mamba"}, "the architecture 'mamba' is not known here; known: gpt, qwen3"),
+        ({"architecture": "qwen3"}, "not the shape of a qwen3: activation, bias, head_dim"),
+        ({"architecture": 3}, "architecture"),
+        ({"config": {}}, "not the shape of a gpt: "),
+    ],
+)
+def test_architectures_that_cannot_be(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        wire.read_model(travelled(wire.model_meta(MODEL)) | change)
 
 
 # Activations

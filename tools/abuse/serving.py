@@ -40,16 +40,16 @@ import torch
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.security import Keyring, new_token
 from smolcluster.config import dump, load_config
+from smolcluster.config.shape import shape_of
 from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.models import GPT
-from smolcluster.models.parts import shapes
+from smolcluster.models.registry import build
 from smolcluster.serve import wire
 from smolcluster.serve.ask import Sampling, Token
 from smolcluster.serve.part import Row
 from smolcluster.serve.sources import find_source
 from smolcluster.serve.wire import Assignment, Batch, Offer, Opening, Spent
-from smolcluster.tasks.gpt import gpt_config
 from smolcluster.web.server import Patience
 from tools.abuse.doors import HANG_S, Door, Ended, Guest, alive, listening_ports, until_the_end
 from tools.abuse.elastic import Abuse, Speech, harm
@@ -257,7 +257,7 @@ def written(folder: Path) -> Path:
     generator = torch.Generator().manual_seed(1)
     weights = {
         name: 0.3 * torch.randn(shape, generator=generator) + float(name.endswith("norm.weight"))
-        for name, shape in shapes(gpt_config(config.model, vocab_size=VOCAB)).items()
+        for name, shape in shape_of(config.model, vocab_size=VOCAB).shapes().items()
     }
     RunDir(run).create(dump(config), resume=False)
     CheckpointStore(RunDir(run).checkpoints, keep=1).save(Snapshot(step=1, weights=weights))
@@ -267,7 +267,8 @@ def written(folder: Path) -> Path:
 def expected_of(run: Path) -> dict[str, str]:
     """What one process says that has all the weights."""
     source = find_source(str(run))
-    model = GPT(source.config)
+    model = build(source.config)
+    assert isinstance(model, GPT)
     whole = range(source.config.num_layers)
     model.load_state_dict(source.load(whole, first=True, last=True, dtype=torch.float32, device="cpu"))
     model.eval()

@@ -27,6 +27,7 @@ from smolcluster.compute.buffers import RunningStatistics
 from smolcluster.compute.optim import load_named_state, named_state, without_state
 from smolcluster.compute.precision import LossScale, autocast
 from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.models.protocols import CompiledByBlock
 
 DEEP = 24  # layers from which on compiling by region is as fast as compiling all of it at once
 
@@ -265,10 +266,8 @@ class Replica:
 
 def compiled(model: nn.Module, loss: Loss) -> Loss:
     """Compile the loss. A deep model that can, and that has no hooks, is compiled by region: the first step comes sooner."""
-    compile_blocks = getattr(model, "compile_blocks", None)
-    deep = getattr(model, "num_layers", 0) >= DEEP
-    if compile_blocks is not None and deep and not model._forward_pre_hooks:
-        compile_blocks()
+    if isinstance(model, CompiledByBlock) and model.num_layers >= DEEP and not model._forward_pre_hooks:
+        model.compile_blocks()
         # The compiler looks at `.grad` of what passes from one region to the next.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     return torch.compile(loss)

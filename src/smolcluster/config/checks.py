@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from smolcluster.config.schema import ClusterConfig, Config, split_best
+from smolcluster.config.shape import shape_of
 from smolcluster.config.tree import KeyPath
+from smolcluster.models.registry import ARCHITECTURES
 
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -24,7 +26,7 @@ class Conflict(NamedTuple):
 
 def conflicts(config: Config) -> Iterator[Conflict]:
     """Everything in a valid `Config` that cannot run."""
-    if config.model.type == "gpt":
+    if config.model.type in ARCHITECTURES:
         yield from _shape(config)
     yield from _rates(config)
     yield from _evaluation(config)
@@ -36,19 +38,12 @@ def conflicts(config: Config) -> Iterator[Conflict]:
 
 def _shape(config: Config) -> Iterator[Conflict]:
     model = config.model
-    dim, heads, kv_heads = ("model", "model_dim"), ("model", "num_heads"), ("model", "num_kv_heads")
-    if model.model_dim % model.num_heads:
-        text = f"model.num_heads = {model.num_heads}: must divide model.model_dim = {model.model_dim}"
-        yield Conflict((heads, dim), text)
-    elif model.position == "rotary" and model.model_dim // model.num_heads % 2:
-        text = (
-            f"model.num_heads = {model.num_heads}: rotary positions need an even head size, "
-            f"but model.model_dim / num_heads = {model.model_dim // model.num_heads}"
-        )
-        yield Conflict((heads, dim, ("model", "position")), text)
-    if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
-        text = f"model.num_kv_heads = {model.num_kv_heads}: must divide model.num_heads = {model.num_heads}"
-        yield Conflict((kv_heads, heads), text)
+    try:
+        shape_of(model, vocab_size=model.vocab_size or 1)
+    except ValueError as error:
+        named = re.findall(r"\w+", str(error))
+        paths: list[KeyPath] = [("model", key) for key in type(model).model_fields if key in named]
+        yield Conflict((*paths, ("model", "type")), f"model: {error}")
     stages = config.strategy.layer_distribution
     if isinstance(stages, list) and config.task in (None, "gpt") and sum(stages) != model.num_layers:
         text = f"strategy.layer_distribution = {stages}: sums to {sum(stages)}, not to model.num_layers = "

@@ -10,7 +10,9 @@ from typing import Any
 from smolcluster.config.describe import hide_credentials
 from smolcluster.config.names import canonical_strategy
 from smolcluster.config.schema import Config
+from smolcluster.config.shape import shape_of
 from smolcluster.config.tree import to_yaml
+from smolcluster.models.registry import ARCHITECTURES, to_plain
 
 DEFAULT_SEED = 42
 _EPOCHS = {"wikitext": 30, "snli": 20, "mnist": 2}
@@ -36,14 +38,10 @@ def resolve(config: Config) -> Config:
 
 def _resolve_model(config: Config) -> None:
     model = config.model
-    if model.ff_dim is None:
-        # SwiGLU has three matrices where GELU has two: 8/3 keeps the number of parameters.
-        swiglu = -(-8 * model.model_dim // (3 * 64)) * 64
-        model.ff_dim = swiglu if model.activation == "swiglu" else 4 * model.model_dim
-    if model.num_kv_heads is None:
-        model.num_kv_heads = model.num_heads
-    if model.bias is None:
-        model.bias = model.norm == "layernorm"
+    if model.type in ARCHITECTURES:
+        automatic = to_plain(shape_of(model, vocab_size=model.vocab_size or 1))
+        for key in {"num_kv_heads", "ff_dim", "bias"} & automatic.keys():
+            setattr(model, key, automatic[key])
 
 
 def _resolve_training(config: Config) -> None:

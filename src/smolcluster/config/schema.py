@@ -7,9 +7,16 @@ directory says what really ran. The field descriptions are the reference documen
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from smolcluster.models.registry import ARCHITECTURES
+
+if TYPE_CHECKING:
+    ModelType = str
+else:
+    ModelType = Literal[(*ARCHITECTURES, "simplenn")]
 
 
 def _not_a_flag(value: Any) -> Any:
@@ -88,8 +95,8 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Which network, and its shape."""
 
-    type: Annotated[Literal["gpt", "simplenn"], Lower] = Field(
-        "gpt", description="gpt: a decoder-only transformer; SimpleNN: a two-layer classifier"
+    type: Annotated[ModelType, Lower] = Field(
+        "gpt", description="an architecture of a decoder-only transformer; SimpleNN: a two-layer classifier"
     )
 
     model_dim: Count = Field(256, description="width of the residual stream")
@@ -118,6 +125,9 @@ class ModelConfig(Section):
     tie_head: bool = Field(True, description="share the token embedding with the output head")
     rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
     norm_eps: Positive = Field(1e-5, description="epsilon inside the norms")
+    options: dict[str, bool | Natural | NonNegative] = Field(
+        default_factory=dict, description="options of one architecture alone, such as head_dim of qwen3"
+    )
 
     input_dim: Count = Field(784, description="SimpleNN: input features")
     hidden: Count = Field(128, description="SimpleNN: hidden units")

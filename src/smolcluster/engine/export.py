@@ -20,6 +20,7 @@ from torch import Tensor
 
 from smolcluster.config import load_config
 from smolcluster.config.schema import Config
+from smolcluster.config.shape import shape_of
 from smolcluster.data.names import default_tokenizer
 from smolcluster.engine.checkpoint import CheckpointStore, Snapshot, folder_name
 from smolcluster.engine.files import Files, ensure_folder, temporary_name
@@ -28,9 +29,10 @@ from smolcluster.engine.snapshot import MANIFEST
 from smolcluster.engine.tensorfile import HashedFile, TensorFile
 from smolcluster.engine.tokenizer_files import tokenizer_of
 from smolcluster.errors import UserError, suggest, unknown_name
-from smolcluster.models import GPTConfig
 from smolcluster.models.hugging_face import CONFIG, WEIGHTS, export_config, export_weights
-from smolcluster.tasks.gpt import gpt_config
+from smolcluster.models.parts import vocabulary
+from smolcluster.models.protocols import DecoderConfig
+from smolcluster.models.registry import ARCHITECTURES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -141,8 +143,11 @@ def _read_config(place: RunDir) -> Config:
             f"{place.path} trained a model of your own ({config.task}), which has no name at Hugging Face; "
             "its weights are in weights.safetensors of each checkpoint"
         )
-    if config.model.type != "gpt":
-        raise UserError(f"{place.path} trained a {config.model.type}, which has no name at Hugging Face; only gpt has")
+    if config.model.type not in ARCHITECTURES:
+        known = " or ".join(ARCHITECTURES)
+        raise UserError(
+            f"{place.path} trained a {config.model.type}, which has no name at Hugging Face; only {known} has"
+        )
     return config
 
 
@@ -161,14 +166,15 @@ def _load(place: RunDir, which: str) -> tuple[Snapshot, list[str]]:
     return snapshot, names[names.index(path.name) + 1 :]
 
 
-def _shape(config: Config, snapshot: Snapshot, place: RunDir) -> GPTConfig:
+def _shape(config: Config, snapshot: Snapshot, place: RunDir) -> DecoderConfig:
     """The shape as config.yaml has it. A vocabulary that was left to the tokenizer is read off the weights."""
-    embedding = snapshot.weights.get("token_embedding.weight")
-    if embedding is None or embedding.ndim != 2:
+    found = vocabulary({name: tuple(tensor.shape) for name, tensor in snapshot.weights.items()})
+    if found is None:
         raise UserError(
-            f"{place.path}: the checkpoint of step {snapshot.step} is not of a gpt: it has no token_embedding.weight"
+            f"{place.path}: the checkpoint of step {snapshot.step} is not of a {config.model.type}: "
+            "it has no token_embedding.weight"
         )
-    return gpt_config(config.model, vocab_size=config.model.vocab_size or embedding.size(0))
+    return shape_of(config.model, vocab_size=config.model.vocab_size or found)
 
 
 def _cast(name: str, tensor: Tensor, dtype: str) -> Tensor:

@@ -8,7 +8,6 @@ RUN/
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,18 +16,19 @@ import torch
 from torch import Tensor
 
 from smolcluster.config import dump
-from smolcluster.config.schema import Config, ModelConfig
+from smolcluster.config.schema import Config
+from smolcluster.config.shape import section_of
 from smolcluster.data.tokenizers import load_tokenizer
 from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.tokenizer_files import read_tokenizer, with_stop_tokens
 from smolcluster.errors import UserError
-from smolcluster.models import GPTConfig
 from smolcluster.models.gguf import GGUF
 from smolcluster.models.hugging_face import CONFIG, load, read_json
+from smolcluster.models.protocols import DecoderConfig
 
 
-def import_model(source: Path, run: Path) -> tuple[GPTConfig, str | None]:
+def import_model(source: Path, run: Path) -> tuple[DecoderConfig, str | None]:
     """From a folder with config.json and model.safetensors to a run directory.
 
     Returns the model's shape, and the name of its tokenizer where the folder has one.
@@ -42,7 +42,7 @@ def import_model(source: Path, run: Path) -> tuple[GPTConfig, str | None]:
     return shape, _write_run(run, shape, weights, with_stop_tokens(read_tokenizer(source), theirs), name=source.name)
 
 
-def import_gguf(file: Path, run: Path, tokenizer: Mapping[str, bytes]) -> tuple[GPTConfig, str | None]:
+def import_gguf(file: Path, run: Path, tokenizer: Mapping[str, bytes]) -> tuple[DecoderConfig, str | None]:
     """The same from a GGUF file; `tokenizer` has the files that its header was made into."""
     RunDir(run).check_free(resume=False)
     try:
@@ -54,14 +54,14 @@ def import_gguf(file: Path, run: Path, tokenizer: Mapping[str, bytes]) -> tuple[
 
 
 def _write_run(
-    run: Path, shape: GPTConfig, weights: Mapping[str, Tensor], files: Mapping[str, bytes], *, name: str
+    run: Path, shape: DecoderConfig, weights: Mapping[str, Tensor], files: Mapping[str, bytes], *, name: str
 ) -> str | None:
     place = RunDir(run)
-    config = Config(task=None, model=ModelConfig(**dataclasses.asdict(shape)))
+    config = Config(task=None, model=section_of(shape))
     config.data.tokenizer = str(place.tokenizer.absolute()) if files else None
     with place.opened(dump(config), files, resume=False):
         try:
-            info: dict[str, object] = {"task": "gpt", "imported_from": name}
+            info: dict[str, object] = {"task": config.model.type, "imported_from": name}
             if files:
                 tokenizer = load_tokenizer(str(place.tokenizer), root=None)
                 info["tokenizer"] = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}

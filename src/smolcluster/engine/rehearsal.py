@@ -32,6 +32,7 @@ from smolcluster.compute.replica import Batch
 from smolcluster.config.schema import Config
 from smolcluster.engine.no_memory import NoMemory, moving, no_vote, quietly
 from smolcluster.errors import SmolclusterError
+from smolcluster.models.protocols import Recomputable
 from smolcluster.strategies.base import Context, Options, Strategy
 from smolcluster.strategies.placement import Node, Placement
 from smolcluster.tasks.base import Task
@@ -127,7 +128,7 @@ def perform(
     """
     start = ledger.peak().at.total
     states = States(strategy.model, strategy.replica.optimizer, ledger)
-    offers = any(_offers_checkpointing(module) for module in strategy.model.modules())
+    offers = any(isinstance(module, Recomputable) for module in strategy.model.modules())
     found: dict[Way, Peak] = {}
     for number, way in enumerate([*ways[: int(warm)], *ways]):
         if (way.checkpointing and not offers) or (way.plain_attention and number > 0 and not ledger.attention):
@@ -173,15 +174,11 @@ class States:
         self.held = self._ledger.now
 
 
-def _offers_checkpointing(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "gradient_checkpointing", None), bool)
-
-
 @contextmanager
 def _in_this_way(model: nn.Module, way: Way) -> Iterator[None]:
     for module in model.modules():
-        if _offers_checkpointing(module):
-            setattr(module, "gradient_checkpointing", way.checkpointing)  # noqa: B010 - not every module has it
+        if isinstance(module, Recomputable):
+            module.gradient_checkpointing = way.checkpointing
     attention: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if way.plain_attention else nullcontext()
     with attention:
         yield

@@ -1,12 +1,12 @@
-"""A GPT in a GGUF file, as llama.cpp and its converters write it: the header, then tensors that are read one by one.
+"""A decoder in a GGUF file, as llama.cpp and its converters write it: the header, then tensors that are read one by one.
 
-    ours                    llama, qwen2                        gpt2
+    ours                    llama, qwen2, qwen3                 gpt2
     attention.qkv           attn_q, attn_k, attn_v              attn_qkv
     mlp.up                  ffn_gate, ffn_up                    ffn_up
     head                    output, or token_embd where there is none
 
 A file of the architecture `llama` has the rows of q and k in another order: its rotary positions turn the pair (2i, 2i + 1) of
-a head, ours and Hugging Face's turn (i, i + E/2). They change places here. Files of `qwen2` have our order.
+a head, ours and Hugging Face's turn (i, i + E/2). They change places here. Files of `qwen2` and `qwen3` have our order.
 
     type    block of weights    bytes    a weight
     F32, F16, BF16    1         4, 2, 2  itself
@@ -36,8 +36,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from smolcluster.models.gpt_config import GPTConfig
-from smolcluster.models.parts import Shape, cast, check_depth, check_shapes, cuts, part_of, shapes
+from smolcluster.models.architecture import Architecture, Layout
+from smolcluster.models.parts import Shape, cast, check_depth, check_shapes, part_of
+from smolcluster.models.protocols import DecoderConfig
+from smolcluster.models.registry import ARCHITECTURES, fields_of
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 _HEADER_LIMIT_BYTES = 64 << 20  # vocabularies of 260,000 tokens take 10 MB
@@ -89,24 +91,6 @@ _TYPES = {
 }
 KNOWN_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q6_K")
 
-_OURS = {
-    "token_embedding": ("token_embd",),
-    "position_embedding": ("position_embd",),
-    "blocks.N.attention_norm": ("blk.N.attn_norm",),
-    "blocks.N.attention.out": ("blk.N.attn_output",),
-    "blocks.N.mlp_norm": ("blk.N.ffn_norm",),
-    "blocks.N.mlp.down": ("blk.N.ffn_down",),
-    "norm": ("output_norm",),
-    "lm_head": ("output",),
-}
-_LLAMA = {
-    **_OURS,
-    "blocks.N.attention.qkv": ("blk.N.attn_q", "blk.N.attn_k", "blk.N.attn_v"),
-    "blocks.N.mlp.up": ("blk.N.ffn_gate", "blk.N.ffn_up"),
-}
-_GPT2 = {**_OURS, "blocks.N.attention.qkv": ("blk.N.attn_qkv",), "blocks.N.mlp.up": ("blk.N.ffn_up",)}
-_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {"llama": _LLAMA, "qwen2": _LLAMA, "gpt2": _GPT2}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
@@ -135,8 +119,9 @@ class GGUF:
             raise ValueError(f"{self.path}: not a GGUF file: it is empty") from error
         try:
             self.metadata, self.tensors, header_bytes = _read_header(self._map)
-            self.config = _config(self.metadata, self.tensors)
-            self._shapes = shapes(self.config)
+            architecture, self._layout = _named(self.metadata)
+            self.config = _config(architecture, self._layout, self.metadata, self.tensors)
+            self._shapes = self.config.shapes()
             self._check()
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
@@ -144,7 +129,7 @@ class GGUF:
 
     @property
     def architecture(self) -> str:
-        return str(self.metadata["general.architecture"])
+        return self._layout.architecture
 
     def load(
         self,
@@ -169,9 +154,9 @@ class GGUF:
             stored = self.tensors[theirs]
             into = result[row : row + stored.shape[0]]
             self._unpack(stored, into)
-            if self.architecture == "llama" and ".attn_q." in theirs:
+            if self._layout.adjacent_pairs and ".attn_q." in theirs:
                 _sort_pairs(into, self.config.num_heads)
-            if self.architecture == "llama" and ".attn_k." in theirs:
+            if self._layout.adjacent_pairs and ".attn_k." in theirs:
                 _sort_pairs(into, self.config.num_kv_heads)
             row += stored.shape[0]
         return result
@@ -194,7 +179,7 @@ class GGUF:
         wanted: dict[str, Shape] = {}
         for name, shape in self._shapes.items():
             theirs = self._their_names(name)
-            rows = cuts(self.config, name) if len(theirs) > 1 else [shape[0]]
+            rows = self.config.cuts(name) if len(theirs) > 1 else [shape[0]]
             wanted |= {their: (count, *shape[1:]) for their, count in zip(theirs, rows, strict=True)}
         check_shapes({name: stored.shape for name, stored in self.tensors.items()}, wanted)
         for stored in self.tensors.values():
@@ -209,7 +194,7 @@ class GGUF:
         parts = name.split(".")
         number = parts[1] if parts[0] == "blocks" else ""
         module = ".".join([parts[0], "N", *parts[2:-1]] if number else parts[:-1])
-        return [f"{their}.{parts[-1]}".replace(".N.", f".{number}.") for their in _NAMES[self.architecture][module]]
+        return [f"{their}.{parts[-1]}".replace(".N.", f".{number}.") for their in self._layout.names[module]]
 
 
 # The header
@@ -344,15 +329,21 @@ def _place(found: list[Stored], *, begin: int, size: int, alignment: int) -> dic
 # The shape
 
 
-def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> GPTConfig:
-    """The model that the header describes. Raises ValueError for what a GPT of ours cannot be."""
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _NAMES:
-        raise ValueError(f"the architecture is {architecture!r}; known: {', '.join(_NAMES)}")
+def _named(metadata: Mapping[str, Any]) -> tuple[Architecture, Layout]:
+    known = {layout.architecture: (one, layout) for one in ARCHITECTURES.values() for layout in one.layouts}
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"the architecture is {name!r}; known: {', '.join(known)}")
+    return known[name]
+
+
+def _config(
+    architecture: Architecture, layout: Layout, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]
+) -> DecoderConfig:
+    """The model that the header describes. Raises ValueError for what no decoder of ours can be."""
     if metadata.get("split.count", 0) not in (0, 1):
         raise ValueError("it is one of several files of a model; join them with: llama-gguf-split --merge FIRST OUT")
-    given = _Given(metadata, architecture)
-    rotary = architecture != "gpt2"
+    given, rotary = _Given(metadata, layout.architecture), layout.rotary
     for name in ("token_embd.weight", "blk.0.ffn_up.weight"):
         if name not in tensors or len(tensors[name].shape) != 2:
             raise ValueError(f"{name} is missing or no matrix: these are not the weights of a language model")
@@ -372,20 +363,19 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> GPTCo
     _check_size("vocab_size", fields["vocab_size"], tensors["token_embd.weight"].shape[0])
     _check_size("embedding_length", fields["model_dim"], tensors["token_embd.weight"].shape[1])
     _check_size("feed_forward_length", fields["ff_dim"], tensors["blk.0.ffn_up.weight"].shape[0])
+    fields["num_kv_heads"] = given.number("attention.head_count_kv", default=fields["num_heads"])
     if rotary:
-        config = GPTConfig.llama(
-            **fields,
-            num_kv_heads=given.number("attention.head_count_kv", default=fields["num_heads"]),
-            rope_theta=given.fraction("rope.freq_base", default=10000.0),
-            bias="blk.0.attn_output.bias" in tensors,
-            qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in tensors,
-        )
+        fields["rope_theta"] = given.fraction("rope.freq_base", default=10000.0)
+        fields["bias"] = "blk.0.attn_output.bias" in tensors
+        fields["qkv_bias"] = "blk.0.attn_q.bias" in tensors
+        fields["head_dim"] = given.number("attention.key_length", default=fields["model_dim"] // fields["num_heads"])
     else:
         positions = tensors.get("position_embd.weight")
         if positions is None:
             raise ValueError("position_embd.weight is missing")
         _check_size("context_length", fields["max_seq_len"], positions.shape[0])
-        config = GPTConfig(**fields, num_kv_heads=given.number("attention.head_count_kv", default=fields["num_heads"]))
+    known = fields_of(architecture.config)  # what is fixed is checked with the names and shapes of the tensors
+    config = architecture.config(**{key: value for key, value in (fields | dict(layout.parts)).items() if key in known})
     given.check_plain(config, tensors)
     return config
 
@@ -414,7 +404,7 @@ class _Given:
             raise ValueError(f"{self._architecture}.{key} is missing")
         return value
 
-    def check_plain(self, config: GPTConfig, tensors: Mapping[str, Stored]) -> None:
+    def check_plain(self, config: DecoderConfig, tensors: Mapping[str, Stored]) -> None:
         """Everything that would change the arithmetic is off."""
         if "rope_freqs.weight" in tensors:
             raise ValueError(

@@ -1,9 +1,10 @@
-"""A decoder-only transformer that covers two families with one set of parts.
+"""A decoder-only transformer that covers several families with one set of parts.
 
               position   norm        activation   bias          head
     GPT-2     learned    layernorm   gelu (tanh)  yes           tied
     Llama     rotary     rmsnorm     swiglu       no            either    (also SmolLM2, TinyLlama)
     Qwen2     rotary     rmsnorm     swiglu       on q, k, v    either
+    Qwen3     rotary     rmsnorm     swiglu       no            either    norms over each query and key head (qwen3.py)
 
 Papers: Radford et al. 2019 (GPT-2), Touvron et al. 2023 (Llama), Su et al. 2021 (rotary positions), Ainslie et al. 2023
 (grouped-query attention), Shazeer 2020 (SwiGLU).
@@ -17,21 +18,21 @@ Shapes are written as suffixes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from smolcluster.models.attention import Rope, attend, rope_at, rotate, without_cudnn_attention
 from smolcluster.models.gpt_config import GPTConfig
 from smolcluster.models.gpt_tensor import STYLES, fused, must_divide
-
-Rope = tuple[Tensor, Tensor]  # cosines and sines, each T x 1 x E/2, fp32
+from smolcluster.models.protocols import CachedPiece, TensorStyles
+from smolcluster.models.ragged import embed_pieces, run_pieces
 
 
 @dataclass
@@ -66,68 +67,6 @@ class KVCache:
         return keys[:, :, :end].to(k_BKTE.dtype), values[:, :, :end].to(v_BKTE.dtype)
 
 
-def rope_at(config: GPTConfig, positions_T: Tensor) -> Rope | None:
-    """Cosine and sine of each position's angles, in fp32 whatever the model's type."""
-    if config.position != "rotary":
-        return None
-    exponents = torch.arange(0, config.head_dim, 2, device=positions_T.device, dtype=torch.float32) / config.head_dim
-    angles = positions_T.float()[:, None, None] * (1.0 / config.rope_theta**exponents)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x_BTHE: Tensor, rope: Rope) -> Tensor:
-    """Turn the pair (i, i + E/2) of every head by the angle of its position, in fp32."""
-    cos, sin = rope
-    a, b = x_BTHE.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTHE.dtype)
-
-
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Keep torch from choosing cuDNN for attention here, whatever the device.
-
-    cuDNN builds a plan for every new length of the keys, 40 to 300 ms each on an H200; with a cache, each token is a new
-    length. The flag is the process's: where threads overlap, the choice may last longer or shorter, results do not change.
-    """
-    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def attend(
-    q_BHTE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    *,
-    mask_TS: Tensor | None,
-    dropout: float = 0.0,
-    cached: bool = False,
-) -> Tensor:
-    """Causal attention; each key and value head serves H/K query heads. Without a mask, T is S or 1.
-
-    `cached`: keys and values come from a cache, and the caller has excluded cuDNN (`without_cudnn_attention`).
-    """
-    groups = q_BHTE.size(1) // k_BKSE.size(1)
-    # On CUDA flash attention takes grouped heads but no mask; cuDNN takes both; neither takes fp32.
-    half = q_BHTE.dtype in (torch.float16, torch.bfloat16)
-    native = q_BHTE.device.type == "cpu" or (q_BHTE.is_cuda and half and not (cached and mask_TS is not None))
-    if groups > 1 and not native:
-        # No fused kernel takes grouped heads here: CUDA would build the T x S matrix, old MPS would crash.
-        k_BKSE, v_BKSE = k_BKSE.repeat_interleave(groups, dim=1), v_BKSE.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(
-        q_BHTE,
-        k_BKSE,
-        v_BKSE,
-        attn_mask=mask_TS,
-        dropout_p=dropout,
-        is_causal=mask_TS is None and q_BHTE.size(2) > 1,
-        enable_gqa=groups > 1 and native,
-    )
-
-
 class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Nothing: `GPT.init_weights` fills every parameter once. Doing both takes three times as long."""
@@ -148,16 +87,24 @@ class Attention(nn.Module):
         )  # of this rank, where they are shared out
         self.gather: Callable[[Tensor], Tensor] | None = None  # of pieces of a sequence
         self.qkv = Linear(config.model_dim, config.qkv_dim, bias=bool(config.qkv_bias))
-        self.out = Linear(config.model_dim, config.model_dim, bias=bool(config.bias))
+        # Over each head; the weight is the same for all.
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.out = Linear(config.num_heads * config.head_dim, config.model_dim, bias=bool(config.bias))
+
+    def prepare(self, qk: Tensor, rope: Rope | None) -> Tensor:
+        """Norm the query and key heads, and turn them by their positions. Heads are the last dimension but one."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), dim=-2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-2)
+        return qk if rope is None else rotate(qk, rope)
 
     def forward(self, x_BTD: Tensor, rope: Rope | None, mask_TS: Tensor | None, cache: KVCache | None) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        # The projection gives all query heads, then key heads, then value heads; the first two are turned together.
+        # The projection gives all query heads, then key heads, then value heads; the first two are prepared together.
         qkv = self.qkv(x_BTD).unflatten(-1, (heads + 2 * kv_heads, self.config.head_dim))
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
-        if rope is not None:
-            qk = rotate(qk, rope)
-        q, k = qk.split((heads, kv_heads), dim=2)
+        q, k = self.prepare(qk, rope).split_with_sizes((heads, kv_heads), dim=2)
         q_BHTE, k_BKSE, v_BKSE = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k_BKSE, v_BKSE = cache.append(self.layer, k_BKSE, v_BKSE)
@@ -331,6 +278,14 @@ class GPT(nn.Module):
         """The mean over the targets that count. It does not call the module: forward hooks of its own are not run."""
         return next_token_loss(self.head(self._hidden(self, tokens_BT)), targets_BT)
 
+    def embed_pieces(self, tokens_N: Tensor, pieces: Sequence[CachedPiece]) -> Tensor:
+        """Token embeddings, plus learned positions, of pieces of many sequences (`ragged.py`)."""
+        return embed_pieces(self, tokens_N, pieces)
+
+    def run_pieces(self, x_ND: Tensor, pieces: Sequence[CachedPiece]) -> Tensor:
+        """The blocks over pieces of many sequences (`ragged.py`)."""
+        return run_pieces(self.blocks.children(), x_ND, pieces, config=self.config)
+
     @property
     def num_layers(self) -> int:
         return self.config.num_layers
@@ -339,7 +294,7 @@ class GPT(nn.Module):
         """Some of the layers, with the embedding before the first and the head behind the last. Weights are shared."""
         return GPTStage(self, layers, first=first, last=last)
 
-    def tensor_styles(self) -> dict[str, Any]:
+    def tensor_styles(self) -> TensorStyles:
         """How this model is shared out along a tensor-parallel axis."""
         config = self.config
         return {"styles": STYLES, "fused": fused(config), "must_divide": must_divide(config)}

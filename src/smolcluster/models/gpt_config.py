@@ -1,9 +1,10 @@
-"""The shape of a GPT, its parameter count and its work per token: arithmetic only, no tensors."""
+"""The shape of a GPT, its parameters and its work per token: arithmetic only, no tensors."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 GPT2_SIZES = {"small": (768, 12, 12), "medium": (1024, 24, 16), "large": (1280, 36, 20), "xl": (1600, 48, 25)}
 CHOICES = {"position": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), "activation": ("gelu", "swiglu")}
@@ -12,6 +13,8 @@ CHOICES = {"position": ("learned", "rotary"), "norm": ("layernorm", "rmsnorm"), 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """The shape of a `GPT`. Automatic values are filled in, so every field of a config holds what is really built."""
+
+    qk_norm: ClassVar[bool] = False  # norms over each query and key head
 
     vocab_size: int
     model_dim: int
@@ -58,20 +61,25 @@ class GPTConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
-        dim, heads, kv_heads = self.model_dim, self.num_heads, self.num_kv_heads
-        if dim % heads:
-            near = -(-dim // heads) * heads
-            raise ValueError(
-                f"model_dim {dim} is not divisible by num_heads {heads}: set model_dim to a multiple, such as {near}"
-            )
+        self._check_width()
+        heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % kv_heads:
             divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ValueError(
                 f"num_heads {heads} is not divisible by num_kv_heads {kv_heads}: set num_kv_heads to one of {divisors}"
             )
-        if self.position == "rotary" and self.head_dim % 2:
+
+    def _check_width(self) -> None:
+        """Refuse heads that are of unlike width, or cannot be turned."""
+        dim, heads = self.model_dim, self.num_heads
+        if dim % heads:
+            near = -(-dim // heads) * heads
             raise ValueError(
-                f"model_dim {dim} with num_heads {heads} gives heads of odd width {self.head_dim}, "
+                f"model_dim {dim} is not divisible by num_heads {heads}: set model_dim to a multiple, such as {near}"
+            )
+        if self.position == "rotary" and dim // heads % 2:
+            raise ValueError(
+                f"model_dim {dim} with num_heads {heads} gives heads of odd width {dim // heads}, "
                 f"and rotary positions turn pairs: set model_dim to a multiple of {2 * heads}"
             )
 
@@ -103,15 +111,41 @@ class GPTConfig:
         """Width of the first feed-forward projection: swiglu fuses gate and up."""
         return 2 * self.ff_dim if self.activation == "swiglu" else self.ff_dim
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of all parameters, in the model's order."""
+        dim, heads_dim = self.model_dim, self.num_heads * self.head_dim
+        result: dict[str, tuple[int, ...]] = {"token_embedding.weight": (self.vocab_size, dim)}
+        if self.position == "learned":
+            result["position_embedding.weight"] = (self.max_seq_len, dim)
+        for layer in range(self.num_layers):
+            block = f"blocks.{layer}"
+            result |= self._norm(f"{block}.attention_norm")
+            result |= _linear(f"{block}.attention.qkv", self.qkv_dim, dim, bias=self.qkv_bias)
+            if self.qk_norm:
+                result |= {f"{block}.attention.{part}_norm.weight": (self.head_dim,) for part in "qk"}
+            result |= _linear(f"{block}.attention.out", dim, heads_dim, bias=self.bias)
+            result |= self._norm(f"{block}.mlp_norm")
+            result |= _linear(f"{block}.mlp.up", self.up_dim, dim, bias=self.bias)
+            result |= _linear(f"{block}.mlp.down", dim, self.ff_dim, bias=self.bias)
+        result |= self._norm("norm")
+        if not self.tie_head:
+            result["lm_head.weight"] = (self.vocab_size, dim)
+        return result
+
+    def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
+        biased = self.norm == "layernorm" and self.bias
+        return {f"{name}.{kind}": (self.model_dim,) for kind in (("weight", "bias") if biased else ("weight",))}
+
+    def cuts(self, name: str) -> list[int]:
+        """Return how many rows of a joined projection belong to each of its parts."""
+        if ".qkv." in name:
+            return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        return [self.ff_dim, self.ff_dim]
+
     @property
     def num_parameters(self) -> int:
         """Exact, without building the model."""
-        dim, bias = self.model_dim, int(bool(self.bias))
-        norm = dim * (1 + bias * (self.norm == "layernorm"))
-        attention = (dim + bool(self.qkv_bias)) * self.qkv_dim + (dim + bias) * dim
-        mlp = (dim + bias) * self.up_dim + (self.ff_dim + bias) * dim
-        rows = self.vocab_size * (1 if self.tie_head else 2) + self.max_seq_len * (self.position == "learned")
-        return rows * dim + self.num_layers * (attention + mlp + 2 * norm) + norm
+        return sum(map(math.prod, self.shapes().values()))
 
     def flops_per_token(self, seq_len: int) -> int:
         """Forward and backward, as commonly counted: 6 N + 12 L D T.
@@ -121,4 +155,9 @@ class GPTConfig:
         """
         looked_up = self.max_seq_len * (self.position == "learned") + self.vocab_size * (not self.tie_head)
         multiplied = self.num_parameters - looked_up * self.model_dim
-        return 6 * multiplied + 12 * self.num_layers * self.model_dim * seq_len
+        return 6 * multiplied + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
+
+
+def _linear(name: str, out: int, into: int, *, bias: bool | None) -> dict[str, tuple[int, ...]]:
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (out, into)}
+    return weight | ({f"{name}.bias": (out,)} if bias else {})

@@ -5,6 +5,7 @@
     vocabulary   rows of an embedding are dealt out; who has none for a token adds zero
     stream       works on each token alone: on its part of the sequence, or, without sequence parallelism, on all of it
     positions    a table that every rank has; of what it gives, the part for this rank's part of the sequence
+    heads        works on each head alone, of those of this rank: B x T x H x E
     gather       the first input is needed in whole, all tokens of it
     logits       as stream; its output goes to the vocabulary-parallel head, in whole
 
@@ -22,6 +23,8 @@ STYLES = {
     "blocks.*.attention_norm": "stream",
     "blocks.*.attention": "gather",
     "blocks.*.attention.qkv": "columns",
+    "blocks.*.attention.q_norm": "heads",
+    "blocks.*.attention.k_norm": "heads",
     "blocks.*.attention.out": "rows",
     "blocks.*.mlp_norm": "stream",
     "blocks.*.mlp": "gather",

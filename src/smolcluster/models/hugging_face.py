@@ -1,6 +1,6 @@
-"""A GPT under Hugging Face's names, and back: tables, and pure functions on dictionaries of tensors.
+"""A decoder under Hugging Face's names, and back: pure functions on dictionaries of tensors, by the tables of `registry.py`.
 
-    ours                        GPT2LMHeadModel              LlamaForCausalLM, Qwen2ForCausalLM
+    ours                        GPT2LMHeadModel              LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
     attention.qkv               c_attn, transposed           q_proj, k_proj, v_proj
     mlp.up                      c_fc, transposed             gate_proj, up_proj
     every other matrix          transposed, but embeddings   as it is
@@ -17,7 +17,6 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,154 +24,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from smolcluster.models.gpt_config import GPTConfig
+from smolcluster.models.architecture import Architecture, Family
 from smolcluster.models.parts import (
     Shape,
     cast,
     check_depth,
     check_shapes,
     check_values,
-    cuts,
     first_of,
     part_of,
-    shapes,
 )
+from smolcluster.models.protocols import DecoderConfig
+from smolcluster.models.registry import ARCHITECTURES, architecture_of
 
 _JSON_LIMIT_BYTES = 64 << 20  # the largest tokenizers take half of it
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-Names = Mapping[str, tuple[str, ...]]  # our module -> theirs, in the order in which ours joins them; N is the layer
-
-GPT2_NAMES: Names = {
-    "token_embedding": ("transformer.wte",),
-    "position_embedding": ("transformer.wpe",),
-    "blocks.N.attention_norm": ("transformer.h.N.ln_1",),
-    "blocks.N.attention.qkv": ("transformer.h.N.attn.c_attn",),
-    "blocks.N.attention.out": ("transformer.h.N.attn.c_proj",),
-    "blocks.N.mlp_norm": ("transformer.h.N.ln_2",),
-    "blocks.N.mlp.up": ("transformer.h.N.mlp.c_fc",),
-    "blocks.N.mlp.down": ("transformer.h.N.mlp.c_proj",),
-    "norm": ("transformer.ln_f",),
-    "lm_head": ("lm_head",),
-}
-LLAMA_NAMES: Names = {
-    "token_embedding": ("model.embed_tokens",),
-    "blocks.N.attention_norm": ("model.layers.N.input_layernorm",),
-    "blocks.N.attention.qkv": tuple(f"model.layers.N.self_attn.{part}_proj" for part in "qkv"),
-    "blocks.N.attention.out": ("model.layers.N.self_attn.o_proj",),
-    "blocks.N.mlp_norm": ("model.layers.N.post_attention_layernorm",),
-    "blocks.N.mlp.up": ("model.layers.N.mlp.gate_proj", "model.layers.N.mlp.up_proj"),
-    "blocks.N.mlp.down": ("model.layers.N.mlp.down_proj",),
-    "norm": ("model.norm",),
-    "lm_head": ("lm_head",),
-}
-
-LLAMA_PARTS = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
-LLAMA_KEYS = {
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_seq_len",
-    "hidden_size": "model_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "intermediate_size": "ff_dim",
-    "rms_norm_eps": "norm_eps",
-    "rope_theta": "rope_theta",
-    "tie_word_embeddings": "tie_head",
-    "attention_dropout": "dropout",
-}
-LLAMA_DEFAULTS = {
-    "num_key_value_heads": None,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One architecture of Hugging Face, and what of ours it stands for."""
-
-    architecture: str
-    model_type: str
-    parts: Mapping[str, str]
-    biases: tuple[str, ...]  # as `_biases` says it
-    grouped_heads: bool
-    names: Names
-    transposed: tuple[str, ...] = ()  # endings of our modules
-    keys: Mapping[str, str]  # key of config.json -> field of GPTConfig; where two keys have one field, the last is read
-    defaults: Mapping[str, Any]  # what stands for a key that config.json leaves out
-    fields: Mapping[str, bool] = field(default_factory=dict)  # of GPTConfig, the same in every such model
-    choices: Mapping[str, tuple[Any, ...]]  # keys whose other values mean other arithmetic; the first is written
-    no_weights: str  # tensors that old files hold beside the weights
-
-
-FAMILIES = (
-    Family(
-        architecture="GPT2LMHeadModel",
-        model_type="gpt2",
-        parts={"position": "learned", "norm": "layernorm", "activation": "gelu"},
-        biases=("everywhere",),
-        grouped_heads=False,
-        names=GPT2_NAMES,
-        transposed=("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
-        keys={
-            "vocab_size": "vocab_size",
-            "n_positions": "max_seq_len",
-            "n_embd": "model_dim",
-            "n_layer": "num_layers",
-            "n_head": "num_heads",
-            "n_inner": "ff_dim",
-            "layer_norm_epsilon": "norm_eps",
-            "tie_word_embeddings": "tie_head",
-            "embd_pdrop": "dropout",
-            "attn_pdrop": "dropout",
-            "resid_pdrop": "dropout",
-        },
-        defaults={
-            "n_inner": None,
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-            "embd_pdrop": 0.1,
-            "attn_pdrop": 0.1,
-            "resid_pdrop": 0.1,
-        },
-        fields={"bias": True, "qkv_bias": True},
-        choices={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-        },
-        no_weights=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
-    ),
-    Family(
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        parts=LLAMA_PARTS,
-        biases=("none", "everywhere"),
-        grouped_heads=True,
-        names=LLAMA_NAMES,
-        keys=LLAMA_KEYS | {"attention_bias": "qkv_bias", "mlp_bias": "bias"},
-        defaults=LLAMA_DEFAULTS | {"attention_bias": False, "mlp_bias": False},
-        choices={"hidden_act": ("silu", "swish")},
-        no_weights=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    ),
-    Family(
-        architecture="Qwen2ForCausalLM",
-        model_type="qwen2",
-        parts=LLAMA_PARTS,
-        biases=("on q, k, v",),
-        grouped_heads=True,
-        names=LLAMA_NAMES,
-        keys=LLAMA_KEYS,
-        defaults=LLAMA_DEFAULTS,
-        fields={"bias": False, "qkv_bias": True},
-        choices={"hidden_act": ("silu", "swish"), "use_sliding_window": (False,)},
-        no_weights=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    ),
-)
 _LARGEST = 2**31  # of the numbers in a config.json
 _FRACTIONS, _FLAGS = ("dropout", "norm_eps", "rope_theta"), ("tie_head", "bias", "qkv_bias")
 
@@ -180,10 +47,11 @@ _FRACTIONS, _FLAGS = ("dropout", "norm_eps", "rope_theta"), ("tie_head", "bias",
 # From ours to theirs
 
 
-def family_of(config: GPTConfig) -> Family:
+def family_of(config: DecoderConfig) -> Family:
     """The architecture with these parts. Raises ValueError with those that no architecture has together."""
-    strange = {family.architecture: _strange(config, family) for family in FAMILIES}
-    for family in FAMILIES:
+    families = architecture_of(config).families
+    strange = {family.architecture: _strange(config, family) for family in families}
+    for family in families:
         if not strange[family.architecture]:
             return family
     nearest = min(strange, key=lambda name: len(strange[name]))
@@ -193,7 +61,7 @@ def family_of(config: GPTConfig) -> Family:
     )
 
 
-def export_config(config: GPTConfig, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def export_config(config: DecoderConfig, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """The contents of config.json."""
     family = family_of(config)
     return {
@@ -208,23 +76,23 @@ def export_config(config: GPTConfig, *, dtype: torch.dtype = torch.float32) -> d
     }
 
 
-def export_weights(config: GPTConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights under their names: views where possible, no arithmetic."""
     family = family_of(config)
-    check_shapes(_shapes_of(weights), shapes(config))
+    check_shapes(_shapes_of(weights), config.shapes())
     result: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         theirs, transposed = _their_names(family, name)
-        pieces = tensor.split_with_sizes(cuts(config, name)) if len(theirs) > 1 else (tensor,)
+        pieces = tensor.split_with_sizes(config.cuts(name)) if len(theirs) > 1 else (tensor,)
         result |= {their: piece.t() if transposed else piece for their, piece in zip(theirs, pieces, strict=True)}
     return result
 
 
-def _their_shapes(family: Family, config: GPTConfig) -> dict[str, Shape]:
+def _their_shapes(family: Family, config: DecoderConfig) -> dict[str, Shape]:
     result: dict[str, Shape] = {}
-    for name, shape in shapes(config).items():
+    for name, shape in config.shapes().items():
         theirs, transposed = _their_names(family, name)
-        for their, rows in zip(theirs, cuts(config, name) if len(theirs) > 1 else [shape[0]], strict=True):
+        for their, rows in zip(theirs, config.cuts(name) if len(theirs) > 1 else [shape[0]], strict=True):
             piece = (rows, *shape[1:])
             result[their] = piece[::-1] if transposed else piece
     return result
@@ -243,35 +111,36 @@ def _their_names(family: Family, name: str) -> tuple[list[str], bool]:
     return theirs, module.endswith(family.transposed)
 
 
-def _strange(config: GPTConfig, family: Family) -> list[str]:
+def _strange(config: DecoderConfig, family: Family) -> list[str]:
     """The parts of a model that this architecture does not have."""
     found = [
         f"{part} {getattr(config, part)} (there: {theirs})"
         for part, theirs in family.parts.items()
         if getattr(config, part) != theirs
     ]
-    if _biases(config) not in family.biases:
-        found.append(f"biases {_biases(config)} (there: {' or '.join(family.biases)})")
+    if family.biases and (biases := _biases(config)) not in family.biases:
+        found.append(f"biases {biases} (there: {' or '.join(family.biases)})")
     if config.num_kv_heads != config.num_heads and not family.grouped_heads:
         found.append(f"num_kv_heads {config.num_kv_heads} (there: as many as num_heads, {config.num_heads})")
     return found
 
 
-def _biases(config: GPTConfig) -> str:
-    if config.bias:
-        return "everywhere" if config.qkv_bias else "everywhere but on q, k, v"
-    return "on q, k, v" if config.qkv_bias else "none"
+def _biases(config: DecoderConfig) -> str:
+    everywhere, on_qkv = getattr(config, "bias"), getattr(config, "qkv_bias")  # noqa: B009 - not every shape has them
+    if everywhere:
+        return "everywhere" if on_qkv else "everywhere but on q, k, v"
+    return "on q, k, v" if on_qkv else "none"
 
 
 # From theirs to ours
 
 
-def import_config(theirs: Mapping[str, Any]) -> GPTConfig:
-    """The shape that a config.json describes. Raises ValueError for what a GPT of ours cannot be.
+def import_config(theirs: Mapping[str, Any]) -> DecoderConfig:
+    """The shape that a config.json describes. Raises ValueError for what no decoder of ours can be.
 
-    The dropout is that of the residual stream (GPT-2) or of attention (Llama, Qwen2).
+    The dropout is that of the residual stream (GPT-2) or of attention (all others).
     """
-    family = _named_family(theirs)
+    architecture, family = _named_family(theirs)
     theirs = _with_rope_theta(theirs) if "rope_theta" in family.keys else theirs
     for key, known in family.choices.items():
         if theirs.get(key, known[0]) not in known:
@@ -282,7 +151,7 @@ def import_config(theirs: Mapping[str, Any]) -> GPTConfig:
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ValueError("layer_types names layers without full attention, which are not supported")
     fields = {name: _value(theirs, key, name, family.defaults) for key, name in family.keys.items()}
-    config = GPTConfig(**(dict(family.parts) | dict(family.fields) | fields))
+    config = architecture.config(**(dict(family.parts) | dict(family.fields) | fields))
     if theirs.get("head_dim") not in (None, config.head_dim):
         raise ValueError(
             f"head_dim is {theirs['head_dim']}, which is not supported: only hidden_size / num_attention_heads, "
@@ -291,16 +160,16 @@ def import_config(theirs: Mapping[str, Any]) -> GPTConfig:
     return config
 
 
-def import_weights(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def import_weights(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors as our state dict, in memory of its own. Raises ValueError with the names that are wrong."""
     return _Weights(config, _shapes_of(tensors)).read(tensors.__getitem__)
 
 
-def load(folder: str | Path) -> tuple[GPTConfig, dict[str, Tensor]]:
+def load(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """A model from config.json and model.safetensors, in one piece or in shards. Raises ValueError with the place.
 
     config, weights = load("smollm")
-    model = GPT(config)
+    model = build(config)
     model.load_state_dict(weights)
     """
     whole = Folder(folder)
@@ -363,7 +232,7 @@ class Folder:
 class _Weights:
     """Their tensors by our names. Names and shapes are checked when it is made, values when they are read."""
 
-    def __init__(self, config: GPTConfig, stored: Mapping[str, Shape]) -> None:
+    def __init__(self, config: DecoderConfig, stored: Mapping[str, Shape]) -> None:
         self._family = family = family_of(config)
         self._stored = names = _full_names(family, stored)
         embedding, head = f"{family.names['token_embedding'][0]}.weight", "lm_head.weight"
@@ -371,7 +240,7 @@ class _Weights:
         self._twins = (embedding, head) if config.tie_head and {embedding, head} <= names.keys() else None
         found = {name: stored[place] for name, place in names.items() if not (self._twins and name == head)}
         check_depth(config.num_layers, len(found), where=CONFIG)
-        self.ours = list(shapes(config))
+        self.ours = list(config.shapes())
         check_shapes(found, _their_shapes(family, config))
 
     def read(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -400,8 +269,8 @@ def _full_names(family: Family, stored: Iterable[str]) -> dict[str, str]:
     return {name: where for name, where in names.items() if not re.fullmatch(family.no_weights, name)}
 
 
-def _named_family(theirs: Mapping[str, Any]) -> Family:
-    known = {family.architecture: family for family in FAMILIES}
+def _named_family(theirs: Mapping[str, Any]) -> tuple[Architecture, Family]:
+    known = {family.architecture: (one, family) for one in ARCHITECTURES.values() for family in one.families}
     named = theirs.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in tuple(known):
         what = f"is {', '.join(map(str, named))}" if isinstance(named, list) else "is not given"

@@ -1,6 +1,6 @@
 """A part of a model: some layers, the embedding before the first, the head behind the last; and what is read for it.
 
-part of the model       parameters
+part of the model       parameters, in every architecture
 some layers             blocks.N....
 first                   token_embedding.weight, position_embedding.weight
 last                    norm...., lm_head.weight; where the head is tied, token_embedding.weight
@@ -13,51 +13,20 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from smolcluster.models.gpt_config import GPTConfig
+from smolcluster.models.protocols import DecoderConfig
 
 Shape = tuple[int, ...]
 MOST_LAYERS = 4096  # no model has nearly as many
 _CHUNK = 1 << 20  # weights that are looked at at a time: all at once they would be in memory three times
 
 
-def shapes(config: GPTConfig) -> dict[str, Shape]:
-    """Names and shapes of all parameters, in the model's order. Arithmetic only: no model is made for it."""
-    dim = config.model_dim
-    result: dict[str, Shape] = {"token_embedding.weight": (config.vocab_size, dim)}
-    if config.position == "learned":
-        result["position_embedding.weight"] = (config.max_seq_len, dim)
-    for layer in range(config.num_layers):
-        block = f"blocks.{layer}"
-        result |= _norm(f"{block}.attention_norm", config)
-        result |= _linear(f"{block}.attention.qkv", config.qkv_dim, dim, bias=config.qkv_bias)
-        result |= _linear(f"{block}.attention.out", dim, dim, bias=config.bias)
-        result |= _norm(f"{block}.mlp_norm", config)
-        result |= _linear(f"{block}.mlp.up", config.up_dim, dim, bias=config.bias)
-        result |= _linear(f"{block}.mlp.down", dim, config.ff_dim, bias=config.bias)
-    result |= _norm("norm", config)
-    if not config.tie_head:
-        result["lm_head.weight"] = (config.vocab_size, dim)
-    return result
+def vocabulary(found: Mapping[str, Shape]) -> int | None:
+    """Return the rows of the token embedding, or None where there is none."""
+    embedding = found.get("token_embedding.weight", ())
+    return embedding[0] if len(embedding) == 2 else None
 
 
-def _norm(name: str, config: GPTConfig) -> dict[str, Shape]:
-    biased = config.norm == "layernorm" and config.bias
-    return {f"{name}.{kind}": (config.model_dim,) for kind in (("weight", "bias") if biased else ("weight",))}
-
-
-def _linear(name: str, out: int, into: int, *, bias: bool | None) -> dict[str, Shape]:
-    weight: dict[str, Shape] = {f"{name}.weight": (out, into)}
-    return weight | ({f"{name}.bias": (out,)} if bias else {})
-
-
-def cuts(config: GPTConfig, name: str) -> list[int]:
-    """How many rows of a joined projection belong to each of its parts."""
-    if ".qkv." in name:
-        return [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-    return [config.ff_dim, config.ff_dim]
-
-
-def part_of(names: Iterable[str], config: GPTConfig, layers: range, *, first: bool, last: bool) -> list[str]:
+def part_of(names: Iterable[str], config: DecoderConfig, layers: range, *, first: bool, last: bool) -> list[str]:
     """Those of a model's parameters that a part of it has."""
     if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
         raise ValueError(f"{layers} are not layers of a model that has {config.num_layers}")

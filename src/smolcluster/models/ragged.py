@@ -18,35 +18,28 @@ Shapes as in `gpt.py`, and: N tokens of all pieces, L layers, R tokens that a ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smolcluster.models.gpt import GPT, Block, attend, rope_at, rotate, without_cudnn_attention
+from smolcluster.models.attention import attend, rope_at, without_cudnn_attention
 from smolcluster.models.gpt_config import GPTConfig
+from smolcluster.models.protocols import CachedPiece
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smolcluster.models.gpt import GPT, Block
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """`count` tokens of a sequence, behind `start` others whose keys and values the cache has."""
-
-    start: int
-    count: int
-    cache: Tensor  # L x 2 x K x R x E: the keys and the values of each layer that is run
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-
-def positions(pieces: Iterable[Piece], *, device: torch.device) -> Tensor:
+def positions(pieces: Iterable[CachedPiece], *, device: torch.device) -> Tensor:
     """Of each of the N tokens."""
-    return torch.tensor([at for piece in pieces for at in range(piece.start, piece.end)], device=device)
+    return torch.tensor([at for piece in pieces for at in range(piece.start, piece.start + piece.count)], device=device)
 
 
-def embed(model: GPT, tokens_N: Tensor, pieces: Iterable[Piece]) -> Tensor:
+def embed_pieces(model: GPT, tokens_N: Tensor, pieces: Iterable[CachedPiece]) -> Tensor:
     """Token embeddings, plus learned positions."""
     x_ND: Tensor = model.token_embedding(tokens_N)
     if model.position_embedding is not None:
@@ -55,17 +48,21 @@ def embed(model: GPT, tokens_N: Tensor, pieces: Iterable[Piece]) -> Tensor:
 
 
 @without_cudnn_attention()
-def run_blocks(blocks: Iterable[Block], x_ND: Tensor, pieces: Sequence[Piece], *, config: GPTConfig) -> Tensor:
+def run_pieces(
+    blocks: Iterable[nn.Module], x_ND: Tensor, pieces: Sequence[CachedPiece], *, config: GPTConfig
+) -> Tensor:
     """Some of the blocks, in order. The i-th of them reads and writes the i-th layer of the caches."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     rope = rope_at(config, positions(pieces, device=x_ND.device))
     counts = [piece.count for piece in pieces]
     passages = [Passage(piece, dtype=x_ND.dtype) for piece in pieces]
-    for layer, block in enumerate(blocks):
+    for layer, one in enumerate(blocks):
+        block = cast("Block", one)
         qkv = block.attention.qkv(block.attention_norm(x_ND)).unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
-        if rope is not None:
+        prepared = block.attention.prepare(qkv[:, : heads + kv_heads], rope)
+        if rope is not None or config.qk_norm:
             # In place, so that keys and values stay side by side and go to the cache in one copy.
-            qkv[:, : heads + kv_heads] = rotate(qkv[:, : heads + kv_heads], rope)
+            qkv[:, : heads + kv_heads] = prepared
         q_NHE, kv = qkv.split((heads, 2 * kv_heads), dim=1)
         y = [
             passage.attend(layer, q_THE, new)
@@ -82,8 +79,8 @@ class Passage:
     The views of the cache are made for all layers at once: for a single token the calls cost as much as the numbers.
     """
 
-    def __init__(self, piece: Piece, *, dtype: torch.dtype) -> None:
-        start, end, cache = piece.start, piece.end, piece.cache
+    def __init__(self, piece: CachedPiece, *, dtype: torch.dtype) -> None:
+        start, end, cache = piece.start, piece.start + piece.count, piece.cache
         self.new = cache.flatten(1, 2)[:, :, start:end].unbind(0)  # of each layer 2K x T x E
         self.keys = cache[:, 0, None, :, :end].unbind(0)  # of each layer 1 x K x S x E
         self.values = cache[:, 1, None, :, :end].unbind(0)

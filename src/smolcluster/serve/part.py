@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from smolcluster.models import GPT, GPTConfig
-from smolcluster.models.ragged import Piece, embed, run_blocks
+from smolcluster.models.protocols import DecoderConfig, Pipelined, Ragged
+from smolcluster.models.registry import build
 
 STEP = 64  # tokens; a cache has room for a multiple of it
 
@@ -41,6 +41,15 @@ class Row:
     @property
     def end(self) -> int:
         return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A row, and the keys and values before and of it, L x 2 x K x room x E."""
+
+    start: int
+    count: int
+    cache: Tensor
 
 
 class NotHeld(ValueError):
@@ -83,7 +92,7 @@ def room_for(tokens: int, *, room: int, limit: int) -> int:
     return min(-(-wanted // STEP) * STEP, limit)
 
 
-def cache_bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> int:
+def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Of each layer."""
     return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
@@ -93,7 +102,7 @@ class Part:
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: DecoderConfig,
         layers: range,
         *,
         first: bool,
@@ -108,15 +117,18 @@ class Part:
         self.device, self.dtype = device, dtype
         # Names and shapes only: the weights take the places of parameters that hold nothing.
         with torch.device("meta"):
-            whole = GPT(config)
-        self._model = whole.stage(layers, first=first, last=last).requires_grad_(False).eval()
-        self._model.load_state_dict(self._take(weights), assign=True)
+            whole = build(config)
+        assert isinstance(whole, Pipelined)
+        stage = whole.stage(layers, first=first, last=last).requires_grad_(False).eval()
+        stage.load_state_dict(self._take(stage, weights), assign=True)
+        assert isinstance(stage, Ragged)
+        self._model = stage
         self._caches: dict[int, Cache] = {}
 
-    def _take(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _take(self, stage: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of this part. One that is in its place and of its type already is not copied."""
         taken = {}
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in stage.named_parameters():
             if name not in weights:
                 raise ValueError(f"the weights have no {name}")
             tensor = weights[name]
@@ -140,8 +152,8 @@ class Part:
             Piece(start=row.start, count=row.count, cache=cache.kv) for row, cache in zip(rows, caches, strict=True)
         ]
         if self.first:
-            x = embed(self._model, x, pieces)
-        x = run_blocks(self._model.blocks.values(), x, pieces, config=self.config)  # type: ignore[operator]
+            x = self._model.embed_pieces(x, pieces)
+        x = self._model.run_pieces(x, pieces)
         if self.last:
             x = self._answer(rows, x)
         # All went well: now the new tokens count.

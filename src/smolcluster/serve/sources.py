@@ -28,6 +28,7 @@ from torch import Tensor
 
 from smolcluster.config import load_config
 from smolcluster.config.schema import Config, DataConfig
+from smolcluster.config.shape import shape_of
 from smolcluster.data.names import default_tokenizer
 from smolcluster.data.openings import openings
 from smolcluster.data.sources import find_sources
@@ -37,13 +38,13 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.snapshot import MANIFEST, open_checkpoint
 from smolcluster.engine.stored import StoredTensors
 from smolcluster.errors import DamagedCheckpoint, MissingExtra, UserError, suggest
-from smolcluster.models import GPTConfig
 from smolcluster.models.gguf import GGUF, MAGIC
 from smolcluster.models.hugging_face import CONFIG, Folder, read_json
-from smolcluster.models.parts import cast, check_depth, check_shapes, check_values, part_of, shapes
+from smolcluster.models.parts import cast, check_depth, check_shapes, check_values, part_of, vocabulary
+from smolcluster.models.protocols import DecoderConfig
+from smolcluster.models.registry import ARCHITECTURES
 from smolcluster.serve.text import Text
 from smolcluster.serve.vocabulary import Defined, Spelled, definition_from_gguf, flag, from_gguf
-from smolcluster.tasks.gpt import gpt_config
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Source(ABC):
     """A model that is there, in files."""
 
     name: str  # for people
-    config: GPTConfig
+    config: DecoderConfig
     fingerprint: str  # the same wherever these very weights are
     reference: dict[str, str]  # for `open_source` on another machine that has the same files
     _files: Mapping[Path, tuple[int, ...] | None] | None = None  # what they were when they were opened
@@ -118,7 +119,7 @@ class Source(ABC):
 
     def layer_bytes(self, dtype: torch.dtype) -> LayerBytes:
         """Memory for each layer, the embedding and the head."""
-        sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in shapes(self.config).items()}
+        sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in self.config.shapes().items()}
         none = range(0)
 
         def total(layers: range, *, first: bool, last: bool) -> int:
@@ -441,12 +442,12 @@ class RunSource(Source):
         assert isinstance(weights, StoredTensors)
         self._weights = weights
         found = weights.shapes()
-        embedding = found.get("token_embedding.weight", ())
-        if len(embedding) != 2:
-            raise UserError(f"{path}: not a checkpoint of a gpt: it has no token_embedding.weight")
-        self.config = gpt_config(self._settings.model, vocab_size=self._settings.model.vocab_size or embedding[0])
+        model, rows = self._settings.model, vocabulary(found)
+        if rows is None:
+            raise UserError(f"{path}: not a checkpoint of a {model.type}: it has no token_embedding.weight")
+        self.config = shape_of(model, vocab_size=model.vocab_size or rows)
         check_depth(self.config.num_layers, len(found), where="config.yaml")
-        check_shapes(found, shapes(self.config))
+        check_shapes(found, self.config.shapes())
         self.name = f"{_short(run.path)} (step {manifest.step})"
         self._step = manifest.step
         self.reference = {"kind": "run", "path": str(path)}
@@ -457,7 +458,7 @@ class RunSource(Source):
         self, layers: range, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
         result = {}
-        for name in part_of(shapes(self.config), self.config, layers, first=first, last=last):
+        for name in part_of(self.config.shapes(), self.config, layers, first=first, last=last):
             tensor = self._weights[name]
             check_values(name, tensor)
             result[name] = cast(name, tensor, dtype).to(device)
@@ -483,8 +484,9 @@ def _read_settings(run: RunDir) -> Config:
     if not run.config.is_file():
         raise UserError(f"{run.path} has no config.yaml, which says the model's shape; name the directory of a run")
     config = load_config([run.config])
-    if config.task is not None or config.model.type != "gpt":
-        raise UserError(f"{run.path} trained a {config.task or config.model.type}; only a gpt can be served")
+    if config.task is not None or config.model.type not in ARCHITECTURES:
+        known = " or ".join(ARCHITECTURES)
+        raise UserError(f"{run.path} trained a {config.task or config.model.type}; only a {known} can be served")
     return config
 
 

@@ -34,8 +34,9 @@ from smolcluster.comm.elastic.transport import Dialer, Link, Transport
 from smolcluster.compute.device import synchronize
 from smolcluster.compute.memory import built_in_bytes, free_bytes
 from smolcluster.errors import SmolclusterError
-from smolcluster.models import GPT, GPTConfig
-from smolcluster.models.parts import type_name
+from smolcluster.models.parts import part_of, type_name
+from smolcluster.models.protocols import DecoderConfig
+from smolcluster.models.registry import build
 from smolcluster.observe.text import printable
 from smolcluster.serve import wire
 from smolcluster.serve.ask import Token
@@ -379,8 +380,9 @@ class Holder:
         source = self._find(model)
         if source is None:
             return None
-        kept = {name: tensor for name, tensor in self._weights.items() if _belongs(name, layers, assignment)}
-        missing = [n for n in layers if not any(name.startswith(f"blocks.{n}.") for name in kept)]
+        names = part_of(self._weights, model.config, layers, first=assignment.first, last=assignment.last)
+        kept = {name: self._weights[name] for name in names}
+        missing = [n for n in layers if not part_of(kept, model.config, range(n, n + 1), first=False, last=False)]
         had = self._held or (range(0), False, False)
         first, last = assignment.first and not had[1], assignment.last and not had[2]
         self._part, self._held, self._weights = None, None, kept  # what is not kept makes room for what comes
@@ -423,7 +425,7 @@ class Holder:
         except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links
             return False
 
-    def _build(self, config: GPTConfig, layers: range, assignment: Assignment, weights: dict[str, Tensor]) -> None:
+    def _build(self, config: DecoderConfig, layers: range, assignment: Assignment, weights: dict[str, Tensor]) -> None:
         self._part = Part(
             config,
             layers,
@@ -604,15 +606,6 @@ def _chooser(opening: Opening) -> Chooser:
     return Chooser(opening.sampling, prompt=prompt, generated=generated, position=opening.position)
 
 
-def _belongs(name: str, layers: range, assignment: Assignment) -> bool:
-    """Whether a weight that is here is still needed."""
-    if name.startswith("blocks."):
-        return int(name.split(".")[1]) in layers
-    if name.startswith("token_embedding"):
-        return assignment.first or assignment.last
-    return assignment.first if name.startswith("position_embedding") else assignment.last
-
-
 def _spans(numbers: list[int]) -> list[range]:
     """[3, 4, 8] -> 3 to 4, 8 to 8."""
     spans: list[range] = []
@@ -624,10 +617,10 @@ def _spans(numbers: list[int]) -> list[range]:
     return spans
 
 
-def probe(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> float:
+def probe(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> float:
     """Seconds that a token takes through one layer here: the quickest of a few."""
     one = dataclasses.replace(config, num_layers=1, vocab_size=1)
-    weights = {n: t.to(device, dtype) for n, t in GPT(one).state_dict().items() if n.startswith("blocks.")}
+    weights = {name: tensor.to(device, dtype) for name, tensor in build(one).state_dict().items()}
     part = Part(one, range(1), first=False, last=False, weights=weights, device=device, dtype=dtype)
     x = torch.zeros(1, config.model_dim, device=device)
     times = []

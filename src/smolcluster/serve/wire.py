@@ -40,8 +40,9 @@ from torch import Tensor
 
 from smolcluster.comm.codecs import CodecError, make_codec
 from smolcluster.comm.elastic.messages import Head
-from smolcluster.models import GPTConfig
 from smolcluster.models.parts import type_name
+from smolcluster.models.protocols import DecoderConfig
+from smolcluster.models.registry import architecture_of, from_plain, to_plain
 from smolcluster.serve.ask import Sampling, Token
 from smolcluster.serve.part import Row
 
@@ -50,9 +51,6 @@ TYPES = {type_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, to
 MOST_TOKENS = 1 << 16  # of a batch
 MOST_NAME = 200
 FP16_LARGEST = 65504.0
-MOST_SIZE = 1 << 31  # of any length in the shape of a model
-_SIZES = ("vocab_size", "model_dim", "num_layers", "num_heads", "max_seq_len", "num_kv_heads", "ff_dim")
-_FRACTIONS, _FLAGS = ("dropout", "rope_theta", "norm_eps"), ("bias", "qkv_bias", "tie_head")
 
 T = TypeVar("T")
 
@@ -65,7 +63,7 @@ class Model:
     """What is served, and how a machine that has the files opens them."""
 
     name: str
-    config: GPTConfig
+    config: DecoderConfig
     fingerprint: str
     reference: Mapping[str, str]
     codec: str
@@ -137,22 +135,17 @@ class Spent:
 
 
 def model_meta(model: Model) -> dict[str, Any]:
-    return {**_plain(model), "config": asdict(model.config), "reference": dict(model.reference)}
+    config = model.config
+    return {
+        **_plain(model),
+        "architecture": architecture_of(config).name,
+        "config": to_plain(config),
+        "reference": dict(model.reference),
+    }
 
 
 def read_model(meta: Mapping[str, Any]) -> Model:
-    config = _mapping(meta, "config")
-    for name in _SIZES:
-        if _whole(config, name, least=1) > MOST_SIZE:
-            raise ValueError(f"{name} is larger than that of any model")
-    for name in _FRACTIONS:
-        _number(config, name)
-    for name in _FLAGS:
-        _flag(config, name)
-    try:
-        shape = GPTConfig(**{str(key): value for key, value in config.items()})
-    except TypeError as error:
-        raise ValueError(f"not the shape of a model: {error}") from error
+    shape = from_plain(_text(meta, "architecture"), _mapping(meta, "config"))
     codec = _text(meta, "codec")
     if codec not in CODECS:
         raise ValueError(f"unknown codec {codec[:20]!r}")

@@ -29,6 +29,7 @@ from smolcluster.compute.timing import Span
 from smolcluster.config.schema import Config
 from smolcluster.data.leases import Leases
 from smolcluster.errors import UserError
+from smolcluster.models.protocols import Recomputable
 from smolcluster.strategies.claims import Count
 from smolcluster.strategies.placement import Node, Placement, Seat, Shape
 from smolcluster.tasks.base import Task
@@ -297,8 +298,8 @@ def build_replica(
             )
     model = model.to(context.device)
     if config.gradient_checkpointing:
-        if hasattr(model, "gradient_checkpointing"):
-            setattr(model, "gradient_checkpointing", True)  # noqa: B010 - not every module has it
+        if isinstance(model, Recomputable):
+            model.gradient_checkpointing = True
         else:
             context.warn(f"training.gradient_checkpointing has no effect: {type(model).__name__} does not offer it")
     if arrange is not None:

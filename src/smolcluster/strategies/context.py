@@ -29,6 +29,7 @@ from smolcluster.comm.group import Group
 from smolcluster.comm.sharded import whole
 from smolcluster.compute.replica import Batch, zero_loss
 from smolcluster.errors import UserError
+from smolcluster.models.protocols import SequenceSharded
 from smolcluster.strategies.axes import divisors
 from smolcluster.tasks.base import Task, count_of
 
@@ -42,12 +43,12 @@ class Pieces:
         self.cut(example)
 
     def tell(self, model: nn.Module) -> None:
-        if not hasattr(model, "cut_sequence"):
+        if not isinstance(model, SequenceSharded):
             raise UserError(
                 f"{type(model).__name__} cannot be trained on pieces of sequences: it has no cut_sequence(piece, gather); "
-                "see models/gpt.py for an example, or use strategy.cp=1"
+                "see models/protocols.py, or use strategy.cp=1"
             )
-        model.cut_sequence(self._group.rank, self.gather)  # type: ignore[operator]
+        model.cut_sequence(self._group.rank, self.gather)
 
     def batch(self, batch: Batch) -> Batch:
         """My piece of each part, and what it counts."""

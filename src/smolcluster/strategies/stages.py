@@ -1,7 +1,7 @@
 """How a model is cut into stages: who has which layers, and how a layer is taken out of a model.
 
     nn.Sequential                       its children are the layers                       Children
-    num_layers, stage(layers, ...)      the model says itself, as the GPT does            Told
+    Pipelined (models/protocols.py)     the model cuts itself                             Told
     any other                           its forward is traced                             tracing.py
 
 Parameter names stay those of the whole model.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from smolcluster.errors import UserError
+from smolcluster.models.protocols import Pipelined
 from smolcluster.strategies.axes import divisors
 from smolcluster.strategies.parallel import COPY
 from smolcluster.tasks.base import Task
@@ -142,19 +143,19 @@ class Children(Layers):
 
 
 class Told(Layers):
-    def __init__(self, model: nn.Module) -> None:
-        self.count = int(getattr(model, "num_layers"))  # noqa: B009 - not every module has it
+    def __init__(self, model: Pipelined) -> None:
+        self.count = model.num_layers
 
     def stage(self, model: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
-        found: nn.Module = model.stage(layers, first=first, last=last)  # type: ignore[operator]
-        return found
+        assert isinstance(model, Pipelined)
+        return model.stage(layers, first=first, last=last)
 
 
 def layers_of(model: nn.Module) -> Layers | None:
     """None: it must be traced."""
     if isinstance(model, nn.Sequential):
         return Children(model)
-    if hasattr(model, "stage") and hasattr(model, "num_layers"):
+    if isinstance(model, Pipelined):
         return Told(model)
     return None
 

@@ -11,7 +11,7 @@
     without gathering the logits (vocabulary parallel)
 
 Which module is treated how stands in a table beside the model (`models/gpt_tensor.py`); torch's DTensor does the rest. A model
-of one's own has `tensor_styles()`, which gives such a table.
+of one's own follows the protocol `TensorSharded` (`models/protocols.py`).
 
 Bytes per step, sent and received each, for L layers and A bytes of stream activations (B x T x D):
     forward and backward each: 2 L + 1 all-gathers and as many reduce-scatters of A, the one more for the embedding and the
@@ -45,6 +45,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_leaves
 
 from smolcluster.errors import UserError
+from smolcluster.models.protocols import TensorSharded, TensorStyles
 from smolcluster.strategies.axes import Axes, divisors
 from smolcluster.strategies.base import Options, OptionsT
 from smolcluster.strategies.parallel import COPY, Parallel, Shapes
@@ -83,15 +84,14 @@ class TensorParallel(Parallel[TensorOptions]):
         return share_out(self, model)
 
 
-def table_of(model: nn.Module, size: int) -> dict[str, Any]:
+def table_of(model: nn.Module, size: int) -> TensorStyles:
     """What the model says of itself, if `size` ranks can share each of its layers."""
-    table = getattr(model, "tensor_styles", None)
-    if table is None:
+    if not isinstance(model, TensorSharded):
         raise UserError(
             f"{type(model).__name__} cannot be shared out by tensors: it has no tensor_styles(), "
             "a table of module names and styles; use fsdp or pipeline, or write one as in models/gpt_tensor.py"
         )
-    said: dict[str, Any] = table()
+    said = model.tensor_styles()
     for what, number in said["must_divide"].items():
         if number % size:
             raise UserError(f"tp = {size} does not divide {number} {what}; try {divisors(number)}")
@@ -129,7 +129,8 @@ def share_out(strategy: Parallel[OptionsT], model: nn.Module) -> Fusions | None:
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if left:
         raise UserError(f"tensor_styles() of {type(model).__name__} says nothing about {left[0]}")
-    model.shared_out(size, sequence_parallel=sequence_parallel)  # type: ignore[operator]
+    assert isinstance(model, TensorSharded)
+    model.shared_out(size, sequence_parallel=sequence_parallel)
     return fusions
 
 
@@ -203,6 +204,7 @@ def _styles(sequence_parallel: bool) -> dict[str, Callable[[nn.Module], Parallel
         "vocabulary head": lambda _: ColwiseParallel(use_local_output=False),
         "stream": lambda _: SequenceParallel() if sequence_parallel else _Everywhere(),
         "positions": lambda _: _Everywhere(gives=Shard(0) if sequence_parallel else Replicate()),
+        "heads": lambda _: _Everywhere(takes=Shard(2), gives=Shard(2)),
         "gather": lambda module: _gather(module, stream),
         "logits": lambda _: _Everywhere(takes=stream, keep=True),
     }

@@ -23,7 +23,7 @@ def find_task(config: Config, *, progress: Callable[[str, int, int | None], None
         from smolcluster.tasks.mnist import MnistTask
 
         return MnistTask(config, progress=progress)
-    if config.model.type != "gpt":
+    if config.model.type == "simplenn":
         raise UserError(
             f"model.type SimpleNN cannot learn from data.name '{config.data.name}'; use gpt, or data.name mnist"
         )

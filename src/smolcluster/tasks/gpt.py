@@ -1,4 +1,4 @@
-"""Next-token prediction on text."""
+"""Next-token prediction on text, by any decoder of `models/registry.py`."""
 
 from __future__ import annotations
 
@@ -10,35 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from smolcluster.config.schema import Config, ModelConfig
+from smolcluster.config.schema import Config
+from smolcluster.config.shape import shape_of
 from smolcluster.data.text import TextData, open_text
 from smolcluster.errors import UserError
-from smolcluster.models import GPT, GPTConfig, next_token_loss
+from smolcluster.models import next_token_loss
+from smolcluster.models.protocols import CompiledByBlock, Generative
+from smolcluster.models.registry import build
 from smolcluster.tasks.base import Task
 
 Progress = Callable[[str, int, int | None], None]
-
-
-def gpt_config(model: ModelConfig, *, vocab_size: int) -> GPTConfig:
-    """The shape of the model that a configuration describes."""
-    return GPTConfig(
-        vocab_size=vocab_size,
-        model_dim=model.model_dim,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads or 0,
-        ff_dim=model.ff_dim or 0,
-        dropout=model.dropout,
-        max_seq_len=model.max_seq_len,
-        position=model.position,
-        norm=model.norm,
-        activation=model.activation,
-        bias=model.bias,
-        qkv_bias=model.qkv_bias,
-        tie_head=model.tie_head,
-        rope_theta=model.rope_theta,
-        norm_eps=model.norm_eps,
-    )
 
 
 class GPTTask(Task):
@@ -51,7 +32,7 @@ class GPTTask(Task):
 
     @property
     def name(self) -> str:
-        return "gpt"
+        return self.config.model.type
 
     @cached_property
     def text(self) -> TextData:
@@ -65,7 +46,7 @@ class GPTTask(Task):
                 f"model.vocab_size {c.vocab_size} is smaller than the {vocabulary} tokens of {self.text.tokenizer.name}; "
                 "leave it null or raise it"
             )
-        return GPT(gpt_config(c, vocab_size=c.vocab_size or vocabulary))
+        return build(shape_of(c, vocab_size=c.vocab_size or vocabulary))
 
     def train_data(self) -> Any:
         return self.text.train
@@ -75,7 +56,7 @@ class GPTTask(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         tokens_BT, targets_BT = batch
-        if isinstance(model, GPT) and model.by_region:
+        if isinstance(model, CompiledByBlock) and model.by_region:
             return model.loss(tokens_BT, targets_BT)
         return next_token_loss(model(tokens_BT), targets_BT)
 
@@ -92,7 +73,8 @@ class GPTTask(Task):
 
     def sample(self, model: nn.Module) -> tuple[str, str] | None:
         """Continue the first words of the validation text."""
-        assert isinstance(model, GPT)
+        if not isinstance(model, Generative):
+            return None
         device = next(model.parameters()).device
         first, _ = self.text.val.batch(np.array([0]))
         prompt = first[:, : min(16, self.config.model.max_seq_len // 2)].to(device)

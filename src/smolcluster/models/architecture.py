@@ -1,0 +1,51 @@
+"""What the rest of the package knows of an architecture: records only, without torch. `registry.py` has the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from smolcluster.models.protocols import DecoderConfig
+
+Names = Mapping[str, tuple[str, ...]]  # our module -> theirs, in the order in which ours joins them; N is the layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture of Hugging Face, and what of ours it stands for."""
+
+    architecture: str
+    model_type: str
+    parts: Mapping[str, str] = field(default_factory=dict)  # of our config, where its class has several
+    biases: tuple[str, ...] = ()  # those it may have, as `hugging_face.py` names them; where its class has several
+    grouped_heads: bool = True
+    names: Names
+    transposed: tuple[str, ...] = ()  # endings of our modules
+    keys: Mapping[str, str]  # key of config.json -> field of ours; where two keys have one field, the last is read
+    defaults: Mapping[str, Any]  # what stands for a key that config.json leaves out
+    fields: Mapping[str, bool] = field(default_factory=dict)  # of our config, the same in every such model
+    choices: Mapping[str, tuple[Any, ...]]  # keys whose other values mean other arithmetic; the first is written
+    no_weights: str  # tensors that old files hold beside the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How GGUF files hold a model of one `general.architecture`."""
+
+    architecture: str
+    names: Names
+    parts: Mapping[str, Any] = field(default_factory=dict)  # of our config, where its class has several
+    rotary: bool = True  # else a table of positions, and layer norms
+    adjacent_pairs: bool = False  # rotary positions turn rows 2i and 2i + 1 of a head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A decoder that can be trained, imported, exported and served under its name."""
+
+    name: str  # `model.type` in a configuration
+    config: type[DecoderConfig]
+    model: str  # module:class of an nn.Module that is made of such a config (protocols.py says what it offers)
+    families: tuple[Family, ...]
+    layouts: tuple[Layout, ...]

@@ -1,0 +1,72 @@
+"""The architectures, by name. To add one, write its config, its model and its record, and name the record here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import typing
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from smolcluster.models.architecture import Architecture
+from smolcluster.models.gpt_names import GPT
+from smolcluster.models.protocols import DecoderConfig
+from smolcluster.models.qwen3 import QWEN3
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ARCHITECTURES: dict[str, Architecture] = {one.name: one for one in (GPT, QWEN3)}
+MOST_SIZE = 1 << 31  # of any length in the shape of a model
+
+
+def architecture_of(config: DecoderConfig) -> Architecture:
+    """Return the architecture that a shape is one of."""
+    return next(one for one in ARCHITECTURES.values() if one.config is type(config))
+
+
+def build(config: DecoderConfig) -> nn.Module:
+    """Make a model of this shape, with fresh weights."""
+    module, _, name = architecture_of(config).model.partition(":")
+    model: nn.Module = getattr(importlib.import_module(module), name)(config)
+    return model
+
+
+def fields_of(kind: type[DecoderConfig]) -> dict[str, Any]:
+    """Return the fields that a shape is made of, with their types. Others are fixed by the architecture."""
+    types = typing.get_type_hints(kind)
+    return {field.name: types[field.name] for field in dataclasses.fields(kind) if field.init}
+
+
+def to_plain(config: DecoderConfig) -> dict[str, Any]:
+    """Return the values that `from_plain` makes an equal shape of."""
+    return {name: getattr(config, name) for name in fields_of(type(config))}
+
+
+def from_plain(name: str, values: Mapping[str, Any]) -> DecoderConfig:
+    """Make a shape of values from elsewhere, all of them given. Raises ValueError for anything that is none."""
+    if name not in ARCHITECTURES:
+        raise ValueError(f"the architecture {name[:40]!r} is not known here; known: {', '.join(ARCHITECTURES)}")
+    kind = ARCHITECTURES[name].config
+    types = fields_of(kind)
+    if values.keys() != types.keys():
+        raise ValueError(f"not the shape of a {name}: {', '.join(map(str, sorted(values.keys() ^ types.keys())))[:80]}")
+    for field, wanted in types.items():
+        _check(field, values[field], wanted)
+    return kind(**values)
+
+
+def _check(name: str, value: Any, wanted: Any) -> None:
+    if wanted is int:
+        good = type(value) is int and 1 <= value <= MOST_SIZE
+        told = f"a whole number from 1 to {MOST_SIZE}"
+    elif wanted is float:
+        good = type(value) in (int, float) and 0 <= value < math.inf
+        told = "a number that is not negative"
+    elif bool in (wanted, *typing.get_args(wanted)):
+        good, told = type(value) is bool, "true or false"
+    else:
+        good, told = isinstance(value, str), "a word"
+    if not good:
+        raise ValueError(f"{name} is {value!r:.40}, not {told}")
