@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import json
 import socket
@@ -32,6 +31,7 @@ from typing import Any
 
 from smolcluster.comm.addresses import reach
 from smolcluster.comm.elastic.security import Credentials, Keyring
+from smolcluster.comm.pending import Candidate, PendingConnections
 
 BEAT_S = 0.5
 LINE_BYTES = 1 << 17  # of one member
@@ -45,7 +45,6 @@ PROVE_S = 10.0
 LINGER_S = 2.0  # for the last lines to leave
 RETRY_S = 0.1
 REACH_S = 10.0  # for one attempt: a name may mean another machine by then
-NO_FILES_PAUSE_S = 0.05
 
 CLOSED, SILENT = "closed", "silent"  # how somebody left
 Fields = dict[str, Any]
@@ -61,13 +60,20 @@ class Roll:
     how: dict[int, str] = field(default_factory=dict)  # each of these left
 
 
-class _Line(asyncio.Protocol):
+class _Line(Candidate, asyncio.Protocol):
     """One connection: lines in, lines out. `said` is called for every object, `over` once at the end."""
 
     def __init__(
-        self, *, most_bytes: int, said: Callable[[_Line, Fields, int], None], over: Callable[[_Line], None]
+        self,
+        address: str,
+        *,
+        most_bytes: int,
+        said: Callable[[_Line, Fields, int], None],
+        over: Callable[[_Line], None],
     ) -> None:
-        self.number: int | None = None  # on the roll
+        self.address = address
+        self.linked = False
+        self.number = -1  # on the roll
         self.how = CLOSED
         self.heard = self.moved = time.monotonic()  # the last byte from the peer; the last time it was not behind
         self.stale = False  # it has not been sent the newest roll
@@ -78,6 +84,7 @@ class _Line(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self.decided = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
         self.heard = time.monotonic()
@@ -95,7 +102,16 @@ class _Line(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, _: Exception | None) -> None:
+        self.decide(linked=False)
         self._over(self)
+
+    def decide(self, *, linked: bool) -> None:
+        if not self.decided.done():
+            self.linked = linked
+            self.decided.set_result(None)
+
+    def end(self, reason: str) -> None:
+        self.abort()
 
     def send(self, text: bytes) -> None:
         """Never blocks. A line that is broken is noticed by whoever listens to it."""
@@ -201,89 +217,36 @@ class Keeper:
         self._roll = Roll()
         self._sizes: dict[int, int] = {}  # bytes of each one's fields, also of those that left
         self._lines: dict[int, _Line] = {}
-        self._pending: dict[asyncio.Task[None], None] = {}  # connected and not proved; oldest first
-        self._unclaimed: set[socket.socket] = set()  # of tasks that have not begun
         self._count = 0
         self._thread = _Thread("roll-keeper")
         self._thread.post(self._begin)
 
     def close(self) -> None:
-        self._thread.post(self._end)
+        self._thread.post(self._pending.close)
         self._thread.close(lambda: list(self._lines.values()))
 
     def _begin(self) -> None:
-        self._accepting = self._thread.loop.create_task(self._accept())
+        loop = self._thread.loop
+        self._pending = PendingConnections(
+            loop, loop.create_task, most=MOST_PENDING, within_s=PROVE_S, tls=_TLS, warns=False
+        )
+        self._pending.listen([self._listener], self._line, self._context)
         self._thread.tick(self._tick, time.monotonic())
 
-    def _end(self) -> None:
-        self._accepting.cancel()
-        self._listener.close()
-        for task in self._pending:
-            task.cancel()
-
-    # Those that connect
-
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = await self._thread.loop.sock_accept(self._listener)
-            except ConnectionError:
-                continue
-            except OSError:  # out of file descriptors, most likely
-                self._drop_oldest()
-                await asyncio.sleep(NO_FILES_PAUSE_S)
-                continue
-            if len(self._pending) >= MOST_PENDING:
-                self._drop_oldest()
-            self._unclaimed.add(sock)
-            task = self._thread.loop.create_task(self._meet(sock))
-            self._pending[task] = None
-            task.add_done_callback(functools.partial(self._met, sock))
-
-    def _drop_oldest(self) -> None:
-        if self._pending:
-            oldest = next(iter(self._pending))
-            del self._pending[oldest]
-            oldest.cancel()
-
-    def _met(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        self._pending.pop(task, None)
-        if sock in self._unclaimed:  # the task was cancelled before it began
-            self._unclaimed.discard(sock)
-            sock.close()
-
-    async def _meet(self, sock: socket.socket) -> None:
-        """From a connected socket to a member, or to nothing."""
-        self._unclaimed.discard(sock)  # asyncio closes it
-        admitted = asyncio.Event()
-        line = _Line(
-            most_bytes=LINE_BYTES,
-            said=lambda line, said, nbytes: self._said(line, said, nbytes, admitted),
-            over=lambda line: self._over(line, admitted),
-        )
-        tls = {} if self._context is None else {"ssl": self._context, **_TLS}
-        try:
-            async with asyncio.timeout(PROVE_S):
-                await self._thread.loop.connect_accepted_socket(lambda: line, sock, **tls)
-                await admitted.wait()
-        except OSError:  # TimeoutError and SSLError too: it has no token, or says nothing
-            pass
-        finally:
-            if line.number is None:
-                line.abort()
+    def _line(self, address: str) -> _Line:
+        return _Line(address, most_bytes=LINE_BYTES, said=self._said, over=self._over)
 
     # Members
 
-    def _said(self, line: _Line, said: Fields, nbytes: int, admitted: asyncio.Event) -> None:
+    def _said(self, line: _Line, said: Fields, nbytes: int) -> None:
         proved = hmac.compare_digest(str(said.pop("secret", "")).encode(), self._secret.encode())
-        if line.number is None:
-            if not proved or len(self._lines) >= MOST_MEMBERS:
-                raise ValueError("it does not have the secret, or the roll is full")
-            admitted.set()
-        number = self._count if line.number is None else line.number
+        if not line.linked and (not proved or len(self._lines) >= MOST_MEMBERS):
+            raise ValueError("it does not have the secret, or the roll is full")
+        number = line.number if line.linked else self._count
         if sum(self._sizes.values()) - self._sizes.get(number, 0) + nbytes > ROLL_BYTES and not self._forget(nbytes):
             raise ValueError("the roll has no room for it")
-        if line.number is None:
+        if not line.linked:
+            line.decide(linked=True)
             line.number, self._count = number, self._count + 1
             self._lines[number] = line
             line.send(json.dumps({"you": number}).encode())
@@ -297,10 +260,9 @@ class Keeper:
             self._drop_gone()
         return sum(self._sizes.values()) + nbytes <= ROLL_BYTES
 
-    def _over(self, line: _Line, admitted: asyncio.Event) -> None:
+    def _over(self, line: _Line) -> None:
         number = line.number
-        admitted.set()
-        if number is None or self._lines.pop(number, None) is None:
+        if self._lines.pop(number, None) is None:
             return
         self._roll.gone[number] = self._roll.members.pop(number)
         self._roll.how[number] = line.how
@@ -327,6 +289,7 @@ class Keeper:
                 line.send(roll)
 
     def _tick(self, now: float, stood_still_s: float) -> None:
+        self._pending.expire(now)
         for line in list(self._lines.values()):
             line.beat(now, stood_still_s=stood_still_s, silent_s=self._silent_s)
         self._catch_up()
@@ -354,7 +317,7 @@ class Member:
         self._news = threading.Condition()
         self._sending = threading.Lock()  # the order of reports; nothing under it blocks
         self._open = True
-        self._line = _Line(most_bytes=2 * ROLL_BYTES, said=self._heard, over=self._over)
+        self._line = _Line("the keeper", most_bytes=2 * ROLL_BYTES, said=self._heard, over=self._over)
         self._thread = _Thread("roll-member")
         try:
             asyncio.run_coroutine_threadsafe(self._connect(sock, credentials), self._thread.loop).result()

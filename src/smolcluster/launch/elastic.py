@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import time
@@ -19,15 +20,23 @@ from typing import Any
 
 from smolcluster.comm.addresses import is_loopback
 from smolcluster.comm.elastic.security import check_bind, load_keyring
+from smolcluster.comm.elastic.sockets import join_address
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.prepare import recorded
-from smolcluster.launch.processes import Child, last_lines, refuse_inside_a_worker, tell, wait_for, why_it_ended
+from smolcluster.launch.processes import (
+    Child,
+    last_lines,
+    make_spec,
+    refuse_inside_a_worker,
+    tell,
+    wait_for,
+    why_it_ended,
+)
 from smolcluster.launch.supervisor import Policy, Slot, Supervisor, ask_to_stop
-from smolcluster.observe.events import Event, Failed, Progress, RunFinished, StepLogged
+from smolcluster.observe.events import Event, Progress, RunFinished, StepLogged
 from smolcluster.observe.logs import LauncherLog
 from smolcluster.observe.observer import Sink
 
@@ -187,8 +196,7 @@ class ElasticPolicy(Policy):
         server = self.server.child
         if child.finished or self.supervisor.stopping or server is None or server.finished:
             return  # as it should
-        failed = child.failed or Failed(rank=child.rank, kind="error", message=why_it_ended(child))
-        self.supervisor.observer.emit(failed)
+        self.supervisor.report(child)
         if child.mistake is not None:
             post.lost = child.mistake
             self.supervisor.warn(f"{child.name} cannot take part: {child.mistake}")
@@ -241,28 +249,13 @@ def _posts(
 ) -> tuple[_Post, list[_Post]]:
     """The server's post, and one for each worker on this machine. Workers learn later where the server listens."""
     cluster, host = config.cluster, socket.gethostname()
-    common: dict[str, Any] = {
-        "config": config.model_dump(mode="json"),
-        "world_size": cluster.num_workers or 1,
-        "run_dir": str(run_dir.path),
-        "plane": "elastic",
-    }
-    server = WorkerSpec(
-        **common,
-        role="server",
-        rank=cluster.num_workers or 1,
-        local_rank=0,
-        local_world_size=workers + 1,
-        host=cluster.server or host,
-        resume=None if resume is None else str(resume),
-        server=f"{cluster.bind}:{port}",
-    )
+    size = cluster.num_workers or 1
+    spec = functools.partial(make_spec, config, run_dir, world_size=size, plane="elastic")
+    server = spec(rank=size, local_rank=0, local_world_size=workers + 1, host=cluster.server or host, resume=resume)
+    server = dataclasses.replace(server, role="server", server=f"{cluster.bind}:{port}")
     names = [*cluster.workers, *[host] * workers]
-    posts = [
-        _Post(spec=WorkerSpec(**common, rank=rank, local_rank=rank, local_world_size=workers, host=names[rank]))
-        for rank in range(workers)
-    ]
-    return _Post(spec=server), posts
+    specs = [spec(rank=rank, local_world_size=workers, host=names[rank]) for rank in range(workers)]
+    return _Post(spec=server), [_Post(spec=each) for each in specs]
 
 
 def _given_up(post: _Post, child: Child) -> WorkerFailed:
@@ -274,11 +267,7 @@ _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses that mean all of a mac
 
 def dial_address(bind: str, port: int) -> str:
     """Where this machine finds a server that listens on `bind`."""
-    return _join(_ANY.get(bind, bind), port)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(_ANY.get(bind, bind), port)
 
 
 def invitation(config: Config, port: int) -> Iterator[str]:
@@ -287,12 +276,12 @@ def invitation(config: Config, port: int) -> Iterator[str]:
     host = cluster.bind
     if host in _ANY:
         host = cluster.host_ip.get(cluster.server or "") or socket.gethostname()
-    address = _join(host, port)
+    address = join_address(host, port)
     count = cluster.num_workers or 1
     if "SMOLCLUSTER_CLUSTER" in os.environ:  # `up` has started this process, and starts the workers
-        yield f"listening on {_join(cluster.bind, port)}; {count} worker{'s' * (count != 1)} expected"
+        yield f"listening on {join_address(cluster.bind, port)}; {count} worker{'s' * (count != 1)} expected"
         return
-    yield f"listening on {_join(cluster.bind, port)}; {count} worker{'s' * (count != 1)} expected:"
+    yield f"listening on {join_address(cluster.bind, port)}; {count} worker{'s' * (count != 1)} expected:"
     names = [*cluster.workers, *["HOSTNAME"] * count]
     for rank in range(min(count, 8)):
         yield f"    smolcluster worker {rank} {names[rank]} --server {address}"

@@ -19,7 +19,7 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.prepare import recorded
-from smolcluster.launch.processes import Child, last_lines, refuse_inside_a_worker, tell, why_it_ended
+from smolcluster.launch.processes import Child, last_lines, make_spec, refuse_inside_a_worker, tell, why_it_ended
 from smolcluster.launch.supervisor import Policy, Supervisor, find_culprit
 from smolcluster.observe.observer import Sink
 
@@ -41,20 +41,8 @@ def run_local(
     check_nothing_is_lost(run_dir, resume)
     with run_dir.opened(*recorded(config, run_dir), resume=resume is not None, anew=anew), run_dir.without_journal():
         hosts = [*config.cluster.workers, *[socket.gethostname()] * workers]
-        specs = [
-            WorkerSpec(
-                config=config.model_dump(mode="json"),
-                rank=rank,
-                world_size=workers,
-                local_rank=rank,
-                local_world_size=workers,
-                host=hosts[rank],
-                run_dir=str(run_dir.path),
-                resume=None if resume is None else str(resume),
-                backend=backend,
-            )
-            for rank in range(workers)
-        ]
+        common: dict[str, Any] = {"world_size": workers, "resume": resume, "backend": backend}
+        specs = [make_spec(config, run_dir, rank=rank, host=hosts[rank], **common) for rank in range(workers)]
         supervisor = Supervisor(config, run_dir, sinks, module="smolcluster.engine.process")
         return supervisor.run(MeshPolicy(supervisor, specs))
 

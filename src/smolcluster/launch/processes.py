@@ -11,6 +11,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smolcluster.config.schema import Config
+from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import ENVIRONMENT, SIGNALS_TOGETHER_S, WorkerSpec
 from smolcluster.engine.title import title_of
 from smolcluster.errors import UserError
@@ -86,6 +89,21 @@ def refuse_inside_a_worker() -> None:
             "a worker tried to start workers of its own: it imports the file that your task is in, and that file calls train; "
             'put the call under: if __name__ == "__main__":'
         )
+
+
+def make_spec(
+    config: Config, run_dir: RunDir, *, rank: int, world_size: int, resume: Path | None = None, **more: Any
+) -> WorkerSpec:
+    """The spec of a process here. Unless `more` says otherwise all ranks are on this machine."""
+    fields = {"local_rank": rank, "local_world_size": world_size, "host": socket.gethostname(), **more}
+    return WorkerSpec(
+        config=config.model_dump(mode="json"),
+        rank=rank,
+        world_size=world_size,
+        run_dir=str(run_dir.path),
+        resume=None if resume is None else str(resume),
+        **fields,
+    )
 
 
 def spawn(
@@ -184,22 +202,8 @@ def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[l
             signal.signal(number, handler)
 
 
-class Stopped:
-    """Processes that somebody has stopped (SIGSTOP, Ctrl-Z): the others would wait for them in silence."""
-
-    def __init__(self) -> None:
-        self._told: set[int] = set()
-
-    def look(self, children: Iterable[Child]) -> Iterator[Notice]:
-        """What is to be said, once for each."""
-        now = {child.process.pid: child for child in children if is_stopped(child.process)}
-        for pid in now.keys() - self._told:
-            message = f"{now[pid].name} is stopped, and the others wait for it; it goes on with: kill -CONT {pid}"
-            yield Notice(level="WARNING", message=message)
-        self._told = set(now)
-
-
 def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether somebody has stopped it (SIGSTOP, Ctrl-Z)."""
     if sys.platform == "win32" or process.returncode is not None:
         return False
     with contextlib.suppress(ChildProcessError):

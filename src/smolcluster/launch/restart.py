@@ -24,17 +24,16 @@ from smolcluster.comm.elastic.security import load_keyring
 from smolcluster.comm.rollcall import Member
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.local import check_nothing_is_lost
 from smolcluster.launch.meeting import met
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.plan import Elastic, ask_for_plans
 from smolcluster.launch.prepare import recorded
-from smolcluster.launch.processes import Child, last_lines, refuse_inside_a_worker, tell, why_it_ended
+from smolcluster.launch.processes import Child, last_lines, make_spec, refuse_inside_a_worker, tell, why_it_ended
 from smolcluster.launch.rounds import Decree, Over, Rounds, largest
 from smolcluster.launch.supervisor import Policy, Slot, Supervisor, ask_to_stop, find_culprit
-from smolcluster.observe.events import Event, Failed, RunFinished, StepLogged
+from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import OnlyNotices, Sink
 
@@ -93,20 +92,13 @@ class RestartPolicy(Policy):
         self.elastic, self.member, self.leads = elastic, member, leads
         self.resume = None if resume is None else str(resume)
         self.host = socket.gethostname()
-        spec = WorkerSpec(
-            config={},
-            rank=0,
-            world_size=elastic.most,
-            local_rank=0,
-            local_world_size=elastic.here,
-            host=self.host,
-            run_dir=str(supervisor.run_dir.path),
-            backend=backend,
-            master_addr="127.0.0.1" if elastic.endpoint is None else elastic.endpoint[0],
-        )
-        self.slots = [
-            Slot(spec=replace(spec, local_rank=number)) for number in range(elastic.here)
-        ]  # each has a device
+        place: dict[str, Any] = {"world_size": elastic.most, "local_world_size": elastic.here, "host": self.host}
+        place["master_addr"] = "127.0.0.1" if elastic.endpoint is None else elastic.endpoint[0]
+        specs = [
+            make_spec(supervisor.config, supervisor.run_dir, rank=number, backend=backend, **place)
+            for number in range(elastic.here)
+        ]
+        self.slots = [Slot(spec=spec) for spec in specs]  # each has a device, by its local rank
         self.warm: dict[int, Child] = {}  # by rank: started ahead, not told anything yet
         self.step = 0  # the latest that was logged here
         self.begun = False  # the run has checkpoints of its own to go on from
@@ -281,8 +273,7 @@ class RestartPolicy(Policy):
         summary = self.supervisor.outcome.summary
         if summary is not None and summary["status"] == "finished":
             return self._finish()  # one that fell after the last step has done its part
-        failed = culprit.failed or Failed(rank=culprit.rank, kind="error", message=why_it_ended(culprit))
-        self.supervisor.observer.emit(failed)
+        self.supervisor.report(culprit)
         why = f"rank {culprit.rank} on {self.host} died: {why_it_ended(culprit).splitlines()[0]}"
         if culprit.mistake is not None:
             self.rounds.say(mistake=str(culprit.mistake))

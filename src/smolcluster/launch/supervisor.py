@@ -33,7 +33,18 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.summary import write_summary
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.outcome import Outcome
-from smolcluster.launch.processes import STOP, Child, Inbox, Stopped, end_all, signals, spawn, tell, wake
+from smolcluster.launch.processes import (
+    STOP,
+    Child,
+    Inbox,
+    end_all,
+    is_stopped,
+    signals,
+    spawn,
+    tell,
+    wake,
+    why_it_ended,
+)
 from smolcluster.observe.events import Event, Failed, Phase, RunFinished
 from smolcluster.observe.observer import Observer, Sink
 
@@ -107,7 +118,7 @@ class Supervisor:
         self._signals: list[int] = []
         self.stopping = False  # nobody is to be started any more
         self.restarts = 0
-        self._stopped = Stopped()
+        self._stopped: set[Child] = set()
 
     def run(self, policy: Policy) -> dict[str, Any]:
         """See a run through. Return its summary, or raise why there is none."""
@@ -136,8 +147,15 @@ class Supervisor:
             while True:
                 self._handle(policy, *self.inbox.get_nowait())
         except queue.Empty:
-            for notice in self._stopped.look(policy.crew):
-                self.observer.emit(notice)
+            self._name_stopped(policy.crew)
+
+    def _name_stopped(self, crew: list[Child]) -> None:
+        """Warn once of each process that is stopped: the others would wait for it in silence."""
+        stopped = {child for child in crew if is_stopped(child.process)}
+        for child in stopped - self._stopped:
+            remedy = f"it goes on with: kill -CONT {child.process.pid}"
+            self.warn(f"{child.name} is stopped, and the others wait for it; {remedy}")
+        self._stopped = stopped
 
     def _handle(self, policy: Policy, child: Child | None, event: Event | None) -> None:
         if child is None:
@@ -172,6 +190,11 @@ class Supervisor:
     def end(self, children: Sequence[Child]) -> None:
         end_all(children, grace_s=GRACE_S)
         self.children = [child for child in self.children if child not in children]
+
+    def report(self, child: Child) -> None:
+        """Show the sinks how a process has fallen."""
+        failed = Failed(rank=child.rank, kind="error", message=why_it_ended(child))
+        self.observer.emit(child.failed or failed)
 
     def warn(self, message: str) -> None:
         self.observer.notice("WARNING", message)

@@ -35,6 +35,7 @@ from smolcluster.comm.elastic.security import Credentials, Refused, open_credent
 from smolcluster.comm.elastic.sockets import set_options, unanswered_s, wake_at
 from smolcluster.comm.elastic.transport import Handler, Head, Kind, Link, Message
 from smolcluster.comm.group import Done, PeerLost, Traffic, Work
+from smolcluster.comm.pending import Candidate
 
 if TYPE_CHECKING:
     from smolcluster.comm.elastic.tcp import TcpTransport
@@ -85,13 +86,13 @@ class _Sending:
             self._sent(not lost)
 
 
-class TcpLink(Link, asyncio.BufferedProtocol):
+class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
     """A stranger's until the handshake is done; then `linked` is set and the handler is told.
 
     Everything that is not said to be for any thread belongs to the transport's.
     """
 
-    def __init__(self, owner: TcpTransport, handler: Handler, *, address: str, dialing: bool) -> None:
+    def __init__(self, owner: TcpTransport, handler: Handler, address: str, *, dialing: bool) -> None:
         self.traffic = Traffic()
         self.address = address
         self.linked = False
@@ -397,7 +398,7 @@ class TcpLink(Link, asyncio.BufferedProtocol):
         elif isinstance(error, frames.WrongVersion) or (self._dialing and isinstance(error, frames.ForeignBytes)):
             self._refuse(Refusal(str(error)))
         else:
-            self._owner.strangers.note(self.address, str(error))
+            self._owner.pending.note(self.address, str(error))
             foreign = isinstance(error, frames.ForeignBytes)
             if foreign:
                 self._say(Message(kind=Kind.REFUSE))  # one who speaks TLS learns from any answer that we do not

@@ -7,13 +7,15 @@ peer's kernel still answers: then only its process is stopped or busy, as in a c
 Dialing. Pauses between attempts grow to a second and are drawn at random, so that a hundred workers do not come back to a
 restarted server all at once. A refusal is final; a TLS handshake that was damaged on the way is none.
 
-`strangers.py` has what becomes of those who connect to us; `connection.py` what happens on one connection.
+`comm/pending.py` has what becomes of connections to us until they have proved themselves; `connection.py` what happens on
+one connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -28,9 +30,9 @@ from smolcluster.comm.elastic import frames
 from smolcluster.comm.elastic.connection import LINGER_S, Limits, TcpLink
 from smolcluster.comm.elastic.security import Keyring, explain, will_stay
 from smolcluster.comm.elastic.sockets import dial, join_address, listen_on, split_address
-from smolcluster.comm.elastic.strangers import Strangers
 from smolcluster.comm.elastic.transport import LEFT, Dialer, Handler, Peer, Transport
 from smolcluster.comm.group import Traffic
+from smolcluster.comm.pending import PendingConnections
 
 __all__ = ["Limits", "TcpTransport"]
 
@@ -153,7 +155,7 @@ class TcpTransport(Transport):
         self.me = me
         self.keyring, self.buffer_size, self.limits = keyring, buffer_size, limits
         self.links: set[TcpLink] = set()
-        self.connections: set[TcpLink] = set()  # these, strangers, and what is not quite closed yet
+        self.connections: set[TcpLink] = set()  # these, pending ones, and what is not quite closed yet
         self.past = Traffic()  # of connections that have ended
         self.waste = memoryview(bytearray(1 << 16))  # for what nobody wants to read
         self.tls: dict[str, Any] = {}
@@ -168,7 +170,9 @@ class TcpTransport(Transport):
         self._due = 0.0
         self._stop = asyncio.Event()
         self.loop = _new_loop(uvloop)
-        self.strangers = Strangers(self)
+        self.pending = PendingConnections(
+            self.loop, self.start, most=limits.unauthenticated, within_s=limits.handshake_s, tls=self.tls
+        )
         self._thread = threading.Thread(target=self._work, name="smolcluster-transport", daemon=True)
         self._thread.start()
 
@@ -192,7 +196,8 @@ class TcpTransport(Transport):
     def listen(self, host: str, port: int, handler: Handler) -> str:
         context = self.keyring.server_context() if self.keyring is not None else None
         listeners = listen_on(host, port, buffer_size=self.buffer_size)
-        self.post(self.strangers.listen, listeners, handler, context)
+        make = functools.partial(TcpLink, self, handler, dialing=False)
+        self.post(self.pending.listen, listeners, make, context)
         return join_address(host, listeners[0].getsockname()[1])
 
     def dial(self, address: str, handler: Handler) -> TcpDialer:
@@ -240,7 +245,7 @@ class TcpTransport(Transport):
         self._tick()
         await self._stop.wait()
 
-        self.strangers.close()
+        self.pending.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -258,7 +263,7 @@ class TcpTransport(Transport):
         stood_still_s = now - self._due
         self._due = now + self.limits.beat_s
         self.loop.call_later(self.limits.beat_s, self._tick)
-        self.strangers.expire(now)
+        self.pending.expire(now)
         for link in list(self.links):
             link.beat()
             link.check_life(now, stood_still_s=stood_still_s)

@@ -1,10 +1,10 @@
-"""Whoever has connected to a listening socket and has not proved itself yet.
+"""Connections to a listening socket that have not proved themselves yet. Nothing here imports torch.
 
-    silent         said nothing so far, and costs a file descriptor and little else
-    acquainting    has said something, and is in the middle of TLS and the handshake
+    silent         sent nothing so far, and costs a file descriptor and little else
+    proving        has sent something, and is in the middle of TLS and the handshake
 
-Both have `handshake_s`, counted from the moment they connected, and compete for a limited number of places: when there is
-none left the oldest has to go, the silent ones first. All of it happens on the transport's thread.
+Both have `within_s`, counted from the moment they connected, and compete for a limited number of places: when there is
+none left the oldest is dropped, the silent ones first. All of it happens on the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -14,52 +14,70 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.security import explain
 from smolcluster.comm.elastic.sockets import join_address
-from smolcluster.comm.elastic.transport import Handler
-
-if TYPE_CHECKING:
-    from smolcluster.comm.elastic.tcp import TcpTransport
 
 log = logging.getLogger(__name__)
 
 ACCEPT_AT_ONCE = 64  # then others have a turn
 NO_FILES_PAUSE_S = 0.05
-TELL_EVERY_S = 10.0
+WARN_EVERY_S = 10.0
+
+
+class Candidate(asyncio.BaseProtocol):
+    """The protocol of a connection that is to prove itself."""
+
+    address: str
+    linked: bool  # it has
+    decided: asyncio.Future[None]  # linked, or over
+
+    def end(self, reason: str) -> None:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """A listening socket, and what those who come in by it are led to."""
+    """A listening socket, and what makes the protocol of a connection to it from the peer's address."""
 
     sock: socket.socket
-    handler: Handler
+    make: Callable[[str], Candidate]
     context: ssl.SSLContext | None
 
 
-class Strangers:
-    def __init__(self, owner: TcpTransport) -> None:
-        self._owner = owner
-        self._loop, self._limits = owner.loop, owner.limits
+class PendingConnections:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        start: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        *,
+        most: int,
+        within_s: float,
+        tls: dict[str, Any],
+        warns: bool = True,
+    ) -> None:
+        """`start` makes a task, which is its owner's to end. `tls`: asyncio's options beside the context."""
+        self._loop, self._start = loop, start
+        self._most, self._within_s, self._tls, self._warns = most, within_s, tls, warns
         self._doors: list[Door] = []
         self._silent: dict[socket.socket, float] = {}  # since when; oldest first
-        self._acquainting: dict[TcpLink, asyncio.Task[None]] = {}  # oldest first
+        self._proving: dict[Candidate, asyncio.Task[None]] = {}  # oldest first
         self._unclaimed: set[socket.socket] = set()  # of tasks that have not begun
-        self._noted, self._told_at = 0, -TELL_EVERY_S
+        self._noted, self._told_at = 0, -WARN_EVERY_S
 
-    def listen(self, listeners: Sequence[socket.socket], handler: Handler, context: ssl.SSLContext | None) -> None:
+    def listen(
+        self, listeners: Sequence[socket.socket], make: Callable[[str], Candidate], context: ssl.SSLContext | None
+    ) -> None:
         for sock in listeners:
-            door = Door(sock, handler, context)
+            door = Door(sock, make, context)
             self._doors.append(door)
             self._loop.add_reader(sock, self._accept, door)
 
     def close(self) -> None:
-        """Nobody else comes in. Tasks are the transport's to end."""
+        """Accept no more. Tasks are the owner's to end."""
         for door in self._doors:
             self._loop.remove_reader(door.sock)
             door.sock.close()
@@ -68,17 +86,17 @@ class Strangers:
             self._forget(sock).close()
 
     def note(self, address: str, problem: str) -> None:
-        """Somebody sent what is no handshake. Told now and then only: there may be a million of them."""
+        """Count a peer that sent no handshake, and warn now and then only: there may be a million of them."""
         self._noted += 1
         now = time.monotonic()
-        if now - self._told_at >= TELL_EVERY_S:
+        if self._warns and now - self._told_at >= WARN_EVERY_S:
             log.warning("refused %s: %s (%d of this kind so far)", address, problem, self._noted)
             self._told_at = now
 
     def expire(self, now: float) -> None:
-        """Close those who have been silent for too long; called every beat."""
+        """Close those that have been silent for too long; called every beat."""
         for sock, since in list(self._silent.items()):
-            if now - since < self._limits.handshake_s:
+            if now - since < self._within_s:
                 break
             self._forget(sock).close()
 
@@ -95,7 +113,7 @@ class Strangers:
                 self._loop.remove_reader(door.sock)
                 self._loop.call_later(NO_FILES_PAUSE_S, self._reopen, door)
                 return
-            if len(self._silent) + len(self._acquainting) >= self._limits.unauthenticated:
+            if len(self._silent) + len(self._proving) >= self._most:
                 self._drop_one()
             sock.setblocking(False)
             self._silent[sock] = time.monotonic()
@@ -114,8 +132,8 @@ class Strangers:
     def _drop_one(self) -> None:
         if self._silent:
             self._forget(next(iter(self._silent))).close()
-        elif self._acquainting:
-            self._acquainting.pop(next(iter(self._acquainting))).cancel()
+        elif self._proving:
+            self._proving.pop(next(iter(self._proving))).cancel()
 
     def _heard(self, sock: socket.socket, door: Door) -> None:
         """The first bytes are there, or the end."""
@@ -129,17 +147,17 @@ class Strangers:
         if hung_up:
             sock.close()
             return
-        link = TcpLink(self._owner, door.handler, address=join_address(name[0], name[1]), dialing=False)
+        link = door.make(join_address(name[0], name[1]))
         self._unclaimed.add(sock)
-        task = self._acquainting[link] = self._owner.start(self._meet(sock, link, door.context, since))
+        task = self._proving[link] = self._start(self._meet(sock, link, door.context, since))
         task.add_done_callback(lambda _: self._met(sock, link))
 
-    async def _meet(self, sock: socket.socket, link: TcpLink, context: ssl.SSLContext | None, since: float) -> None:
+    async def _meet(self, sock: socket.socket, link: Candidate, context: ssl.SSLContext | None, since: float) -> None:
         """From a connected socket to a link, or to nothing."""
         problem = "it had to make room for others"
         self._unclaimed.discard(sock)  # from here on asyncio closes it
-        left_s = since + self._limits.handshake_s - time.monotonic()
-        tls: dict[str, Any] = self._owner.tls if context is not None else {}
+        left_s = since + self._within_s - time.monotonic()
+        tls = self._tls if context is not None else {}
         try:
             async with asyncio.timeout(left_s):
                 await self._loop.connect_accepted_socket(lambda: link, sock, ssl=context, **tls)
@@ -157,8 +175,8 @@ class Strangers:
             if not link.linked:
                 link.end(problem)
 
-    def _met(self, sock: socket.socket, link: TcpLink) -> None:
-        self._acquainting.pop(link, None)
+    def _met(self, sock: socket.socket, link: Candidate) -> None:
+        self._proving.pop(link, None)
         if sock in self._unclaimed:  # the task was called off before it began
             self._unclaimed.discard(sock)
             sock.close()
