@@ -32,8 +32,20 @@ class Story:
         self.run_dir.path.mkdir(parents=True, exist_ok=True)
         (self.run_dir.path / "script.json").write_text(json.dumps(script))
 
+    def all_gone(self) -> bool:
+        """Whether every process has ended that was started. Numbers are given again: it must be one of this story."""
+        born = (self.folder / "born.txt").read_text().split()
+        return not any(str(self.folder).encode() in _command_line(pid) for pid in born)
+
     def notices(self) -> list[str]:
         return [event.message for event in self.events if isinstance(event, Notice)]
 
     def summary(self) -> dict[str, Any]:
         return dict(json.loads(self.run_dir.summary.read_text()))
+
+
+def _command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -75,17 +75,6 @@ def config(workers: int = 2, **sets: Any) -> Config:
     return resolve(load_config([], sets={"strategy.name": "edp", "cluster.num_workers": workers} | sets))
 
 
-def all_gone(story: Elastic) -> bool:
-    def alive(pid: int) -> bool:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
-
-    return not any(alive(pid) for pid in story.born())
-
-
 # Keeping it going ---------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +87,7 @@ def test_a_good_run(story: Elastic) -> None:
     # Nobody is told where the server is before it listens.
     assert [address for _, address in story.lives("worker-0")] == ["127.0.0.1:4711"]
     assert [address for _, address in story.lives("server")] == ["127.0.0.1:0"]
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_a_worker_that_dies_is_started_again(story: Elastic) -> None:
@@ -108,7 +97,7 @@ def test_a_worker_that_dies_is_started_again(story: Elastic) -> None:
     assert story.summary()["restarts"] == 4
     assert story.notices() == ["worker 0 died (killed by SIGKILL); starting it again"] * 4
     assert len({pid for pid, _ in story.lives("worker-0")}) == 5
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_a_worker_that_never_works_is_given_up_and_the_others_go_on(story: Elastic) -> None:
@@ -143,7 +132,7 @@ def test_without_any_worker_the_run_ends_with_the_last_words(story: Elastic) -> 
     assert summary["error"] == "worker 0 failed 3 times in a row: ZeroDivisionError: division by zero"
     assert summary["restarts"] == 2
     assert [e.summary["status"] for e in story.events if isinstance(e, RunFinished)] == ["failed"]
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_a_mistake_of_all_workers_ends_the_run_and_leaves_no_trace(story: Elastic) -> None:
@@ -153,7 +142,7 @@ def test_a_mistake_of_all_workers_ends_the_run_and_leaves_no_trace(story: Elasti
     assert len(story.lives("worker-0")) == 1
     assert not story.run_dir.config.exists()
     assert not story.run_dir.logs.exists()
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_a_mistake_of_one_worker_is_told_and_the_others_go_on(story: Elastic) -> None:
@@ -174,7 +163,7 @@ def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: E
     assert (before, after) == ("127.0.0.1:0", "127.0.0.1:4711")
     assert pid in story.born()[:4]  # before the first had died
     assert len(story.lives("worker-0")) == 1
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_the_process_that_stands_by_is_named_so(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +193,7 @@ def test_a_server_that_makes_no_headway_is_given_up(story: Elastic) -> None:
     assert len(story.lives("server")) == 3
     assert story.summary()["status"] == "failed"
     assert (story.summary()["workers"], story.summary()["world_size"]) == (2, 3)
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_a_server_that_makes_headway_is_started_again_and_again(story: Elastic) -> None:
@@ -219,7 +208,7 @@ def test_a_mistake_of_the_server_ends_the_run(story: Elastic) -> None:
     with pytest.raises(UserError, match=r"^0\.0\.0\.0 needs a token$"):
         story.run({"server": [["fail user 0.0.0.0 needs a token"]], "worker-0": [WORKS], "worker-1": [WORKS]})
     assert not story.run_dir.config.exists()
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_workers_that_do_not_leave_are_ended(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +216,7 @@ def test_workers_that_do_not_leave_are_ended(story: Elastic, monkeypatch: pytest
     monkeypatch.setattr(supervisor, "GRACE_S", 0.1)
     stays = ["row 1", "note worked-0", "hang"]
     assert story.run({"server": [SERVES], "worker-0": [stays], "worker-1": [WORKS]})["status"] == "finished"
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_the_first_interrupt_is_for_the_server(story: Elastic) -> None:
@@ -238,7 +227,7 @@ def test_the_first_interrupt_is_for_the_server(story: Elastic) -> None:
         story.run({"server": [serves], "worker-0": [works], "worker-1": [works]})
     assert story.notices() == ["stopping after this step and saving; once more to stop at once"]
     assert story.summary()["status"] == "interrupted"
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_the_second_interrupt_ends_all(story: Elastic) -> None:
@@ -248,7 +237,7 @@ def test_the_second_interrupt_ends_all(story: Elastic) -> None:
         story.run({"server": [serves], "worker-0": [["hang"]], "worker-1": [["hang"]]})
     assert story.summary()["status"] == "interrupted"
     assert story.summary()["workers"] == 2
-    assert all_gone(story)
+    assert story.all_gone()
 
 
 def test_a_worker_that_is_to_stop_still_meets_the_others() -> None:

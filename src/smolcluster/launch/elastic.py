@@ -28,6 +28,7 @@ from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.prepare import recorded
 from smolcluster.launch.processes import (
     Child,
+    ask_to_stop,
     last_lines,
     make_spec,
     refuse_inside_a_worker,
@@ -35,7 +36,7 @@ from smolcluster.launch.processes import (
     wait_for,
     why_it_ended,
 )
-from smolcluster.launch.supervisor import Policy, Slot, Supervisor, ask_to_stop
+from smolcluster.launch.supervisor import Policy, Slot, Supervisor
 from smolcluster.observe.events import Event, Progress, RunFinished, StepLogged
 from smolcluster.observe.logs import LauncherLog
 from smolcluster.observe.observer import Sink

@@ -25,6 +25,8 @@ from smolcluster.observe.observer import Sink
 
 SETTLE_S = 0.5  # after the first death: others may have died of the same cause a moment earlier
 
+_PROCESS = "smolcluster.engine.process"
+
 
 def run_local(
     config: Config,
@@ -43,7 +45,7 @@ def run_local(
         hosts = [*config.cluster.workers, *[socket.gethostname()] * workers]
         common: dict[str, Any] = {"world_size": workers, "resume": resume, "backend": backend}
         specs = [make_spec(config, run_dir, rank=rank, host=hosts[rank], **common) for rank in range(workers)]
-        supervisor = Supervisor(config, run_dir, sinks, module="smolcluster.engine.process")
+        supervisor = Supervisor(config, run_dir, sinks, module=_PROCESS)
         return supervisor.run(MeshPolicy(supervisor, specs))
 
 
@@ -91,7 +93,7 @@ class MeshPolicy(Policy):
         statuses = {child.process.returncode for child in self.crew}
         finished = statuses == {0} and self.supervisor.outcome.summary is not None
         left = Interrupted.exit_code in statuses and statuses <= {0, Interrupted.exit_code}
-        if finished or left or self.supervisor.killed:
+        if finished or left or len(self.supervisor.interrupts) > 1:
             return None
         mistake = next((child.mistake for child in self.crew if child.mistake is not None), None)
         culprit = find_culprit(self.crew)

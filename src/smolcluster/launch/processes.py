@@ -217,6 +217,13 @@ def wake(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGCONT)
 
 
+def ask_to_stop(children: Iterable[Child]) -> None:
+    """Let them save and leave."""
+    for child in children:
+        tell(child, STOP)
+        wake(child.process)
+
+
 def why_it_ended(child: Child) -> str:
     """In a few words: its own, or what its exit status tells."""
     status, failed = child.process.returncode, child.failed

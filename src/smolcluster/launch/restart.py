@@ -32,7 +32,7 @@ from smolcluster.launch.plan import Elastic, ask_for_plans
 from smolcluster.launch.prepare import recorded
 from smolcluster.launch.processes import Child, last_lines, make_spec, refuse_inside_a_worker, tell, why_it_ended
 from smolcluster.launch.rounds import Decree, Over, Rounds, largest
-from smolcluster.launch.supervisor import Policy, Slot, Supervisor, ask_to_stop, find_culprit
+from smolcluster.launch.supervisor import Policy, Slot, Supervisor, find_culprit
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import OnlyNotices, Sink
@@ -263,7 +263,7 @@ class RestartPolicy(Policy):
         """Whether other machines have left the round, or wait for ours to leave it and that has taken too long."""
         found = self.rounds.broken()
         if found is not None and found.gently and self.leaving is None and not self.supervisor.stopping:
-            ask_to_stop(self.crew)
+            super().stop()  # they save, and make room
             self.leaving = time.monotonic() + DRAIN_S
         abruptly = found is not None and not found.gently
         return abruptly or (self.leaving is not None and time.monotonic() > self.leaving)

@@ -34,15 +34,14 @@ from smolcluster.engine.summary import write_summary
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.outcome import Outcome
 from smolcluster.launch.processes import (
-    STOP,
     Child,
     Inbox,
+    ask_to_stop,
     end_all,
     is_stopped,
     signals,
     spawn,
     tell,
-    wake,
     why_it_ended,
 )
 from smolcluster.observe.events import Event, Failed, Phase, RunFinished
@@ -115,7 +114,7 @@ class Supervisor:
         self.observer = Observer([self.outcome, *sinks])
         self.inbox = Inbox()
         self.children: list[Child] = []  # all that have not ended
-        self._signals: list[int] = []
+        self.interrupts: list[int] = []  # signals to stop; the second has killed all
         self.stopping = False  # nobody is to be started any more
         self.restarts = 0
         self._stopped: set[Child] = set()
@@ -123,7 +122,7 @@ class Supervisor:
     def run(self, policy: Policy) -> dict[str, Any]:
         """See a run through. Return its summary, or raise why there is none."""
         try:
-            with signals(lambda: self.children, self.inbox) as self._signals:
+            with signals(lambda: self.children, self.inbox) as self.interrupts:
                 try:
                     policy.begin()
                     while not policy.tick():
@@ -134,11 +133,6 @@ class Supervisor:
         finally:
             self.outcome.send_leftovers(self.run_dir, self.config, self.observer.emit)
             self.observer.close()
-
-    @property
-    def killed(self) -> bool:
-        """Whether the user has asked twice."""
-        return len(self._signals) > 1
 
     def _listen(self, policy: Policy) -> None:
         """Handle all that has happened; wait TICK_S for the first of it."""
@@ -225,12 +219,6 @@ class Supervisor:
             fields = {"status": "interrupted", "members_lost": 0, **fields}
             self.outcome.write_summary(self.run_dir, self.config, **fields)
         raise self.outcome.interrupted(self.run_dir)
-
-
-def ask_to_stop(children: Iterable[Child]) -> None:
-    for child in children:
-        tell(child, STOP)
-        wake(child.process)
 
 
 def find_culprit(children: Iterable[Child]) -> Child:
