@@ -88,6 +88,7 @@ with (
     from smolcluster.config import load_config, public_dict, resolve
     from smolcluster.config.names import known_keys
     from smolcluster.config.schema import Config
+    from smolcluster.config.strategies import BUILT_IN
     from smolcluster.engine.adopt import FROM_SERVER, adopt, read_plan
     from smolcluster.engine.identity import instance_of
     from smolcluster.engine.quota import RowQuota
@@ -96,7 +97,6 @@ with (
     from smolcluster.models.gguf import GGUF
     from smolcluster.serve import api_types, wire
     from smolcluster.serve.service import BadRequest
-    from smolcluster.strategies.registry import BUILT_IN
     from smolcluster.web.bodies import Unreadable, parse_object
 
 CORPUS = Path(__file__).parent.parent / "tests" / "corpus"

@@ -15,7 +15,7 @@ import torch
 from tests.equivalence.same_run import COMMON, assert_same_run, weights
 from tests.world import ElasticWorld, World, run_elastic_world, run_world
 
-from smolcluster.strategies.registry import known_strategies
+from smolcluster.config.strategies import strategy_names
 
 STEPS = 3
 GPT: dict[str, Any] = COMMON | {
@@ -70,7 +70,7 @@ def divided(batch_size: int, parts: int, options: dict[str, Any]) -> dict[str, A
 
 
 def test_all_strategies_are_here() -> None:
-    assert {case[0] for case in (*MESH, *SERVED)} == set(known_strategies())
+    assert {case[0] for case in (*MESH, *SERVED)} == set(strategy_names())
 
 
 @pytest.mark.usual(when=lambda case: case not in (MESH[2], MESH[4], MESH[7], MESH[9]))

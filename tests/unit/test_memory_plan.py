@@ -107,7 +107,7 @@ def test_the_ledger_sees_backward_and_leaves_torch_as_it_was() -> None:
 
 
 MESH = [
-    *(c for c in choices(4, every_schedule=True) if c.plane == "mesh" and c.strategy not in ("single", "pipeline")),
+    *(c for c in choices(4, every=True) if c.plane == "mesh" and c.strategy not in ("single", "pipeline")),
     Choice(label="pipeline 1f1b", strategy="pipeline", options={"schedule": "1f1b"}),
     Choice(label="mesh, stage 1", strategy="mesh", options={"pp": 2, "fsdp_stage": 1}),
     Choice(label="mesh, stage 2", strategy="mesh", options={"pp": 2, "fsdp_stage": 2}),

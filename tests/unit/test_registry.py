@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from smolcluster.config import Config, strategies
 from smolcluster.config.reference import markdown
 from smolcluster.config.schema import StrategyConfig
+from smolcluster.config.strategies import (
+    PLANNED,
+    all_records,
+    canonical_strategy,
+    check_name,
+    record_of,
+    strategy_names,
+)
+from smolcluster.dashboard.links import shape_of
+from smolcluster.engine.choices import choices
 from smolcluster.errors import UserError
+from smolcluster.launch import prepare
+from smolcluster.observe.board import counts_own_steps
 from smolcluster.strategies.base import Options
 from smolcluster.strategies.placement import Node, Shape
-from smolcluster.strategies.registry import PLANNED, check_name, find_strategy, known_strategies, read_options
+from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.strategies.replicated import Replicated
 
 NODES = [Node(name=f"n{i}") for i in range(4)]
@@ -21,7 +35,7 @@ NODES = [Node(name=f"n{i}") for i in range(4)]
 
 @pytest.mark.parametrize("name", ["allreduce", "AllReduce", "ClassicDP", "classic_dp", "ddp"])
 def test_every_spelling_finds_the_strategy(name: str) -> None:
-    assert find_strategy(name).name == "allreduce"
+    assert canonical_strategy(name) == check_name(name) == "allreduce"
 
 
 def test_unknown_names_list_the_known_and_suggest_the_nearest() -> None:
@@ -35,24 +49,87 @@ def test_unknown_names_list_the_known_and_suggest_the_nearest() -> None:
         check_name("diloco")
 
 
-def test_a_package_registers_its_strategy_by_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real distribution on the path, as pip would leave it."""
-    (tmp_path / "lonely.py").write_text(
-        "from smolcluster.strategies.single import Single\nclass Lonely(Single):\n    name = 'lonely'\n",
-        encoding="utf-8",
-    )
-    info = tmp_path / "lonely-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lonely\nVersion: 1.0\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[smolcluster.strategies]\nlonely = lonely:Lonely\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert known_strategies()["lonely"] == "lonely:Lonely"
-    assert find_strategy("lonely").name == "lonely"
-    sys.modules.pop("lonely", None)
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Put a distribution on the path, as pip would leave it: its module, and what its entry point names there."""
+
+    def one(name: str, code: str, at: str) -> None:
+        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[{strategies.GROUP}]\n{name} = {at}\n", encoding="utf-8")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        forget()
+
+    def forget() -> None:
+        strategies._registered.cache_clear()
+        strategies.find_record.cache_clear()
+
+    yield one
+    forget()
+    for made in tmp_path.glob("*.py"):
+        sys.modules.pop(made.stem, None)
+
+
+def test_a_package_registers_a_class(install: Callable[..., None]) -> None:
+    """It runs on the mesh plane, and is known by the name of its entry point."""
+    code = "from smolcluster.strategies.single import Single\nclass Lonely(Single):\n    'Alone.'\n"
+    install("lonely", code, "lonely:Lonely")
+    assert "lonely" in strategy_names()
+    assert find_strategy("Lonely").__name__ == "Lonely"
+    record = record_of("lonely")
+    assert (record.planes, record.summary, record.topology) == (("mesh",), "Alone.", "ring")
+    with pytest.raises(UserError, match="lonely does not run on the elastic plane"):
+        find_strategy("lonely", plane="elastic")
+
+
+RECORD = """
+from smolcluster.config.strategies import Record
+RECORD = Record(
+    name="mine", algorithm="Mine", summary="my own", aliases=("my-own",), topology="star", own_steps=True,
+    where={"elastic": "smolcluster.strategies.edp:EDP", "mesh": "nowhere:Mine"},
+)
+"""
+
+
+def test_a_package_registers_a_record_for_both_planes(install: Callable[..., None]) -> None:
+    install("mine", RECORD, "mine:RECORD")
+    assert canonical_strategy("MY_OWN") == canonical_strategy("Mine") == "mine"
+    assert find_strategy("mine") is find_strategy("edp")
+    with pytest.raises(UserError, match=r"strategy mine: nowhere:Mine cannot be imported: No module named 'nowhere'"):
+        find_strategy("mine", plane="mesh")
+    assert shape_of("mine", served=True, num_workers=3) == "star"
+    assert counts_own_steps("mine")
+    assert [c.plane for c in choices(4) if c.strategy == "mine"] == ["mesh", "elastic"]
+    planes = {
+        said: prepare.choose_plane(Config(strategy={"name": "mine"}, cluster={"plane": said}))
+        for said in ("mesh", "elastic", None)
+    }
+    assert planes == {"mesh": "mesh", "elastic": "elastic", None: "elastic"}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import nothing_of_that_name", "broken:RECORD cannot be imported: No module named 'nothing_of_that_name'"),
+        (RECORD, "the record at broken:RECORD is of 'mine'; use one name"),
+    ],
+)
+def test_a_package_that_is_broken_is_named_when_it_is_used(install: Callable[..., None], code: str, said: str) -> None:
+    """And is in nobody's way before."""
+    install("broken", code, "broken:RECORD")
+    with pytest.raises(UserError, match=said):
+        record_of("broken")
+    assert "broken" not in all_records()
+    with pytest.raises(UserError, match=r"unknown strategy 'brokn'; did you mean 'broken'\?"):
+        check_name("brokn")
 
 
 def test_names_are_known_without_importing_torch() -> None:
-    code = "import sys\nfrom smolcluster.strategies.registry import check_name as f; f('ddp'); print('torch' in sys.modules)"
+    code = (
+        "import sys\nfrom smolcluster.config.strategies import record_of as f; f('ddp'); print('torch' in sys.modules)"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert ended.stdout == "False\n"
 
@@ -81,7 +158,7 @@ def test_options_for_members_that_come_and_go_are_named_where_they_stay(plane: s
     ],
 )
 def test_a_strategy_lists_what_applies_to_it(option: str, takers: set[str]) -> None:
-    assert {name for name in known_strategies() if option in find_strategy(name).Config.model_fields} == takers
+    assert {name for name in strategy_names() if option in find_strategy(name).Config.model_fields} == takers
 
 
 def test_the_reference_names_no_strategy_that_is_not_there() -> None:

@@ -14,18 +14,19 @@ def strategies(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """List every strategy: name, aliases, what it is for, its options."""
-    from smolcluster.config import ALIASES
-    from smolcluster.strategies.registry import find_strategy, known_strategies
+    from smolcluster.config.strategies import all_records
+    from smolcluster.strategies.registry import find_strategy
 
     rows: list[dict[str, Any]] = []
-    for name in sorted(known_strategies()):
+    for name, record in sorted(all_records().items()):
         strategy = find_strategy(name)
         rows.append(
             {
                 "name": name,
-                "algorithm": strategy.algorithm,
-                "aliases": sorted(alias for alias, target in ALIASES.items() if target == name and alias != name),
-                "summary": strategy.summary,
+                "algorithm": record.algorithm,
+                "aliases": sorted(record.aliases),
+                "planes": list(record.planes),
+                "summary": record.summary,
                 "options": {
                     key: {"default": field.default, "description": field.description}
                     for key, field in strategy.Config.model_fields.items()

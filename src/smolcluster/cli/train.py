@@ -26,7 +26,7 @@ smolcluster train gpt --strategy fsdp --workers 4 --elastic 2:4
 smolcluster train --resume latest
 """
 _RANK = "One rank of a job that others start"
-_ELASTIC = "Going on when workers die (fsdp, tensor, pipeline, mesh, allreduce)"
+_ELASTIC = "Going on when workers die (mesh plane)"
 
 
 def train(

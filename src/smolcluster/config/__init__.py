@@ -2,7 +2,6 @@
 
 from smolcluster.config.flags import FLAGS, flag_sets
 from smolcluster.config.load import builtin_configs, load_config
-from smolcluster.config.names import ALIASES, canonical_strategy
 from smolcluster.config.resolve import dump, public_dict, resolve
 from smolcluster.config.schema import (
     ClusterConfig,
@@ -14,9 +13,9 @@ from smolcluster.config.schema import (
     StrategyConfig,
     TrainingConfig,
 )
+from smolcluster.config.strategies import canonical_strategy
 
 __all__ = [
-    "ALIASES",
     "FLAGS",
     "ClusterConfig",
     "Config",

@@ -1,4 +1,4 @@
-"""The names a configuration may use: keys, their flat spellings, strategies, and what a misspelt one most resembles."""
+"""The names a configuration may use: keys, their flat spellings, and what a misspelt one most resembles."""
 
 from __future__ import annotations
 
@@ -31,24 +31,6 @@ for _section in ("cluster", "training", "strategy"):
         if _key not in ("name", "options"):
             FLAT.setdefault(_key, (_section, _key))
 
-ALIASES = {
-    "classicdp": "allreduce",
-    "dp": "allreduce",
-    "ddp": "allreduce",
-    "dataparallel": "allreduce",
-    "ps": "syncps",
-    "synchronousps": "syncps",
-    "mp": "pipeline",
-    "modelparallelism": "pipeline",
-    "modelparallel": "pipeline",
-    "zero": "fsdp",
-} | {
-    name: name
-    for name in (
-        ("single", "allreduce", "fsdp", "tensor", "pipeline", "mesh") + ("edp", "syncps", "diloco", "dipaco", "swarm")
-    )
-}
-
 # What other programs call our keys: only for suggestions.
 _ELSEWHERE = {
     "lr": "training.learning_rate",
@@ -76,11 +58,6 @@ _ELSEWHERE = {
 # Words that mean the same in a key.
 _SAME_WORD = {"interval": "steps", "every": "steps", "freq": "steps", "frequency": "steps", "save": "checkpoint"}
 _SAME_WORD |= {"lr": "learning_rate", "validation": "eval", "val": "eval", "checkpoints": "checkpoint", "step": "steps"}
-
-
-def canonical_strategy(name: str) -> str:
-    """The strategy's own name: `ClassicDP` -> `allreduce`. Case, `-` and `_` do not matter. Others pass unchanged."""
-    return ALIASES.get(name.strip().lower().replace("-", "").replace("_", ""), name.strip())
 
 
 def nullable(section: str, key: str) -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from smolcluster.config.describe import allowed, show
 from smolcluster.config.load import builtin_configs
-from smolcluster.config.names import ALIASES, SECTIONS, SHORTHAND
+from smolcluster.config.names import SECTIONS, SHORTHAND
 from smolcluster.config.schema import Config, HostConfig, LinkConfig, Section
+from smolcluster.config.strategies import ALIASES
 
 _INTRO = """\
 # Configuration
@@ -75,8 +76,7 @@ def markdown() -> str:
     others = [name for name in Config.model_fields if name not in SECTIONS]
     parts.append("## Top level\n\n" + _table([(name,) for name in others]))
     parts.append(_FLAT + "".join(f"| {written} | {meaning} |\n" for written, meaning in _FLAT_MEANINGS))
-    aliases = {alias: name for alias, name in ALIASES.items() if alias != name}
-    parts.append(_ALIASES + "".join(f"| `{alias}` | `{name}` |\n" for alias, name in aliases.items()))
+    parts.append(_ALIASES + "".join(f"| `{alias}` | `{name}` |\n" for alias, name in ALIASES.items()))
     return "\n".join(parts)
 
 

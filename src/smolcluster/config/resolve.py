@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from smolcluster.config.describe import hide_credentials
-from smolcluster.config.names import canonical_strategy
 from smolcluster.config.schema import Config
 from smolcluster.config.shape import shape_of
+from smolcluster.config.strategies import ALONE, canonical_strategy
 from smolcluster.config.tree import to_yaml
 from smolcluster.models.registry import ARCHITECTURES, to_plain
 
@@ -31,7 +31,7 @@ def resolve(config: Config) -> Config:
     on_hosts = sum(host.workers for host in config.cluster.hosts.values())
     config.cluster.num_workers = config.cluster.num_workers or len(config.cluster.workers) or on_hosts or 1
     if "name" not in config.strategy.model_fields_set and config.cluster.num_workers == 1:
-        config.strategy.name = "single"
+        config.strategy.name = ALONE
     config.strategy.name = canonical_strategy(config.strategy.name)
     return config
 

@@ -2,7 +2,7 @@
 
 A row of metrics.jsonl tells what a process has sent and received in all. Which link that was follows from the strategy:
 
-    star     a server and its workers (edp, syncps): a worker has one link, so its counts are the link's
+    star     a server and its workers: a worker has one link, so its counts are the link's
     ring     all-reduce and its kin: a rank sends to the next and receives from the one before
     wheel    the same on the elastic plane: the ring, and a coordinator in the middle that moves few bytes
     line     a pipeline: activations go down the line, gradients up; each link follows from the ends of the line
@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Shape = Literal["alone", "star", "ring", "wheel", "line"]
+from smolcluster.config.strategies import find_record
 
-_SERVED = ("edp", "syncps")
+Shape = Literal["alone", "star", "ring", "wheel", "line"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,14 @@ class Link:
 
 
 def shape_of(strategy: str, *, served: bool, num_workers: int) -> Shape:
+    """By the record of the strategy; of one that this machine does not have, a ring."""
+    record = find_record(strategy)
+    topology = "ring" if record is None else record.topology
     if served:
-        return "star" if strategy in _SERVED or num_workers < 2 else "wheel"
+        return "star" if topology == "star" or num_workers < 2 else "wheel"
     if num_workers < 2:
         return "alone"
-    return "line" if strategy == "pipeline" else "ring"
+    return "line" if topology == "line" else "ring"
 
 
 def links_of(

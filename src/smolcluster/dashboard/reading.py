@@ -33,7 +33,7 @@ from smolcluster.dashboard.joining import Joined, is_here
 from smolcluster.dashboard.machines import GOOD_BYE, MOST_TEXT, Machine
 from smolcluster.dashboard.pace import Pace
 from smolcluster.dashboard.thin import Curve, finite, limit_for, moment
-from smolcluster.observe.board import OWN_STEPS
+from smolcluster.observe.board import counts_own_steps
 
 MOST_MACHINES = 1024
 MOST_EVENTS = 400
@@ -224,7 +224,7 @@ class RunReader:
             self._pace.add(when, int(step))
             machine.take(row, step=step, time=when, resumed=resumed)
             self._draw_waiting(until=when)
-        elif self.strategy in OWN_STEPS:
+        elif counts_own_steps(self.strategy):
             self._waiting.append((machine, machine.take(row, step=None, time=when, resumed=resumed)))
             self._draw_waiting(until=-math.inf)
         else:

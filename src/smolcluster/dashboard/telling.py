@@ -20,7 +20,7 @@ from smolcluster.dashboard.links import links_of, shape_of
 from smolcluster.dashboard.machines import MOST_TEXT, Machine, state_of, waiting_s
 from smolcluster.dashboard.reading import Happening, RunReader, shortened
 from smolcluster.dashboard.thin import Curve, finite, moment, tidy
-from smolcluster.observe.board import OWN_STEPS, Seat
+from smolcluster.observe.board import Seat, counts_own_steps
 from smolcluster.observe.events import StepLogged
 
 PACE_S = 5.0  # over which tokens per second are taken
@@ -150,7 +150,7 @@ class Teller:
             "device": facts.get("device") or ("" if device == "null" else device),
             "facts": facts,
             "step": last.get("step"),
-            "own_steps": machine.role != "server" and self.run.strategy in OWN_STEPS,
+            "own_steps": machine.role != "server" and counts_own_steps(self.run.strategy),
             **{name: tidy(finite(last.get(name))) for name in _ROW},
             "wait_s": tidy(waiting_s(last)),
             **{name: int(finite(last.get(name)) or 0) for name in ("stale_rejected", "skipped")},

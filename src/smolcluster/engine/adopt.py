@@ -24,10 +24,10 @@ from pydantic import ValidationError
 from smolcluster.config import public_dict
 from smolcluster.config.names import SECTIONS, known_keys
 from smolcluster.config.schema import Config
+from smolcluster.config.strategies import BUILT_IN
 from smolcluster.data.names import HF_PREFIX, is_text
 from smolcluster.engine.checks import OWN_TO_A_HOST, check_same_config
 from smolcluster.errors import UserError
-from smolcluster.strategies.registry import BUILT_IN
 
 MOST_STEPS = 2**53
 EMBEDDED = "embedded"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from smolcluster.config import strategies
 from smolcluster.config.schema import Config
+from smolcluster.config.strategies import BUILT_IN, Asked, Record, all_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,42 +20,28 @@ class Choice:
     plane: str = "mesh"
 
 
-ALONE = Choice(label="one worker", strategy="single", plane="alone")
+ALONE = Choice(label="one worker", strategy=strategies.ALONE)
 
 
-def choices(num_ranks: int, *, every_schedule: bool = False) -> list[Choice]:
-    """Those that exchange least and keep every rank busy come first, those that save most last; then the elastic plane."""
+def choices(num_ranks: int, *, every: bool = False) -> list[Choice]:
+    """The mesh plane first: those that exchange least and keep every rank busy, up to those that save most. `every` variant,
+    or the usual ones."""
+    records = list(all_records().values())
     if num_ranks == 1:
-        return [Choice(label="single", strategy="single")]
-    schedules = ("1f1b", "gpipe", *(("interleaved", "zero-bubble", "zbv") if every_schedule else ()))
-    half = [n for n in range(2, num_ranks) if num_ranks % n == 0]
+        records = [record for record in records if record.name == strategies.ALONE or record.name not in BUILT_IN]
+    elastic = [record for record in records if "elastic" in record.planes and num_ranks > 1]
+    rows = [(record, "mesh") for record in records if "mesh" in record.planes]
+    rows += [(record, "elastic") for record in sorted(elastic, key=lambda record: "mesh" in record.planes)]
     return [
-        Choice(label="single", strategy="single"),
-        Choice(label="allreduce", strategy="allreduce"),
-        *(_fsdp(stage) for stage in (0, 1, 2)),
-        *(_fsdp(3, shard_size=size) for size in half[-1:]),
-        _fsdp(3),
-        *(Choice(label=f"pipeline {name}", strategy="pipeline", options={"schedule": name}) for name in schedules),
-        *(_mesh(num_ranks, **axes) for axes in ({"pp": 2}, {"tp": 2}, {"pp": 2, "tp": 2}) if num_ranks > 2),
-        Choice(label="tensor", strategy="tensor"),
-        *(Choice(label=name, strategy=name, plane="elastic") for name in ("syncps", "edp")),
-        Choice(label="allreduce, elastic", strategy="allreduce", plane="elastic"),
-        Choice(label="fsdp 1, elastic", strategy="fsdp", options={"fsdp_stage": 1}, plane="elastic"),
+        Choice(label=_label(record, plane, variant), strategy=record.name, options=dict(options), plane=plane)
+        for record, plane in rows
+        for variant, options in record.variants(Asked(plane=plane, num_ranks=num_ranks, every=every))
     ]
 
 
-def _fsdp(stage: int, **options: Any) -> Choice:
-    hybrid = f", hybrid {options['shard_size']}" if options else ""
-    return Choice(
-        label=f"fsdp {stage}{hybrid}", strategy="fsdp", options={"fsdp_stage": stage, "shard_size": None, **options}
-    )
-
-
-def _mesh(num_ranks: int, *, pp: int = 1, tp: int = 1) -> Choice:
-    dp = num_ranks // (pp * tp)
-    parts = [f"{name} {n}" for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n > 1]
-    options = {"pp": pp, "tp": tp, "cp": None, "dp": None, "fsdp_stage": 0, "shard_size": None}
-    return Choice(label=f"mesh {' x '.join(parts)}", strategy="mesh", options=options)
+def _label(record: Record, plane: str, variant: str) -> str:
+    label = f"{record.name} {variant}".rstrip()
+    return f"{label}, elastic" if plane == "elastic" and record.planes != ("elastic",) else label
 
 
 def as_configured(config: Config, plane: str) -> Choice:

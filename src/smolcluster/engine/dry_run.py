@@ -61,7 +61,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         gpus = [gpu_for_nccl(choose_device(config.training.device, local_rank=rank)) for rank in range(workers)]
         how = f"backend {agree([Wish(host=n.machine, named=backend, gpu=g) for n, g in zip(nodes, gpus, strict=True)])}"
     server = " and a server" if any(s.role == "server" for s in seats) else ""
-    lines.append(f"# strategy {strategy.name} on {workers} worker(s){server}, device {device}, {how}")
+    lines.append(f"# strategy {config.strategy.name} on {workers} worker(s){server}, device {device}, {how}")
     shown = [axis for axis in ("pp", "cp", "tp") if axis != "cp" or any(s.coords.get("cp") for s in seats)]
     for s in seats:
         if s.role == "server":
@@ -72,7 +72,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
             place = "".join(f", {axis} {s.coords[axis]}" for axis in shown if axis in s.coords)
             lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}{place}")
     if ignored:
-        lines.append(f"# not used by {strategy.name}: {', '.join(ignored)}")
+        lines.append(f"# not used by {config.strategy.name}: {', '.join(ignored)}")
     lines.extend(f"# {line}" for line in describe_memory(subject, plane))
     also = ", and activations, which are not counted here" if cost.activations_travel else ""
     sent = f"{cost.bytes_sent / 2**20:.2f} MiB" if cost.bytes_sent else "nothing"

@@ -9,11 +9,11 @@ from typing import Any
 from smolcluster.compute.device import choose_device
 from smolcluster.compute.memory import parse_size
 from smolcluster.config.schema import Config
+from smolcluster.config.strategies import check_name, record_of
 from smolcluster.engine.choices import Choice, as_configured, choices
 from smolcluster.engine.plan import Forecast, Plan, SeatMemory, Subject, make_plan
 from smolcluster.engine.rehearsal import Way
 from smolcluster.engine.rehearsal_pool import forecast_all
-from smolcluster.strategies.registry import check_name
 from smolcluster.tasks.find import find_task
 
 
@@ -38,7 +38,7 @@ def plan_memory(
 def choose(config: Config, *, ranks: int, plane: str, only: Sequence[str]) -> list[Choice]:
     """Those that are asked for, and the configuration's own where it says more than a name."""
     names = [check_name(name) for name in only]
-    found = [choice for choice in choices(ranks, every_schedule=bool(only)) if not names or choice.strategy in names]
+    found = [choice for choice in choices(ranks, every=bool(only)) if not names or choice.strategy in names]
     known = {choice.strategy for choice in found}
     found += [Choice(label=name, strategy=name) for name in dict.fromkeys(names) if name not in known]
     said = config.strategy.model_dump(exclude={"name", "options"}, exclude_none=True) | config.strategy.options
@@ -114,7 +114,7 @@ def _seat(seat: SeatMemory, configured: Way) -> dict[str, Any]:
 def _advice(row: Forecast, way: Way) -> dict[str, Any]:
     choice = row.choice
     flags = [f"--strategy {choice.strategy}"]
-    if choice.plane == "elastic" and choice.strategy in ("allreduce", "fsdp"):
+    if choice.plane == "elastic" and record_of(choice.strategy).planes[0] != "elastic":
         flags.append("--plane elastic")
     said = [f"strategy.{key}={value}" for key, value in choice.options.items() if value is not None]
     if said:

@@ -17,6 +17,7 @@ from smolcluster.compute.device import choose_device, share_cores
 from smolcluster.compute.memory import free_bytes, memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.config.schema import Config
+from smolcluster.config.strategies import record_of
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.channel import Channel
 from smolcluster.engine.checkpoint import CheckpointStore
@@ -102,7 +103,7 @@ class Role(ABC):
             if self.spec.plane == "elastic" and lead:
                 self._warn("training.profile has no effect on the elastic plane")
         if ignored and lead:
-            self._warn(f"strategy {self.strategy_class.name} does not use: {', '.join(ignored)}")
+            self._warn(f"strategy {self.config.strategy.name} does not use: {', '.join(ignored)}")
 
     def _load_task(self) -> None:
         self.task = find_task(self.config, progress=self._progress)
@@ -218,8 +219,8 @@ class Role(ABC):
             host=self.spec.host,
             run_dir=str(self.run_dir.path) if self.spec.run_dir or self.spec.plane == "mesh" else "",
             task=self.task.name,
-            strategy=strategy.name,
-            algorithm=strategy.algorithm,
+            strategy=config.strategy.name,
+            algorithm=record_of(config.strategy.name).algorithm,
             world_size=world_size,
             device=str(self.device),
             parameters=strategy.num_parameters,

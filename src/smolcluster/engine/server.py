@@ -377,7 +377,7 @@ class Server(Role):
     def _snapshot_journal(self, *, wait: bool = False) -> None:
         state = self.strategy.state()
         meta = {
-            "strategy": self.strategy.name,
+            "strategy": self.config.strategy.name,
             "numbers": state.numbers,
             "step": self.step,
             "total_steps": self.planned_steps,
@@ -642,7 +642,7 @@ class Server(Role):
             metrics=dict(self.last_evaluation),
             info={
                 "task": self.task.name,
-                "strategy": self.strategy.name,
+                "strategy": self.config.strategy.name,
                 "world_size": len(self.batch_sizes),
                 "torch": torch.__version__,
                 **tokenizer_info(self.task),
@@ -729,7 +729,7 @@ class Server(Role):
         return join_ranks(
             [mine],
             status=status,
-            strategy=self.strategy.name,
+            strategy=self.config.strategy.name,
             workers=len(self.batch_sizes),
             world_size=len(self.batch_sizes) + 1,
             samples=self.samples,

@@ -33,6 +33,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 from torch import Tensor
 
+from smolcluster.config.strategies import find_record
 from smolcluster.engine.files import Files
 from smolcluster.engine.stored import FileEntry, Size, StoredTensors
 from smolcluster.engine.tensorfile import HashedFile, TensorFile
@@ -277,11 +278,12 @@ def check_compatible(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> N
 def check_whole(snapshot: Snapshot, without: Sequence[str]) -> None:
     """Raises UserError if optimizer state was lost: `without` are the trained parameters that have none.
 
-    Elsewhere such a parameter may be one that never had a gradient. `fsdp` on the elastic plane gives each one in every step,
-    and puts the state together from its members' parts.
+    Elsewhere such a parameter may be one that never had a gradient. A strategy whose state is put together from its members'
+    parts on the elastic plane gives each one in every step.
     """
     lent = "holes" in (snapshot.state.get("sampler") or {})  # as the elastic plane lends samples
-    if without and snapshot.optimizer and lent and snapshot.info.get("strategy") == "fsdp":
+    record = find_record(str(snapshot.info.get("strategy", "")))
+    if without and snapshot.optimizer and lent and record is not None and record.assembled:
         raise UserError(
             f"the checkpoint of step {snapshot.step} has no optimizer state for {len(without)} parameters: "
             f"{_first(list(without))}; a worker was lost while it was saved: name another with --resume FOLDER"

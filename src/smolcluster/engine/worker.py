@@ -269,7 +269,7 @@ class Worker(Role):
             profiler=self._make_profiler(last_step=total_steps),
             info={
                 "task": self.task.name,
-                "strategy": strategy.name,
+                "strategy": self.config.strategy.name,
                 "world_size": self.spec.world_size,
                 "torch": torch.__version__,
                 **tokenizer_info(self.task),
@@ -424,7 +424,7 @@ class Worker(Role):
             summary = join_ranks(
                 ranks,
                 status="interrupted" if loop.interrupted else "finished",
-                strategy=loop.strategy.name,
+                strategy=self.config.strategy.name,
                 wall_s=time.time() - self.started,
                 **evaluation_summary(loop.last_evaluation),
                 weights_sha256=weights_sha256(weights),

@@ -17,6 +17,7 @@ from smolcluster.comm.addresses import is_loopback
 from smolcluster.config import load_config, public_dict, resolve
 from smolcluster.config.names import known_keys
 from smolcluster.config.schema import Config
+from smolcluster.config.strategies import check_name
 from smolcluster.engine.adopt import FROM_SERVER
 from smolcluster.engine.checks import OWN_TO_A_HOST
 from smolcluster.engine.spec import WorkerSpec
@@ -26,7 +27,6 @@ from smolcluster.launch.prepare import absolute_task, is_task
 from smolcluster.observe.events import Event, Notice, Phase, RunStarted
 from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import Sink
-from smolcluster.strategies.registry import check_name
 
 if TYPE_CHECKING:
     from smolcluster.observe.loki import Pusher

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.config import Config, canonical_strategy, dump, load_config, resolve
+from smolcluster.config.strategies import ALONE, all_records, check_name, record_of
 from smolcluster.data.names import is_text
 from smolcluster.engine.run_dir import Resume, RunDir, find_resume, new_run_dir
 from smolcluster.errors import UserError, unknown_name
-from smolcluster.strategies.registry import ELASTIC, ELASTIC_BY_OPTION, ELASTIC_ONLY, check_name, known_strategies
 
 DEFAULT_CONFIG = "default"
 BACKENDS = ("gloo", "nccl", "mpi")
@@ -69,7 +69,7 @@ def prepare(
     sets = dict(sets or {})
     if tasks:
         sets["task"] = absolute_task(tasks[0])
-    if not sources and canonical_strategy(sets.get("strategy.name") or "") == "single":
+    if not sources and canonical_strategy(sets.get("strategy.name") or "") == ALONE:
         sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # more workers were not the user's wish
     config = load_config(files, overrides=overrides, sets=sets)
     if found is not None:
@@ -136,16 +136,14 @@ def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]
 
 def choose_plane(config: Config) -> str:
     """Where the strategy runs: as cluster.plane says, if it can."""
-    name, said = config.strategy.name, config.cluster.plane
-    elastic = name in ELASTIC_ONLY or name in ELASTIC
-    mesh = name not in ELASTIC_ONLY
-    if (said == "elastic" and not elastic) or (said == "mesh" and not mesh):
-        there = {*ELASTIC, *ELASTIC_ONLY} if said == "elastic" else set(known_strategies()) - ELASTIC_ONLY
-        raise UserError(f"strategy {name} does not run on the {said} plane; those that do: {', '.join(sorted(there))}")
+    record, said = record_of(config.strategy.name), config.cluster.plane
+    if said is not None and said not in record.planes:
+        there = sorted(name for name, other in all_records().items() if said in other.planes)
+        raise UserError(f"strategy {record.name} does not run on the {said} plane; those that do: {', '.join(there)}")
     if said is not None:
         return said
-    wishes_elastic = name in ELASTIC_BY_OPTION and getattr(config.strategy, ELASTIC_BY_OPTION[name])
-    return "mesh" if mesh and not wishes_elastic else "elastic"
+    options = config.strategy.model_dump(exclude={"options"}) | config.strategy.options
+    return "elastic" if options.get(record.elastic_option) else record.planes[0]
 
 
 def task_name(config: Config) -> str:

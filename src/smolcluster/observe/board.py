@@ -13,11 +13,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from smolcluster.config.strategies import find_record
 from smolcluster.observe.events import Event, Failed, Phase, Progress, RunStarted, StepLogged
 from smolcluster.observe.text import short
 
 _GONE = ("finished", "failed")
-OWN_STEPS = ("edp",)  # strategies whose workers count steps of their own, which are not the run's
+
+
+def counts_own_steps(strategy: str) -> bool:
+    """Return whether the steps of its workers are not the run's."""
+    record = find_record(strategy)
+    return record is not None and record.own_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +203,7 @@ class Board:
 
     def _counts_own(self, started: RunStarted) -> bool:
         """Return whether the steps of this rank are not those of the run, and no server's row tells the run's."""
-        return self._alone and started.role != "server" and started.strategy in OWN_STEPS
+        return self._alone and started.role != "server" and counts_own_steps(started.strategy)
 
     def _seat(self, rank: int) -> Seat:
         return self.seats.setdefault(rank, Seat(rank))

@@ -66,9 +66,6 @@ AllReduceT = TypeVar("AllReduceT", bound=AllReduceOptions)
 
 class AllReduce(Exchanging[AllReduceT]):
     Config = AllReduceOptions
-    name = "allreduce"
-    algorithm = "ClassicDP"
-    summary = "whole model on every worker, averaged gradients, optional bounded staleness"
 
     @classmethod
     def plan(cls, options: AllReduceT, nodes: Sequence[Node], shape: Shape | None) -> Placement:

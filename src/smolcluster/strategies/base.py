@@ -166,10 +166,7 @@ class Context:
 
 
 class Strategy(ABC, Generic[OptionsT]):
-    name: ClassVar[str]
     server_has_weights: ClassVar[bool] = True  # elastic plane: or the workers alone have them
-    algorithm: ClassVar[str]  # the name users know it by, as in run names
-    summary: ClassVar[str]
     Config: ClassVar[type[Options]] = Options  # what it is generic in: `class Mine(Strategy[MyOptions])` has MyOptions
 
     replica: Replica  # made by `setup`

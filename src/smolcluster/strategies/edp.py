@@ -71,10 +71,6 @@ class EDPOptions(ServedOptions):
 
 
 class EDP(Served[EDPOptions]):
-    name = "edp"
-    algorithm = "EDP"
-    summary = "an asynchronous server; no worker waits for another, fast ones do more"
-
     @classmethod
     def plan(cls, options: EDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if shape is None:

@@ -98,10 +98,6 @@ FSDPT = TypeVar("FSDPT", bound=FSDPOptions)
 
 
 class FSDP(Parallel[FSDPOptions]):
-    name = "fsdp"
-    algorithm = "FSDP"
-    summary = "ZeRO 0-3 and hybrid: optimizer state, gradients and parameters cut up among the workers"
-
     @classmethod
     def axes(cls, options: FSDPOptions, hosts: Sequence[str]) -> Axes:
         return cut_up(Axes(shards=len(hosts)), options, hosts, "{} workers")

@@ -49,10 +49,6 @@ class ElasticFSDPOptions(AllReduceOptions):
 
 
 class ElasticFSDP(AllReduce[ElasticFSDPOptions]):
-    name = "fsdp"
-    algorithm = "FSDP"
-    summary = "ZeRO stages 0 and 1: optimizer states shared out over the workers; members come and go"
-
     @classmethod
     def plan(cls, options: ElasticFSDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if options.fsdp_stage > 1:

@@ -43,10 +43,6 @@ class MeshOptions(PipelineOptions, FSDPOptions):
 
 
 class Mesh(Parallel[MeshOptions]):
-    name = "mesh"
-    algorithm = "3D"
-    summary = "pipeline x data x tensor parallel, with ZeRO stages along the data axis"
-
     @classmethod
     def axes(cls, options: MeshOptions, hosts: Sequence[str]) -> Axes:
         check_schedule(options)

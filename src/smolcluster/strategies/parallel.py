@@ -152,7 +152,7 @@ class Parallel(Strategy[OptionsT]):
         self.replica = build_replica(task, context, arrange=self._arrange, loss=loss)
         self._exchange.attach(self.replica)
         if self._pipe is not None and context.config.training.compile:
-            context.warn(f"training.compile has no effect with {self.name}")
+            context.warn(f"training.compile has no effect with {context.config.strategy.name}")
         self._tracks = self.replica.track_gradients and context.group.size > 1
         self.replica.track_gradients &= not self._tracks  # it has only parts of them
         self._stop = DelayedFlag(context.device)
@@ -170,12 +170,12 @@ class Parallel(Strategy[OptionsT]):
 
     def _check_backend(self) -> None:
         """torch's engine hands GPU memory to the backend, and gloo would read it as its own: the process would die of it."""
-        group, axes = self.context.group, self.mesh_axes
+        context, group, axes = self.context, self.context.group, self.mesh_axes
         by_torch = max(axes.pp, axes.tp, axes.cp) > 1 or (axes.data > 1 and self.zero(self.options).stage >= 2)
-        if by_torch and self.context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
+        if by_torch and context.device.type != "cpu" and getattr(group, "backend", "") == "gloo":
             raise UserError(
-                f"{self.name} on {self.context.device.type} cannot exchange over gloo; use --backend nccl with a GPU for each "
-                "worker, or training.device=cpu"
+                f"{context.config.strategy.name} on {context.device.type} cannot exchange over gloo; use --backend nccl with a "
+                "GPU for each worker, or training.device=cpu"
             )
 
     def _make_mesh(self) -> DeviceMesh | None:

@@ -103,10 +103,6 @@ PipelineT = TypeVar("PipelineT", bound=PipelineOptions)
 
 
 class Pipeline(Parallel[PipelineOptions]):
-    name = "pipeline"
-    algorithm = "MP"
-    summary = "each rank has some of the layers; micro-batches follow each other through them"
-
     @classmethod
     def axes(cls, options: PipelineOptions, hosts: Sequence[str]) -> Axes:
         check_schedule(options)

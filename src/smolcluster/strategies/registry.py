@@ -1,72 +1,32 @@
-"""Every strategy by name. A new one is one file and one line here; other packages register theirs by entry point:
-
-[project.entry-points."smolcluster.strategies"]
-mine = "my_package.mine:Mine"
-"""
+"""A strategy's code and its options, by name. What is known of it without them is in `config/strategies.py`."""
 
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
 
-from smolcluster.config import canonical_strategy
 from smolcluster.config.schema import StrategyConfig
-from smolcluster.errors import UserError, unknown_name
+from smolcluster.config.strategies import record_of
+from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
     from smolcluster.strategies.base import Options, OptionsT, Strategy
 
-BUILT_IN = {
-    "single": "smolcluster.strategies.single:Single",
-    "allreduce": "smolcluster.strategies.allreduce:AllReduce",
-    "syncps": "smolcluster.strategies.syncps:SyncPS",
-    "edp": "smolcluster.strategies.edp:EDP",
-    "fsdp": "smolcluster.strategies.fsdp:FSDP",
-    "mesh": "smolcluster.strategies.mesh:Mesh",
-    "pipeline": "smolcluster.strategies.pipeline:Pipeline",
-    "tensor": "smolcluster.strategies.tensor:TensorParallel",
-}
 
-# The same algorithms where members may come and go.
-ELASTIC = {
-    "allreduce": "smolcluster.strategies.allreduce:AllReduce",
-    "fsdp": "smolcluster.strategies.fsdp_elastic:ElasticFSDP",
-}
-
-# An option that only the elastic one has: who says it wants that one.
-ELASTIC_BY_OPTION = {"fsdp": "staleness_bound"}
-
-# Those that run on the elastic plane only.
-ELASTIC_ONLY = {"syncps", "edp"}
-
-# Named in the documentation and in ready cluster files, and still to come.
-PLANNED = {"diloco", "dipaco", "swarm"}
-
-
-def known_strategies() -> dict[str, str]:
-    """Name -> `module:Class`, without importing any of them."""
-    return {**{e.name: e.value for e in entry_points(group="smolcluster.strategies")}, **BUILT_IN}
-
-
-def check_name(name: str) -> str:
-    """The canonical name, or an error that lists the known ones."""
-    canonical = canonical_strategy(name)
-    known = known_strategies()
-    if canonical in PLANNED and canonical not in known:
-        raise UserError(f"strategy '{name}' is not built yet; known: {', '.join(sorted(known))}")
-    if canonical not in known:
-        raise unknown_name("strategy", name, known)
-    return canonical
-
-
-def find_strategy(name: str, *, plane: str = "mesh") -> type[Strategy[Options]]:
-    canonical = check_name(name)
-    where = ELASTIC.get(canonical) if plane == "elastic" else None
-    module, _, attribute = (where or known_strategies()[canonical]).partition(":")
-    return cast("type[Strategy[Options]]", getattr(importlib.import_module(module), attribute))
+def find_strategy(name: str, plane: str | None = None) -> type[Strategy[Options]]:
+    """The class that runs on this plane; None: on the first that it has."""
+    record = record_of(name)
+    plane = plane or record.planes[0]
+    if plane not in record.where:
+        raise UserError(f"strategy {record.name} does not run on the {plane} plane")
+    module, _, attribute = record.where[plane].partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"strategy {record.name}: {record.where[plane]} cannot be imported: {error}") from error
+    return cast("type[Strategy[Options]]", found)
 
 
 def read_options(

@@ -18,10 +18,6 @@ from smolcluster.strategies.replicated import Replicated, train_alone
 
 
 class Single(Replicated[Options]):
-    name = "single"
-    algorithm = "Single"
-    summary = "one process on one device; the reference for all others"
-
     @classmethod
     def plan(cls, options: Options, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if len(nodes) != 1:

@@ -79,10 +79,6 @@ class Late:
 
 
 class SyncPS(Served[SyncPSOptions]):
-    name = "syncps"
-    algorithm = "SyncPS"
-    summary = "a server averages the gradients of all workers, step by step; stragglers are not waited for"
-
     @classmethod
     def plan(cls, options: SyncPSOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
         if shape is None:

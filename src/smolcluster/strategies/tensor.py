@@ -58,10 +58,6 @@ class TensorOptions(Options):
 
 
 class TensorParallel(Parallel[TensorOptions]):
-    name = "tensor"
-    algorithm = "Tensor"
-    summary = "every layer's work shared out among the ranks (Megatron), sequence and vocabulary parallel"
-
     @classmethod
     def axes(cls, options: TensorOptions, hosts: Sequence[str]) -> Axes:
         num_ranks = len(hosts)

@@ -19,6 +19,7 @@ from typing import Any
 
 from smolcluster.comm.addresses import is_loopback
 from smolcluster.config.schema import Config, HostConfig
+from smolcluster.config.strategies import ALONE
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.links import Way, find_way
 from smolcluster.launch.joining import own_overrides
@@ -112,7 +113,7 @@ def lay_out(config: Config, *, name: str, run: str) -> Layout:
         raise UserError(
             f"cluster.hosts: {' and '.join(here)} are both this machine (address: local); give one of them workers"
         )
-    if config.strategy.name == "single" and len(workers) > 1 and config.run.serve is None:
+    if config.strategy.name == ALONE and len(workers) > 1 and config.run.serve is None:
         raise UserError(
             f"strategy single has one worker, not {len(workers)}; leave it out, or name another: `smolcluster strategies`"
         )

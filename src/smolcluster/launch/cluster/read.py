@@ -14,6 +14,7 @@ from typing import Any
 
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
+from smolcluster.config.strategies import check_name
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.control import Order
 from smolcluster.launch.cluster.layout import (
@@ -30,7 +31,6 @@ from smolcluster.launch.cluster.layout import (
 from smolcluster.launch.cluster.parcel import package_parcel, requirements, user_parcel
 from smolcluster.launch.cluster.record import recall, state_folder, writing
 from smolcluster.launch.prepare import absolute_task, task_name, with_tokenizer
-from smolcluster.strategies.registry import check_name
 
 _SECRET = ("cluster.token", "logging.loki_url")  # keys whose values are not written to records
 

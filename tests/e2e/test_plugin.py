@@ -1,0 +1,119 @@
+"""A strategy of another package, registered by entry point: on both planes it is treated as one of our own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.e2e.command import TINY, Ended, Smol, read_summary
+
+RECORD = """
+from smolcluster.config.strategies import Record
+
+RECORD = Record(
+    name="averaging",
+    algorithm="Averaging",
+    summary="gradients averaged tensor by tensor",
+    where={"mesh": "averaging.strategy:Averaging", "elastic": "averaging.strategy:ElasticAveraging"},
+    aliases=("mean",),
+    topology="ring",
+)
+"""
+STRATEGY = """
+from pydantic import Field
+
+from smolcluster.strategies.base import Options, StepReport
+from smolcluster.strategies.placement import Cost, Placement, worker_on_each
+from smolcluster.strategies.replicated import Replicated
+from smolcluster.strategies.syncps import SyncPS, SyncPSOptions
+
+
+class AveragingOptions(Options):
+    factor: float = Field(1.0, gt=0, description="of the averaged gradient")
+
+
+class Averaging(Replicated[AveragingOptions]):
+    @classmethod
+    def plan(cls, options, nodes, shape):
+        if shape is None:
+            return Placement(seats=worker_on_each(nodes))
+        size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
+        cost = Cost(
+            parameter_bytes=size,
+            gradient_bytes=size,
+            optimizer_bytes=size * shape.optimizer_states,
+            bytes_sent=2 * (n - 1) * size // n,
+            bytes_received=2 * (n - 1) * size // n,
+            messages=2 * (n - 1) * len(shape.tensors),
+        )
+        return Placement(seats=worker_on_each(nodes), costs=[cost] * n)
+
+    def step(self, batch):
+        rate, loss = self.replica.learning_rate, self.replica.compute(batch)
+        for parameter in self.replica.parameters:
+            parameter.grad.mul_(self.options.factor / self.context.group.size)
+            self.context.group.all_reduce(parameter.grad).wait()
+        norm, stop = self.replica.apply(), self.context.stop_requested()
+        return StepReport(
+            loss=loss, grad_norm=norm, learning_rate=rate, samples=batch.samples, tokens=batch.tokens, stop=stop
+        )
+
+
+class ElasticOptions(SyncPSOptions):
+    worker_update_interval: int = 1
+    factor: float = Field(1.0, gt=0)
+
+
+class ElasticAveraging(SyncPS):
+    Config = ElasticOptions
+"""
+TRAIN = ("--strategy", "Mean", "--workers", "2", "--steps", "4", "--override", *TINY, "training.checkpoint_steps=2")
+PATIENT = ("strategy.options.timeout=120", "cluster.silence_timeout=120", "cluster.stall_timeout=120")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A distribution as pip would leave it, in a folder that processes have on their path."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "averaging").mkdir()
+    (folder / "averaging" / "__init__.py").write_text(RECORD, encoding="utf-8")
+    (folder / "averaging" / "strategy.py").write_text(STRATEGY, encoding="utf-8")
+    info = folder / "averaging-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: averaging\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[smolcluster.strategies]\naveraging = averaging:RECORD\n", encoding="utf-8")
+    return folder
+
+
+def run(smol: Smol, installed: Path, folder: Path, *arguments: str | Path) -> Ended:
+    return smol.run(*arguments, cwd=folder, env={"PYTHONPATH": str(installed)}).ok()
+
+
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_it_trains_and_resumes(smol: Smol, installed: Path, tmp_path: Path, plane: str) -> None:
+    """A resumed run ends with the very weights of the one that was not interrupted."""
+    sets = () if plane == "mesh" else (*PATIENT, "cluster.standby=false")
+    whole = ("train", "gpt", *TRAIN, *sets, "strategy.options.factor=0.5", "--plane", plane, "--run-dir", "whole")
+    out = run(smol, installed, tmp_path, *whole)
+    assert "does not use" not in out.out + out.err
+    first = read_summary(tmp_path / "whole")
+    assert (first["strategy"], first["steps"]) == ("averaging", 4)
+    (middle,) = (tmp_path / "whole" / "checkpoints").glob("*2")
+    run(smol, installed, tmp_path, *whole[:-1], "again", "--resume", middle)
+    assert read_summary(tmp_path / "again")["weights_sha256"] == first["weights_sha256"]
+
+
+def test_it_is_listed_planned_and_described(smol: Smol, installed: Path, tmp_path: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(run(smol, installed, tmp_path, "strategies", "--json").out)}
+    assert rows["averaging"]["aliases"] == ["mean"]
+    assert rows["averaging"]["planes"] == ["mesh", "elastic"]
+    assert rows["averaging"]["options"]["factor"] == {"default": 1.0, "description": "of the averaged gradient"}
+    plan = ("plan", "gpt", "--strategy", "averaging", "--nodes", "2", "--json", "--override", *TINY)
+    rows = {row["name"]: row for row in json.loads(run(smol, installed, tmp_path, *plan).out)["strategies"]}
+    assert set(rows) == {"averaging", "averaging, elastic"}
+    refused = smol.run(
+        *("train", "gpt", *TRAIN, "strategy.options.factor=-1"), cwd=tmp_path, env={"PYTHONPATH": str(installed)}
+    )
+    assert refused.status == 2
+    assert "strategy.factor = -1" in refused.err
