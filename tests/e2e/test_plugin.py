@@ -68,6 +68,7 @@ class ElasticOptions(SyncPSOptions):
 class ElasticAveraging(SyncPS):
     Config = ElasticOptions
 """
+PATIENCE_S = 280.0  # four processes that import torch at once, beside other tests, on two cores
 TRAIN = ("--strategy", "Mean", "--workers", "2", "--steps", "4", "--override", *TINY, "training.checkpoint_steps=2")
 PATIENT = ("strategy.options.timeout=120", "cluster.silence_timeout=120", "cluster.stall_timeout=120")
 
@@ -87,7 +88,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(smol: Smol, installed: Path, folder: Path, *arguments: str | Path) -> Ended:
-    return smol.run(*arguments, cwd=folder, env={"PYTHONPATH": str(installed)}).ok()
+    return smol.run(*arguments, cwd=folder, within_s=PATIENCE_S, env={"PYTHONPATH": str(installed)}).ok()
 
 
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])

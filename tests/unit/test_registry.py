@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from smolcluster.config import Config, strategies
 from smolcluster.config.reference import markdown
 from smolcluster.config.schema import StrategyConfig
 from smolcluster.config.strategies import (
+    BUILT_IN,
     PLANNED,
     all_records,
     canonical_strategy,
@@ -159,6 +161,37 @@ def test_options_for_members_that_come_and_go_are_named_where_they_stay(plane: s
 )
 def test_a_strategy_lists_what_applies_to_it(option: str, takers: set[str]) -> None:
     assert {name for name in strategy_names() if option in find_strategy(name).Config.model_fields} == takers
+
+
+def test_the_strategy_section_has_the_options_of_all_strategies() -> None:
+    """On every plane; what a description says before its colon are strategies that take it."""
+    takers: dict[str, set[str]] = {}
+    for record in BUILT_IN.values():
+        for plane in record.planes:
+            for key in find_strategy(record.name, plane=plane).Config.model_fields:
+                takers.setdefault(key, set()).add(record.name)
+    section = {k: f for k, f in StrategyConfig.model_fields.items() if k not in ("name", "options")}
+    assert set(section) - set(takers) == {"reduce_bucket_size", "inner_steps"}  # another's name; one that is to come
+    assert set(takers) <= set(section)
+    for key, field in section.items():
+        named = set(re.findall(r"\w+", (field.description or "").partition(":")[0])) & set(BUILT_IN)
+        assert named <= takers.get(key, named), key
+
+
+def test_the_documentation_has_a_row_for_every_strategy() -> None:
+    root = Path(__file__).parents[2]
+    index = (root / "docs" / "strategies" / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*)\| \[(\w+)\]\((\w+)\.md\)", index, flags=re.MULTILINE)
+    assert {name for name, *_ in rows} == set(BUILT_IN)
+    for name, also, *pages in rows:
+        assert set(pages) == {name}
+        assert (root / "docs" / "strategies" / f"{name}.md").is_file()
+        for word in filter(None, map(str.strip, also.split(","))):
+            assert word == BUILT_IN[name].algorithm or canonical_strategy(word) == name
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    linked = dict(re.findall(r"^\| `(\w+)[^|]*\|[^|]*\| \[[\w.]+\]\(src/(\S+)\.py\)", readme, flags=re.MULTILINE))
+    assert set(linked) == set(BUILT_IN)
+    assert all(module.replace("/", ".") in "".join(BUILT_IN[name].where.values()) for name, module in linked.items())
 
 
 def test_the_reference_names_no_strategy_that_is_not_there() -> None:

@@ -6,10 +6,14 @@ before it knows where their server listens, and keeps a second server ready to t
 
 import smolcluster.engine.member
 import smolcluster.engine.server
-import smolcluster.strategies.edp
-import smolcluster.strategies.syncps
 import smolcluster.tasks.gpt  # noqa: F401
+from smolcluster.config.strategies import BUILT_IN
 from smolcluster.engine.process import main
+from smolcluster.strategies.registry import find_strategy
+
+for _record in BUILT_IN.values():
+    if _record.planes == ("elastic",):
+        find_strategy(_record.name)
 
 if __name__ == "__main__":
     main()
