@@ -1,4 +1,4 @@
-"""Every strategy as data: its names, its planes and where its code is. Nothing else names one.
+"""Every strategy as data: its names, its planes, where its code is. Beside these only the schema's descriptions name one.
 
 The records are in config/ because the schema, the console, the launchers and the dashboard all read them, and none of these
 imports torch. Code is named by strings, `module:Class`, and imported by `strategies/registry.py`.
@@ -50,9 +50,7 @@ class Record:
     variants: Callable[[Asked], Iterable[Variant]] = lambda _: [("", {})]  # that a plan compares
     elastic_option: str = ""  # an option that only the elastic plane has: setting it chooses that plane
     own_steps: bool = False  # its workers count steps of their own, which are not the run's
-    assembled: bool = (
-        False  # elastic plane: members hold parts of the optimizer state, which a checkpoint puts together
-    )
+    assembled: bool = False  # elastic plane: a checkpoint puts its optimizer state together from the members' parts
 
     @property
     def planes(self) -> tuple[str, ...]:
