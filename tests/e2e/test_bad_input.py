@@ -60,7 +60,7 @@ AT_ONCE = {
     "batch size 0": case("train --batch-size 0", "--batch-size", "training.batch_size = 0", "at least 1"),
     "no workers": case("train --workers 0", "--workers", "cluster.num_workers = 0", "at least 1"),
     "an override without a value": case("train --override training.batch_size", "is not KEY=VALUE"),
-    "heads that do not fit": case("train --attention-heads 5", "model_dim 256 is not divisible by num_heads 5"),
+    "heads that do not fit": case("train --attention-heads 5", "model_dim 128 is not divisible by num_heads 5"),
     "a text without quotes": case("generate Once upon a time", "4 texts: give one text, in quotes"),
     "a model twice": case("generate run hello --from run", "MODEL PROMPT with --from run"),
     "a device of a server's": case("generate hello --device cpu", "--device is for --from MODEL"),

@@ -374,7 +374,7 @@ def test_strategies(beside: Beside) -> None:
     assert "staleness_bound" in by_name["allreduce"]["options"]
     for strategy in listed:
         assert strategy["summary"] in text.ok().out
-        assert set(strategy) == {"name", "algorithm", "aliases", "summary", "options"}
+        assert set(strategy) == {"name", "algorithm", "aliases", "planes", "summary", "options"}
 
 
 def dry_run(smol: Smol, folder: Path) -> Ended:
