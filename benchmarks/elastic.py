@@ -22,13 +22,14 @@ from benchmarks.harness import Session
 from benchmarks.network import ended_by_sigterm
 from benchmarks.workload import Shape, child_environment, make_config
 from smolcluster.config import dump
+from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.processes import Child, Inbox, end_all, last_lines, spawn, tell, why_it_ended
 from smolcluster.observe.events import Failed, Phase, RunFinished, StepLogged
-from smolcluster.strategies.base import Options, Strategy
+from smolcluster.strategies.base import Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 
 Who = int | Literal["server"]

@@ -22,9 +22,9 @@ import smolcluster
 from benchmarks.elastic import environment
 from benchmarks.tasks import counted
 from benchmarks.workload import Shape, child_environment
-from smolcluster.strategies.axes import Axes
-from smolcluster.strategies.pipeline import PipelineOptions
-from smolcluster.strategies.stages import Cut
+from smolcluster.config.options import PipelineOptions
+from smolcluster.parallel.axes import Axes
+from smolcluster.parallel.stages import Cut
 
 TASK = f"{Path(counted.__file__).resolve()}:CountedByRank"
 LIMIT = 1.02

@@ -35,8 +35,8 @@ from benchmarks.workload import Shape
 from smolcluster.comm.codecs import CODECS
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError
-from smolcluster.strategies.placement import Cost, Node
-from smolcluster.strategies.placement import Shape as Sizes
+from smolcluster.parallel.placement import Cost, Node
+from smolcluster.parallel.placement import Shape as Sizes
 from smolcluster.tasks.find import find_task
 
 EXAMPLE = "python -m benchmarks p12 --workers 2 --only syncps"

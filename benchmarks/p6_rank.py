@@ -32,7 +32,7 @@ from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.rehearsal import States
-from smolcluster.strategies.fsdp import blocks_of
+from smolcluster.parallel.fsdp2 import blocks_of
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.find import find_task
 

@@ -14,9 +14,10 @@ import torch
 from benchmarks.peers.bare import Recipe
 from smolcluster.comm.group import Group
 from smolcluster.config import load_config, resolve
+from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
-from smolcluster.strategies.base import Context, Options, Strategy
-from smolcluster.strategies.placement import Node
+from smolcluster.parallel.placement import Node
+from smolcluster.strategies.base import Context, Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 

@@ -24,7 +24,7 @@ STRATEGY = """
 from pydantic import Field
 
 from smolcluster.strategies.base import Options, StepReport
-from smolcluster.strategies.placement import Cost, Placement, worker_on_each
+from smolcluster.parallel.placement import Cost, Placement, worker_on_each
 from smolcluster.strategies.replicated import Replicated
 from smolcluster.strategies.syncps import SyncPS, SyncPSOptions
 

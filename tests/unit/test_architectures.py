@@ -21,9 +21,9 @@ from smolcluster.models.architecture import Architecture
 from smolcluster.models.hugging_face import export_config, export_weights
 from smolcluster.models.protocols import CachedPiece, DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES, architecture_of, build, from_plain, to_plain
+from smolcluster.parallel.stages import layers_of
 from smolcluster.serve.part import Part, Row
 from smolcluster.serve.sources import find_source
-from smolcluster.strategies.stages import layers_of
 
 SHARED = {"vocab_size": 61, "model_dim": 48, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "max_seq_len": 24}
 SHAPES: dict[str, DecoderConfig] = {

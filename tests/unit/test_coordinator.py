@@ -29,9 +29,9 @@ from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.identity import instance_of
 from smolcluster.engine.server import Server
 from smolcluster.errors import SmolclusterError
+from smolcluster.parallel.shards import owners
 from smolcluster.strategies.base import Context, Office, State
 from smolcluster.strategies.replicated import replica_state
-from smolcluster.strategies.shards import owners
 
 STEPS = 10
 NAMES = [name for name, _ in Tiny(config=None).model().named_parameters()]  # type: ignore[arg-type]

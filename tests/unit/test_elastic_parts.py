@@ -21,8 +21,8 @@ from smolcluster.comm.elastic.roster import Member, Roster
 from smolcluster.comm.elastic.transport import Link
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import PATIENCE, GradientGate
+from smolcluster.parallel.shards import buddy, owners, providers, ward
 from smolcluster.strategies.elastic import Elastic
-from smolcluster.strategies.shards import buddy, owners, providers, ward
 
 # balance
 

@@ -35,8 +35,8 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.worker import Worker
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.memory import show_memory
-from smolcluster.strategies.exchange import deal_turns
-from smolcluster.strategies.placement import Cost
+from smolcluster.parallel.exchange import deal_turns
+from smolcluster.parallel.placement import Cost
 from smolcluster.tasks.find import find_task
 
 pytestmark = pytest.mark.usefixtures("warm")

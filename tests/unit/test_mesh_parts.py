@@ -13,18 +13,21 @@ import torch
 from torch import nn
 
 from smolcluster.config import TrainingConfig, load_config, resolve
+from smolcluster.config.options import FSDPOptions, MeshOptions, PipelineOptions, TensorOptions
 from smolcluster.engine.dry_run import describe_run
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models.gpt import GPT, GPTConfig
-from smolcluster.strategies.axes import Axes
-from smolcluster.strategies.fsdp import FSDP, FSDPOptions, blocks_of
-from smolcluster.strategies.mesh import Mesh, MeshOptions
-from smolcluster.strategies.pipeline import Pipeline, PipelineOptions
-from smolcluster.strategies.placement import Node, Shape
+from smolcluster.parallel.axes import Axes
+from smolcluster.parallel.fsdp2 import blocks_of
+from smolcluster.parallel.placement import Node, Shape
+from smolcluster.parallel.stages import Cut, layers_of, num_microbatches
+from smolcluster.parallel.tensor_styles import Fusions
+from smolcluster.strategies.fsdp import FSDP
+from smolcluster.strategies.mesh import Mesh
+from smolcluster.strategies.pipeline import Pipeline
 from smolcluster.strategies.registry import read_options
-from smolcluster.strategies.stages import Cut, layers_of, num_microbatches
-from smolcluster.strategies.tensor import Fusions, TensorOptions, TensorParallel
+from smolcluster.strategies.tensor import TensorParallel
 
 
 def nodes(count: int, **sizes: int) -> list[Node]:

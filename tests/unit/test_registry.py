@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from smolcluster.config import Config, strategies
+from smolcluster.config.options import Options
 from smolcluster.config.reference import markdown
 from smolcluster.config.schema import StrategyConfig
 from smolcluster.config.strategies import (
@@ -27,8 +28,7 @@ from smolcluster.engine.choices import choices
 from smolcluster.errors import UserError
 from smolcluster.launch import prepare
 from smolcluster.observe.board import counts_own_steps
-from smolcluster.strategies.base import Options
-from smolcluster.strategies.placement import Node, Shape
+from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.strategies.replicated import Replicated
 

@@ -21,17 +21,18 @@ from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.gate import TRIES, GradientGate
 from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Replica
+from smolcluster.config.options import EDPOptions, SyncPSOptions
 from smolcluster.data.leases import Leases, Range
 from smolcluster.engine.journal import Journal
 from smolcluster.errors import SmolclusterError
+from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies import served as served_module
 from smolcluster.strategies import syncps as syncps_module
 from smolcluster.strategies.base import Commit
-from smolcluster.strategies.edp import EDP, EDPOptions
+from smolcluster.strategies.edp import EDP
 from smolcluster.strategies.elastic import Elastic
-from smolcluster.strategies.placement import Node, Shape
 from smolcluster.strategies.served import Served
-from smolcluster.strategies.syncps import SyncPS, SyncPSOptions
+from smolcluster.strategies.syncps import SyncPS
 
 Event = Callable[[], Said | Gone | None]
 

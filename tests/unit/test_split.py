@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from smolcluster.config.options import PipelineOptions
 from smolcluster.config.schema import Config
-from smolcluster.strategies.pipeline import PipelineOptions
-from smolcluster.strategies.split import measure, share_layers
-from smolcluster.strategies.stages import holders, layers_of
+from smolcluster.parallel.split import measure, share_layers
+from smolcluster.parallel.stages import holders, layers_of
 from smolcluster.tasks.base import Task
 
 

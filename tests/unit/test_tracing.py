@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smolcluster.config.schema import Config
 from smolcluster.errors import UserError
 from smolcluster.models import SimpleNN
-from smolcluster.strategies.tracing import Chain, trace_layers
+from smolcluster.parallel.tracing import Chain, trace_layers
 
 
 class Given(Residual):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from smolcluster.config.options import Codec
 from smolcluster.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0), Number]
 Auto = Annotated[Literal["auto"], Lower]
 Precision = Literal["fp32", "bf16", "fp16"]
-Codec = Literal["fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd"]
 
 
 class Section(BaseModel):

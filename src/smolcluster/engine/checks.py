@@ -14,7 +14,7 @@ from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import size
 
 if TYPE_CHECKING:  # this module is read by those who start processes, without torch
-    from smolcluster.strategies.placement import Cost
+    from smolcluster.parallel.placement import Cost
 
 
 def batch_size_of(config: Config, rank: int) -> int:

@@ -17,7 +17,7 @@ from smolcluster.engine.rehearsal import Way
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.observe.text import size
-from smolcluster.strategies.placement import Node
+from smolcluster.parallel.placement import Node
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 

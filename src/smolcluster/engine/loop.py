@@ -18,6 +18,7 @@ from smolcluster.comm.group import gather_json
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything
+from smolcluster.config.options import Options
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.sampler import Indices
 from smolcluster.engine.best import Best
@@ -31,7 +32,7 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import StepLogged, evaluation_fields
 from smolcluster.observe.machine import MachineFacts
 from smolcluster.observe.observer import Observer
-from smolcluster.strategies.base import Context, Options, State, StepReport, Strategy
+from smolcluster.strategies.base import Context, State, StepReport, Strategy
 from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)

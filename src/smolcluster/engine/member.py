@@ -28,9 +28,9 @@ from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.server import layout_of, replica_sha256
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
+from smolcluster.parallel.placement import Node, Seat
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.elastic import MemberSide
-from smolcluster.strategies.placement import Node, Seat
 from smolcluster.strategies.replicated import Exchanging
 
 log = logging.getLogger(__name__)

@@ -27,11 +27,11 @@ from smolcluster.engine.choices import ALONE, Choice
 from smolcluster.engine.journal import disk_bound
 from smolcluster.engine.rehearsal import CannotRehearse, Rehearsed, Scene, Way, rehearse
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import machines
+from smolcluster.parallel.axes import machines
+from smolcluster.parallel.placement import Cost, Node, Seat, Shape
+from smolcluster.parallel.shards import owners
 from smolcluster.strategies.parallel import Parallel
-from smolcluster.strategies.placement import Cost, Node, Seat, Shape
 from smolcluster.strategies.registry import find_strategy, read_options
-from smolcluster.strategies.shards import owners
 from smolcluster.tasks.base import Task
 
 WAYS = (Way(), Way(True, False), Way(False, True))

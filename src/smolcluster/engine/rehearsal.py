@@ -29,12 +29,13 @@ from torch.utils._pytree import tree_map_only
 from smolcluster.comm.rehearsal_group import rehearsal_world
 from smolcluster.compute.ledger import Held, Ledger, Peak
 from smolcluster.compute.replica import Batch
+from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
 from smolcluster.engine.no_memory import NoMemory, moving, no_vote, quietly
 from smolcluster.errors import SmolclusterError
 from smolcluster.models.protocols import Recomputable
-from smolcluster.strategies.base import Context, Options, Strategy
-from smolcluster.strategies.placement import Node, Placement
+from smolcluster.parallel.placement import Node, Placement
+from smolcluster.strategies.base import Context, Strategy
 from smolcluster.tasks.base import Task
 
 log = logging.getLogger(__name__)

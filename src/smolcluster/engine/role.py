@@ -16,6 +16,7 @@ import torch
 from smolcluster.compute.device import choose_device, share_cores
 from smolcluster.compute.memory import free_bytes, memory_bytes
 from smolcluster.config import public_dict
+from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
 from smolcluster.config.strategies import record_of
 from smolcluster.data.dataset import as_dataset
@@ -32,8 +33,8 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Notice, Progress, RunStarted, SampleText
 from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import NoticeHandler, Observer, Sink
-from smolcluster.strategies.base import Options, Strategy
-from smolcluster.strategies.placement import Node, Shape
+from smolcluster.parallel.placement import Node, Shape
+from smolcluster.strategies.base import Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.find import find_task

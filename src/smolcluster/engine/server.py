@@ -32,6 +32,7 @@ from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
+from smolcluster.config.options import Options
 from smolcluster.data.leases import Leases, Range, indices
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine import history
@@ -59,9 +60,9 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, evaluation_fields, from_json
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.observe.machine import MachineFacts
-from smolcluster.strategies.base import Commit, Context, Office, Options, State, StepReport, Strategy
+from smolcluster.parallel.placement import Node
+from smolcluster.strategies.base import Commit, Context, Office, State, StepReport, Strategy
 from smolcluster.strategies.elastic import ServerSide, pack_state, unpack_state
-from smolcluster.strategies.placement import Node
 from smolcluster.strategies.replicated import Exchanging
 from smolcluster.tasks.base import count_of
 

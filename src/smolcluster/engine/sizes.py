@@ -22,7 +22,7 @@ from torch import nn
 from smolcluster.config.schema import Config
 from smolcluster.engine.checks import batch_size_of
 from smolcluster.errors import UserError
-from smolcluster.strategies.placement import Node, Placement, Shape
+from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 

@@ -25,11 +25,12 @@ from torch import nn
 
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import check_loss, to_device
+from smolcluster.config.options import Options
 from smolcluster.data.dataset import Dataset
 from smolcluster.engine.best import Best
 from smolcluster.engine.evaluate import check_metrics
 from smolcluster.errors import SmolclusterError, UserError, suggest
-from smolcluster.strategies.base import Options, Strategy
+from smolcluster.strategies.base import Strategy
 from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from smolcluster.comm.watch import Watch
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
+from smolcluster.config.options import Options
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.checks import (
     OWN_TO_A_HOST,
@@ -57,8 +58,8 @@ from smolcluster.engine.trial import needs_trial
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
-from smolcluster.strategies.base import Context, Options, Strategy
-from smolcluster.strategies.placement import Node
+from smolcluster.parallel.placement import Node
+from smolcluster.strategies.base import Context, Strategy
 
 log = logging.getLogger(__name__)
 

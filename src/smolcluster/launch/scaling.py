@@ -149,7 +149,7 @@ def batch_for(batch: int, workers: int, shards: int, *, weak: bool) -> int:
 
 def data_shards(run: Prepared) -> int:
     """Into how many parts the samples of a step go. Refuses what the strategy cannot do with so many workers."""
-    from smolcluster.strategies.placement import Node
+    from smolcluster.parallel.placement import Node
     from smolcluster.strategies.registry import find_strategy, read_options
 
     strategy = find_strategy(run.config.strategy.name, plane=run.plane)

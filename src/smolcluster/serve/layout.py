@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from smolcluster.errors import UserError
+from smolcluster.parallel.split import share_layers
 from smolcluster.serve.wire import Offer
-from smolcluster.strategies.split import share_layers
 
 USABLE = 0.8  # of a machine's memory for weights: the rest is for caches
 

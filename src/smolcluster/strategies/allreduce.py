@@ -32,34 +32,19 @@ distributed ML via a stale synchronous parallel parameter server", 2013.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from pydantic import Field
 from torch import Tensor
 
 from smolcluster.comm.group import broadcast_in_place
 from smolcluster.comm.rounds import BucketSum, Combination, Committed
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
-from smolcluster.strategies.base import Options, StepReport
-from smolcluster.strategies.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
+from smolcluster.config.options import AllReduceOptions
+from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
+from smolcluster.strategies.base import StepReport
 from smolcluster.strategies.replicated import Exchanging, train_alone
 from smolcluster.tasks.base import Task
-
-
-class AllReduceOptions(Options):
-    only_elastic = frozenset({"step_timeout"})
-    staleness_bound: int = Field(0, ge=0, description="averaged gradients in flight; 0 is synchronous")
-    on_stale: Literal["drop", "stop"] = Field(
-        "drop", description="elastic plane, for gradients that come too late to count: drop them, or stop this worker"
-    )
-    bucket_mb: float = Field(25.0, gt=0, description="gradients travel in buckets of this size")
-    step_timeout: float | None = Field(
-        None,
-        gt=0,
-        description="elastic plane: seconds a worker may compute while others wait, before it is evicted; null: adaptive",
-    )
-
 
 AllReduceT = TypeVar("AllReduceT", bound=AllReduceOptions)
 

@@ -14,34 +14,28 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from smolcluster.comm.elastic.line import Line
 from smolcluster.comm.elastic.roster import Roster
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.comm.rounds import Combination, Rounds
+from smolcluster.compute.claims import Count
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Loss, Replica
 from smolcluster.compute.rng import seed_everything
 from smolcluster.compute.timing import Span
+from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
 from smolcluster.data.leases import Leases
 from smolcluster.errors import UserError
 from smolcluster.models.protocols import Recomputable
-from smolcluster.strategies.claims import Count
-from smolcluster.strategies.placement import Node, Placement, Seat, Shape
+from smolcluster.parallel.placement import Node, Placement, Seat, Shape
+from smolcluster.parallel.timeline import Drawing
 from smolcluster.tasks.base import Task
 
 TRIAL_BYTES = 2**31  # a model larger than this is not copied to try the task's code on
-
-
-class Options(BaseModel):
-    """A strategy's part of the `strategy` section, with its defaults."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect where members stay
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -69,14 +63,6 @@ class StepReport:
     staleness: int = 0
     comm: Span | None = None  # waiting for other ranks, as far as computing did not hide it
     stop: bool = False  # every rank leaves after this step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    name: str  # of the files, without their endings
-    svg: str
-    says: str  # what it shows, in a line
-    numbers: dict[str, Any]  # what it was drawn from
 
 
 @dataclass(slots=True, kw_only=True)

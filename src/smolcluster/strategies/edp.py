@@ -36,10 +36,8 @@ Dean et al., "Large scale distributed deep networks", 2012. Staleness weights: Z
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
@@ -48,26 +46,15 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
+from smolcluster.config.options import EDPOptions
+from smolcluster.parallel.placement import Cost, Node, Placement, Shape, workers_and_server
 from smolcluster.strategies.base import StepReport
-from smolcluster.strategies.placement import Cost, Node, Placement, Shape, workers_and_server
-from smolcluster.strategies.served import Push, Served, ServedOptions, bytes_on_the_wire, mean_loss, server_cost
+from smolcluster.strategies.served import Push, Served, bytes_on_the_wire, mean_loss, server_cost
 from smolcluster.tasks.base import Task
 
 LEASES_AHEAD = 2  # what a worker computes, and what it computes next
 MOST_UNREAD = 8  # times the weights that may wait for a worker that pulls: its state and one pull, with room to spare
 UNANSWERED = 2  # pushes a worker sends before it waits for an answer: a slow server is not flooded
-
-
-class EDPOptions(ServedOptions):
-    staleness_weighting: Literal["inverse", "none"] = Field(
-        "inverse", description="inverse: a gradient s versions old counts 1/(1+s); none: all count alike"
-    )
-    staleness_bound: int | None = Field(
-        None, ge=0, description="refuse gradients older than this; null: any age counts"
-    )
-    server_batch: int | None = Field(
-        None, ge=1, description="samples that make a step of the server; null: what all live workers read in one step"
-    )
 
 
 class EDP(Served[EDPOptions]):

@@ -1,7 +1,7 @@
 """fsdp (ZeRO) stages 0 and 1 where members come and go.
 
 Stage 0 is `allreduce` on the elastic plane. Stage 1 shards the optimizer: every member has the whole model and its gradients,
-and owns some of the parameters (`shards.py`).
+and owns some of the parameters (`parallel/shards.py`).
 
     for each step s:
         my gradient on my samples, at my weights
@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -38,14 +37,11 @@ from smolcluster.comm.group import Group, Work, gather_json
 from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.optim import named_state, put_named_state
 from smolcluster.compute.replica import Replica
+from smolcluster.config.options import ElasticFSDPOptions
 from smolcluster.errors import SmolclusterError
-from smolcluster.strategies.allreduce import AllReduce, AllReduceOptions
-from smolcluster.strategies.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
-from smolcluster.strategies.shards import buddy, largest_share, owners, providers, ward
-
-
-class ElasticFSDPOptions(AllReduceOptions):
-    fsdp_stage: int = Field(1, ge=0, le=3, description="0: all-reduce on full replicas; 1: optimizer states sharded")
+from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
+from smolcluster.parallel.shards import buddy, largest_share, owners, providers, ward
+from smolcluster.strategies.allreduce import AllReduce
 
 
 class ElasticFSDP(AllReduce[ElasticFSDPOptions]):

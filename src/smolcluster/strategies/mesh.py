@@ -6,7 +6,7 @@
     pp     layers, one after the other          pipeline.py
     dp     samples; with fsdp_stage also        fsdp.py
            optimizer, gradients, parameters
-    cp     the tokens of each sequence          context.py
+    cp     the tokens of each sequence          ../parallel/context.py
     tp     the work of each layer               tensor.py
 
 An axis that is not said takes what the others leave, dp first. The steps of a step stand in `parallel.py`.
@@ -18,28 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import Field
 from torch import nn
 
+from smolcluster.config.options import MeshOptions
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes, divisors
-from smolcluster.strategies.exchange import Exchange
-from smolcluster.strategies.fsdp import FSDPOptions, cut_up, make_exchange
-from smolcluster.strategies.parallel import Parallel, Shapes
-from smolcluster.strategies.pipeline import Pipe, PipelineOptions, check_schedule, make_pipe, parts_of_ranks
-from smolcluster.strategies.placement import Node
-from smolcluster.strategies.stages import holders, num_microbatches
-from smolcluster.strategies.tensor import Fusions, share_out, shared_shapes
-from smolcluster.strategies.zero import Zero
-
-
-class MeshOptions(PipelineOptions, FSDPOptions):
-    fsdp_stage: int = Field(0, ge=0, le=3, description="ZeRO stage along dp: what is cut up; 0 nothing, 3 all")
-    dp: int | None = Field(None, ge=1, description="data shards; null: what tp and pp leave")
-    tp: int = Field(1, ge=1, description="ranks that share each layer")
-    sequence_parallel: bool = Field(True, description="tp: the stream between layers is cut along the sequence")
-    pp: int = Field(1, ge=1, description="ranks that layers are dealt out to")
-    cp: int = Field(1, ge=1, description="ranks that have a piece of each sequence")
+from smolcluster.parallel.axes import Axes, divisors
+from smolcluster.parallel.exchange import Exchange
+from smolcluster.parallel.pipe import Pipe, check_schedule, parts_of_ranks
+from smolcluster.parallel.placement import Node
+from smolcluster.parallel.stages import Shapes, holders, num_microbatches
+from smolcluster.parallel.tensor_styles import Fusions, shared_shapes
+from smolcluster.parallel.zero import Zero, zero_of
+from smolcluster.strategies.fsdp import cut_up, make_exchange
+from smolcluster.strategies.parallel import Parallel
+from smolcluster.strategies.pipeline import make_pipe
+from smolcluster.strategies.tensor import share_out
 
 
 class Mesh(Parallel[MeshOptions]):
@@ -88,4 +81,4 @@ class Mesh(Parallel[MeshOptions]):
 
     @classmethod
     def zero(cls, options: MeshOptions) -> Zero:
-        return options.zero
+        return zero_of(options)

@@ -3,8 +3,8 @@
     setup:  the whole model, alike on every rank, then this rank's part of it:
                 pipeline   some of its layers                          pipeline.py
                 tensor     of each layer some rows or columns          tensor.py
-                fsdp       of each tensor a piece, or all of it        fsdp.py, exchange.py
-            or all of it, and a piece of every sequence (cp)           context.py
+                fsdp       of each tensor a piece, or all of it        fsdp.py, ../parallel/exchange.py
+            or all of it, and a piece of every sequence (cp)           ../parallel/context.py
             the optimizer sees what is left
 
     step:   forward and backward, through the pipeline if there is one
@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,17 @@ from smolcluster.compute.optim import without_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
-from smolcluster.strategies.axes import Axes, machines
+from smolcluster.parallel.axes import Axes, machines
+from smolcluster.parallel.context import Pieces
+from smolcluster.parallel.exchange import Exchange
+from smolcluster.parallel.pipe import Pipe
+from smolcluster.parallel.placement import Cost, Node, Placement, Shape
+from smolcluster.parallel.stages import COPY, Shapes
+from smolcluster.parallel.tensor_styles import Fusions
+from smolcluster.parallel.timeline import Drawing
+from smolcluster.parallel.zero import Zero, cost_of_stage
 from smolcluster.strategies.base import (
     TRIAL_BYTES,
-    Drawing,
     OptionsT,
     Share,
     State,
@@ -48,19 +55,8 @@ from smolcluster.strategies.base import (
     Strategy,
     build_replica,
 )
-from smolcluster.strategies.context import Pieces
-from smolcluster.strategies.exchange import Exchange
-from smolcluster.strategies.placement import Cost, Node, Placement, Shape
 from smolcluster.strategies.replicated import train_alone
-from smolcluster.strategies.zero import Zero, cost_of_stage
 from smolcluster.tasks.base import Task
-
-if TYPE_CHECKING:
-    from smolcluster.strategies.pipeline import Pipe
-    from smolcluster.strategies.tensor import Fusions
-
-Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
-COPY = "@copy"  # ends the name of a weight that another stage of this rank has too
 
 
 class Parallel(Strategy[OptionsT]):

@@ -12,7 +12,8 @@ from smolcluster.config.strategies import record_of
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.strategies.base import Options, OptionsT, Strategy
+    from smolcluster.config.options import Options
+    from smolcluster.strategies.base import OptionsT, Strategy
 
 
 def find_strategy(name: str, plane: str | None = None) -> type[Strategy[Options]]:

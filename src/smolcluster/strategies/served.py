@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
@@ -26,24 +25,15 @@ from smolcluster.comm.elastic.messages import Kind
 from smolcluster.comm.elastic.parcels import Parcels
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.buffers import not_finite
+from smolcluster.compute.claims import Claims
 from smolcluster.compute.replica import Batch
-from smolcluster.config.schema import Codec
-from smolcluster.strategies.base import Commit, Options
-from smolcluster.strategies.claims import Claims
+from smolcluster.config.options import ServedOptions
+from smolcluster.parallel.placement import Cost, Shape
+from smolcluster.strategies.base import Commit
 from smolcluster.strategies.elastic import Elastic, send_state
-from smolcluster.strategies.placement import Cost, Shape
 from smolcluster.tasks.base import Task
 
 TIMES_KEPT = 64  # steps
-
-
-class ServedOptions(Options):
-    worker_update_interval: int = Field(10, ge=1, description="steps between pulls of the server's weights")
-    codec: Codec = Field("fp32", description="how gradients are encoded on the wire")
-    codec_fraction: float = Field(0.01, gt=0, le=1, description="topk, randk: share of the numbers that travels")
-    codec_rank: int = Field(2, ge=1, description="powersgd: rank of the approximation")
-    use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
-    bucket_mb: float = Field(4.0, gt=0, description="gradients travel in buckets of this size")
 
 
 ServedT = TypeVar("ServedT", bound=ServedOptions)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smolcluster.compute.replica import Batch
-from smolcluster.strategies.base import Options, StepReport
-from smolcluster.strategies.placement import Cost, Node, Placement, Shape, worker_on_each
+from smolcluster.config.options import Options
+from smolcluster.parallel.placement import Cost, Node, Placement, Shape, worker_on_each
+from smolcluster.strategies.base import StepReport
 from smolcluster.strategies.replicated import Replicated, train_alone
 
 

@@ -37,7 +37,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from smolcluster.comm.codecs import CodecError, Feedback
@@ -45,12 +44,12 @@ from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
+from smolcluster.config.options import SyncPSOptions
+from smolcluster.parallel.placement import Cost, Node, Placement, Shape, workers_and_server
 from smolcluster.strategies.base import StepReport
-from smolcluster.strategies.placement import Cost, Node, Placement, Shape, workers_and_server
 from smolcluster.strategies.served import (
     Push,
     Served,
-    ServedOptions,
     bytes_on_the_wire,
     mean_loss,
     server_cost,
@@ -59,12 +58,6 @@ from smolcluster.strategies.served import (
 from smolcluster.tasks.base import Task
 
 log = logging.getLogger(__name__)
-
-
-class SyncPSOptions(ServedOptions):
-    worker_update_interval: int = Field(4, ge=1, description="steps between pulls of the server's weights")
-    polyak_alpha: float = Field(1.0, ge=0, le=1, description="share of the server's weights in a pull")
-    timeout: float = Field(10.0, gt=0, description="seconds to wait for the others after the first gradient of a step")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

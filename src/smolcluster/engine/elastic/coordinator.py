@@ -23,13 +23,13 @@ from smolcluster.comm.elastic.verdict import Complaint, Strikes, is_lone, verdic
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View
 from smolcluster.compute.buffers import not_finite
+from smolcluster.compute.claims import Claims
 from smolcluster.compute.gate import TRIES
 from smolcluster.compute.replica import Replica
 from smolcluster.engine.elastic.deadline import ComputeWatch
 from smolcluster.engine.elastic.rounds import CONNECT_S
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, Context, State, StepReport
-from smolcluster.strategies.claims import Claims
 from smolcluster.strategies.elastic import RETURN_S, ServerSide, pack_state, send_state, unpack_state
 from smolcluster.strategies.replicated import replica_state
 

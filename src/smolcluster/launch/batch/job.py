@@ -138,7 +138,7 @@ def check_fit(job: Job) -> None:
     """The strategy itself says whether so many workers can run it. This needs torch."""
     from smolcluster.engine.checks import batch_size_of
     from smolcluster.engine.sizes import plans
-    from smolcluster.strategies.placement import Node
+    from smolcluster.parallel.placement import Node
     from smolcluster.strategies.registry import find_strategy, read_options
 
     strategy = find_strategy(job.config.strategy.name, plane=job.plane)

@@ -13,20 +13,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from smolcluster.config.options import PipelineOptions
 from smolcluster.errors import UserError
 from smolcluster.models.protocols import Pipelined
-from smolcluster.strategies.axes import divisors
-from smolcluster.strategies.parallel import COPY
+from smolcluster.parallel.axes import divisors
 from smolcluster.tasks.base import Task
 
-if TYPE_CHECKING:
-    from smolcluster.strategies.pipeline import PipelineOptions
-
+COPY = "@copy"  # ends the name of a weight that another stage of this rank has too
+Shapes = dict[str, tuple[int, ...]]  # of parameters, by name
 
 # Who has which layers: pure
 

@@ -20,7 +20,7 @@ from smolcluster.comm.group import Group
 from smolcluster.comm.sharded import gradient, like, local
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.errors import UserError
-from smolcluster.strategies.shards import owners
+from smolcluster.parallel.shards import owners
 
 
 class Exchange:

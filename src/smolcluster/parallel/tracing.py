@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from smolcluster.errors import UserError
-from smolcluster.strategies.stages import Layers, inputs_of
+from smolcluster.parallel.stages import Layers, inputs_of
 from smolcluster.tasks.base import Task
 
 MOST = 3  # tensors that may cross a cut

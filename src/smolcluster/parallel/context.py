@@ -30,7 +30,7 @@ from smolcluster.comm.sharded import whole
 from smolcluster.compute.replica import Batch, zero_loss
 from smolcluster.errors import UserError
 from smolcluster.models.protocols import SequenceSharded
-from smolcluster.strategies.axes import divisors
+from smolcluster.parallel.axes import divisors
 from smolcluster.tasks.base import Task, count_of
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,13 @@ from smolcluster.compute.device import synchronize
 from smolcluster.compute.memory import free_bytes
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import to_device
+from smolcluster.config.options import PipelineOptions
 from smolcluster.errors import UserError
 from smolcluster.observe.text import size
-from smolcluster.strategies.axes import machines
-from smolcluster.strategies.base import Context
-from smolcluster.strategies.stages import Answering, Layers, as_tuple, holders, inputs_of, num_microbatches
+from smolcluster.parallel.axes import Axes, machines
+from smolcluster.parallel.placement import Rank
+from smolcluster.parallel.stages import Answering, Layers, as_tuple, holders, inputs_of, num_microbatches
 from smolcluster.tasks.base import Task
-
-if TYPE_CHECKING:
-    from smolcluster.strategies.parallel import Parallel
-    from smolcluster.strategies.pipeline import PipelineT
 
 REPEATS = 3
 USABLE = 0.9  # of the memory that is free: the rest is for what nobody counted
@@ -150,14 +147,15 @@ def _measure_one(
     return layer, tuple(t.detach() for t in outputs)
 
 
-def measured_split(strategy: Parallel[PipelineT], model: nn.Module, layers: Layers) -> list[int]:
+def measured_split(
+    context: Rank, task: Task, model: nn.Module, layers: Layers, *, axes: Axes, options: PipelineOptions
+) -> list[int]:
     """Layers of each stage, by what the ranks measured just now; the same on all of them."""
-    context, axes, options = strategy.context, strategy.mesh_axes, strategy.options
     ranks = holders(axes.pp, options)
     count = num_microbatches(options, context.part_sizes, len(ranks))
-    part = to_device(context.example(context.part_sizes[strategy.coords["dp"]] // count), context.device)
+    part = to_device(context.example(context.part_sizes[axes.coords(context.seat.rank)["dp"]] // count), context.device)
     context.group.barrier()  # ranks of one machine measure at the same time, as they will train
-    mine = measure(strategy.task, model, layers, part, context.device)
+    mine = measure(task, model, layers, part, context.device)
     in_flight = {"sequential": 1, "gpipe": count, "1f1b": min(count, axes.pp)}.get(
         options.schedule, min(count, 2 * axes.pp)
     )
@@ -185,7 +183,7 @@ def measured_split(strategy: Parallel[PipelineT], model: nn.Module, layers: Laye
     return list(counts)
 
 
-def _memory(context: Context, model: nn.Module) -> float:
+def _memory(context: Rank, model: nn.Module) -> float:
     """What this rank may use, when the parts of the model that it will not keep are gone."""
     here = machines(context.seats)
     sharing = 1 if context.device.type == "cuda" else here.count(here[context.seat.rank])

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smolcluster.compute.precision import DTYPES
-from smolcluster.strategies.axes import Axes
-from smolcluster.strategies.placement import Cost, Shape
-from smolcluster.strategies.shards import largest_share
+from smolcluster.config.options import FSDPOptions
+from smolcluster.parallel.axes import Axes
+from smolcluster.parallel.placement import Cost, Shape
+from smolcluster.parallel.shards import largest_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,16 @@ class Zero:
     reduce_dtype: str | None = None
     offload: bool = False
     by_machine: bool = False  # cut up inside each machine, whatever its ranks
+
+
+def zero_of(options: FSDPOptions) -> Zero:
+    return Zero(
+        stage=options.fsdp_stage,
+        param_dtype=options.param_dtype,
+        reduce_dtype=options.reduce_dtype,
+        offload=options.cpu_offload,
+        by_machine=options.shard_size == "node",
+    )
 
 
 def cost_of_stage(zero: Zero, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, gathers: int) -> Cost:

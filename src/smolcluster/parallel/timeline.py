@@ -18,6 +18,14 @@ NAMES = {
 WIDTH, ROW, LEFT, TOP, GAP = 1000, 34, 70, 46, 6
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    name: str  # of the files, without their endings
+    svg: str
+    says: str  # what it shows, in a line
+    numbers: dict[str, Any]  # what it was drawn from
+
+
 @dataclass(frozen=True, slots=True)
 class Worked:
     """One piece of work; seconds since the step began."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from smolcluster.comm.group import Group
 from smolcluster.compute.precision import DTYPES
-from smolcluster.config.schema import TrainingConfig
+from smolcluster.config.schema import Config, TrainingConfig
 from smolcluster.errors import UserError
 
 
@@ -33,6 +36,25 @@ class Seat:
     coords: dict[str, int] = field(default_factory=dict)
     shard: int | None = None
     stream: int | None = None  # of random numbers; None: one of its own, numbered as its rank
+
+
+class Rank(Protocol):
+    """What a part of a model must know of the process it is in, and of the others."""
+
+    config: Config
+    seat: Seat
+    seats: Sequence[Seat]
+    group: Group
+    device: torch.device
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Samples of one part of a step, of every data shard."""
+
+    def example(self, count: int, /) -> Any:
+        """A batch of so many samples, to measure with."""
+
+    def tell(self, text: str, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

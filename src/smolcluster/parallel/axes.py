@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smolcluster.errors import UserError
-from smolcluster.strategies.placement import Node, Seat
+from smolcluster.parallel.placement import Node, Seat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
