@@ -31,6 +31,7 @@ from smolcluster.engine.checkpoint import (
 )
 from smolcluster.engine.files import Files, OutputFile, atomic_write_text, ensure_folder
 from smolcluster.engine.saver import Saver, SnapshotBuffers
+from smolcluster.engine.snapshot import VERSION
 from smolcluster.errors import DamagedCheckpoint, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 
@@ -373,8 +374,8 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(store: CheckpointStore, name: s
 def test_a_newer_format_is_the_users_to_mend_and_not_skipped(store: CheckpointStore) -> None:
     store.save(snapshot_of(1))
     path = store.save(snapshot_of(2))
-    forge(path, lambda f: f.update(version=3))
-    with pytest.raises(UserError, match=r"written by a newer smolcluster \(checkpoint format 3.*pip install -U"):
+    forge(path, lambda f: f.update(version=VERSION + 1))
+    with pytest.raises(UserError, match=r"written by a newer smolcluster \(checkpoint format \d+.*pip install -U"):
         store.load_latest()
 
 

@@ -156,6 +156,22 @@ class GradientBuckets:
             summed = view.to(parameter.device) if self._staged else view
             parameter.grad = None if j in idle else like(parameter, summed)
 
+    def sums(self, slot: int) -> list[Tensor | None]:
+        """Return the sum for each parameter, after `wait`; None for one that no rank used."""
+        current = self._slots[slot]
+        idle = self._idle(current)
+        return [None if j in idle else view for j, view in enumerate(self._views_of(current.flats))]
+
+    def put(self, slot: int, sums: Sequence[Tensor | None]) -> None:
+        """Take these for the sums of this slot, as `sums` gave them."""
+        current = self._slots[slot]
+        current.stop_count.zero_()
+        current.unused = {j for j, mine in enumerate(sums) if mine is None}
+        used = self._used_in(current.flats)
+        for j, (view, mine) in enumerate(zip(self._views_of(current.flats), sums, strict=True)):
+            used[j] = 0.0 if mine is None else 1.0
+            view.zero_() if mine is None else view.copy_(mine)
+
     def _idle(self, slot: _Slot) -> set[int]:
         """Parameters that no rank used. A rank knows of those that it used itself."""
         if not slot.unused:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -87,6 +88,14 @@ class Combination(ABC):
     def give(self, result: Committed) -> None:
         """Put the result on the parameters, as their gradients."""
 
+    def results(self, slot: int) -> list[Tensor | None]:
+        """Return the result for each parameter, after `wait`; None for one that nobody used. To be saved."""
+        raise AssertionError(f"{type(self).__name__} needs a coordinator")
+
+    def put(self, slot: int, results: Sequence[Tensor | None]) -> None:
+        """Take these for the result of a round, as `results` gave them."""
+        raise AssertionError(f"{type(self).__name__} needs a coordinator")
+
     def complete(self) -> None:  # noqa: B027 - as a rule everybody has all there is
         """Exchange what is updated in one place only. Raises ViewChanged where the others cannot be reached any more."""
 
@@ -146,6 +155,12 @@ class BucketSum(Combination):
     def give(self, result: Committed) -> None:
         self.buckets.give(result.slot, factor=result.factor)
 
+    def results(self, slot: int) -> list[Tensor | None]:
+        return self.buckets.sums(slot)
+
+    def put(self, slot: int, results: Sequence[Tensor | None]) -> None:
+        self.buckets.put(slot, results)
+
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
         self.buckets.group = group
 
@@ -177,6 +192,14 @@ class Rounds(ABC):
         yield mine
         self.combination.finish(mine.slot)
         self._contributed(mine, started)
+
+    def state(self) -> tuple[list[dict[str, Any]], list[list[Tensor | None]]]:
+        """Return the rounds in flight, and their results, to be saved: alike on all members. Here the coordinator's record."""
+        return [], []
+
+    def load(self, said: Sequence[Mapping[str, Any]], results: Sequence[Sequence[Tensor | None]]) -> None:
+        """Take up the rounds in flight of a saved run. What is more than fits here is applied at once."""
+        assert not said, "a coordinator has the record"
 
     @abstractmethod
     def settle(self, *, in_flight: int) -> None:
@@ -226,3 +249,19 @@ class MeshRounds(Rounds):
             self.stop = self._stop_flag(self.combination.stop_count(oldest.slot))
             self._apply(Committed(oldest.step, oldest.slot, scale=oldest.scale))
             self.combination.complete()
+
+    def state(self) -> tuple[list[dict[str, Any]], list[list[Tensor | None]]]:
+        for flight in self.flights:
+            self.combination.wait(flight.slot)
+        said = [{"step": flight.step, "scale": flight.scale} for flight in self.flights]
+        return said, [self.combination.results(flight.slot) for flight in self.flights]
+
+    def load(self, said: Sequence[Mapping[str, Any]], results: Sequence[Sequence[Tensor | None]]) -> None:
+        self.flights.clear()
+        for flight, result in zip(said, results, strict=True):
+            self.settle(in_flight=self.num_slots - 1)
+            mine = Contribution(int(flight["step"]), int(flight["step"]) % self.num_slots, scale=float(flight["scale"]))
+            self.combination.put(mine.slot, result)
+            self.flights.append(mine)
+        self.settle(in_flight=self.num_slots - 1)
+        self.stop = False

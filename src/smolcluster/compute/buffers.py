@@ -6,11 +6,13 @@ put back when one of them is not finite after it. On a GPU the verdict is read o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from smolcluster.comm.group import Group, broadcast_in_place
 from smolcluster.comm.sharded import local
 from smolcluster.compute.timing import DelayedFlag
 
@@ -27,6 +29,7 @@ class RunningStatistics:
     """The buffers of a model that forward changes."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
         self._places = [(part, name) for part in model.modules() for name in part._buffers]
         self._changing: set[int] | None = None  # places; None: no forward has been seen
         self._seen: dict[int, tuple[int, int]] = {}  # place -> the tensor and its version, before forward
@@ -72,6 +75,18 @@ class RunningStatistics:
         if verdict is not None and bool(verdict):
             self._undo(now)
 
+    def changing(self) -> dict[str, Tensor]:
+        """Return the buffers that forward changes, by name, as far as one was seen."""
+        own = {id(local(buffer)) for place, buffer in self._buffers().items() if place in (self._changing or ())}
+        return {name: buffer for name, buffer in self._model.named_buffers() if id(local(buffer)) in own}
+
+    def load(self, own: Mapping[str, Tensor]) -> None:
+        """Put back what `changing` gave."""
+        buffers = dict(self._model.named_buffers())
+        with torch.no_grad():
+            for name, tensor in own.items():
+                buffers[name].copy_(tensor)
+
     def _verdict(self, now: dict[int, Tensor]) -> Tensor | None:
         judged = [
             now[p] for p in sorted(self._changing or ()) if p in now and now[p].is_floating_point() and now[p].numel()
@@ -90,6 +105,23 @@ class RunningStatistics:
     def _buffers(self) -> dict[int, Tensor]:
         found = ((place, part._buffers[name]) for place, (part, name) in enumerate(self._places))
         return {place: local(buffer) for place, buffer in found if buffer is not None}
+
+
+@contextlib.contextmanager
+def buffers_of_first(model: nn.Module, group: Group | None) -> Iterator[None]:
+    """Inside, the buffers are those of the first rank; afterwards each rank has its own again."""
+    if group is None or group.size == 1:
+        yield
+        return
+    buffers = {name: local(buffer) for name, buffer in model.named_buffers()}
+    own = {name: buffer.clone() for name, buffer in buffers.items()}
+    broadcast_in_place(group, buffers)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(own[name])
 
 
 def _differ(before: Tensor, after: Tensor | None) -> bool:

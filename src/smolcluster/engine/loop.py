@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from smolcluster.comm.group import gather_json
-from smolcluster.compute.buffers import not_finite
+from smolcluster.comm.group import collect_tensors, gather_json
+from smolcluster.compute.buffers import buffers_of_first, not_finite
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import Options
@@ -27,7 +27,7 @@ from smolcluster.engine.meter import Meter
 from smolcluster.engine.profiler import Profiler
 from smolcluster.engine.reader import Reader
 from smolcluster.engine.saver import Saver
-from smolcluster.engine.snapshot import Snapshot
+from smolcluster.engine.snapshot import ALL, Snapshot, state_for
 from smolcluster.errors import UserError
 from smolcluster.observe.events import StepLogged, evaluation_fields
 from smolcluster.observe.machine import MachineFacts
@@ -98,6 +98,8 @@ class Loop:
             if first:
                 self._reserve()
 
+            if last:
+                self.strategy.drain()
             if last and report.stop:
                 self._save(step, best=False, final=True)
             improved = self._evaluate() if evaluated else False
@@ -157,20 +159,20 @@ class Loop:
     def _evaluate(self) -> bool:
         """Returns whether this is the best so far."""
         assert self._val_data is not None
-        self.strategy.drain()
         share = self.strategy.share
         self._seed(self.progress.step, "evaluation", share.index)  # ranks with the same share read the same batches
-        self.last_evaluation = evaluate(
-            self.strategy.model,
-            self.task,
-            self._val_data,
-            group=self.context.group,
-            device=self.context.device,
-            batch_size=self._config.batch_size or 1,
-            samples=self._config.eval_samples,
-            measure=lambda part: self.strategy.measure(self.task, part),
-            share=share,
-        )
+        with buffers_of_first(self.strategy.model, share.replicas):
+            self.last_evaluation = evaluate(
+                self.strategy.model,
+                self.task,
+                self._val_data,
+                group=self.context.group,
+                device=self.context.device,
+                batch_size=self._config.batch_size or 1,
+                samples=self._config.eval_samples,
+                measure=lambda part: self.strategy.measure(self.task, part),
+                share=share,
+            )
         return self.best.improves(self.last_evaluation)
 
     def _log(self, step: int, *, with_evaluation: bool) -> None:
@@ -213,8 +215,8 @@ class Loop:
             )
             self.context.warn(f"{what} had NaN or infinite values, at step {step} or shortly before")
 
-    # Checkpoints. Every rank drains and asks for the state; the lead rank copies and writes it. Together, every rank has a
-    # part of it, which it copies and writes itself.
+    # Checkpoints. Every rank asks for the state; the lead rank copies and writes it, and what each rank has of its own.
+    # Together, every rank has a part of it, which it copies and writes itself.
 
     def _state(self) -> State:
         state = self.strategy.part_of_state() if self._together else self.strategy.state()
@@ -232,9 +234,9 @@ class Loop:
     def _save(self, step: int, *, best: bool, final: bool) -> None:
         if self._config.checkpoint_steps == 0 or step == self._saved_step:
             return
-        self.strategy.drain()
         state = self._state()
         self._saved_step = step
+        extra = self._extra(state)
         if self._saver is None:
             return
         broken = not_finite(state.weights)
@@ -255,17 +257,29 @@ class Loop:
             },
             metrics=dict(self.last_evaluation),
             info=self._info,
+            extra=self._saver.snapshot_tensors(extra) if extra else {},
             wholes=state.wholes,
             part=self.context.seat.rank,
         )
         self._saver.submit(snapshot, best=best, final=final, stall_s=time.perf_counter() - started)
 
+    def _extra(self, state: State) -> dict[str, Tensor]:
+        """What only this strategy can use, by scope: where the lead rank writes alone, that of all ranks."""
+        rank = self.context.seat.rank
+        own = {f"{rank}/{name}": tensor for name, tensor in state.own.items()}
+        if not self._together and self.context.group.size > 1:
+            own = collect_tensors(self.context.group, own)
+        shared = {f"{ALL}/{name}": tensor for name, tensor in state.shared.items()} if rank == 0 else {}
+        return shared | own
+
     def load(self, snapshot: Snapshot) -> None:
         """Continue where a checkpoint was made, perhaps by another strategy or with another number of workers."""
-        state = snapshot.state
-        self.strategy.load_state(
-            State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=state["strategy"])
-        )
+        state, seat = snapshot.state, self.context.seat
+        name, ranks = self.context.config.strategy.name, self.context.group.size
+        mine, left = state_for(snapshot, strategy=name, rank=seat.rank, num_ranks=ranks)
+        if left and seat.rank == 0:
+            self.context.warn(f"not taken over from the checkpoint: {'; '.join(left)}")
+        self.strategy.load_state(mine)
         if state["sampler"] is not None:  # an imported model has read nothing
             self._reader.load_state_dict(state["sampler"])
         now, before = sum(self.context.samples_per_step), self._reader.position / max(1, snapshot.step)
@@ -284,8 +298,7 @@ class Loop:
         counts, shard = self.context.samples_per_step, self.context.seat.shard or 0
         return total * sum(counts[: shard + 1]) // sum(counts) - total * sum(counts[:shard]) // sum(counts)
 
-    def final_weights(self) -> Mapping[str, torch.Tensor] | None:
-        self.strategy.drain()
+    def final_weights(self) -> Mapping[str, Tensor] | None:
         return self.strategy.export()
 
 

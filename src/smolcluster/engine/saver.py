@@ -23,7 +23,7 @@ from smolcluster.engine.tensorfile import find_aliases
 from smolcluster.errors import SmolclusterError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 
-_FREE_SETS = 4  # weights and optimizer of one snapshot being written and one waiting
+_FREE_SETS = 6  # weights, optimizer and the rest of one snapshot being written and one waiting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +176,7 @@ class Saver:
     def _release(self, job: _Job) -> None:
         self._buffers.release(job.snapshot.weights)
         self._buffers.release(job.snapshot.optimizer)
+        self._buffers.release(job.snapshot.extra)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ from smolcluster.engine.meter import Meter
 from smolcluster.engine.quota import RowQuota
 from smolcluster.engine.referee import Referee
 from smolcluster.engine.role import INTERRUPTED, Role
-from smolcluster.engine.snapshot import Snapshot, check_compatible, check_whole
+from smolcluster.engine.snapshot import Snapshot, check_compatible, check_whole, state_for
 from smolcluster.engine.summary import evaluation_summary, join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.tokenizer_files import check_tokenizer, tokenizer_info
@@ -355,7 +355,10 @@ class Server(Role):
         check_compatible(snapshot, self.strategy.layout())
         check_whole(snapshot, self.strategy.without_state(snapshot.optimizer))
         sampler = snapshot.state["sampler"] or {"position": 0}  # an imported model has read nothing
-        state = State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=snapshot.state["strategy"])
+        name, ranks = self.config.strategy.name, len(self.batch_sizes)
+        state, left = state_for(snapshot, strategy=name, rank=None, num_ranks=ranks)
+        if left:
+            self._warn(f"not taken over from the checkpoint: {'; '.join(left)}")
         leases = {"position": sampler["position"], "holes": sampler.get("holes", [])}
         samples = int(sampler["position"])
         self._restore(

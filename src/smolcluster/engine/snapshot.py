@@ -4,13 +4,16 @@
         weights.safetensors      the whole model, unsharded
         optimizer.safetensors    "<state name>/<parameter name>", for example "exp_avg/blocks.0.attn.qkv.weight"
         state.json               everything else that resuming needs: data position, counters, loss scale, ...
-        manifest.json            format, step, and the size and SHA-256 of the three files above and of itself
+        strategy.safetensors     only where there is such: what no other strategy can use, of all ranks together
+                                 ("all/...": gradients in flight) or of one rank ("3/...": its own buffers)
+        manifest.json            format, step, and the size and SHA-256 of the files above and of itself
 
 Where every rank has only a part of the model, each writes what it has (`together.py`), and the manifest has the shape of each
 whole tensor:
 
         weights-0.safetensors, weights-1.safetensors, ...      boxes of the tensors: "<name>@<where the box begins>", for
         optimizer-0.safetensors, ...                           example "blocks.0.attn.qkv.weight@96,0"
+        strategy-1.safetensors, ...                            whole tensors
 
 The manifest is written last: a folder without a good manifest is not a checkpoint. Its own hash is its first entry and
 is taken over its bytes with the 64 digits of that hash set to '0', so that a single flipped bit anywhere is found.
@@ -26,7 +29,7 @@ import json
 import math
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,14 +41,17 @@ from smolcluster.engine.files import Files
 from smolcluster.engine.stored import FileEntry, Size, StoredTensors
 from smolcluster.engine.tensorfile import HashedFile, TensorFile
 from smolcluster.errors import DamagedCheckpoint, UserError
+from smolcluster.strategies.base import State
 
 FORMAT = "smolcluster-checkpoint"
-VERSION = 2
-_WHOLE, _IN_PARTS = 1, 2  # versions: a checkpoint in one piece is still one that older programs read
+VERSION = 3
+_WHOLE, _IN_PARTS, _WITH_EXTRA = 1, 2, 3  # versions: a checkpoint in one piece is still one that older programs read
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+EXTRA = "strategy.safetensors"
+ALL = "all"  # of an extra tensor, instead of a rank: it is shared by all
 _CONTENTS = (WEIGHTS, OPTIMIZER, STATE)
-_PART = re.compile(r"(weights|optimizer)-[0-9]{1,6}\.safetensors")
+_PART = re.compile(r"(weights|optimizer|strategy)-[0-9]{1,6}\.safetensors")
 
 _MANIFEST_LIMIT_BYTES = 256 << 20
 _DIGEST_AT = len(b'{\n  "sha256": "')
@@ -68,6 +74,7 @@ class Snapshot:
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # "all/..." or "<rank>/..."
     wholes: Layout | None = None
     part: int = 0
 
@@ -109,6 +116,8 @@ class Encoded:
             raise ValueError(f"a snapshot's step is a count, not {snapshot.step}")
         self.step, self.best, self.wholes = snapshot.step, best, snapshot.wholes
         self.tensor_files = {WEIGHTS: TensorFile.plan(snapshot.weights), OPTIMIZER: TensorFile.plan(snapshot.optimizer)}
+        if snapshot.extra:
+            self.tensor_files[EXTRA] = TensorFile.plan(snapshot.extra)
         if snapshot.wholes is not None:
             files = self.tensor_files.items()
             self.tensor_files = {_part_name(name, snapshot.part): plan for name, plan in files if plan.tensors}
@@ -147,7 +156,7 @@ class Encoded:
         fields = {
             "sha256": _NO_DIGEST,
             "format": FORMAT,
-            "version": _WHOLE if wholes is None else _IN_PARTS,
+            "version": _WITH_EXTRA if _extra_in(entries) else _WHOLE if wholes is None else _IN_PARTS,
             "step": self.step,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "best": self.best,
@@ -185,7 +194,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{where}: not a valid manifest: {error}") from error
     # Fixed names only: a manifest can never point outside its folder.
-    if manifest.wholes is None and set(manifest.files) != set(_CONTENTS):
+    if manifest.wholes is None and set(manifest.files) - {EXTRA} != set(_CONTENTS):
         raise DamagedCheckpoint(f"{where}: lists the files {sorted(manifest.files)}, not {sorted(_CONTENTS)}")
     if manifest.wholes is not None:
         strange = [name for name in manifest.files if name != STATE and not _PART.fullmatch(name)]
@@ -232,6 +241,7 @@ def open_checkpoint(folder: Path, manifest: Manifest, *, optimizer: bool = True,
     """The same, of a checkpoint that was verified already, perhaps by another rank."""
     weights = _stored(folder, manifest, WEIGHTS)
     moments = _stored(folder, manifest, OPTIMIZER)
+    extra = StoredTensors(folder, {name: manifest.files[name] for name in _extra_in(manifest.files)}, None)
     return Snapshot(
         step=manifest.step,
         weights=weights if lazily else weights.read_all(),
@@ -239,6 +249,7 @@ def open_checkpoint(folder: Path, manifest: Manifest, *, optimizer: bool = True,
         state=_read_state(folder),
         metrics=manifest.metrics,
         info=manifest.info,
+        extra={} if not optimizer else extra if lazily else extra.read_all(),
     )
 
 
@@ -248,9 +259,35 @@ def _stored(folder: Path, manifest: Manifest, file: str) -> StoredTensors:
     return StoredTensors(folder, entries, None if manifest.wholes is None else manifest.wholes[kind])
 
 
+def _extra_in(files: Iterable[str]) -> list[str]:
+    return [name for name in files if name.startswith(EXTRA.partition(".")[0])]
+
+
+def state_for(snapshot: Snapshot, *, strategy: str, rank: int | None, num_ranks: int) -> tuple[State, list[str]]:
+    """Return what a strategy can take up of this snapshot, and what it cannot, in words. `rank` None: a server's part."""
+    numbers, saved_by = dict(snapshot.state["strategy"]), snapshot.info.get("strategy")
+    state, left = State(weights=snapshot.weights, optimizer=snapshot.optimizer, numbers=numbers), []
+    scoped: dict[str, dict[str, str]] = {}  # scope -> name -> key
+    for key in snapshot.extra:
+        scope, _, name = key.partition("/")
+        scoped.setdefault(scope, {})[name] = key
+    alike = rank is not None and saved_by == strategy
+    if alike:
+        state.shared = {name: snapshot.extra[key] for name, key in scoped.get(ALL, {}).items()}
+    elif in_flight := numbers.pop("in_flight", []):
+        numbers["updates"] = snapshot.step  # as if they had changed nothing
+        left.append(f"{len(in_flight)} gradients in flight of {saved_by}")
+    if alike and snapshot.info.get("world_size") == num_ranks:
+        state.own = {name: snapshot.extra[key] for name, key in scoped.get(str(rank), {}).items()}
+    elif scoped.keys() - {ALL}:
+        left.append(f"the state that each of {snapshot.info.get('world_size')} ranks had of its own")
+    return state, left
+
+
 def _check_parts(folder: Path, entries: dict[str, Any], wholes: Layout) -> None:
     """What the ranks wrote makes up every tensor. Raises DamagedCheckpoint. Only headers are read."""
-    files = {name: FileEntry.model_validate(entry) for name, entry in entries.items() if name != STATE}
+    others = {STATE, *_extra_in(entries)}
+    files = {name: FileEntry.model_validate(entry) for name, entry in entries.items() if name not in others}
     for kind, shapes in wholes.items():
         mine = {name: entry for name, entry in files.items() if name.startswith(kind)}
         StoredTensors(folder, mine, shapes).close()

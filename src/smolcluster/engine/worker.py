@@ -205,6 +205,7 @@ class Worker(Role):
                     "step": self.found.step,
                     "state": self.found.state,
                     "metrics": self.found.metrics,
+                    "info": self.found.info,
                     "path": str(path),
                     "sha256": manifest_sha256(path),
                 }
@@ -329,6 +330,8 @@ class Worker(Role):
                 optimizer=broadcast_tensors(self.group, found.optimizer if found else None),
                 state=head["state"],
                 metrics=head["metrics"],
+                info=head["info"],
+                extra=broadcast_tensors(self.group, found.extra if found else None),
             )
         with self._strange_state():
             self.loop.load(found)
@@ -343,7 +346,7 @@ class Worker(Role):
                 self.store.set_aside_after(head["step"])
             extra = f"; {dropped} rows logged after it are dropped" if dropped else ""
             self.observer.emit(Notice(level="INFO", message=f"resumed at step {head['step']}{extra}", rank=0))
-        for tensors in (found.weights, found.optimizer):
+        for tensors in (found.weights, found.optimizer, found.extra):
             if isinstance(tensors, StoredTensors):
                 tensors.close()
         self.found = None

@@ -12,13 +12,13 @@ So s - v <= K always, replicas stay bit-identical for any optimizer, and K = 0 i
 v = s - K exactly after a start, or later if fewer gradients are in flight, so a gradient beyond the bound cannot arise. On the
 elastic plane g_v is applied as soon as it is complete and committed; which members count for it is agreed before it is applied
 (`engine/elastic/rounds.py`), and a member's death costs its share of the steps in flight. Whoever comes back too late to
-contribute has its gradients dropped, or stops: `on_stale`. `drain` applies what is in flight, before evaluation and checkpoints
-on the mesh plane; the delay then builds up again from 0.
+contribute has its gradients dropped, or stops: `on_stale`. Looking changes nothing: evaluation shows the weights at version v,
+and a checkpoint of the mesh plane has the gradients in flight as well. After the last step they are applied.
 
 Weights start as rank 0's. Gradients are weighted by samples, so unlike batch sizes stay exact; or by the targets that count,
 where the task says so, which are added up beside forward: one number more. What a worker did not use
-counts as zero there; a parameter that none of them used is left alone. Buffers (running means) are rank 0's whenever the model
-is evaluated or saved.
+counts as zero there; a parameter that none of them used is left alone. Buffers (running means) are each worker's own; the model
+is evaluated and exported with rank 0's.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S
 and one number for each tensor of the model, which says how many workers used it.
@@ -36,7 +36,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from smolcluster.comm.group import broadcast_in_place
 from smolcluster.comm.rounds import BucketSum, Combination, Committed
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
@@ -120,8 +119,6 @@ class AllReduce(Exchanging[AllReduceT]):
     def drain(self) -> None:
         self.rounds.settle(in_flight=0)
         super().drain()
-        if (group := self.context.fixed_group) is not None:
-            broadcast_in_place(group, dict(self.replica.model.named_buffers()))
 
     @property
     def rounds_in_flight(self) -> int:

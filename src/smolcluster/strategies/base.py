@@ -49,6 +49,9 @@ class Share:
     count: int
     counts: bool = True  # or another rank tells the same numbers
     lockstep: bool = False  # one batch takes several ranks: all have equally many
+    replicas: Group | None = (
+        None  # ranks that have the same part of the model: all measure with the buffers of the first
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,11 +70,18 @@ class StepReport:
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Everything a strategy must save. Names are the model's own, so any strategy can load any other's."""
+    """Everything a strategy must save. Names are the model's own, so any strategy can load any other's.
+
+    `shared` and `own` are for this strategy alone: of all ranks together (what is in flight), and of this rank (its own
+    buffers, local optimizer state). A strategy that loads the checkpoint of another one, or of another number of ranks, gets
+    none of what has no meaning there.
+    """
 
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     numbers: dict[str, Any]
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)
     wholes: dict[str, dict[str, list[int]]] | None = None  # where tensors are boxes: the shapes of the whole ones
 
 
@@ -184,7 +194,7 @@ class Strategy(ABC, Generic[OptionsT]):
 
     @abstractmethod
     def state(self) -> State:
-        """What to save, not copied. Call `drain` first."""
+        """What to save, not copied. Asking changes nothing: what is in flight is a part of it."""
 
     def part_of_state(self) -> State | None:
         """What to save where every rank saves a part: boxes of tensors (`comm.sharded.box_name`). All ranks' together are the
@@ -204,7 +214,7 @@ class Strategy(ABC, Generic[OptionsT]):
         """The weights to evaluate."""
 
     def drain(self) -> None:  # nothing is in flight by default
-        """Finish what is in flight: before evaluation, checkpoint and exit. Every rank calls it at the same step."""
+        """Apply what is in flight, after the last step of a run. Every rank calls it."""
 
     def export(self) -> Mapping[str, Tensor] | None:
         """The whole weights, on the lead rank."""

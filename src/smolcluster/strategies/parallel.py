@@ -332,17 +332,8 @@ class Parallel(Strategy[OptionsT]):
             count=self.mesh_axes.dp,
             counts=self.coords["tp"] == self.coords["cp"] == 0 and (self._pipe is None or self._pipe.has_last),
             lockstep=True,
+            replicas=self.data,
         )
-
-    def drain(self) -> None:
-        """Buffers are those of the first data shard."""
-        self.replica.buffers.settle()
-        for buffer in self.replica.model.buffers():
-            if buffer.numel() and self.data.size > 1:
-                exchanged = buffer.to(self.data.buffer_device(buffer.device))
-                self.data.broadcast(exchanged, source=0).wait()
-                if exchanged is not buffer:
-                    buffer.copy_(exchanged)
 
     def drawing(self) -> Drawing | None:
         return None if self._pipe is None else self._pipe.drawing
@@ -373,7 +364,12 @@ class Parallel(Strategy[OptionsT]):
         """Whole on the lead rank; the others take part in gathering it, and get nothing."""
         weights = self._whole_weights()
         optimizer, numbers = self.replica.state_dict()
-        return State(weights=weights, optimizer=self._gather(optimizer, prefixed=True), numbers=numbers)
+        moments = self._gather(optimizer, prefixed=True)
+        return State(weights=weights, optimizer=moments, numbers=numbers, own=self._own_buffers())
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """What the first data shard saves for the model is not this rank's."""
+        return self.replica.buffers.changing() if self.data.rank > 0 else {}
 
     def part_of_state(self) -> State | None:
         self._settle()
@@ -395,7 +391,7 @@ class Parallel(Strategy[OptionsT]):
                 if part.numel() and self._saves(tensor, parameters[plain]):
                     runs = [(offsets, part)] if self._fusions is None else self._fusions.runs(plain, part, offsets)
                     boxes[kind].update({box_name(name, at): rows for at, rows in runs})
-        return State(**boxes, numbers=numbers, wholes=wholes)
+        return State(**boxes, numbers=numbers, wholes=wholes, own=self._own_buffers())
 
     def _saves(self, tensor: Tensor, parameter: Tensor) -> bool:
         """Of the ranks that have the same, the first."""
@@ -458,6 +454,7 @@ class Parallel(Strategy[OptionsT]):
                 else:
                     mine[f"{kind}/{name}"] = full.clone()  # a counter
         replica.load_optimizer(mine, state.numbers, bare=not state.optimizer)
+        replica.buffers.load(state.own)
 
     def without_state(self, optimizer: Iterable[str]) -> list[str]:
         names = without_state(self.replica.model, self.replica.optimizer, optimizer)

@@ -13,7 +13,7 @@ from smolcluster.comm.rounds import Combination, Committed, MeshRounds, Rounds
 from smolcluster.compute.optim import without_state
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag
-from smolcluster.strategies.base import OptionsT, State, StepReport, Strategy, build_replica
+from smolcluster.strategies.base import OptionsT, Share, State, StepReport, Strategy, build_replica
 from smolcluster.tasks.base import Task
 
 
@@ -90,6 +90,35 @@ class Exchanging(Replicated[OptionsT]):
     def results_are_whole(self) -> bool:
         """Whether every member holds the whole result of a round."""
         return True
+
+    @property
+    def share(self) -> Share:
+        group = self.context.group
+        return Share(index=group.rank, count=group.size, replicas=group)
+
+    def state(self) -> State:
+        state = super().state()
+        if self.context.office is not None:  # a coordinator has no rounds of its own
+            return state
+        if self.context.fixed_group is not None and self.context.seat.rank > 0:
+            state.own = self.replica.buffers.changing()
+        in_flight, results = self.rounds.state()
+        if in_flight:
+            state.numbers["in_flight"] = in_flight
+            named = [zip(self._names(), result, strict=True) for result in results]
+            state.shared = {f"{i}/{n}": t for i, result in enumerate(named) for n, t in result if t is not None}
+        return state
+
+    def load_state(self, state: State) -> None:
+        super().load_state(state)
+        self.replica.buffers.load(state.own)
+        if in_flight := state.numbers.get("in_flight"):
+            results = [[state.shared.get(f"{i}/{n}") for n in self._names()] for i in range(len(in_flight))]
+            self.rounds.load(in_flight, results)
+
+    def _names(self) -> list[str]:
+        """Of the trained parameters, in their order."""
+        return [name for name, parameter in self.replica.model.named_parameters() if parameter.requires_grad]
 
     @abstractmethod
     def apply(self, result: Committed) -> None:
