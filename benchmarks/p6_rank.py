@@ -74,7 +74,7 @@ def prepare(
     strategy = make_strategy(config, task, group=group, device=device)
     replica = strategy.replica
     return (
-        strategy.model,
+        strategy.replica.model,
         replica.optimizer,
         lambda: strategy.step(Batch(parts=[part], samples=len(part[0]), tokens=0, step=1)),
     )

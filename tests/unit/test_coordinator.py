@@ -30,6 +30,7 @@ from smolcluster.engine.identity import instance_of
 from smolcluster.engine.server import Server
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.shards import owners
+from smolcluster.strategies.allreduce import AllReduce
 from smolcluster.strategies.base import Context, Office, State
 from smolcluster.strategies.replicated import replica_state
 
@@ -298,7 +299,7 @@ def test_one_that_the_others_could_not_reach_is_refused(address: Any) -> None:
         config=SimpleNamespace(cluster=SimpleNamespace(workers=[])),
         layout=[],
         train_data=range(100),
-        strategy=SimpleNamespace(server_has_weights=False),
+        _coordinates=True,
     )
     said = {"layout": [], "samples": 100, "batch_size": 4, "secret": "s"}
     link = cast(Link, FakeLink(0, instance_of("s")))
@@ -306,7 +307,7 @@ def test_one_that_the_others_could_not_reach_is_refused(address: Any) -> None:
     assert good.address == "127.0.0.1:5000"
     with pytest.raises(Refusal, match="no other worker could reach it: "):
         Server._admit(cast(Server, server), link, {**said, "address": address})
-    server.strategy.server_has_weights = True  # then nobody needs to
+    server._coordinates = False  # then nobody needs to
     assert Server._admit(cast(Server, server), link, {**said, "address": ""}).rank == 0
 
 
@@ -662,7 +663,7 @@ def test_a_coordinator_copies_no_state_that_it_passes_on() -> None:
         return State(weights=weights, optimizer=moments | steps, numbers={"updates": step})
 
     server = cast(Any, Server.__new__(Server))
-    server.strategy, server.device, server.saver = SimpleNamespace(server_has_weights=False), torch.device("cpu"), None
+    server.strategy_class, server.device, server.saver = AllReduce, torch.device("cpu"), None
     first, second = state_after(1), state_after(2)
     came = storages({**first.weights, **{k: t for k, t in first.optimizer.items() if t.ndim}})
     duty.load_state(first)

@@ -29,6 +29,7 @@ from smolcluster.errors import UserError
 from smolcluster.launch import prepare
 from smolcluster.observe.board import counts_own_steps
 from smolcluster.parallel.placement import Node, Shape
+from smolcluster.strategies.base import Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.strategies.replicated import Replicated
 
@@ -235,3 +236,10 @@ def test_options_are_what_a_strategy_is_generic_in() -> None:
 
     assert Mine.Config is find_strategy("single").Config is Options
     assert Other.Config is MyOptions
+
+
+def test_a_strategy_has_few_members() -> None:
+    """What an author of one has to know. Whatever can be derived from its state, or is a role of its own, is not here."""
+    members = {name for name in {*vars(Strategy), *Strategy.__annotations__} if not name.startswith("_")}
+    members |= {"options", "context"}  # set when it is made
+    assert len(members) <= 12, sorted(members)

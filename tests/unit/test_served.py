@@ -148,7 +148,7 @@ class Worker:
         self.leases: deque[Any] = deque()
         model = torch.nn.Linear(2, 1)
         worker: Any = strategy.__new__(strategy)
-        worker.options, worker.stale_rejected, worker._over, worker._epoch = options, 0, False, 0
+        worker.options, worker._over, worker._epoch = options, False, 0
         worker.replica = Replica(
             model=model,
             loss=lambda model, part: model(part).square().mean(),
@@ -157,7 +157,7 @@ class Worker:
             device=torch.device("cpu"),
         )
         worker.context = SimpleNamespace(
-            office=None, line=self, device=torch.device("cpu"), seat=SimpleNamespace(rank=0)
+            office=None, line=self, device=torch.device("cpu"), seat=SimpleNamespace(rank=0), stale_rejected=0
         )
         monkeypatch.setattr(Elastic, "setup", lambda *_: None)
         worker.setup(None)

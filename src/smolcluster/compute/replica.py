@@ -73,8 +73,15 @@ class Replica:
         grad_clip_norm: float | None = None,
         compile: bool = False,
         track_gradients: bool = False,
+        layout: Mapping[str, Tensor] | None = None,
+        num_parameters: int = 0,
+        whole: bool = True,
     ) -> None:
+        """`layout`, `num_parameters`: of the whole model, where this is a part of it (not `whole`)."""
         self.model = model
+        self.layout = model.state_dict() if layout is None else layout  # names, shapes and types
+        self.num_parameters = num_parameters or sum(p.numel() for p in model.parameters())
+        self.whole = whole
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer
         self.device = device
@@ -86,7 +93,8 @@ class Replica:
         self._skipped: int | Tensor = 0
         self._in_row: int | Tensor = 0
         self._stepped = False  # the optimizer has taken a step, and so has its state
-        self.gradient_norms: dict[str, Tensor] = {}
+        self.gradient_norms: dict[str, Tensor] = {}  # of the last applied gradient, if they are tracked
+        self.norms: Callable[[], dict[str, Tensor]] = lambda: self.gradient_norms  # of the whole model's parameters
         self._plain_loss = loss
         self._loss: Loss = compiled(model, loss) if compile else loss
         self._learning_rate = learning_rate

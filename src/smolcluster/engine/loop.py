@@ -161,9 +161,9 @@ class Loop:
         assert self._val_data is not None
         share = self.strategy.share
         self._seed(self.progress.step, "evaluation", share.index)  # ranks with the same share read the same batches
-        with buffers_of_first(self.strategy.model, share.replicas):
+        with buffers_of_first(self.strategy.replica.model, share.replicas):
             self.last_evaluation = evaluate(
-                self.strategy.model,
+                self.strategy.replica.model,
                 self.task,
                 self._val_data,
                 group=self.context.group,
@@ -182,7 +182,7 @@ class Loop:
             self._warned_of_loss = True
             self.context.warn(f"the loss is {row['loss']} at step {step}; try a lower training.learning_rate")
         self._warn_of_skipped(step)
-        norms = self.strategy.gradient_norms()
+        norms = self.strategy.replica.norms()
         traffic = self.context.traffic
         self._observer.emit(
             StepLogged(
@@ -194,7 +194,7 @@ class Loop:
                 bytes_sent=traffic.bytes_sent,
                 bytes_received=traffic.bytes_received,
                 staleness_max=self.meter.staleness_max,
-                stale_rejected=self.strategy.stale_rejected,
+                stale_rejected=self.context.stale_rejected,
                 skipped=self._skipped,
                 gradient_norms={name: float(norm) for name, norm in norms.items()} or None,
                 machine=self._facts.due(),
@@ -203,10 +203,10 @@ class Loop:
             )
         )
 
-        self.strategy.check_progress()
+        self.strategy.replica.check_progress()
 
     def _warn_of_skipped(self, step: int) -> None:
-        before, self._skipped = self._skipped, self.strategy.skipped
+        before, self._skipped = self._skipped, self.strategy.replica.skipped
         new = self._skipped - before
         # In fp16 a step is skipped now and then, to find the loss scale.
         if new > 0 and self.context.seat.rank == 0 and self._config.precision != "fp16":
@@ -219,9 +219,7 @@ class Loop:
     # Together, every rank has a part of it, which it copies and writes itself.
 
     def _state(self) -> State:
-        state = self.strategy.part_of_state() if self._together else self.strategy.state()
-        assert state is not None
-        return state
+        return self.strategy.state("rank" if self._together else "run")
 
     def _reserve(self) -> None:
         """Memory for a copy of the state is made beside training, so that the first save stalls no longer than others."""
@@ -299,7 +297,8 @@ class Loop:
         return total * sum(counts[: shard + 1]) // sum(counts) - total * sum(counts[:shard]) // sum(counts)
 
     def final_weights(self) -> Mapping[str, Tensor] | None:
-        return self.strategy.export()
+        weights = self.strategy.state("weights").weights
+        return weights if self.context.seat.rank == 0 else None
 
 
 def due(step: int, every: int | None) -> bool:

@@ -162,7 +162,8 @@ class Member(Role):
     def _finish(self) -> int:
         """Say good-bye, with what this worker counted."""
         loop, meter, traffic = self.loop, self.loop.meter, self.transport.traffic
-        replica = {} if self.strategy.server_has_weights else {"weights_sha256": replica_sha256(self.strategy)}
+        exchanging = isinstance(self.strategy, Exchanging)
+        replica = {"weights_sha256": replica_sha256(self.strategy)} if exchanging else {}
         self.line.send(
             Kind.REPORT,
             meta={
@@ -180,7 +181,7 @@ class Member(Role):
                 "bytes_received": traffic.bytes_received,
                 "staleness_sum": meter.staleness_sum,
                 "staleness_max": meter.staleness_max,
-                "stale_rejected": self.strategy.stale_rejected,
+                "stale_rejected": self.context.stale_rejected,
                 "peak_memory_bytes": peak_memory_bytes(self.device),
                 **replica,
             },

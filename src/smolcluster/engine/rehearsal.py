@@ -116,7 +116,7 @@ def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequen
     strategy = scene.strategy(scene.options, context)
     strategy.setup(scene.task)
     # DTensor works out shapes the first time, on tensors that count here and have no memory in a run.
-    warm = any(isinstance(parameter, DTensor) for parameter in strategy.model.parameters())
+    warm = any(isinstance(parameter, DTensor) for parameter in strategy.replica.model.parameters())
     return perform(strategy, ledger, parts, ways, warm=warm)
 
 
@@ -128,14 +128,14 @@ def perform(
     A way that would change nothing is not gone: the model recomputes nothing by itself, or has no attention.
     """
     start = ledger.peak().at.total
-    states = States(strategy.model, strategy.replica.optimizer, ledger)
-    offers = any(isinstance(module, Recomputable) for module in strategy.model.modules())
+    states = States(strategy.replica.model, strategy.replica.optimizer, ledger)
+    offers = any(isinstance(module, Recomputable) for module in strategy.replica.model.modules())
     found: dict[Way, Peak] = {}
     for number, way in enumerate([*ways[: int(warm)], *ways]):
         if (way.checkpointing and not offers) or (way.plain_attention and number > 0 and not ledger.attention):
             continue
         since = ledger.place
-        with _in_this_way(strategy.model, way):
+        with _in_this_way(strategy.replica.model, way):
             strategy.step(Batch(parts=parts, samples=len(parts), tokens=0, step=number + 1))
         found[way] = ledger.peak(since, settled=True)
     return Rehearsed(start=start, states=states.held, ways=found)

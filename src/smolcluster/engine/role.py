@@ -7,14 +7,16 @@ import dataclasses
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from smolcluster.compute.device import choose_device, share_cores
 from smolcluster.compute.memory import free_bytes, memory_bytes
+from smolcluster.compute.replica import Replica
 from smolcluster.config import public_dict
 from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
@@ -151,7 +153,7 @@ class Role(ABC):
     def _make_saver(self, strategy: Strategy[Options], *, together: bool = False, again: bool = False) -> Saver:
         """`together`: every rank has one, for its part of the state. `again`: there was room when the run began."""
         self.run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
-        weights_bytes = sum(t.nbytes for t in strategy.layout().values())
+        weights_bytes = sum(t.nbytes for t in strategy.replica.layout.values())
         if not again:
             check_disk_space(self.run_dir.path, need_bytes=3 * weights_bytes)
         self.store = CheckpointStore(self.run_dir.checkpoints, keep=self.config.training.max_checkpoints_to_keep)
@@ -224,7 +226,7 @@ class Role(ABC):
             algorithm=record_of(config.strategy.name).algorithm,
             world_size=world_size,
             device=str(self.device),
-            parameters=strategy.num_parameters,
+            parameters=strategy.replica.num_parameters,
             learning_rate=config.training.learning_rate,
             project_name=config.logging.project_name or "smolcluster",
             config=public_dict(config),
@@ -262,9 +264,13 @@ class Role(ABC):
         self.observer.add(sink)
         log.info("metrics are served on http://%s:%d/metrics", host, port)
 
-    def _sample(self, strategy: Strategy[Options]) -> None:
+    def _sample(self, replica: Replica, weights: Mapping[str, Tensor]) -> None:
+        """Try the trained model out. `weights`: of all of it, where this process has a part."""
         try:
-            model = strategy.whole_model(self.task)
+            model = replica.model
+            if not replica.whole:
+                model = self.task.model()
+                model.load_state_dict(weights)
             model.eval()
             with torch.no_grad():
                 sample = self.task.sample(model)

@@ -81,7 +81,7 @@ class Server(Role):
         self._announce()
         if self.step >= self.total_steps:  # the one before died after its last step
             self._due[self.step] = self._last_row()
-            if self.strategy.server_has_weights:
+            if not self._coordinates:
                 self._arrived(self.step)
         try:
             self.duty.serve()
@@ -213,7 +213,7 @@ class Server(Role):
         self.referee = (
             None
             if self.val_data is None
-            else Referee(self.strategy.model, self.task, self.val_data, device=self.device)
+            else Referee(self.strategy.replica.model, self.task, self.val_data, device=self.device)
         )
         self.meter = Meter(self.device)
         self._facts = MachineFacts(str(self.device))
@@ -224,6 +224,11 @@ class Server(Role):
         self._read_by: dict[
             int, dict[str, Any]
         ] = {}  # what had been read by these steps, where their state is to come yet
+
+    @property
+    def _coordinates(self) -> bool:
+        """Whether workers exchange by themselves and have the weights; else this process has them."""
+        return issubclass(self.strategy_class, Exchanging)
 
     def _take_duty(self) -> ServerSide:
         """Be the strategy's own server, or the coordinator of workers that exchange by themselves."""
@@ -251,9 +256,9 @@ class Server(Role):
 
     def _check_disk(self, *, again: bool) -> int:
         """Return how many bytes the journal may take. `again`: one was begun before."""
-        training, weights = self.config.training, sum(t.nbytes for t in self.strategy.layout().values())
+        training, weights = self.config.training, sum(t.nbytes for t in self.strategy.replica.layout.values())
         needs = {"state_bytes": 0, "record_bytes": 0}
-        if self.strategy.server_has_weights:
+        if not self._coordinates:
             needs = {"state_bytes": 3 * weights, "record_bytes": weights}
         return check_server_disk(
             self.run_dir.path,
@@ -303,14 +308,14 @@ class Server(Role):
         saved = found[1].step if found is not None else 0
         if saved > step:
             log.warning("the journal ends at step %d: going on from the checkpoint of step %d", step, saved)
-        elif saved < step and not self.strategy_class.server_has_weights:
+        elif saved < step and self._coordinates:
             name, folder = recovered.meta.get("strategy", "its own"), self.run_dir.checkpoints / f"step-{saved:08d}"
             back = f", or go back to that checkpoint on purpose with --resume {folder}" if saved else ""
             raise UserError(
                 f"this run has committed {step} steps, and its last checkpoint is of step {saved}: the rest is in the journal "
                 f"of a parameter server; continue with --strategy {name}{back}"
             )
-        return saved > step or not self.strategy_class.server_has_weights
+        return saved > step or self._coordinates
 
     def _restore(self, state: State | None, meta: Mapping[str, Any]) -> None:
         if state is not None:
@@ -352,8 +357,8 @@ class Server(Role):
 
     def _resume(self, snapshot: Snapshot) -> None:
         check_tokenizer(snapshot.info, self.task)
-        check_compatible(snapshot, self.strategy.layout())
-        check_whole(snapshot, self.strategy.without_state(snapshot.optimizer))
+        check_compatible(snapshot, self.strategy.replica.layout)
+        check_whole(snapshot, self.strategy.replica)
         sampler = snapshot.state["sampler"] or {"position": 0}  # an imported model has read nothing
         name, ranks = self.config.strategy.name, len(self.batch_sizes)
         state, left = state_for(snapshot, strategy=name, rank=None, num_ranks=ranks)
@@ -399,7 +404,7 @@ class Server(Role):
             self.history.flush()
         except OSError as error:  # its lines are kept in memory, and training goes on
             log.error("%s", error)
-        self.journal.snapshot(meta, pack_state(state) if self.strategy.server_has_weights else {}, wait=wait)
+        self.journal.snapshot(meta, {} if self._coordinates else pack_state(state), wait=wait)
 
     def _announce(self) -> None:
         started = self._started_event(
@@ -449,7 +454,7 @@ class Server(Role):
         size = meta.get("batch_size")
         if type(size) is not int or not 0 < size <= len(self.train_data):
             raise Refusal(f"its batch size is {size!r}")
-        if not self.strategy.server_has_weights:
+        if self._coordinates:
             _check_seat(peer, meta.get("address"))
         step = meta.get("step")
         return Member(
@@ -547,7 +552,7 @@ class Server(Role):
         self.meter.stop(before_row=logged)
         if wanted:
             self._due[self.step] = self._row()
-            if self.strategy.server_has_weights:
+            if not self._coordinates:
                 self._arrived(self.step)
         elif logged:
             self.observer.emit(self._row())
@@ -655,7 +660,7 @@ class Server(Role):
 
     def _kept(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return what stays as it is while training goes on: a copy, but for a coordinator's state, which is never changed."""
-        if not self.strategy.server_has_weights and self.device.type == "cpu":
+        if self._coordinates and self.device.type == "cpu":
             return dict(tensors)
         return self.saver.snapshot_tensors(tensors) if self.saver is not None else _clone(tensors)
 
@@ -696,7 +701,7 @@ class Server(Role):
         self.journal.close()
         self.history.close()
         if not interrupted:
-            self._sample(self.strategy)
+            self._sample(self.strategy.replica, {})
             shutil.rmtree(self.journal.folder, ignore_errors=True)
         self.observer.emit(RunFinished(summary=summary))
         self.observer.emit(Phase(rank=self.me.rank, name="finished"))
@@ -757,7 +762,7 @@ class Server(Role):
 
     def _replicas_agree(self, members: Sequence[Member]) -> bool | None:
         """Whether those who stayed to the end have the same weights; None where replicas may differ."""
-        if self.strategy.server_has_weights:
+        if not self._coordinates:
             return None
         ours = replica_sha256(self.strategy)
         said = {m.name: m.report["weights_sha256"] for m in members if m.report.get("weights_sha256")}
@@ -788,7 +793,7 @@ def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:
 
 def replica_sha256(strategy: Strategy[Options]) -> str:
     """Of the weights that all replicas share. Buffers are not among them: running means are each worker's own."""
-    own = {name for name, _ in strategy.model.named_buffers()}
+    own = {name for name, _ in strategy.replica.model.named_buffers()}
     return weights_sha256({n: t.cpu() for n, t in strategy.state().weights.items() if n not in own})
 
 

@@ -29,18 +29,21 @@ import json
 import math
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import BaseModel
 from torch import Tensor
 
+from smolcluster.compute.optim import without_state
+from smolcluster.compute.replica import Replica
 from smolcluster.config.strategies import find_record
 from smolcluster.engine.files import Files
 from smolcluster.engine.stored import FileEntry, Size, StoredTensors
 from smolcluster.engine.tensorfile import HashedFile, TensorFile
 from smolcluster.errors import DamagedCheckpoint, UserError
+from smolcluster.parallel.stages import COPY
 from smolcluster.strategies.base import State
 
 FORMAT = "smolcluster-checkpoint"
@@ -312,18 +315,21 @@ def check_compatible(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> N
         )
 
 
-def check_whole(snapshot: Snapshot, without: Sequence[str]) -> None:
-    """Raises UserError if optimizer state was lost: `without` are the trained parameters that have none.
+def check_whole(snapshot: Snapshot, replica: Replica) -> None:
+    """Raise UserError if optimizer state was lost: of parameters that this replica trains.
 
     Elsewhere such a parameter may be one that never had a gradient. A strategy whose state is put together from its members'
     parts on the elastic plane gives each one in every step.
     """
     lent = "holes" in (snapshot.state.get("sampler") or {})  # as the elastic plane lends samples
     record = find_record(str(snapshot.info.get("strategy", "")))
+    without = [
+        name for name in without_state(replica.model, replica.optimizer, snapshot.optimizer) if not name.endswith(COPY)
+    ]
     if without and snapshot.optimizer and lent and record is not None and record.assembled:
         raise UserError(
             f"the checkpoint of step {snapshot.step} has no optimizer state for {len(without)} parameters: "
-            f"{_first(list(without))}; a worker was lost while it was saved: name another with --resume FOLDER"
+            f"{_first(without)}; a worker was lost while it was saved: name another with --resume FOLDER"
         )
 
 

@@ -35,6 +35,8 @@ from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)
 
+TRIAL_BYTES = 2**31  # a model larger than this is not copied to try the task's code on
+
 BACKWARD_BYTES = 256 << 20  # of parameters; their gradients take as much again
 
 _TRAINING = ("model", "train_data", "loss", "count", "targets")
@@ -58,9 +60,10 @@ def try_task(
     """Run the task's code once. Raises UserError for a mistake; returns a warning, if there is one to give."""
     device, training = strategy.context.device, task.config.training
     with unchanged_random_states(device):
-        model = strategy.trial_model(task)
-        if model is None:
+        if 4 * strategy.replica.num_parameters > TRIAL_BYTES:
             return None
+        replica = strategy.replica
+        model = copy.deepcopy(replica.model) if replica.whole else task.model().to(device)
         task = copy.copy(task)  # what its methods count is not the run's
         warning = None
         try:

@@ -59,6 +59,7 @@ from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
 from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metrics
 from smolcluster.parallel.placement import Node
+from smolcluster.parallel.timeline import Drawing
 from smolcluster.strategies.base import Context, Strategy
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Worker(Role):
     bulletin: Bulletin | None = None
     watch: Watch | None = None
     found: Snapshot | None = None  # the checkpoint to go on from, where this rank has read it
+    drawing: Drawing | None = None  # how this run worked
 
     @property
     def lead(self) -> bool:
@@ -241,6 +243,7 @@ class Worker(Role):
             samples_per_step=self.counts,
             stop_requested=self.channel.stop_requested,
             warn=self._warn,
+            draw=self._keep_drawing,
             example=lambda count: self.train_data.batch(np.arange(count)),
             tell=lambda text: self.observer.emit(Notice(level="INFO", message=text, rank=self.spec.rank)),
         )
@@ -286,7 +289,7 @@ class Worker(Role):
             return None
         name = gather_json(group, secrets.token_hex(8))[0]
         bulletin = group.bulletin(name)
-        if bulletin is None or strategy.part_of_state() is None:
+        if bulletin is None or strategy.state("rank").wholes is None:
             return None
         if not all_see(group, self.run_dir.checkpoints):
             if self.lead:
@@ -308,8 +311,8 @@ class Worker(Role):
         if found is not None:
             try:
                 check_tokenizer(found.info, self.task)
-                check_compatible(found, self.loop.strategy.layout())
-                check_whole(found, self.loop.strategy.without_state(found.optimizer))
+                check_compatible(found, self.loop.strategy.replica.layout)
+                check_whole(found, self.loop.strategy.replica)
             except UserError as error:
                 problem = str(error)
         problem = gather_json(self.group, problem)[0]
@@ -415,8 +418,8 @@ class Worker(Role):
             "bytes_received": traffic.bytes_received,
             "staleness_sum": meter.staleness_sum,
             "staleness_max": meter.staleness_max,
-            "stale_rejected": loop.strategy.stale_rejected,
-            "skipped": loop.strategy.skipped,
+            "stale_rejected": self.context.stale_rejected,
+            "skipped": loop.strategy.replica.skipped,
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
         if self.watch is not None:
@@ -442,7 +445,7 @@ class Worker(Role):
                 log.error("%s could not be written: %s", self.run_dir.summary, error.strerror or error)
             self._draw()
             if not loop.interrupted:
-                self._sample(loop.strategy)
+                self._sample(loop.strategy.replica, weights)
             self.observer.emit(RunFinished(summary=summary))
         self.observer.emit(Phase(rank=self.spec.rank, name="finished"))
         self.group.close()
@@ -450,8 +453,11 @@ class Worker(Role):
             self.watch.leave()
         return INTERRUPTED if loop.interrupted else 0
 
+    def _keep_drawing(self, drawing: Drawing) -> None:
+        self.drawing = drawing
+
     def _draw(self) -> None:
-        drawing = self.loop.strategy.drawing()
+        drawing = self.drawing
         if drawing is None and getattr(self.options, "draw_schedule", False) and not self.loop.interrupted:
             self._warn("no schedule was drawn: the run ended before a step could be, or has one stage only")
         if drawing is None:

@@ -104,7 +104,6 @@ class Pipe:
         self._sequence_shards, self._used_in = sequence_shards, used_in
         self._check_shared(model)
         self._shared = self._shared_names(model)
-        self.drawing: Drawing | None = None  # of one step
         self._worked: list[Worked] | None = None  # in the step that is drawn
         self._runs = 0
         self._schedule: Any = None
@@ -319,7 +318,7 @@ class Pipe:
             says += f", {formula:.0%} by the formula"
         numbers = {"schedule": options.schedule, "ranks": self._group.size, "microbatches": count, "idle": idle}
         numbers |= {"idle_by_formula": formula, "work": everyone}
-        self.drawing = Drawing(name="schedule", svg=draw(ranks, title=says), says=says, numbers=numbers)
+        self._context.draw(Drawing(name="schedule", svg=draw(ranks, title=says), says=says, numbers=numbers))
 
     # Evaluation
 

@@ -13,6 +13,7 @@ from smolcluster.comm.group import Group
 from smolcluster.compute.precision import DTYPES
 from smolcluster.config.schema import Config, TrainingConfig
 from smolcluster.errors import UserError
+from smolcluster.parallel.timeline import Drawing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,8 @@ class Rank(Protocol):
         """A batch of so many samples, to measure with."""
 
     def tell(self, text: str, /) -> None: ...
+
+    def draw(self, drawing: Drawing, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,10 @@ socket. The loop in `engine/` calls these methods and knows no strategy by name.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +34,8 @@ from smolcluster.parallel.placement import Node, Placement, Seat, Shape
 from smolcluster.parallel.timeline import Drawing
 from smolcluster.tasks.base import Task
 
-TRIAL_BYTES = 2**31  # a model larger than this is not copied to try the task's code on
-
-
 OptionsT = TypeVar("OptionsT", bound=Options)
+Scope = Literal["run", "weights", "rank"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +126,13 @@ class Context:
     stop_requested: Callable[[], bool]
     warn: Callable[[str], None]
     tell: Callable[[str], None] = lambda _: None  # a line that is no warning
+    draw: Callable[[Drawing], None] = lambda _: None  # keep a picture of how this run worked, on the lead rank
     example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, to measure with
     line: Line | None = None  # elastic plane: a worker's line to its server
     office: Office | None = None  # elastic plane: a server's
-    open_rounds: Callable[[Any, Combination], Rounds] | None = (
-        None  # elastic plane: for a strategy that exchanges in rounds
-    )
+    # elastic plane: for a strategy that exchanges in rounds
+    open_rounds: Callable[[Any, Combination], Rounds] | None = None
+    stale_rejected: int = 0  # gradients of this rank that came too late to count
 
     @property
     def tells(self) -> bool:
@@ -162,10 +160,9 @@ class Context:
 
 
 class Strategy(ABC, Generic[OptionsT]):
-    server_has_weights: ClassVar[bool] = True  # elastic plane: or the workers alone have them
     Config: ClassVar[type[Options]] = Options  # what it is generic in: `class Mine(Strategy[MyOptions])` has MyOptions
 
-    replica: Replica  # made by `setup`
+    replica: Replica  # this rank's model, or its part of it; made by `setup`
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -177,7 +174,6 @@ class Strategy(ABC, Generic[OptionsT]):
     def __init__(self, options: OptionsT, context: Context) -> None:
         self.options = options
         self.context = context
-        self.stale_rejected = 0
 
     @classmethod
     @abstractmethod
@@ -190,78 +186,32 @@ class Strategy(ABC, Generic[OptionsT]):
 
     @abstractmethod
     def step(self, batch: Batch) -> StepReport:
-        """One training step, in the paper's order."""
+        """Take one training step, in the paper's order."""
 
     @abstractmethod
-    def state(self) -> State:
-        """What to save, not copied. Asking changes nothing: what is in flight is a part of it."""
+    def state(self, of: Scope = "run") -> State:
+        """Return what to save, not copied. Asking changes nothing: what is in flight is a part of it.
 
-    def part_of_state(self) -> State | None:
-        """What to save where every rank saves a part: boxes of tensors (`comm.sharded.box_name`). All ranks' together are the
-        whole, every element once. None: this strategy has whole states only."""
-        return None
+        The lead rank gets the whole, and the others take part where it must be gathered. With `of="weights"` without the
+        optimizer. With `of="rank"`, where ranks have parts of the model: this rank's boxes of tensors
+        (`comm.sharded.box_name`), which together are the whole, every element once (`State.wholes`).
+        """
 
     @abstractmethod
-    def load_state(self, state: State) -> None: ...
+    def load_state(self, state: State) -> None:
+        """Go on from a state, perhaps of another strategy."""
 
-    def without_state(self, optimizer: Iterable[str]) -> list[str]:
-        """Parameters trained on this rank that have no optimizer state under these names, as far as that can be told."""
-        return []
-
-    @property
-    @abstractmethod
-    def model(self) -> nn.Module:
-        """The weights to evaluate."""
-
-    def drain(self) -> None:  # nothing is in flight by default
+    def drain(self) -> None:
         """Apply what is in flight, after the last step of a run. Every rank calls it."""
 
-    def export(self) -> Mapping[str, Tensor] | None:
-        """The whole weights, on the lead rank."""
-        return self.state().weights if self.context.seat.rank == 0 else None
-
-    def layout(self) -> Mapping[str, Tensor]:
-        """The whole weights by name, for their shapes only. Needs no other rank."""
-        return self.state().weights
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
-
     def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
-        """The task's metrics on one validation batch."""
-        return task.metrics(self.model, part)
+        """Return the task's metrics on one validation batch."""
+        return task.metrics(self.replica.model, part)
 
     @property
     def share(self) -> Share:
         """Which validation batches this rank takes."""
         return Share(index=self.context.group.rank, count=self.context.group.size)
-
-    def drawing(self) -> Drawing | None:
-        """A picture of how this run worked, on the lead rank."""
-        return None
-
-    def whole_model(self, task: Task) -> nn.Module:
-        """To try out, on the lead rank, when training is over."""
-        return self.model
-
-    @property
-    def skipped(self) -> int:
-        """Steps that changed nothing, as their gradients were not finite. All ranks count the same."""
-        return 0
-
-    def check_progress(self) -> None:  # elsewhere a server judges the gradients
-        """Raise when too many steps in a row were skipped."""
-
-    def trial_model(self, task: Task) -> nn.Module | None:
-        """A whole model to try the task's code on before step 1, apart from the one that is trained; None: it is too large."""
-        if sum(p.nbytes for p in self.model.parameters()) > TRIAL_BYTES:
-            return None
-        return copy.deepcopy(self.model)
-
-    def gradient_norms(self) -> dict[str, Tensor]:
-        """Per parameter, of the last applied gradient, when `training.track_gradients` is on."""
-        return {}
 
 
 def build_replica(
@@ -290,6 +240,8 @@ def build_replica(
                 f"model() of {task.name}: gradients are exchanged dense; make {name or 'it'} without sparse=True"
             )
     model = model.to(context.device)
+    layout = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    num_parameters = sum(p.numel() for p in model.parameters())
     if config.gradient_checkpointing:
         if isinstance(model, Recomputable):
             model.gradient_checkpointing = True
@@ -323,4 +275,7 @@ def build_replica(
         grad_clip_norm=config.grad_clip_norm,
         compile=config.compile,
         track_gradients=config.track_gradients,
+        layout=layout,
+        num_parameters=num_parameters,
+        whole=arrange is None,
     )

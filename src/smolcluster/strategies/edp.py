@@ -154,7 +154,7 @@ class EDP(Served[EDPOptions]):
             self._unanswered -= 1
             self._staleness = int(message.meta.get("staleness", 0))
             if "refused" in message.meta:
-                self.stale_rejected += 1
+                self.context.stale_rejected += 1
                 if not self._pulling:
                     self._since_pull = self.options.worker_update_interval  # my copy is too old, or went astray: pull
                 if self._feedback is not None:

@@ -106,6 +106,7 @@ class ServerSide(ABC):
     def open_office(self) -> None:
         """Once, before anybody joins."""
         self.gate = GradientGate()
+        self.stale_rejected = 0
         self.replica.led = True
         if self.replica.scale is not None:
             self.replica.scale = self.office.scale  # what is saved, and handed to newcomers

@@ -19,7 +19,7 @@ Names stay those of the whole model, and what is saved is whole: any strategy re
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 from smolcluster.comm.group import Group, collect_tensors, gather_json, share_of
 from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
 from smolcluster.comm.watcher import EngineTraffic
-from smolcluster.compute.optim import without_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
@@ -44,11 +43,10 @@ from smolcluster.parallel.pipe import Pipe
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape
 from smolcluster.parallel.stages import COPY, Shapes
 from smolcluster.parallel.tensor_styles import Fusions
-from smolcluster.parallel.timeline import Drawing
 from smolcluster.parallel.zero import Zero, cost_of_stage
 from smolcluster.strategies.base import (
-    TRIAL_BYTES,
     OptionsT,
+    Scope,
     Share,
     State,
     StepReport,
@@ -150,9 +148,9 @@ class Parallel(Strategy[OptionsT]):
         if self._pipe is not None and context.config.training.compile:
             context.warn(f"training.compile has no effect with {context.config.strategy.name}")
         self._tracks = self.replica.track_gradients and context.group.size > 1
-        self.replica.track_gradients &= not self._tracks  # it has only parts of them
+        if self._tracks:  # it has only parts of them
+            self.replica.track_gradients, self.replica.norms = False, self._whole_norms
         self._stop = DelayedFlag(context.device)
-        self._exported: dict[str, Tensor] | None = None
 
     def _check_machines(self) -> None:
         """Where nobody named the machines, a rank knows its own only and took the others to be like it."""
@@ -194,8 +192,6 @@ class Parallel(Strategy[OptionsT]):
 
     def _arrange(self, model: nn.Module) -> nn.Module:
         """From the whole model to this rank's part of it."""
-        self._layout = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}
-        self._num_parameters = sum(p.numel() for p in model.parameters())
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._places = {name: place for place, name in enumerate(trained)}
         if self._pieces is not None:
@@ -206,10 +202,6 @@ class Parallel(Strategy[OptionsT]):
                 self._fusions = self.share_out(part)
             self._exchange.wrap(part)
         return model if self._pipe is None else self._pipe.model
-
-    @property
-    def model(self) -> nn.Module:
-        return self.replica.model
 
     # A step
 
@@ -298,17 +290,8 @@ class Parallel(Strategy[OptionsT]):
             self._squared.index_add_(0, torch.tensor(places, dtype=torch.int64, device=device), squares)
         return squares.sum()
 
-    @property
-    def skipped(self) -> int:
-        return self.replica.skipped
-
-    def check_progress(self) -> None:
-        self.replica.check_progress()
-
-    def gradient_norms(self) -> dict[str, Tensor]:
+    def _whole_norms(self) -> dict[str, Tensor]:
         """The parts meet here, when a row is logged: all ranks do so after the same steps."""
-        if not self._tracks:
-            return self.replica.gradient_norms
         squared = self._squared.clone()
         self.context.group.all_reduce(squared).wait()
         return dict(zip(self._places, squared.sqrt() / self._norm_scale, strict=True))
@@ -319,7 +302,7 @@ class Parallel(Strategy[OptionsT]):
         self._evaluated = True
         self._exchange.prepare()
         with self._traffic.counted(), self._engine():
-            model = self.model if self._pipe is None else self._pipe.answering(part)
+            model = self.replica.model if self._pipe is None else self._pipe.answering(part)
             if model is None:
                 return {}
             metrics = task.metrics(model, part) if self._pieces is None else self._pieces.metrics(model, part)
@@ -335,34 +318,19 @@ class Parallel(Strategy[OptionsT]):
             replicas=self.data,
         )
 
-    def drawing(self) -> Drawing | None:
-        return None if self._pipe is None else self._pipe.drawing
-
-    def trial_model(self, task: Task) -> nn.Module | None:
-        return None if 4 * self._num_parameters > TRIAL_BYTES else task.model().to(self.context.device)
-
-    def whole_model(self, task: Task) -> nn.Module:
-        model = task.model()
-        assert self._exported is not None
-        model.load_state_dict(self._exported)
-        return model
-
     # What is saved, and taken up again
-
-    @property
-    def num_parameters(self) -> int:
-        return self._num_parameters
-
-    def layout(self) -> dict[str, Tensor]:
-        return self._layout
 
     def _settle(self) -> None:
         self._exchange.settle()
         self._evaluated = False
 
-    def state(self) -> State:
+    def state(self, of: Scope = "run") -> State:
         """Whole on the lead rank; the others take part in gathering it, and get nothing."""
+        if of == "rank":
+            return self._boxes()
         weights = self._whole_weights()
+        if of == "weights":
+            return State(weights=weights, optimizer={}, numbers={})
         optimizer, numbers = self.replica.state_dict()
         moments = self._gather(optimizer, prefixed=True)
         return State(weights=weights, optimizer=moments, numbers=numbers, own=self._own_buffers())
@@ -371,7 +339,7 @@ class Parallel(Strategy[OptionsT]):
         """What the first data shard saves for the model is not this rank's."""
         return self.replica.buffers.changing() if self.data.rank > 0 else {}
 
-    def part_of_state(self) -> State | None:
+    def _boxes(self) -> State:
         self._settle()
         optimizer, numbers = self.replica.state_dict()
         kinds = {"weights": self.replica.weights(), "optimizer": optimizer}
@@ -387,7 +355,7 @@ class Parallel(Strategy[OptionsT]):
                 wholes[kind][name] = list(tensor.shape)
                 part, (offsets, _) = local(tensor), place(tensor)
                 if kind == "weights":
-                    part = part.to(self._layout[name].dtype)  # the type that the model has it in
+                    part = part.to(self.replica.layout[name].dtype)  # the type that the model has it in
                 if part.numel() and self._saves(tensor, parameters[plain]):
                     runs = [(offsets, part)] if self._fusions is None else self._fusions.runs(plain, part, offsets)
                     boxes[kind].update({box_name(name, at): rows for at, rows in runs})
@@ -409,12 +377,7 @@ class Parallel(Strategy[OptionsT]):
         """In the types that the model has them in."""
         self._settle()
         weights = self._gather(self.replica.weights())
-        return {name: tensor.to(self._layout[name].dtype) for name, tensor in weights.items()}
-
-    def export(self) -> dict[str, Tensor] | None:
-        weights = self._whole_weights()
-        self._exported = weights if self.context.seat.rank == 0 else None
-        return self._exported
+        return {name: tensor.to(self.replica.layout[name].dtype) for name, tensor in weights.items()}
 
     def _gather(self, tensors: dict[str, Tensor], *, prefixed: bool = False) -> dict[str, Tensor]:
         """Along tp and the data ranks, then along pp. `prefixed`: what it is stands before the name of the parameter."""
@@ -455,10 +418,6 @@ class Parallel(Strategy[OptionsT]):
                     mine[f"{kind}/{name}"] = full.clone()  # a counter
         replica.load_optimizer(mine, state.numbers, bare=not state.optimizer)
         replica.buffers.load(state.own)
-
-    def without_state(self, optimizer: Iterable[str]) -> list[str]:
-        names = without_state(self.replica.model, self.replica.optimizer, optimizer)
-        return [name for name in names if not name.endswith(COPY)]
 
     def _part(self, name: str, full: Tensor, tensor: Tensor) -> Tensor:
         """What of `full` belongs into this rank's part of `tensor`."""

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from typing import ClassVar
-
-from torch import Tensor, nn
 
 from smolcluster.comm.group import broadcast_in_place, check_same_layout
 from smolcluster.comm.rounds import Combination, Committed, MeshRounds, Rounds
-from smolcluster.compute.optim import without_state
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag
-from smolcluster.strategies.base import OptionsT, Share, State, StepReport, Strategy, build_replica
+from smolcluster.strategies.base import OptionsT, Scope, Share, State, StepReport, Strategy, build_replica
 from smolcluster.tasks.base import Task
 
 
@@ -21,37 +16,19 @@ class Replicated(Strategy[OptionsT]):
     def setup(self, task: Task) -> None:
         self.replica = build_replica(task, self.context)
 
-    @property
-    def model(self) -> nn.Module:
-        return self.replica.model
-
-    def state(self) -> State:
+    def state(self, of: Scope = "run") -> State:
         return replica_state(self.replica)
 
     def load_state(self, state: State) -> None:
         self.replica.load_state_dict(state.weights, state.optimizer, state.numbers)
 
-    def without_state(self, optimizer: Iterable[str]) -> list[str]:
-        return without_state(self.replica.model, self.replica.optimizer, optimizer)
-
-    @property
-    def skipped(self) -> int:
-        return self.replica.skipped
-
-    def check_progress(self) -> None:
-        self.replica.check_progress()
-
     def drain(self) -> None:
         self.replica.buffers.settle()
-
-    def gradient_norms(self) -> dict[str, Tensor]:
-        return self.replica.gradient_norms
 
 
 class Exchanging(Replicated[OptionsT]):
     """A strategy whose workers combine what they compute in rounds (`comm/rounds.py`), on either plane."""
 
-    server_has_weights: ClassVar[bool] = False  # a coordinator asks the workers for them
     rounds: Rounds  # a worker's
 
     def open_rounds(self, combination: Combination) -> Rounds:
@@ -96,8 +73,8 @@ class Exchanging(Replicated[OptionsT]):
         group = self.context.group
         return Share(index=group.rank, count=group.size, replicas=group)
 
-    def state(self) -> State:
-        state = super().state()
+    def state(self, of: Scope = "run") -> State:
+        state = super().state(of)
         if self.context.office is not None:  # a coordinator has no rounds of its own
             return state
         if self.context.fixed_group is not None and self.context.seat.rank > 0:

@@ -160,7 +160,7 @@ class SyncPS(Served[SyncPSOptions]):
                 self._mix(self._server_weights)
                 self._pulled = message.step
         elif message.kind is Kind.ACK:
-            self.stale_rejected += 1
+            self.context.stale_rejected += 1
 
     def _drop_leases_before(self, step: int) -> None:
         """Steps that were committed without me are not mine to compute any more; the server must not wait for them."""

@@ -69,7 +69,7 @@ class Coordinator(ServerSide):
     ) -> None:
         """`steps_ahead`: rounds a worker may have in flight. `whole`: every member holds the whole result of a round."""
         self.context, self.replica = context, replica
-        self.stale_rejected, self.tokens_per_sample = 0, tokens_per_sample
+        self.tokens_per_sample = tokens_per_sample
         self.open_office()
         self._ahead, self._whole = steps_ahead, whole
         self._committed = 0

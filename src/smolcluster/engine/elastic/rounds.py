@@ -201,7 +201,7 @@ class ElasticRounds(Rounds, MemberSide):
                 self._take_step(weight=weight, norm=norm)
         if self.flights:
             computed = sum(flight.samples > 0 for flight in self.flights)
-            self._strategy.stale_rejected += computed
+            self.context.stale_rejected += computed
             self.flights.clear()
             if computed and self._strategy.stops_when_stale:
                 raise SmolclusterError("this worker's gradients came too late to count, and on_stale is stop")
