@@ -37,6 +37,7 @@ from smolcluster.data.dataset import as_dataset
 from smolcluster.data.sampler import Sampler, ShardedSampler
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import StreamReader
+from smolcluster.engine.record import RunRecord
 from smolcluster.errors import SmolclusterError
 from smolcluster.models import GPT
 from smolcluster.observe.jsonl import MetricsFile, read_metrics
@@ -152,14 +153,19 @@ class OurLoop:
             train_data=data,
             val_data=None,
             observer=self._observer,
-            saver=None,
-            host="here",
-            info={},
+            record=RunRecord(
+                strategy.context,
+                task,
+                host="here",
+                world_size=1,
+                saver=None,
+                traffic=lambda: strategy.context.traffic,
+            ),
         )
 
     def run(self, steps: int) -> None:
         self._context.total_steps = self._reader.total_steps = (
-            self._loop.progress.step + steps
+            self._loop.step + steps
         )  # the learning rates keep the whole run in view
         self._loop.run()
 

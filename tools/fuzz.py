@@ -472,9 +472,9 @@ class _Office:
         server = cast(Server, SimpleNamespace())
         server.config = cast(Any, SimpleNamespace(cluster=SimpleNamespace(workers=[])))
         server.layout, server.train_data = LAYOUT, cast(Any, range(SAMPLES))
-        server.strategy = cast(Any, SimpleNamespace(server_has_weights=False))  # then addresses are looked at, too
+        setattr(server, "_coordinates", True)  # noqa: B010 - then addresses are looked at, too
         server.metrics = cast(Any, SimpleNamespace(handle=lambda row: self.rows.append(row)))
-        server.rows, server.samples = RowQuota(tensors=len(LAYOUT)), 0
+        server.rows, server.record = RowQuota(tensors=len(LAYOUT)), cast(Any, SimpleNamespace(samples=0))
         self.roster = Roster(
             self.box,
             plan={"run": "0" * 16},

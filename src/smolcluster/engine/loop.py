@@ -8,43 +8,30 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from smolcluster.comm.group import collect_tensors, gather_json
-from smolcluster.compute.buffers import buffers_of_first, not_finite
+from smolcluster.compute.buffers import buffers_of_first
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import Options
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.sampler import Indices
-from smolcluster.engine.best import Best
 from smolcluster.engine.evaluate import evaluate
-from smolcluster.engine.meter import Meter
 from smolcluster.engine.profiler import Profiler
 from smolcluster.engine.reader import Reader
-from smolcluster.engine.saver import Saver
+from smolcluster.engine.record import RunRecord
 from smolcluster.engine.snapshot import ALL, Snapshot, state_for
 from smolcluster.errors import UserError
-from smolcluster.observe.events import StepLogged, evaluation_fields
-from smolcluster.observe.machine import MachineFacts
+from smolcluster.observe.events import evaluation_fields
 from smolcluster.observe.observer import Observer
 from smolcluster.strategies.base import Context, State, StepReport, Strategy
 from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where a run stands: goes into a checkpoint and comes out of it."""
-
-    step: int = 0
-    samples: int = 0  # by this rank
-    tokens: int = 0
 
 
 class Loop:
@@ -58,23 +45,15 @@ class Loop:
         train_data: Dataset,
         val_data: Dataset | None,
         observer: Observer,
-        saver: Saver | None,
+        record: RunRecord,
         together: bool = False,
-        host: str,
-        info: dict[str, Any],
         profiler: Profiler | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.strategy, self.task, self.context = strategy, task, context
-        self.progress = Progress()
-        self.best = Best(context.config.training.best)
-        self.meter = Meter(context.device)
-        self._facts = MachineFacts(str(context.device))
-        self.last_evaluation: dict[str, float] = {}
+        self.strategy, self.task, self.context, self.record = strategy, task, context, record
+        self.step = 0  # the last that was taken
         self.interrupted = False
         self._reader, self._train_data, self._val_data = reader, train_data, val_data
-        self._observer, self._saver, self._together = observer, saver, together
-        self._host, self._info, self._clock = host, info, clock
+        self._observer, self._together = observer, together
         self._config = context.config.training
         self._log_interval = context.config.logging.log_interval
         self._profiler = profiler
@@ -85,16 +64,16 @@ class Loop:
 
     def run(self) -> None:
         """From where we stand to the last step, or to the step at which all agree to stop."""
-        total, first = self.context.total_steps, True
-        self.meter.start()
-        while (work := self._reader.next(self.progress.step)) is not None:
+        total, first, meter = self.context.total_steps, True, self.record.meter
+        meter.start()
+        while (work := self._reader.next(self.step)) is not None:
             step = work[0]
             report = self._step(*work)
             # Who is told to stop saves and leaves: whoever told it may not wait for an evaluation, which can take long.
             last, over = step == total, step == total or report.stop
             evaluated = self._val_data is not None and (last or (due(step, self._config.eval_steps) and not over))
             logged = evaluated or over or first or step % self._log_interval == 0
-            self.meter.stop(before_row=logged)
+            meter.stop(before_row=logged)
             if first:
                 self._reserve()
 
@@ -111,9 +90,9 @@ class Loop:
                 self.interrupted = True
                 return
             first = False
-            self.meter.start()
-        if self.meter.unlogged:
-            self._log(self.progress.step, with_evaluation=False)
+            meter.start()
+        if meter.unlogged:
+            self._log(self.step, with_evaluation=False)
 
     def _step(self, step: int, indices: Indices) -> StepReport:
         # Everything random in this step follows from (seed, step, data shard) while the batch is read, and from (seed, step,
@@ -128,10 +107,10 @@ class Loop:
         report = self.strategy.step(batch)
         if self._profiler is not None:
             self._profiler.after(step, report.comm, last=report.stop or step == self.context.total_steps)
-        self.meter.add(report, step_s=time.perf_counter() - started)
-        self.progress.step = step
-        self.progress.samples += report.samples
-        self.progress.tokens += report.tokens
+        self.record.meter.add(report, step_s=time.perf_counter() - started)
+        self.step = step
+        self.record.samples += report.samples
+        self.record.tokens += report.tokens
         return report
 
     def _seed(self, *parts: int | str) -> None:
@@ -160,9 +139,9 @@ class Loop:
         """Returns whether this is the best so far."""
         assert self._val_data is not None
         share = self.strategy.share
-        self._seed(self.progress.step, "evaluation", share.index)  # ranks with the same share read the same batches
+        self._seed(self.step, "evaluation", share.index)  # ranks with the same share read the same batches
         with buffers_of_first(self.strategy.replica.model, share.replicas):
-            self.last_evaluation = evaluate(
+            result = evaluate(
                 self.strategy.replica.model,
                 self.task,
                 self._val_data,
@@ -173,36 +152,17 @@ class Loop:
                 measure=lambda part: self.strategy.measure(self.task, part),
                 share=share,
             )
-        return self.best.improves(self.last_evaluation)
+        return self.record.evaluated(result)
 
     def _log(self, step: int, *, with_evaluation: bool) -> None:
-        row = self.meter.row()
-        row["samples"], row["tokens"] = self.progress.samples, self.progress.tokens
-        if not math.isfinite(row["loss"]) and not self._warned_of_loss:
-            self._warned_of_loss = True
-            self.context.warn(f"the loss is {row['loss']} at step {step}; try a lower training.learning_rate")
         self._warn_of_skipped(step)
-        norms = self.strategy.replica.norms()
-        traffic = self.context.traffic
-        self._observer.emit(
-            StepLogged(
-                step=step,
-                rank=self.context.seat.rank,
-                role=self.context.seat.role,
-                host=self._host,
-                time=self._clock(),
-                bytes_sent=traffic.bytes_sent,
-                bytes_received=traffic.bytes_received,
-                staleness_max=self.meter.staleness_max,
-                stale_rejected=self.context.stale_rejected,
-                skipped=self._skipped,
-                gradient_norms={name: float(norm) for name, norm in norms.items()} or None,
-                machine=self._facts.due(),
-                **row,
-                **(evaluation_fields(self.last_evaluation) if with_evaluation else {}),
-            )
-        )
-
+        norms = {name: float(norm) for name, norm in self.strategy.replica.norms().items()} or None
+        fields = evaluation_fields(self.record.last_evaluation) if with_evaluation else {}
+        row = self.record.row(step, skipped=self._skipped, gradient_norms=norms, **fields)
+        if not math.isfinite(row.loss) and not self._warned_of_loss:
+            self._warned_of_loss = True
+            self.context.warn(f"the loss is {row.loss} at step {step}; try a lower training.learning_rate")
+        self._observer.emit(row)
         self.strategy.replica.check_progress()
 
     def _warn_of_skipped(self, step: int) -> None:
@@ -224,42 +184,27 @@ class Loop:
     def _reserve(self) -> None:
         """Memory for a copy of the state is made beside training, so that the first save stalls no longer than others."""
         if self._config.checkpoint_steps != 0:
-            state = self._state()
-            if self._saver is not None:
-                self._saver.reserve(state.weights)
-                self._saver.reserve(state.optimizer)
+            state, saver = self._state(), self.record.saver
+            if saver is not None:
+                saver.reserve(state.weights)
+                saver.reserve(state.optimizer)
 
     def _save(self, step: int, *, best: bool, final: bool) -> None:
         if self._config.checkpoint_steps == 0 or step == self._saved_step:
             return
-        state = self._state()
+        state, saver = self._state(), self.record.saver
         self._saved_step = step
         extra = self._extra(state)
-        if self._saver is None:
-            return
-        broken = not_finite(state.weights)
-        if self._together:
-            broken = next(filter(None, gather_json(self.context.group, broken)), None)
-        if broken:  # good checkpoints must not give way to this one
-            log.error("step %d is not saved: %s has NaN or infinite values", step, broken)
+        if saver is None or not self.record.fit_to_save(step, state.weights, self._agree):
             return
         started = time.perf_counter()
-        snapshot = Snapshot(
-            step=step,
-            weights=self._saver.snapshot_tensors(state.weights),
-            optimizer=self._saver.snapshot_tensors(state.optimizer),
-            state={
-                "strategy": state.numbers,
-                "sampler": self._reader.state_dict(),
-                **self.best.state_dict(),
-            },
-            metrics=dict(self.last_evaluation),
-            info=self._info,
-            extra=self._saver.snapshot_tensors(extra) if extra else {},
-            wholes=state.wholes,
-            part=self.context.seat.rank,
-        )
-        self._saver.submit(snapshot, best=best, final=final, stall_s=time.perf_counter() - started)
+        sampler = self._reader.state_dict()
+        snapshot = self.record.snapshot(step, state, copy=saver.snapshot_tensors, sampler=sampler, extra=extra)
+        saver.submit(snapshot, best=best, final=final, stall_s=time.perf_counter() - started)
+
+    def _agree(self, broken: str | None) -> str | None:
+        """Where every rank writes a part, on what all of them found."""
+        return next(filter(None, gather_json(self.context.group, broken)), None) if self._together else broken
 
     def _extra(self, state: State) -> dict[str, Tensor]:
         """What only this strategy can use, by scope: where the lead rank writes alone, that of all ranks."""
@@ -284,12 +229,9 @@ class Loop:
         if self.context.seat.rank == 0 and snapshot.step and self._reader.position and now != before:
             self.context.warn(f"a step reads {now} samples, and before the checkpoint it read {before:g}")
         samples = self._share(self._reader.position) if self.context.tells else 0
-        self.progress = Progress(
-            step=snapshot.step,
-            samples=samples,
-            tokens=samples * self.task.tokens_per_sample,
-        )
-        self.best.load_state_dict(state)
+        self.step = snapshot.step
+        self.record.samples, self.record.tokens = samples, samples * self.task.tokens_per_sample
+        self.record.best.load_state_dict(state)
 
     def _share(self, total: int) -> int:
         """This rank's part of the samples read before, perhaps by another number of workers; the parts add up."""

@@ -16,7 +16,6 @@ from smolcluster.comm.elastic.messages import Kind
 from smolcluster.comm.elastic.security import check_dial, load_keyring
 from smolcluster.comm.elastic.tcp import Limits, TcpTransport
 from smolcluster.comm.memory_group import MemoryGroup
-from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.adopt import Plan, adopt, read_plan
 from smolcluster.engine.checks import batch_size_on, is_automatic
@@ -24,6 +23,7 @@ from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.identity import instance_of, new_peer, new_secret
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
+from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.server import layout_of, replica_sha256
 from smolcluster.errors import UserError
@@ -127,9 +127,14 @@ class Member(Role):
             train_data=self.train_data,
             val_data=None,  # the server evaluates and saves
             observer=self.observer,
-            saver=None,
-            host=spec.host,
-            info={},
+            record=RunRecord(
+                self.context,
+                self.task,
+                host=spec.host,
+                world_size=self.config.cluster.num_workers or 1,
+                saver=None,
+                traffic=lambda: self.transport.traffic,
+            ),
         )
 
     def _join(self) -> None:
@@ -161,31 +166,10 @@ class Member(Role):
 
     def _finish(self) -> int:
         """Say good-bye, with what this worker counted."""
-        loop, meter, traffic = self.loop, self.loop.meter, self.transport.traffic
-        exchanging = isinstance(self.strategy, Exchanging)
-        replica = {"weights_sha256": replica_sha256(self.strategy)} if exchanging else {}
-        self.line.send(
-            Kind.REPORT,
-            meta={
-                "role": "worker",
-                "step": loop.progress.step,
-                "samples": loop.progress.samples,
-                "tokens": loop.progress.tokens,
-                "own_steps": meter.steps,
-                "own_samples": meter.samples,
-                "own_tokens": meter.tokens,
-                "busy_s": meter.busy_s,
-                "loss": plain(meter.last_loss),  # NaN before the first step
-                "batch_samples": self.batch_size,
-                "bytes_sent": traffic.bytes_sent,
-                "bytes_received": traffic.bytes_received,
-                "staleness_sum": meter.staleness_sum,
-                "staleness_max": meter.staleness_max,
-                "stale_rejected": self.context.stale_rejected,
-                "peak_memory_bytes": peak_memory_bytes(self.device),
-                **replica,
-            },
-        )
+        report = self.loop.record.report(self.loop.step, batch_samples=self.batch_size)
+        if isinstance(self.strategy, Exchanging):
+            report["weights_sha256"] = replica_sha256(self.strategy)
+        self.line.send(Kind.REPORT, meta=plain(report))  # a loss is NaN before the first step
         self.line.close()
         if self.reader.stopped:
             return INTERRUPTED

@@ -30,14 +30,12 @@ from smolcluster.comm.elastic.transport import Link
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.buffers import not_finite
-from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.config.options import Options
 from smolcluster.data.leases import Leases, Range, indices
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine import history
 from smolcluster.engine.adopt import MOST_STEPS
-from smolcluster.engine.best import Best
 from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite, check_server_disk
 from smolcluster.engine.elastic.coordinator import Coordinator
@@ -47,19 +45,18 @@ from smolcluster.engine.identity import instance_of, new_peer, new_run_id
 from smolcluster.engine.journal import Journal, JournalFull, Recovered, disk_bound, least_disk
 from smolcluster.engine.length import last_step, more_of, samples_read
 from smolcluster.engine.loop import due
-from smolcluster.engine.meter import Meter
 from smolcluster.engine.quota import RowQuota
+from smolcluster.engine.record import RunRecord
 from smolcluster.engine.referee import Referee
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.snapshot import Snapshot, check_compatible, check_whole, state_for
 from smolcluster.engine.summary import evaluation_summary, join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
-from smolcluster.engine.tokenizer_files import check_tokenizer, tokenizer_info
+from smolcluster.engine.tokenizer_files import check_tokenizer
 from smolcluster.engine.trial import unchanged_random_states
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, evaluation_fields, from_json
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
-from smolcluster.observe.machine import MachineFacts
 from smolcluster.parallel.placement import Node
 from smolcluster.strategies.base import Commit, Context, Office, State, StepReport, Strategy
 from smolcluster.strategies.elastic import ServerSide, pack_state, unpack_state
@@ -215,11 +212,15 @@ class Server(Role):
             if self.val_data is None
             else Referee(self.strategy.replica.model, self.task, self.val_data, device=self.device)
         )
-        self.meter = Meter(self.device)
-        self._facts = MachineFacts(str(self.device))
-        self.step = self.samples = self.tokens = 0
-        self.best = Best(training.best)
-        self.last_evaluation: dict[str, float] = {}
+        self.record = RunRecord(
+            self.context,
+            self.task,
+            host=spec.host,
+            world_size=len(self.batch_sizes),
+            saver=self.saver,
+            traffic=lambda: self.transport.traffic,
+        )
+        self.step = 0
         self._due: dict[int, StepLogged] = {}  # rows that wait for their evaluation
         self._read_by: dict[
             int, dict[str, Any]
@@ -320,12 +321,16 @@ class Server(Role):
     def _restore(self, state: State | None, meta: Mapping[str, Any]) -> None:
         if state is not None:
             self.strategy.load_state(state)
-        self.step, self.samples, self.tokens = int(meta["step"]), int(meta["samples"]), int(meta["tokens"])
+        self.step, self.record.samples, self.record.tokens = (
+            int(meta["step"]),
+            int(meta["samples"]),
+            int(meta["tokens"]),
+        )
         self.roster.epoch = int(meta["epoch"])
         self.office.leases = Leases.from_state(meta["leases"])
         self._restore_agreement(meta)
         self._restore_member_counts(meta)
-        self.best.load_state_dict(meta)
+        self.record.best.load_state_dict(meta)
 
     def _replay(self, meta: Mapping[str, Any], gradient: Tensor | None) -> None:
         line = meta["line"]
@@ -335,8 +340,8 @@ class Server(Role):
         )
         samples = sum(int(c["samples"]) for c in contributors)
         self.step = int(line["step"])
-        self.samples += samples
-        self.tokens += samples * self.task.tokens_per_sample
+        self.record.samples += samples
+        self.record.tokens += samples * self.task.tokens_per_sample
         self.roster.epoch = max(self.roster.epoch, int(line["epoch"]))
         self.office.leases = Leases.from_state(line["data"])
         self._restore_agreement(meta)
@@ -390,15 +395,15 @@ class Server(Role):
             "numbers": state.numbers,
             "step": self.step,
             "total_steps": self.planned_steps,
-            "samples": self.samples,
-            "tokens": self.tokens,
+            "samples": self.record.samples,
+            "tokens": self.record.tokens,
             "epoch": self.roster.epoch,
             "leases": self.office.leases.state_dict(),
             "recent": {str(step): list(value) for step, value in self.office.recent.items()},
             "established": list(self.office.established),
             "loss_scale": self.office.scale.state_dict(),
             "members": self._member_counts(),
-            **self.best.state_dict(),
+            **self.record.best.state_dict(),
         }
         try:
             self.history.flush()
@@ -426,7 +431,7 @@ class Server(Role):
         log.info("listening on %s, %d workers expected", bound, len(self.batch_sizes))
         if self.channel.announce is not None:
             self.channel.announce(int(bound.rpartition(":")[2]))
-        self.meter.start()
+        self.record.meter.start()
 
     # Workers
 
@@ -472,7 +477,7 @@ class Server(Role):
         text = meta.get("event")
         if not isinstance(text, str):
             return
-        if not self.rows.admits(member.rank, text, samples=self.samples):
+        if not self.rows.admits(member.rank, text, samples=self.record.samples):
             if self.rows.first_refusal(member.rank):
                 log.warning("rows of %s are dropped: they are too long, or more than it can have trained", member.name)
             return
@@ -544,12 +549,12 @@ class Server(Role):
     def _committed(self, report: StepReport) -> None:
         """Log, evaluate and save where it is due; serving goes on meanwhile."""
         self.step += 1
-        self.samples += report.samples
-        self.tokens += report.tokens
+        self.record.samples += report.samples
+        self.record.tokens += report.tokens
         wanted = self._wants(self.step)
         logged = wanted or self.step == 1 or self.step % self.config.logging.log_interval == 0
-        self.meter.add(report, step_s=0.0)
-        self.meter.stop(before_row=logged)
+        self.record.meter.add(report, step_s=0.0)
+        self.record.meter.stop(before_row=logged)
         if wanted:
             self._due[self.step] = self._row()
             if not self._coordinates:
@@ -558,7 +563,7 @@ class Server(Role):
             self.observer.emit(self._row())
         if self.journal.should_snapshot:
             self._snapshot_journal()
-        self.meter.start()
+        self.record.meter.start()
 
     def _wants(self, step: int) -> bool:
         return step == self.total_steps or self._to_evaluate(step) or self._to_save(step)
@@ -586,24 +591,8 @@ class Server(Role):
         if save:
             self._save(self._snapshot(step), best=False, final=final)
 
-    def _row(self, **fields: Any) -> StepLogged:
-        traffic = self.transport.traffic
-        row = self.meter.row()
-        row["samples"], row["tokens"] = self.samples, self.tokens
-        return StepLogged(
-            step=self.step,
-            rank=self.me.rank,
-            role="server",
-            host=self.spec.host,
-            time=time.time(),
-            bytes_sent=traffic.bytes_sent,
-            bytes_received=traffic.bytes_received,
-            staleness_max=self.meter.staleness_max,
-            stale_rejected=self.duty.stale_rejected,
-            machine=self._facts.due(),
-            **row,
-            **fields,
-        )
+    def _row(self) -> StepLogged:
+        return self.record.row(self.step, stale_rejected=self.duty.stale_rejected)
 
     def _last_row(self) -> StepLogged:
         """Of the last step, taken by the server before this one."""
@@ -614,7 +603,7 @@ class Server(Role):
             samples=0,
             tokens=0,
         )
-        self.meter.add(report, step_s=0.0)
+        self.record.meter.add(report, step_s=0.0)
         return self._row()
 
     def _evaluate(self, row: StepLogged, snapshot: Snapshot, *, save: bool, final: bool) -> None:
@@ -626,12 +615,11 @@ class Server(Role):
                 if save:
                     self._save(snapshot, best=False, final=final)
                 return
-            improved = self.best.improves(result)
-            self.last_evaluation = result
+            improved = self.record.evaluated(result)
             self.observer.emit(_with(row, result))
             if improved or save:
                 snapshot.metrics.update(result)
-                snapshot.state.update(self.best.state_dict())
+                snapshot.state.update(self.record.best.state_dict())
                 self._save(snapshot, best=improved, final=final)
 
         self.referee.submit(snapshot.step, snapshot.weights, then)
@@ -639,24 +627,8 @@ class Server(Role):
     def _snapshot(self, step: int) -> Snapshot:
         state = self.strategy.state()
         leases = self._read_by[step]  # more may have been read since
-        return Snapshot(
-            step=step,
-            weights=self._kept(state.weights),
-            optimizer=self._kept(state.optimizer),
-            state={
-                "strategy": dict(state.numbers),
-                "sampler": {**leases, "seed": self.config.training.seed or 0, "num_samples": len(self.train_data)},
-                **self.best.state_dict(),
-            },
-            metrics=dict(self.last_evaluation),
-            info={
-                "task": self.task.name,
-                "strategy": self.config.strategy.name,
-                "world_size": len(self.batch_sizes),
-                "torch": torch.__version__,
-                **tokenizer_info(self.task),
-            },
-        )
+        sampler = {**leases, "seed": self.config.training.seed or 0, "num_samples": len(self.train_data)}
+        return self.record.snapshot(step, state, copy=self._kept, sampler=sampler)
 
     def _kept(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return what stays as it is while training goes on: a copy, but for a coordinator's state, which is never changed."""
@@ -665,13 +637,8 @@ class Server(Role):
         return self.saver.snapshot_tensors(tensors) if self.saver is not None else _clone(tensors)
 
     def _save(self, snapshot: Snapshot, *, best: bool, final: bool) -> None:
-        if self.saver is None:
-            return
-        broken = not_finite(snapshot.weights)
-        if broken:
-            log.error("step %d is not saved: %s has NaN or infinite values", snapshot.step, broken)
-            return
-        self.saver.submit(snapshot, best=best, final=final)
+        if self.saver is not None and self.record.fit_to_save(snapshot.step, snapshot.weights):
+            self.saver.submit(snapshot, best=best, final=final)
 
     # The end
 
@@ -679,7 +646,7 @@ class Server(Role):
         interrupted = self.step < self.total_steps
         if not interrupted:
             check_finite(not_finite(self.strategy.state().weights), step=self.step)
-        if self.meter.unlogged:
+        if self.record.meter.unlogged:
             self.observer.emit(self._row())
         if interrupted and self.saver is not None and self.step > 0:
             self._save(self._snapshot(self.step), best=False, final=True)
@@ -709,26 +676,7 @@ class Server(Role):
         return INTERRUPTED if interrupted else 0
 
     def _summary(self, status: str, **fields: Any) -> dict[str, Any]:
-        traffic, meter = self.transport.traffic, self.meter
-        mine = {
-            "role": "server",
-            "step": self.step,
-            "samples": 0,
-            "tokens": 0,
-            "own_steps": 0,
-            "own_samples": meter.samples,
-            "own_tokens": meter.tokens,
-            "busy_s": meter.busy_s,
-            "loss": 0.0,
-            "batch_samples": 0,
-            "bytes_sent": traffic.bytes_sent,
-            "bytes_received": traffic.bytes_received,
-            "staleness_sum": 0,
-            "staleness_max": 0,
-            "stale_rejected": 0,
-            "skipped": 0,  # what is not finite is refused here, and counted as such
-            "peak_memory_bytes": peak_memory_bytes(self.device),
-        }
+        mine = self.record.report(self.step, batch_samples=1)
         final = self.strategy.state().weights
 
         def sum_of(name: str) -> int:
@@ -741,11 +689,6 @@ class Server(Role):
             strategy=self.config.strategy.name,
             workers=len(self.batch_sizes),
             world_size=len(self.batch_sizes) + 1,
-            samples=self.samples,
-            tokens=self.tokens,
-            train_loss=meter.last_loss,
-            staleness_mean=meter.staleness_sum / meter.steps if meter.steps else 0.0,
-            staleness_max=meter.staleness_max,
             stale_rejected=self.duty.stale_rejected,
             bytes_sent=sum_of("bytes_sent"),
             bytes_received=sum_of("bytes_received"),
@@ -753,7 +696,7 @@ class Server(Role):
             members_lost=self.roster.lost,
             members_joined=self.roster.joined,
             wall_s=time.time() - self.started,
-            **evaluation_summary(self.last_evaluation),
+            **evaluation_summary(self.record.last_evaluation),
             weights_sha256=weights_sha256(final),
             checkpoint=self.checkpoint if self.saver is not None else None,
             run_dir=str(self.run_dir.path),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from smolcluster.comm.backends import check_backend
 from smolcluster.comm.bulletin import Bulletin
@@ -21,7 +20,6 @@ from smolcluster.comm.group import Group, broadcast_tensors, gather_json
 from smolcluster.comm.rendezvous import Place, connect
 from smolcluster.comm.watch import Watch
 from smolcluster.compute.buffers import not_finite
-from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.config import public_dict
 from smolcluster.config.options import Options
 from smolcluster.data.sampler import Sampler, ShardedSampler
@@ -38,6 +36,7 @@ from smolcluster.engine.identity import must_agree
 from smolcluster.engine.length import last_step, more_of, samples_read
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import StreamReader
+from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.saver import Saver, Store
@@ -53,7 +52,7 @@ from smolcluster.engine.stored import StoredTensors
 from smolcluster.engine.summary import evaluation_summary, join_ranks, last_known, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.together import LeadStore, PartStore, all_see
-from smolcluster.engine.tokenizer_files import check_tokenizer, tokenizer_info
+from smolcluster.engine.tokenizer_files import check_tokenizer
 from smolcluster.engine.trial import needs_trial
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import Failed, Notice, Phase, RunFinished
@@ -268,17 +267,16 @@ class Worker(Role):
             train_data=self.train_data,
             val_data=self.val_data,
             observer=self.observer,
-            saver=self.saver,
+            record=RunRecord(
+                self.context,
+                self.task,
+                host=self.spec.host,
+                world_size=self.spec.world_size,
+                saver=self.saver,
+                traffic=lambda: self.context.traffic,
+            ),
             together=together,
-            host=self.spec.host,
             profiler=self._make_profiler(last_step=total_steps),
-            info={
-                "task": self.task.name,
-                "strategy": self.config.strategy.name,
-                "world_size": self.spec.world_size,
-                "torch": torch.__version__,
-                **tokenizer_info(self.task),
-            },
         )
 
     def _find_bulletin(self, strategy: Strategy[Options]) -> Bulletin | None:
@@ -340,7 +338,7 @@ class Worker(Role):
             self.loop.load(found)
         # What was known at that step is still known at the end, where this process trains no step itself.
         if self.val_data is not None:
-            self.loop.last_evaluation = dict(found.metrics)
+            self.loop.record.last_evaluation = dict(found.metrics)
         if self.saver is not None and path.parent.resolve() == self.run_dir.checkpoints.resolve():
             self.checkpoint = str(path)
         if self.lead:
@@ -387,7 +385,7 @@ class Worker(Role):
             self.loop.strategy,
             rank=self.spec.rank,
             world_size=self.spec.world_size,
-            first_step=self.loop.progress.step,
+            first_step=self.loop.step,
             steps=self.context.total_steps,
             batch_size=batch_size_of(self.config, self.spec.rank),
             global_batch=sum(self.counts),
@@ -398,30 +396,13 @@ class Worker(Role):
 
     def _finish(self) -> int:
         """Join what every rank counted; the lead writes the summary."""
-        loop, traffic, meter = self.loop, self.group.traffic, self.loop.meter
+        loop = self.loop
         weights = loop.final_weights()
         if not loop.interrupted:
             broken = not_finite(weights) if weights is not None else None
-            check_finite(gather_json(self.group, broken)[0], step=loop.progress.step)
-        mine = {
-            "role": self.seat.role,
-            "step": loop.progress.step,
-            "samples": loop.progress.samples,
-            "tokens": loop.progress.tokens,
-            "own_steps": meter.steps,
-            "own_samples": meter.samples,
-            "own_tokens": meter.tokens,
-            "busy_s": meter.busy_s,
-            "loss": meter.last_loss,
-            "batch_samples": self.counts[self.seat.shard or 0] if self.context.tells else 0,
-            "bytes_sent": traffic.bytes_sent,
-            "bytes_received": traffic.bytes_received,
-            "staleness_sum": meter.staleness_sum,
-            "staleness_max": meter.staleness_max,
-            "stale_rejected": self.context.stale_rejected,
-            "skipped": loop.strategy.replica.skipped,
-            "peak_memory_bytes": peak_memory_bytes(self.device),
-        }
+            check_finite(gather_json(self.group, broken)[0], step=loop.step)
+        batch_samples = self.counts[self.seat.shard or 0] if self.context.tells else 0
+        mine = loop.record.report(loop.step, batch_samples=batch_samples, skipped=loop.strategy.replica.skipped)
         if self.watch is not None:
             self.watch.done()
         ranks = gather_json(self.group, mine)
@@ -433,7 +414,7 @@ class Worker(Role):
                 status="interrupted" if loop.interrupted else "finished",
                 strategy=self.config.strategy.name,
                 wall_s=time.time() - self.started,
-                **evaluation_summary(loop.last_evaluation),
+                **evaluation_summary(loop.record.last_evaluation),
                 weights_sha256=weights_sha256(weights),
                 checkpoint=self.checkpoint if self.saver is not None else None,
                 run_dir=str(self.run_dir.path),
