@@ -51,8 +51,9 @@ class FSDP2:
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32 if half else None
         )
+        reshard = config.strategy.said().get("fsdp_stage") == 3
         for module in [*blocks_of(self.model), self.model]:
-            fully_shard(module, mesh=mesh, reshard_after_forward=config.strategy.fsdp_stage == 3, mp_policy=policy)
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def step(self, part: Any) -> None:

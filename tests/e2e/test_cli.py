@@ -67,10 +67,14 @@ def read_config(run_dir: Path) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def beside(smol: Smol, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Beside]:
+def beside(
+    smol: Smol, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, guard: dict[str, str]
+) -> Iterator[Beside]:
     folder = tmp_path_factory.mktemp
     jobs: dict[str, Callable[[], Any]] = {
-        "test_strategies": lambda: [smol.run("strategies", *more, cwd=folder("list")) for more in ((), ("--json",))],
+        "test_strategies": lambda: [
+            smol.run("strategies", *more, cwd=folder("list"), env=guard) for more in ((), ("--json",))
+        ],
         "test_a_dry_run_writes_nothing": lambda: (where := folder("dry"), dry_run(smol, where)),
         "test_a_terminal_gets_a_picture_unless_no_color_is_set": lambda: (
             (where := folder("terminal")),
@@ -96,7 +100,7 @@ def test_help_has_an_example_and_needs_no_torch(
 
 
 def test_the_guard_would_notice(smol: Smol, tmp_path: Path, guard: dict[str, str]) -> None:
-    ended = smol.run("strategies", cwd=tmp_path, env=guard)
+    ended = smol.run("plan", "--memory", "gpt", "--nodes", "2", cwd=tmp_path, env=guard)
     assert "the launcher imports torch" in ended.err
 
 
@@ -374,7 +378,11 @@ def test_strategies(beside: Beside) -> None:
     assert "staleness_bound" in by_name["allreduce"]["options"]
     for strategy in listed:
         assert strategy["summary"] in text.ok().out
-        assert set(strategy) == {"name", "algorithm", "aliases", "planes", "summary", "options"}
+        assert set(strategy) == {"name", "algorithm", "aliases", "planes", "summary", "use_when", "options"}
+    stage = by_name["fsdp"]["options"]["fsdp_stage"]
+    assert (stage["default"], stage["planes"]["mesh"]["default"], stage["planes"]["elastic"]["default"]) == (3, 3, 1)
+    assert set(by_name["fsdp"]["options"]["staleness_bound"]["planes"]) == {"elastic"}
+    assert "    fsdp_stage (elastic) = 1: " in text.out
 
 
 def dry_run(smol: Smol, folder: Path) -> Ended:

@@ -9,28 +9,37 @@ import pytest
 from tests.e2e.command import TINY, Ended, Smol, read_summary
 
 RECORD = """
+from pydantic import Field
+
+from smolcluster.config.options import Options, SyncPSOptions
 from smolcluster.config.strategies import Record
+
+
+class AveragingOptions(Options):
+    factor: float = Field(1.0, gt=0, description="of the averaged gradient")
+
+
+class ElasticOptions(SyncPSOptions):
+    worker_update_interval: int = 1
+    factor: float = Field(1.0, gt=0, description="of the averaged gradient")
+
 
 RECORD = Record(
     name="averaging",
     algorithm="Averaging",
     summary="gradients averaged tensor by tensor",
     where={"mesh": "averaging.strategy:Averaging", "elastic": "averaging.strategy:ElasticAveraging"},
+    options={"mesh": AveragingOptions, "elastic": ElasticOptions},
     aliases=("mean",),
     topology="ring",
 )
 """
 STRATEGY = """
-from pydantic import Field
-
-from smolcluster.strategies.base import Options, StepReport
+from averaging import AveragingOptions, ElasticOptions
+from smolcluster.strategies.base import StepReport
 from smolcluster.parallel.placement import Cost, Placement, worker_on_each
 from smolcluster.strategies.replicated import Replicated
-from smolcluster.strategies.syncps import SyncPS, SyncPSOptions
-
-
-class AveragingOptions(Options):
-    factor: float = Field(1.0, gt=0, description="of the averaged gradient")
+from smolcluster.strategies.syncps import SyncPS
 
 
 class Averaging(Replicated[AveragingOptions]):
@@ -60,17 +69,13 @@ class Averaging(Replicated[AveragingOptions]):
         )
 
 
-class ElasticOptions(SyncPSOptions):
-    worker_update_interval: int = 1
-    factor: float = Field(1.0, gt=0)
-
-
 class ElasticAveraging(SyncPS):
     Config = ElasticOptions
 """
+FACTOR = {"mesh": "strategy.factor=0.5", "elastic": "strategy.options.factor=0.5"}  # both are the same
 PATIENCE_S = 280.0  # four processes that import torch at once, beside other tests, on two cores
 TRAIN = ("--strategy", "Mean", "--workers", "2", "--steps", "4", "--override", *TINY, "training.checkpoint_steps=2")
-PATIENT = ("strategy.options.timeout=120", "cluster.silence_timeout=120", "cluster.stall_timeout=120")
+PATIENT = ("strategy.timeout=120", "cluster.silence_timeout=120", "cluster.stall_timeout=120")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +100,7 @@ def run(smol: Smol, installed: Path, folder: Path, *arguments: str | Path) -> En
 def test_it_trains_and_resumes(smol: Smol, installed: Path, tmp_path: Path, plane: str) -> None:
     """A resumed run ends with the very weights of the one that was not interrupted."""
     sets = () if plane == "mesh" else (*PATIENT, "cluster.standby=false")
-    whole = ("train", "gpt", *TRAIN, *sets, "strategy.options.factor=0.5", "--plane", plane, "--run-dir", "whole")
+    whole = ("train", "gpt", *TRAIN, *sets, FACTOR[plane], "--plane", plane, "--run-dir", "whole")
     out = run(smol, installed, tmp_path, *whole)
     assert "does not use" not in out.out + out.err
     first = read_summary(tmp_path / "whole")
@@ -109,11 +114,12 @@ def test_it_is_listed_planned_and_described(smol: Smol, installed: Path, tmp_pat
     rows = {row["name"]: row for row in json.loads(run(smol, installed, tmp_path, "strategies", "--json").out)}
     assert rows["averaging"]["aliases"] == ["mean"]
     assert rows["averaging"]["planes"] == ["mesh", "elastic"]
-    assert rows["averaging"]["options"]["factor"] == {"default": 1.0, "description": "of the averaged gradient"}
+    factor = {"default": 1.0, "description": "of the averaged gradient"}
+    assert rows["averaging"]["options"]["factor"] == factor | {"planes": {"mesh": factor, "elastic": factor}}
     plan = ("plan", "--memory", "gpt", "--strategy", "averaging", "--nodes", "2", "--json", "--override", *TINY)
     rows = {row["name"]: row for row in json.loads(run(smol, installed, tmp_path, *plan).out)["strategies"]}
     assert {name: row["runs"] for name, row in rows.items()} == {"averaging": True, "averaging, elastic": True}
     wrong, env = ("train", "gpt", *TRAIN, "strategy.options.factor=-1"), {"PYTHONPATH": str(installed)}
     refused = smol.run(*wrong, cwd=tmp_path, within_s=PATIENCE_S, env=env)
     assert refused.status == 2
-    assert "strategy.factor = -1" in refused.err
+    assert "--override: strategy.options.factor = -1: Input should be greater than 0" in refused.err

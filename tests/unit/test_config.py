@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from smolcluster.config import FLAGS, Config, builtin_configs, canonical_strategy, dump, flag_sets, load_config, resolve
 from smolcluster.config.checks import conflicts
 from smolcluster.config.names import FLAT, known_keys, nearest
-from smolcluster.config.reference import markdown
+from smolcluster.config.reference import pages
 from smolcluster.config.tree import to_yaml
 from smolcluster.errors import UserError
 
@@ -644,9 +644,10 @@ def test_eval_batches_and_eval_samples_in_one_file_are_refused(tmp_path: Path) -
         load_config([write(tmp_path, "training: {eval_samples: 50, eval_batches: 3}")])
 
 
-def test_the_reference_page_is_up_to_date() -> None:
-    page = ROOT / "docs" / "configuration.md"
-    assert page.read_text(encoding="utf-8") == markdown(), "run: python -m smolcluster.config.reference > docs/..."
+@pytest.mark.parametrize("page", pages(ROOT / "docs"), ids=lambda page: page.stem)
+def test_generated_pages_are_up_to_date(page: Path) -> None:
+    now, then = page.read_text(encoding="utf-8"), pages(ROOT / "docs")[page]
+    assert now == then, "run: python -m smolcluster.config.reference docs"
 
 
 # Flags

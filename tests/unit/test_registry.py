@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from smolcluster.config import Config, strategies
+from smolcluster.config import Config, dump, load_config, resolve, strategies
+from smolcluster.config.describe import schema_for_editors
 from smolcluster.config.options import Options
 from smolcluster.config.reference import markdown
 from smolcluster.config.schema import StrategyConfig
@@ -18,10 +22,12 @@ from smolcluster.config.strategies import (
     BUILT_IN,
     PLANNED,
     all_records,
+    built_in_options,
     canonical_strategy,
     check_name,
     record_of,
     strategy_names,
+    written,
 )
 from smolcluster.dashboard.links import shape_of
 from smolcluster.engine.choices import choices
@@ -83,9 +89,12 @@ def test_a_package_registers_a_class(install: Callable[..., None]) -> None:
     assert find_strategy("Lonely").__name__ == "Lonely"
     record = record_of("lonely")
     assert (record.planes, record.summary, record.topology) == (("mesh",), "Alone.", "ring")
+    assert record.options_on("mesh") is Options
     with pytest.raises(UserError, match="lonely does not run on the elastic plane"):
         find_strategy("lonely", plane="elastic")
 
+
+ROOT = Path(__file__).parents[2]
 
 RECORD = """
 from smolcluster.config.strategies import Record
@@ -110,6 +119,95 @@ def test_a_package_registers_a_record_for_both_planes(install: Callable[..., Non
         for said in ("mesh", "elastic", None)
     }
     assert planes == {"mesh": "mesh", "elastic": "elastic", None: "elastic"}
+
+
+OPTIONS = """
+from pydantic import Field
+from smolcluster.config.options import Options
+from smolcluster.config.strategies import Record
+
+class Mine(Options):
+    factor: float = Field(1.0, gt=0, description="of the gradient")
+    timeout: float = Field(5.0, gt=1)
+    mode: str | None = "slow"
+
+RECORD = Record(
+    name="mine", algorithm="Mine", summary="my own", where={"mesh": "smolcluster.strategies.single:Single"},
+    options=Mine, variants=lambda _: [(name, {"mode": name}) for name in ("slow", "fast")],
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "options"),
+    [
+        ("{name: mine, factor: 0.5, mode: fast}", [], {"factor": 0.5, "mode": "fast"}),
+        ("{name: mine, options: {factor: 0.5, other: 1}}", [], {"factor": 0.5, "other": 1}),
+        ("{name: mine, factor: 0.5}", ["strategy.options.factor=2"], {"factor": 2}),
+        ("{name: mine, options: {factor: 0.5, mode: fast}}", ["strategy.factor=2"], {"factor": 2, "mode": "fast"}),
+        ("{name: mine, factor: 0.5}", ["strategy.factor=null"], {}),
+        ("{name: mine, options: {mode: fast}}", ["strategy.factor=2"], {"factor": 2, "mode": "fast"}),
+        ("{factor: 0.5}", ["strategy.name=MINE"], {"factor": 0.5}),
+    ],
+)
+def test_options_of_a_package_stand_beside_its_name_or_below_options(
+    install: Callable[..., None], tmp_path: Path, file: str, overrides: list[str], options: dict[str, Any]
+) -> None:
+    install("mine", OPTIONS, "mine:RECORD")
+    (tmp_path / "run.yaml").write_text(f"training: {{steps: 3}}\ntraining.epochs: 2\nstrategy: {file}\n")
+    config = load_config([tmp_path / "run.yaml"], overrides=overrides)
+    assert config.strategy.options == options
+    assert config.training.epochs == 2
+    (tmp_path / "again.yaml").write_text(dump(resolve(config)))
+    assert load_config([tmp_path / "again.yaml"]).strategy.options == options
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("  factor: -1", "run.yaml:3: strategy.options.factor = -1: Input should be greater than 0"),
+        ("  options:\n    factor: [1]", "run.yaml:4: strategy.options.factor = [1]: Input should be a valid number"),
+        ("  timeout: 0.5", "run.yaml:3: strategy.timeout = 0.5: Input should be greater than 1"),
+        ("  factr: 2", "run.yaml:3: strategy.factr = 2: unknown key; did you mean 'strategy.factor'?"),
+        (
+            "  factor: 2\n  options: {factor: 3}",
+            "run.yaml:3: strategy.factor: given twice, here and as strategy.options.factor at run.yaml:4",
+        ),
+    ],
+)
+def test_options_of_a_package_are_checked_where_they_are_written(
+    install: Callable[..., None], tmp_path: Path, lines: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("mine", OPTIONS, "mine:RECORD")
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(f"strategy:\n  name: mine\n{lines}\n")
+    with pytest.raises(UserError) as error:
+        load_config(["run.yaml"])
+    assert str(error.value) == said
+
+
+def test_options_of_a_package_are_in_the_schema_for_editors(install: Callable[..., None]) -> None:
+    assert schema_for_editors() == Config.model_json_schema()
+    install("mine", OPTIONS, "mine:RECORD")
+    section = schema_for_editors()["$defs"]["StrategyConfig"]["properties"]
+    assert section["factor"]["description"] == "mine: of the gradient"
+    assert section["factor"]["exclusiveMinimum"] == 0
+    assert section["timeout"]["description"].startswith("syncps: ")
+    assert schema_for_editors()["$defs"]["ModelConfig"] == Config.model_json_schema()["$defs"]["ModelConfig"]
+
+
+def test_options_of_a_package_vary_in_a_plan(install: Callable[..., None]) -> None:
+    install("mine", OPTIONS, "mine:RECORD")
+    section = load_config([], overrides=["strategy.name=mine", "strategy.mode=none"]).strategy
+    said = {c.label: section.saying(c.options).said() for c in choices(2) if c.strategy == "mine"}
+    assert said == {"mine slow": {"mode": "slow"}, "mine fast": {"mode": "fast"}}
+    assert section.said() == {"mode": "none"}
+
+
+def test_a_record_and_its_class_have_the_same_options(install: Callable[..., None]) -> None:
+    install("mine", OPTIONS, "mine:RECORD")
+    with pytest.raises(UserError, match="strategy mine: its record has the options Mine, and Single has Options"):
+        find_strategy("mine")
 
 
 @pytest.mark.parametrize(
@@ -145,9 +243,9 @@ def test_options_are_the_strategys_own_and_the_others_are_named() -> None:
     assert ignored == ["polyak_alpha", "timeout"]
 
 
-@pytest.mark.parametrize(("plane", "ignored"), [("mesh", ["step_timeout"]), ("elastic", []), (None, [])])
+@pytest.mark.parametrize(("plane", "ignored"), [("mesh", ["on_stale", "step_timeout"]), ("elastic", []), (None, [])])
 def test_options_for_members_that_come_and_go_are_named_where_they_stay(plane: str | None, ignored: list[str]) -> None:
-    section = StrategyConfig(name="allreduce", step_timeout=60.0)
+    section = StrategyConfig(name="allreduce", step_timeout=60.0, on_stale="stop")
     assert read_options(find_strategy("allreduce"), section, plane=plane)[1] == ignored
 
 
@@ -164,35 +262,58 @@ def test_a_strategy_lists_what_applies_to_it(option: str, takers: set[str]) -> N
     assert {name for name in strategy_names() if option in find_strategy(name).Config.model_fields} == takers
 
 
-def test_the_strategy_section_has_the_options_of_all_strategies() -> None:
-    """On every plane; what a description says before its colon are strategies that take it."""
-    takers: dict[str, set[str]] = {}
-    for record in BUILT_IN.values():
-        for plane in record.planes:
-            for key in find_strategy(record.name, plane=plane).Config.model_fields:
-                takers.setdefault(key, set()).add(record.name)
-    section = {k: f for k, f in StrategyConfig.model_fields.items() if k not in ("name", "options")}
-    assert set(section) - set(takers) == {"reduce_bucket_size", "inner_steps"}  # another's name; one that is to come
-    assert set(takers) <= set(section)
-    for key, field in section.items():
-        named = set(re.findall(r"\w+", (field.description or "").partition(":")[0])) & set(BUILT_IN)
-        assert named <= takers.get(key, named), key
+def test_an_option_is_written_alike_for_all_who_take_it() -> None:
+    """The section has one type for it, that of the first."""
+    for key, takers in built_in_options().items():
+        section = TypeAdapter(StrategyConfig.model_fields[key].annotation).json_schema()
+        for option in takers:
+            assert TypeAdapter(written(option.field)).json_schema() == section, option
 
 
-def test_the_documentation_has_a_row_for_every_strategy() -> None:
-    root = Path(__file__).parents[2]
-    index = (root / "docs" / "strategies" / "index.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*)\| \[(\w+)\]\((\w+)\.md\)", index, flags=re.MULTILINE)
-    assert {name for name, *_ in rows} == set(BUILT_IN)
-    for name, also, *pages in rows:
-        assert set(pages) == {name}
-        assert (root / "docs" / "strategies" / f"{name}.md").is_file()
-        for word in filter(None, map(str.strip, also.split(","))):
-            assert word == BUILT_IN[name].algorithm or canonical_strategy(word) == name
-    readme = (root / "README.md").read_text(encoding="utf-8")
+def test_the_section_says_who_takes_an_option_and_what_it_means_there() -> None:
+    said = {key: field.description for key, field in StrategyConfig.model_fields.items()}
+    assert said["polyak_alpha"] == "syncps: share of the server's weights in a pull"
+    assert said["step_timeout"].startswith("allreduce (elastic), fsdp (elastic): seconds a worker may compute")
+    assert "allreduce, fsdp (elastic): averaged gradients in flight" in said["staleness_bound"]
+    assert ". edp: refuse gradients older than this" in said["staleness_bound"]
+
+
+@pytest.mark.parametrize(("name", "plane"), [(name, plane) for name in BUILT_IN for plane in BUILT_IN[name].planes])
+def test_a_record_has_the_options_of_its_classes(name: str, plane: str) -> None:
+    assert record_of(name).options_on(plane) is find_strategy(name, plane=plane).Config
+
+
+def test_the_readme_has_a_row_for_every_strategy() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     linked = dict(re.findall(r"^\| `(\w+)[^|]*\|[^|]*\| \[[\w.]+\]\(src/(\S+)\.py\)", readme, flags=re.MULTILINE))
     assert set(linked) == set(BUILT_IN)
     assert all(module.replace("/", ".") in "".join(BUILT_IN[name].where.values()) for name, module in linked.items())
+
+
+def test_nothing_but_its_record_and_its_code_names_a_strategy() -> None:
+    source = ROOT / "src" / "smolcluster"
+    theirs = [source / "strategies", *(source / "config" / f"{name}.py" for name in ("strategies", "options"))]
+    allowed = {
+        (source / "serve" / "sources.py", "single"),  # a key of tokenizer.json
+    }
+    names = set(BUILT_IN) - {"mesh"}  # a plane has that name too
+    plain_words = {"single", "tensor", "pipeline"}
+    inside = re.compile(rf"\b({'|'.join(names - plain_words)})\b")
+    found = []
+    for path in source.rglob("*.py"):
+        if not {path, *path.parents}.isdisjoint(theirs):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in prose:
+                continue
+            example = path.parent.name == "cli" and node.value.startswith("Example")
+            remedy = path.parent.name == "parallel"  # what strategies are made of: its errors name another of them
+            named = node.value in names or (inside.search(node.value) and not example and not remedy)
+            if named and (path, node.value) not in allowed:
+                found.append(f"{path.name}:{node.lineno}: {node.value}")
+    assert found == []
 
 
 def test_the_reference_names_no_strategy_that_is_not_there() -> None:

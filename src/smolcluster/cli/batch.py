@@ -15,7 +15,7 @@ Plane = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")]
-Name = Annotated[str | None, typer.Option(help="Of the job, and of its run. Default: as gpt-allreduce.")]
+Name = Annotated[str | None, typer.Option(help="Of the job, and of its run. Default: as MODEL-STRATEGY.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here. Default: to the screen.")]
 
 MOST_NODES = 4096

@@ -42,6 +42,6 @@ def show(
 @app.command("schema", epilog="Example: smolcluster config schema > smolcluster.schema.json")
 def schema() -> None:
     """Print the JSON schema of a configuration, for editors."""
-    from smolcluster.config import Config
+    from smolcluster.config.describe import schema_for_editors
 
-    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+    typer.echo(json.dumps(schema_for_editors(), indent=2))

@@ -28,7 +28,8 @@ def server(
         ),
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="edp, syncps, ...; see `smolcluster strategies`. Default: as CONFIG says.")
+        str | None,
+        typer.Option(help="One of the elastic plane; see `smolcluster strategies`. Default: as CONFIG says."),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers to wait for before the first step.")] = None,
     bind: Annotated[

@@ -14,12 +14,16 @@ def strategies(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """List every strategy: name, aliases, what it is for, its options."""
-    from smolcluster.config.strategies import all_records
-    from smolcluster.strategies.registry import find_strategy
+    from smolcluster.config.strategies import all_records, options_of
 
     rows: list[dict[str, Any]] = []
-    for name, record in sorted(all_records().items()):
-        strategy = find_strategy(name)
+    records = dict(sorted(all_records().items()))
+    for name, record in records.items():
+        options: dict[str, dict[str, Any]] = {}
+        for option in options_of(record):
+            said = {"default": option.field.default, "description": option.field.description}
+            planes = options.setdefault(option.key, said | {"planes": {}})["planes"]
+            planes.update(dict.fromkeys([option.plane] if option.plane else record.planes, said))
         rows.append(
             {
                 "name": name,
@@ -27,17 +31,18 @@ def strategies(
                 "aliases": sorted(record.aliases),
                 "planes": list(record.planes),
                 "summary": record.summary,
-                "options": {
-                    key: {"default": field.default, "description": field.description}
-                    for key, field in strategy.Config.model_fields.items()
-                },
+                "use_when": record.use_when,
+                "options": options,
             }
         )
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps(rows, indent=2, default=str))
         return
     for row in rows:
         also = f"  (also: {', '.join(row['aliases'])})" if row["aliases"] else ""
         typer.echo(f"{row['name']}{also}\n    {row['summary']}")
-        for key, option in row["options"].items():
-            typer.echo(f"    {key} = {option['default']}: {option['description']}")
+        if row["use_when"]:
+            typer.echo(f"    use it when: {row['use_when']}")
+        for option in options_of(records[row["name"]]):
+            plane = f" ({option.plane})" if option.plane else ""
+            typer.echo(f"    {option.key}{plane} = {option.field.default}: {option.field.description}")

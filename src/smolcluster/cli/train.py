@@ -50,7 +50,7 @@ def train(
         typer.Option(metavar="STEPS", help="Profile these steps, such as 10 or 10:13, on training.profile_ranks."),
     ] = None,
     draw_schedule: Annotated[
-        bool, typer.Option("--draw-schedule", help="pipeline, mesh: write schedule.svg, who computed what when.")
+        bool, typer.Option("--draw-schedule", help="Of a pipeline: write schedule.svg, who computed what when.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; train nothing, write nothing.")

@@ -7,8 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
+from smolcluster.config.describe import show
 from smolcluster.config.schema import ClusterConfig, Config, split_best
 from smolcluster.config.shape import shape_of
+from smolcluster.config.strategies import find_record
 from smolcluster.config.tree import KeyPath
 from smolcluster.models.registry import ARCHITECTURES
 
@@ -34,6 +38,7 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     yield from _hosts(config.cluster)
     yield from _links(config.cluster)
     yield from _codec(config)
+    yield from _options(config)
 
 
 def _shape(config: Config) -> Iterator[Conflict]:
@@ -44,7 +49,7 @@ def _shape(config: Config) -> Iterator[Conflict]:
         named = re.findall(r"\w+", str(error))
         paths: list[KeyPath] = [("model", key) for key in type(model).model_fields if key in named]
         yield Conflict((*paths, ("model", "type")), f"model: {error}")
-    stages = config.strategy.layer_distribution
+    stages = config.strategy.said().get("layer_distribution")
     if isinstance(stages, list) and config.task in (None, "gpt") and sum(stages) != model.num_layers:
         text = f"strategy.layer_distribution = {stages}: sums to {sum(stages)}, not to model.num_layers = "
         yield Conflict((("strategy", "layer_distribution"), ("model", "num_layers")), f"{text}{model.num_layers}")
@@ -163,7 +168,22 @@ def _links(cluster: ClusterConfig) -> Iterator[Conflict]:
 
 
 def _codec(config: Config) -> Iterator[Conflict]:
-    strategy = config.strategy
-    if strategy.use_quantization and strategy.codec not in (None, "int8"):
-        text = f"strategy.codec = '{strategy.codec}': use_quantization: true means int8; leave one of them out"
+    said = config.strategy.said()
+    if said.get("use_quantization") and (codec := said.get("codec")) not in (None, "int8"):
+        text = f"strategy.codec = '{codec}': use_quantization: true means int8; leave one of them out"
         yield Conflict((("strategy", "codec"), ("strategy", "use_quantization")), text)
+
+
+def _options(config: Config) -> Iterator[Conflict]:
+    """What the strategy's own options refuse, as far as they are known before its code is imported."""
+    record, said = find_record(config.strategy.name), config.strategy.said()
+    made = None if record is None else record.options_on(config.cluster.plane or record.planes[0])
+    if made is None:
+        return
+    try:
+        made(**{key: value for key, value in said.items() if key in made.model_fields})
+    except ValidationError as error:
+        why = {str((*part["loc"], "name")[0]): part["msg"] for part in reversed(error.errors())}
+        for key, text in why.items():
+            path = ("strategy", "options", key) if key in config.strategy.options else ("strategy", key)
+            yield Conflict((path,), f"{'.'.join(path)} = {show(said.get(key, config.strategy.name))}: {text}")

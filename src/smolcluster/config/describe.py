@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from typing import Any
 
 from smolcluster.config.names import SECTIONS
-from smolcluster.config.schema import Config
+from smolcluster.config.schema import Config, StrategyConfig
+from smolcluster.config.strategies import BUILT_IN, all_records
 from smolcluster.config.tree import KeyPath
 
 _WORDS = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
@@ -16,6 +18,20 @@ _WORDS = {"integer": "a whole number", "number": "a number", "string": "text", "
 @functools.cache
 def json_schema() -> dict[str, Any]:
     return Config.model_json_schema()
+
+
+def schema_for_editors() -> dict[str, Any]:
+    """The JSON schema, with the options of strategies that other packages have here."""
+    schema = copy.deepcopy(json_schema())
+    section = schema["$defs"][StrategyConfig.__name__]["properties"]
+    for record in all_records().values():
+        for plane in record.planes if record.name not in BUILT_IN else ():
+            own = {} if (made := record.options_on(plane)) is None else made.model_json_schema()
+            schema["$defs"] |= own.get("$defs", {})
+            for key, described in own.get("properties", {}).items():
+                text = f"{record.name}: {described.get('description', '')}".rstrip(": ")
+                section.setdefault(key, described | {"description": text})
+    return schema
 
 
 def allowed(path: KeyPath) -> str:

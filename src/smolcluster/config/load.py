@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from smolcluster.config.describe import allowed, keys_at, show
 from smolcluster.config.flags import flag_of
 from smolcluster.config.flat import into_sections
 from smolcluster.config.names import SECTIONS, nearest, nullable
-from smolcluster.config.schema import Config
+from smolcluster.config.schema import Config, StrategyConfig
+from smolcluster.config.strategies import BUILT_IN, find_record, options_of
 from smolcluster.config.tree import KeyPath, Node, Place, Problem, from_python, merge, parse
 from smolcluster.errors import UserError, suggest
 
@@ -68,7 +69,10 @@ def load_config(
         merged = merge(merged, tree)
     merged = _without_steps_of_files(merged, num_files=len(sources))
     merged = _with_later_of(merged, ("training", "eval_samples"), ("training", "eval_batches"))
-    known, found = _known(merged)
+    own = _own_options(merged)
+    merged, found = _below_options(merged, own)
+    problems += found
+    known, found = _known(merged, own)
     problems += found
     config, found = _validate(known)
     problems += found
@@ -169,7 +173,31 @@ def _with_later_of(merged: Node, *paths: tuple[str, str]) -> Node:
     return merged
 
 
-def _known(merged: Node) -> tuple[Node, list[Problem]]:
+def _own_options(merged: Node) -> Collection[str]:
+    """The options of the strategy that is named, where it is another package's: they are no keys of the schema."""
+    node = merged.find(("strategy", "name"))
+    record = find_record(node.value) if node is not None and isinstance(node.value, str) else None
+    options = () if record is None or record.name in BUILT_IN else options_of(record)
+    return {option.key for option in options} - StrategyConfig.model_fields.keys()
+
+
+def _below_options(merged: Node, own: Collection[str]) -> tuple[Node, list[Problem]]:
+    """`strategy.KEY` as `strategy.options.KEY`, for these keys: what is said last holds, and a null means the default."""
+    strategy, options = (merged.find(path) for path in (("strategy",), ("strategy", "options")))
+    if not own or strategy is None or not isinstance((options or strategy).value, dict):
+        return merged, []
+    below = {} if options is None else options.value
+    beside = {key: child for key, child in strategy.children() if key in own}
+    twice = [(n, below[key]) for key, n in beside.items() if key in below and n.place.order == below[key].place.order]
+    inside = dict(sorted([*beside.items(), *below.items()], key=lambda item: item[1].place.order))
+    said = {key: child for key, child in inside.items() if child.value is not None}
+    rest = {key: child for key, child in strategy.children() if key not in beside}
+    rest["options"] = Node(said, strategy.place, "strategy.options")
+    merged = Node(merged.value | {"strategy": Node(rest, strategy.place, strategy.name)}, merged.place)
+    return merged, [Problem(n.place, f"{n.name}: given twice, here and as {o.name} at {o.place}") for n, o in twice]
+
+
+def _known(merged: Node, own: Collection[str]) -> tuple[Node, list[Problem]]:
     """The tree without keys that do not exist, and a problem for each of those.
 
     A null where null is no value of the key's own means the default, so it is left out.
@@ -191,15 +219,15 @@ def _known(merged: Node) -> tuple[Node, list[Problem]]:
         section: dict[str, Node] = {}
         for key, child in node.children():
             if key not in SECTIONS[name].model_fields:
-                problems.append(_unknown(child, f"{name}.{key}"))
+                problems.append(_unknown(child, f"{name}.{key}", own))
             elif child.value is not None or nullable(name, key):
                 section[key] = child
         known[name] = Node(section, node.place, name)
     return Node(known, merged.place), problems
 
 
-def _unknown(node: Node, name: str) -> Problem:
-    near, likeness = nearest(name)
+def _unknown(node: Node, name: str, own: Collection[str] = ()) -> Problem:
+    near, likeness = nearest(name, also=[f"strategy.{key}" for key in own])
     value = "(hidden)" if near == "cluster.token" else show(node.plain())
     hint = f"did you mean '{near}'?" if likeness >= 0.6 else f"the nearest known key is '{near}'"
     return Problem(node.place, f"{name} = {value}: unknown key; {hint}")

@@ -6,6 +6,7 @@ import difflib
 import functools
 import re
 import typing
+from collections.abc import Iterable
 
 from smolcluster.config.flags import FLAGS
 from smolcluster.config.schema import Config, Section
@@ -86,7 +87,7 @@ def _spellings() -> dict[str, str]:
     return spellings | {name: name for name in SECTIONS}
 
 
-def nearest(name: str) -> tuple[str, float]:
+def nearest(name: str, *, also: Iterable[str] = ()) -> tuple[str, float]:
     """The known key most like `name`, and how alike they are, up to 1. The last part weighs most.
 
     So `trainin.batch_size` finds `training.batch_size`, and `model.learning_rate` finds `training.learning_rate`. A section
@@ -104,8 +105,9 @@ def nearest(name: str) -> tuple[str, float]:
             found = max(found, _same_words(f"{section}_{leaf}", its_leaf))
         return found
 
-    best = max(_spellings(), key=likeness)
-    return _spellings()[best], likeness(best)
+    spellings = _spellings() | {key: key for key in also}
+    best = max(spellings, key=likeness)
+    return spellings[best], likeness(best)
 
 
 def _likeness(one: str, other: str) -> float:

@@ -1,13 +1,22 @@
-"""The options of every built-in strategy: its part of the `strategy` section, with defaults. Nothing here imports torch."""
+"""The options of every built-in strategy: its part of the `strategy` section, with defaults. Nothing here imports torch.
+
+The section is made from these classes (`config/strategies.py`): the type of an option is what a file may hold, so bounds and
+spellings belong to it, as in `Count | None`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
-Codec = Literal["fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd"]
-Dtype = Literal["fp32", "bf16", "fp16"]
+from smolcluster.config.types import Auto, Count, Fraction, Lower, Natural, Number, Positive, Precision
+
+Codec = Annotated[Literal["fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd"], Lower]
+Dtype = Annotated[Precision, Lower]
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 
 
@@ -17,31 +26,57 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect where members stay
 
+    @classmethod
+    def on(cls, plane: str | None) -> Mapping[str, FieldInfo]:
+        """The options that have an effect on this plane; None: on any."""
+        unused = cls.only_elastic if plane == "mesh" else frozenset()
+        return {key: field for key, field in cls.model_fields.items() if key not in unused}
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """In the type of an option: the type that a file may hold, where it may hold more."""
+
+    type: Any
+
 
 class AllReduceOptions(Options):
-    only_elastic = frozenset({"step_timeout"})
-    staleness_bound: int = Field(0, ge=0, description="averaged gradients in flight; 0 is synchronous")
-    on_stale: Literal["drop", "stop"] = Field(
-        "drop", description="elastic plane, for gradients that come too late to count: drop them, or stop this worker"
+    only_elastic = frozenset({"on_stale", "step_timeout"})
+    staleness_bound: Natural = Field(0, description="averaged gradients in flight; 0: synchronous")
+    on_stale: Annotated[Literal["drop", "stop"], Lower] = Field(
+        "drop", description="gradients that come too late to count: drop them, or stop this worker"
     )
-    bucket_mb: float = Field(25.0, gt=0, description="gradients travel in buckets of this size")
-    step_timeout: float | None = Field(
+    bucket_mb: Positive = Field(25.0, description="gradients travel in buckets of this size")
+    step_timeout: Positive | None = Field(
         None,
-        gt=0,
-        description="elastic plane: seconds a worker may compute while others wait, before it is evicted; null: adaptive",
+        description="seconds a worker may compute while others wait, before it is evicted; null: by measured step times",
     )
+
+
+def _stage_name(value: Any) -> Any:
+    stages = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": "HYBRID_SHARD"}
+    return stages.get(value.upper(), value) if isinstance(value, str) else value
+
+
+_Stage = Annotated[int, Field(ge=0, le=3), Number]
+_StageOrName = Annotated[
+    _Stage | Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"], BeforeValidator(_stage_name)
+]
+Stage = Annotated[_Stage, Written(_StageOrName)]  # of ZeRO, or the name that FSDP gives to it
 
 
 class ElasticFSDPOptions(AllReduceOptions):
-    fsdp_stage: int = Field(1, ge=0, le=3, description="0: all-reduce on full replicas; 1: optimizer states sharded")
+    fsdp_stage: Stage = Field(1, description="0: all-reduce on full replicas; 1: optimizer states sharded")
 
 
 class FSDPOptions(Options):
-    bucket_mb: float = Field(25.0, gt=0, description="stages 0, 1: gradients travel in buckets of this size")
-    fsdp_stage: int = Field(3, ge=0, le=3, description="ZeRO stage: what is cut up; 0 nothing, 3 all")
-    shard_size: Annotated[int, Field(ge=1)] | Literal["node"] | None = Field(
+    fsdp_stage: Stage = Field(
+        3, description="ZeRO stage: what is cut up; 0 nothing, 3 all; HYBRID_SHARD: stage 3 with shard_size node"
+    )
+    shard_size: Count | Annotated[Literal["node"], Lower] | None = Field(
         None, description="hybrid: workers that share one set of pieces; node: those of a machine; null: all of them"
     )
+    bucket_mb: Positive = Field(25.0, description="stages 0, 1: gradients travel in buckets of this size")
     param_dtype: Dtype | None = Field(
         None, description="type that parameters are handed out and used in; null: training.precision, in stage 1 fp32"
     )
@@ -50,7 +85,7 @@ class FSDPOptions(Options):
     cpu_offload: bool = Field(
         False, description="stages 2, 3 on a GPU: pieces and optimizer state live in the memory of the machine"
     )
-    prefetch: int = Field(1, ge=0, description="stage 3: blocks that are gathered ahead of the one in use")
+    prefetch: Natural = Field(1, description="stage 3: blocks that are gathered ahead of the one in use")
 
     @model_validator(mode="before")
     @classmethod
@@ -62,52 +97,57 @@ class FSDPOptions(Options):
 
 class PipelineOptions(Options):
     schedule: str = Field("1f1b", description=f"one of {', '.join(SCHEDULES)}")
-    num_microbatches: int | None = Field(None, ge=1, description="per batch; null: twice the stages, if they divide it")
-    stages_per_rank: int = Field(2, ge=1, description="interleaved, zero-bubble: pieces of the model on each rank")
-    layer_distribution: list[int] | Literal["auto"] | None = Field(
+    num_microbatches: Count | None = Field(
+        None,
+        description="of a batch, which they must divide; null: as many as divide it, up to twice the stages",
+    )
+    stages_per_rank: Count = Field(2, description="interleaved, zero-bubble: pieces of the model on each rank")
+    layer_distribution: list[Count] | Auto | None = Field(
         None, description="layers of each stage; auto: by measured speed and memory; null: evenly"
     )
-    draw_schedule: bool = Field(False, description="write schedule.svg: who computed what when, in one step of the run")
+    draw_schedule: bool = Field(
+        False, description="write schedule.svg into the run directory: who computed what when, in one step"
+    )
 
 
 class TensorOptions(Options):
     sequence_parallel: bool = Field(True, description="the stream between layers is cut along the sequence")
-    tp: int | None = Field(None, ge=1, description="ranks that share a layer; null: all")
+    tp: Count | None = Field(None, description="ranks that share a layer; null: all")
 
 
 class MeshOptions(PipelineOptions, FSDPOptions):
-    fsdp_stage: int = Field(0, ge=0, le=3, description="ZeRO stage along dp: what is cut up; 0 nothing, 3 all")
-    dp: int | None = Field(None, ge=1, description="data shards; null: what tp and pp leave")
-    tp: int = Field(1, ge=1, description="ranks that share each layer")
-    sequence_parallel: bool = Field(True, description="tp: the stream between layers is cut along the sequence")
-    pp: int = Field(1, ge=1, description="ranks that layers are dealt out to")
-    cp: int = Field(1, ge=1, description="ranks that have a piece of each sequence")
+    fsdp_stage: Stage = Field(0, description="ZeRO stage along dp: what is cut up; 0 nothing, 3 all")
+    dp: Count | None = Field(None, description="data shards; null: what tp and pp leave")
+    tp: Count = Field(1, description="ranks that share each layer")
+    sequence_parallel: bool = Field(True, description="the stream between layers is cut along the sequence")
+    pp: Count = Field(1, description="ranks that layers are dealt out to")
+    cp: Count = Field(1, description="ranks that have a piece of each sequence")
 
 
 class ServedOptions(Options):
     """Of strategies with a parameter server."""
 
-    worker_update_interval: int = Field(10, ge=1, description="steps between pulls of the server's weights")
+    worker_update_interval: Count = Field(10, description="steps between pulls of the server's weights")
     codec: Codec = Field("fp32", description="how gradients are encoded on the wire")
-    codec_fraction: float = Field(0.01, gt=0, le=1, description="topk, randk: share of the numbers that travels")
-    codec_rank: int = Field(2, ge=1, description="powersgd: rank of the approximation")
+    codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), Number] = Field(
+        0.01, description="topk, randk: share of the numbers that travels"
+    )
+    codec_rank: Count = Field(2, description="powersgd: rank of the approximation")
     use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
-    bucket_mb: float = Field(4.0, gt=0, description="gradients travel in buckets of this size")
+    bucket_mb: Positive = Field(4.0, description="gradients travel in buckets of this size")
 
 
 class SyncPSOptions(ServedOptions):
-    worker_update_interval: int = Field(4, ge=1, description="steps between pulls of the server's weights")
-    polyak_alpha: float = Field(1.0, ge=0, le=1, description="share of the server's weights in a pull")
-    timeout: float = Field(10.0, gt=0, description="seconds to wait for the others after the first gradient of a step")
+    worker_update_interval: Count = Field(4, description="steps between pulls of the server's weights")
+    polyak_alpha: Fraction = Field(1.0, description="share of the server's weights in a pull")
+    timeout: Positive = Field(10.0, description="seconds to wait for the others after the first gradient of a step")
 
 
 class EDPOptions(ServedOptions):
-    staleness_weighting: Literal["inverse", "none"] = Field(
+    staleness_weighting: Annotated[Literal["inverse", "none"], Lower] = Field(
         "inverse", description="inverse: a gradient s versions old counts 1/(1+s); none: all count alike"
     )
-    staleness_bound: int | None = Field(
-        None, ge=0, description="refuse gradients older than this; null: any age counts"
-    )
-    server_batch: int | None = Field(
-        None, ge=1, description="samples that make a step of the server; null: what all live workers read in one step"
+    staleness_bound: Natural | None = Field(None, description="refuse gradients older than this; null: any age counts")
+    server_batch: Count | None = Field(
+        None, description="samples that make a step of the server; null: what all live workers read in one step"
     )

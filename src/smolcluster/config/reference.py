@@ -1,20 +1,24 @@
-"""The reference page, docs/configuration.md, written from the schema.
+"""Pages of the documentation that are written from the schema and from the records of the strategies.
 
-python -m smolcluster.config.reference > docs/configuration.md
+python -m smolcluster.config.reference docs    configuration.md, and the tables in strategies/
 """
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from smolcluster.config.describe import allowed, show
 from smolcluster.config.load import builtin_configs
 from smolcluster.config.names import SECTIONS, SHORTHAND
 from smolcluster.config.schema import Config, HostConfig, LinkConfig, Section
-from smolcluster.config.strategies import ALIASES
+from smolcluster.config.strategies import ALIASES, BUILT_IN, Option, Record, built_in_options, options_of
 
 _INTRO = """\
 # Configuration
 
-<!-- Written by `python -m smolcluster.config.reference`; change the schema, not this page. -->
+<!-- Written by `python -m smolcluster.config.reference docs`; change the schema, not this page. -->
 
 A configuration is YAML. `smolcluster train` takes files and built-in names, merged left to right, then overrides:
 
@@ -66,8 +70,53 @@ not matter.
 """
 
 
+_BEGIN = "<!-- Written by `python -m smolcluster.config.reference docs`; change the record, not this table. -->\n"
+_END = "<!-- end -->\n"
+
+
+def pages(docs: Path) -> dict[Path, str]:
+    """Every page with generated text, as it should be."""
+    found = {docs / "configuration.md": markdown()}
+    tables = {"index": _strategy_table()}
+    tables |= {name: table for name, record in BUILT_IN.items() if (table := _option_table(record))}
+    for name, table in tables.items():
+        path = docs / "strategies" / f"{name}.md"
+        before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
+        found[path] = before + _BEGIN + table + _END + rest.partition(_END)[2]
+    return found
+
+
+def _strategy_table() -> str:
+    rows = ["| strategy | also called | planes | use it when |", "|---|---|---|---|"]
+    for name, record in BUILT_IN.items():
+        known = [record.algorithm] if record.algorithm != name.capitalize() else []
+        known += [alias for alias in record.aliases if alias != record.algorithm.lower()]
+        rows.append(f"| [`{name}`]({name}.md) | {', '.join(known)} | {', '.join(record.planes)} | {record.use_when} |")
+    return "\n".join(rows) + "\n"
+
+
+def _option_table(record: Record) -> str:
+    """Empty where it has none."""
+    rows = [
+        f"| `{option.key}`{f' ({option.plane})' if option.plane else ''} | {_defaults([option])} | "
+        f"{_cell(option.field.description or '')} |"
+        for option in options_of(record)
+    ]
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows]) + "\n" if rows else ""
+
+
+def _defaults(takers: Sequence[Option]) -> str:
+    """`25.0`, or `allreduce 25.0; edp 4.0` where they differ."""
+    by_value: dict[str, list[str]] = {}
+    for option in takers:
+        by_value.setdefault(show(option.field.default).replace("'", ""), []).append(option.taker)
+    if len(by_value) == 1:
+        return f"`{next(iter(by_value))}`"
+    return "; ".join(f"{', '.join(names)} `{value}`" for value, names in by_value.items())
+
+
 def markdown() -> str:
-    """The whole page."""
+    """The page of the whole schema."""
     builtin = ", ".join(f"`{name}`" for name in builtin_configs())
     parts = [_INTRO, f"Built-in configurations: {builtin}.\n"]
     for name in SECTIONS:
@@ -104,8 +153,10 @@ def _table(paths: list[tuple[str, ...]]) -> str:
     for path in paths:
         section = SECTIONS[path[0]] if len(path) == 2 else Config
         field = section.model_fields[path[-1]]
-        default = show(field.get_default(call_default_factory=True)).replace("'", "")
-        rows.append(f"| `{path[-1]}` | `{default}` | {allowed(path)} | {_cell(field.description or '')} |")
+        default = f"`{show(field.get_default(call_default_factory=True))}`".replace("'", "")
+        if path[0] == "strategy" and path[-1] in built_in_options():  # null there: what the strategy has
+            default = _defaults(built_in_options()[path[-1]])
+        rows.append(f"| `{path[-1]}` | {default} | {allowed(path)} | {_cell(field.description or '')} |")
     return "\n".join(rows) + "\n"
 
 
@@ -114,4 +165,5 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    for _path, _text in pages(Path(sys.argv[1])).items():
+        _path.write_text(_text, encoding="utf-8", newline="\n")

@@ -7,11 +7,26 @@ directory says what really ran. The field descriptions are the reference documen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from smolcluster.config.options import Codec
+from smolcluster.config.strategies import ALONE, DEFAULT, option_fields
+from smolcluster.config.types import (
+    Auto,
+    BelowOne,
+    Count,
+    Fraction,
+    Lower,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Seed,
+    Upper,
+    lower,
+)
 from smolcluster.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -20,30 +35,9 @@ else:
     ModelType = Literal[(*ARCHITECTURES, "simplenn")]
 
 
-def _not_a_flag(value: Any) -> Any:
-    """Python takes `true` for 1. A batch size of `true` is a mistake, not a 1."""
-    if isinstance(value, bool):
-        raise ValueError("a number is needed, not true or false")
-    return value
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
-
-
 def _dataset_name(value: Any) -> Any:
     """`MNIST` is mnist; the names of other people's datasets keep their case."""
-    return value if isinstance(value, str) and value.startswith("hf:") else _lower(value)
-
-
-def _stage_name(value: Any) -> Any:
-    """The names that FSDP gives to stages of ZeRO."""
-    stages = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": "HYBRID_SHARD"}
-    return stages.get(value.upper(), value) if isinstance(value, str) else value
+    return value if isinstance(value, str) and value.startswith("hf:") else lower(value)
 
 
 def _best(value: Any) -> Any:
@@ -63,21 +57,6 @@ def split_best(best: str) -> tuple[str, str]:
     """The metric, and whether the least (`min`) or the greatest (`max`) is the best."""
     name, _, mode = best.rpartition(", ")
     return name, mode
-
-
-Number = BeforeValidator(_not_a_flag)
-Lower = BeforeValidator(_lower)
-Upper = BeforeValidator(_upper)
-
-Count = Annotated[int, Field(ge=1), Number]
-Natural = Annotated[int, Field(ge=0), Number]
-Seed = Annotated[int, Field(ge=0, lt=2**63), Number]
-Positive = Annotated[float, Field(gt=0.0), Number]
-NonNegative = Annotated[float, Field(ge=0.0), Number]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0), Number]
-BelowOne = Annotated[float, Field(ge=0.0, lt=1.0), Number]
-Auto = Annotated[Literal["auto"], Lower]
-Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Section(BaseModel):
@@ -367,93 +346,41 @@ class ClusterConfig(Section):
     seed: Seed | None = Field(None, description="as in the cluster files; training.seed wins")
 
 
-class StrategyConfig(Section):
+class _Named(Section):
+    name: str = Field(DEFAULT, description=f"see `smolcluster strategies`; on one worker and not said: {ALONE}")
+
+
+if TYPE_CHECKING:
+    _WithOptions = _Named
+else:
+    _WithOptions = create_model("_WithOptions", __base__=_Named, **option_fields())
+
+
+class StrategyConfig(_WithOptions):
     """Which algorithm, and its options.
 
-    Each strategy reads its own; one it does not know has no effect and is warned of.
+    Each strategy reads its own; one it does not know has no effect and is warned of. (mesh) and (elastic): on that plane only.
     """
 
-    name: str = Field("allreduce", description="see `smolcluster strategies`; on one worker and not said: single")
-    staleness_bound: Natural | None = Field(
-        None, description="allreduce, fsdp: gradients may be so many steps old; 0: synchronous"
-    )
-    on_stale: Annotated[Literal["drop", "stop"], Lower] | None = Field(
-        None, description="what to do with a gradient beyond the bound"
-    )
-    worker_update_interval: Count | None = Field(None, description="edp, syncps: steps between weight pulls")
-    polyak_alpha: Fraction | None = Field(None, description="syncps: share of the server's weights in a pull")
-    timeout: Positive | None = Field(
-        None, description="syncps: seconds to wait for stragglers after the first gradient"
-    )
-    step_timeout: Positive | None = Field(
-        None,
-        description="allreduce, fsdp on the elastic plane: seconds that a worker may compute while others wait for it, "
-        "before it is evicted; null: follows the measured step times",
-    )
-    use_quantization: bool | None = Field(None, description="edp, syncps: 8-bit gradients; the same as codec: int8")
-    codec: Annotated[Codec, Lower] | None = Field(None, description="how gradients are encoded on the wire")
-    codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), Number] | None = Field(
-        None, description="topk, randk: share of the numbers that travels"
-    )
-    codec_rank: Count | None = Field(None, description="powersgd: rank of the approximation")
-    staleness_weighting: Annotated[Literal["inverse", "none"], Lower] | None = Field(
-        None, description="edp: inverse: a gradient s versions old counts 1/(1+s); none: all count alike"
-    )
-    server_batch: Count | None = Field(
-        None, description="edp: samples that make a step of the server; null: what all live workers read in one step"
-    )
-    bucket_mb: Positive | None = Field(None, description="gradients travel in buckets of this size")
     reduce_bucket_size: Count | None = Field(
         None, description="DeepSpeed's key for bucket_mb: the size of a bucket in numbers, of four bytes each"
     )
-    fsdp_stage: Annotated[
-        Annotated[int, Field(ge=0, le=3), Number]
-        | Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
-        | None,
-        BeforeValidator(_stage_name),
-    ] = Field(
-        None,
-        description="fsdp: ZeRO stage, 0 to 3, or its name: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD; "
-        "HYBRID_SHARD: stage 3 with shard_size node",
-    )
-    shard_size: Count | Annotated[Literal["node"], Lower] | None = Field(
-        None, description="fsdp: workers that share one set of pieces; node: those of a machine; null: all"
-    )
-    param_dtype: Annotated[Precision, Lower] | None = Field(
-        None,
-        description="fsdp, stages 1 to 3: type that parameters are handed out and used in; null: training.precision, "
-        "in stage 1 fp32",
-    )
-    reduce_dtype: Annotated[Precision, Lower] | None = Field(
-        None, description="fsdp, stages 2 and 3: type that gradients are averaged in; null: fp32"
-    )
-    buffer_dtype: Annotated[Precision, Lower] | None = Field(
-        None, description="fsdp, stages 2 and 3: type of buffers, such as running means; null: as the model has them"
-    )
-    cpu_offload: bool | None = Field(
-        None, description="fsdp on a GPU: pieces and optimizer state in the machine's memory"
-    )
-    prefetch: Natural | None = Field(
-        None, description="fsdp, stage 3: blocks that are gathered ahead of the one in use"
-    )
-    schedule: str | None = Field(None, description="pipeline: gpipe, 1f1b, ...")
-    num_microbatches: Count | None = Field(None, description="pipeline: micro-batches per step")
-    stages_per_rank: Count | None = Field(None, description="pipeline: pieces of the model on each rank")
-    draw_schedule: bool | None = Field(
-        None, description="pipeline: write schedule.svg, a picture of who computed what when"
-    )
-    layer_distribution: list[Count] | Auto | None = Field(
-        None, description="pipeline: layers per stage; auto: by measured speed and memory of the ranks; null: evenly"
-    )
-    dp: Count | None = Field(None, description="mesh: data-parallel size")
-    tp: Count | None = Field(None, description="mesh, tensor: tensor-parallel size")
-    sequence_parallel: bool | None = Field(
-        None, description="tensor, mesh: the stream between layers is cut along the sequence"
-    )
-    pp: Count | None = Field(None, description="mesh: pipeline stages")
-    cp: Count | None = Field(None, description="mesh: context-parallel size: ranks that have a piece of each sequence")
     inner_steps: Count | None = Field(None, description="for strategies that are still to come: no effect yet")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of strategies from other packages")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="of a strategy from another package; they may also stand beside its name"
+    )
+
+    def said(self) -> dict[str, Any]:
+        """The options that are set, by name."""
+        return self.model_dump(exclude={"name", "options"}, exclude_none=True) | self.options
+
+    def saying(self, options: Mapping[str, Any], *, name: str | None = None) -> Self:
+        """A copy with these options set; None: not said."""
+        fields = type(self).model_fields
+        kept = {key: value for key, value in self.options.items() if key not in options}
+        others = {key: value for key, value in options.items() if key not in fields and value is not None}
+        own = {key: value for key, value in options.items() if key in fields}
+        return self.model_copy(update={**own, "name": name or self.name, "options": kept | others})
 
 
 def _section(kind: type[Section]) -> Any:

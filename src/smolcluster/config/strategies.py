@@ -1,7 +1,7 @@
-"""Every strategy as data: its names, its planes, where its code is. Beside these only the schema's descriptions name one.
+"""Every strategy as data: its names, its planes, its options, where its code is. Nothing else names a strategy.
 
 The records are in config/ because the schema, the console, the launchers and the dashboard all read them, and none of these
-imports torch. Code is named by strings, `module:Class`, and imported by `strategies/registry.py`.
+imports torch. Code is named by strings, `module:Class`, and imported by `strategies/registry.py`; option classes need no torch.
 
 A package of your own registers its record by entry point:
 
@@ -15,11 +15,26 @@ better off in a module that does not import torch: launchers read it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from smolcluster.config.options import (
+    AllReduceOptions,
+    EDPOptions,
+    ElasticFSDPOptions,
+    FSDPOptions,
+    MeshOptions,
+    Options,
+    PipelineOptions,
+    SyncPSOptions,
+    TensorOptions,
+    Written,
+)
 from smolcluster.errors import UserError, unknown_name
 
 GROUP = "smolcluster.strategies"
@@ -45,6 +60,9 @@ class Record:
     algorithm: str  # the name users know it by, as in run names
     summary: str
     where: Mapping[str, str]  # plane, mesh or elastic -> `module:Class`; the first plane is the default
+    # Of all planes, or by plane. None: known only to its code, and first read when a run begins.
+    options: type[Options] | Mapping[str, type[Options]] | None = None
+    use_when: str = ""
     aliases: tuple[str, ...] = ()
     topology: Topology = "ring"  # who exchanges with whom: a server and its workers, neighbours, a chain
     variants: Callable[[Asked], Iterable[Variant]] = lambda _: [("", {})]  # that a plan compares
@@ -55,6 +73,9 @@ class Record:
     @property
     def planes(self) -> tuple[str, ...]:
         return tuple(self.where)
+
+    def options_on(self, plane: str) -> type[Options] | None:
+        return self.options.get(plane) if isinstance(self.options, Mapping) else self.options
 
 
 def _stages(asked: Asked) -> Iterable[Variant]:
@@ -87,6 +108,8 @@ _RECORDS = (
         algorithm="Single",
         summary="one process on one device; the reference for all others",
         where={"mesh": f"{_HERE}.single:Single"},
+        options=Options,
+        use_when="one machine",
         topology="alone",
     ),
     Record(
@@ -94,6 +117,8 @@ _RECORDS = (
         algorithm="ClassicDP",
         summary="whole model on every worker, averaged gradients, optional bounded staleness",
         where={"mesh": f"{_HERE}.allreduce:AllReduce", "elastic": f"{_HERE}.allreduce:AllReduce"},
+        options=AllReduceOptions,
+        use_when="the model fits on every machine",
         aliases=("classicdp", "dp", "ddp", "dataparallel"),
     ),
     Record(
@@ -101,6 +126,8 @@ _RECORDS = (
         algorithm="FSDP",
         summary="ZeRO 0-3 and hybrid: optimizer state, gradients and parameters cut up among the workers",
         where={"mesh": f"{_HERE}.fsdp:FSDP", "elastic": f"{_HERE}.fsdp_elastic:ElasticFSDP"},
+        options={"mesh": FSDPOptions, "elastic": ElasticFSDPOptions},
+        use_when="the optimizer's state, or the model, is too much for every machine",
         aliases=("zero",),
         variants=_stages,
         elastic_option="staleness_bound",
@@ -111,6 +138,8 @@ _RECORDS = (
         algorithm="MP",
         summary="each rank has some of the layers; micro-batches follow each other through them",
         where={"mesh": f"{_HERE}.pipeline:Pipeline"},
+        options=PipelineOptions,
+        use_when="the model does not fit; the network is slow",
         aliases=("mp", "modelparallelism", "modelparallel"),
         topology="line",
         variants=_schedules,
@@ -120,6 +149,8 @@ _RECORDS = (
         algorithm="3D",
         summary="pipeline x data x tensor parallel, with ZeRO stages along the data axis",
         where={"mesh": f"{_HERE}.mesh:Mesh"},
+        options=MeshOptions,
+        use_when="all of these at once; sequences too long for one rank",
         variants=_axes,
     ),
     Record(
@@ -127,12 +158,16 @@ _RECORDS = (
         algorithm="Tensor",
         summary="every layer's work shared out among the ranks (Megatron), sequence and vocabulary parallel",
         where={"mesh": f"{_HERE}.tensor:TensorParallel"},
+        options=TensorOptions,
+        use_when="layers are large, and the ranks are on one machine",
     ),
     Record(
         name="syncps",
         algorithm="SyncPS",
         summary="a server averages the gradients of all workers, step by step; stragglers are not waited for",
         where={"elastic": f"{_HERE}.syncps:SyncPS"},
+        options=SyncPSOptions,
+        use_when="one good machine as a server, others like each other",
         aliases=("ps", "synchronousps"),
         topology="star",
     ),
@@ -141,6 +176,8 @@ _RECORDS = (
         algorithm="EDP",
         summary="an asynchronous server; no worker waits for another, fast ones do more",
         where={"elastic": f"{_HERE}.edp:EDP"},
+        options=EDPOptions,
+        use_when="machines of very different speed, slow or shaky networks",
         topology="star",
         own_steps=True,
     ),
@@ -148,7 +185,8 @@ _RECORDS = (
 
 BUILT_IN: Mapping[str, Record] = {record.name: record for record in _RECORDS}
 
-ALONE = "single"  # what runs on one worker where no strategy is named
+# Where no strategy is named: on one worker, on several, and where machines differ, come and go.
+ALONE, DEFAULT, UNLIKE = "single", "allreduce", "edp"
 
 # Named in the documentation and in ready cluster files, and still to come.
 PLANNED = ("diloco", "dipaco", "swarm")
@@ -208,6 +246,68 @@ def find_record(name: str) -> Record | None:
         return None
 
 
+# Options
+
+
+class Option(NamedTuple):
+    """One that a strategy takes; `plane` is empty where it is the same on all of them."""
+
+    key: str
+    strategy: str
+    plane: str
+    field: FieldInfo
+
+    @property
+    def taker(self) -> str:
+        return f"{self.strategy} ({self.plane})" if self.plane else self.strategy
+
+
+def options_of(record: Record) -> Iterator[Option]:
+    by_plane = {plane: made.on(plane) for plane in record.planes if (made := record.options_on(plane)) is not None}
+    for key in dict.fromkeys(key for fields in by_plane.values() for key in fields):
+        fields = {plane: by_plane[plane][key] for plane in by_plane if key in by_plane[plane]}
+        different = {(field.description, repr(field.default)) for field in fields.values()}
+        if len(different) == 1 and len(fields) == len(record.planes):
+            fields = {"": fields[record.planes[0]]}
+        for plane, field in fields.items():
+            yield Option(key, record.name, plane, field)
+
+
+@functools.cache
+def built_in_options() -> Mapping[str, Sequence[Option]]:
+    """Every option of the built-in strategies, with all who take it."""
+    found: dict[str, list[Option]] = {}
+    for record in BUILT_IN.values():
+        for option in options_of(record):
+            found.setdefault(option.key, []).append(option)
+    return found
+
+
+def option_fields() -> dict[str, Any]:
+    """The same as fields of the `strategy` section; None: not said."""
+    return {
+        key: (written(takers[0].field), Field(None, description=describe_option(takers)))
+        for key, takers in built_in_options().items()
+    }
+
+
+def written(field: FieldInfo) -> Any:
+    """The type that a file may hold, or null."""
+    kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    return next((part.type for part in field.metadata if isinstance(part, Written)), kind) | None
+
+
+def describe_option(takers: Iterable[Option]) -> str:
+    """`allreduce, fsdp: what it means for them. edp: what it means there`."""
+    said: dict[str, list[str]] = {}
+    for option in takers:
+        said.setdefault(option.field.description or "", []).append(option.taker)
+    return ". ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
+
+
+# Packages
+
+
 def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
@@ -237,4 +337,5 @@ def _load(entry: EntryPoint) -> Record:
         algorithm=found.__name__,
         summary=said[0] if said else entry.value,
         where={"mesh": entry.value},
+        options=getattr(found, "Config", None),
     )

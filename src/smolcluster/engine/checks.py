@@ -143,7 +143,7 @@ def check_memory(
     there = size(room.total) if need > room.total else f"{size(room.free)} free"
     text = (
         f"{whose} must hold {size(need)} of weights, gradients and optimizer state, before activations, and {where} has "
-        f"{there}; {offload} more machines with --strategy fsdp or pipeline, or a smaller model; "
+        f"{there}; {offload} more machines with a strategy that shares the model out, or a smaller model; "
         "`smolcluster plan --memory` shows what fits"
     )
     if need > room.total:

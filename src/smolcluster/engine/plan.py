@@ -132,11 +132,11 @@ class Subject:
 
     def scene(self, choice: Choice) -> Scene:
         """Raises UserError where the strategy cannot run like this."""
-        section = self.config.strategy.model_copy(update={"name": choice.strategy, **choice.options})
+        section = self.config.strategy.saying(choice.options, name=choice.strategy)
         if (
-            section.layer_distribution == "auto"
-        ):  # what is measured when a run begins; about even where machines are alike
-            section = section.model_copy(update={"layer_distribution": None})
+            section.said().get("layer_distribution") == "auto"
+        ):  # measured when a run begins; about even where machines are alike
+            section = section.saying({"layer_distribution": None})
         strategy = find_strategy(choice.strategy, plane=choice.plane)
         options, _ = read_options(strategy, section)
         nodes = self.nodes[:1] if choice == ALONE else self.nodes

@@ -142,8 +142,7 @@ def choose_plane(config: Config) -> str:
         raise UserError(f"strategy {record.name} does not run on the {said} plane; those that do: {', '.join(there)}")
     if said is not None:
         return said
-    options = config.strategy.model_dump(exclude={"options"}) | config.strategy.options
-    return "elastic" if options.get(record.elastic_option) else record.planes[0]
+    return "elastic" if config.strategy.said().get(record.elastic_option) else record.planes[0]
 
 
 def task_name(config: Config) -> str:

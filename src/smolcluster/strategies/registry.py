@@ -27,6 +27,10 @@ def find_strategy(name: str, plane: str | None = None) -> type[Strategy[Options]
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(f"strategy {record.name}: {record.where[plane]} cannot be imported: {error}") from error
+    options = record.options_on(plane)
+    if options not in (None, found.Config):
+        text = f"its record has the options {options.__name__}, and {attribute} has {found.Config.__name__}; name one class"
+        raise UserError(f"strategy {record.name}: {text}")
     return cast("type[Strategy[Options]]", found)
 
 
@@ -34,9 +38,7 @@ def read_options(
     strategy: type[Strategy[OptionsT]], section: StrategyConfig, *, plane: str | None = None
 ) -> tuple[OptionsT, list[str]]:
     """The strategy's own options out of the section, and the names of those set that it does not use on this plane."""
-    said = {k: v for k, v in section.model_dump(exclude={"name", "options"}).items() if v is not None}
-    said |= section.options
-    made = cast("type[OptionsT]", strategy.Config)
+    said, made = section.said(), cast("type[OptionsT]", strategy.Config)
     known = made.model_fields
     if "reduce_bucket_size" in said and "bucket_mb" in known:
         if "bucket_mb" in said:
@@ -48,5 +50,4 @@ def read_options(
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"strategy.{place} = {first['input']!r}: {first['msg']}") from error
-    unused = made.only_elastic if plane == "mesh" else frozenset()
-    return options, sorted(said.keys() - (known.keys() - unused))
+    return options, sorted(said.keys() - made.on(plane).keys())

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from smolcluster.comm.elastic.sockets import join_address, own_host
+from smolcluster.config.strategies import UNLIKE
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.cluster import control
 from smolcluster.launch.cluster.layout import LOCAL, Machine
@@ -222,7 +223,7 @@ def write_file(found: list[Found]) -> str:
             "# server_address is where that host finds this machine; take it away if another is to be the server."
         )
     lines += [
-        "strategy: edp  # machines may differ, come and go; see `smolcluster strategies`",
+        f"strategy: {UNLIKE}  # machines may differ, come and go; see `smolcluster strategies`",
         "",
         "run:",
         "  train: gpt",

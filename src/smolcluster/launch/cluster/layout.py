@@ -115,7 +115,7 @@ def lay_out(config: Config, *, name: str, run: str) -> Layout:
         )
     if config.strategy.name == ALONE and len(workers) > 1 and config.run.serve is None:
         raise UserError(
-            f"strategy single has one worker, not {len(workers)}; leave it out, or name another: `smolcluster strategies`"
+            f"strategy {ALONE} has one worker, not {len(workers)}; leave it out, or name another: `smolcluster strategies`"
         )
     config = _for_processes(config, hosts, workers)
     plane = SERVING if config.run.serve is not None else choose_plane(config)
