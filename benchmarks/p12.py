@@ -1,8 +1,8 @@
 """P12: the bytes that every strategy sends and receives, against its formula.
 
 Elastic plane. Compared: `Strategy.plan`, which is the formula in the strategy's docstring, with what the kernel counted on
-the sockets of each worker (plain TCP on loopback): syncps and edp with every codec, elastic allreduce, fsdp stages 0 and
-1, on 2 and 3 workers. The worker that moved most counts.
+the sockets of each worker (plain TCP on loopback): syncps, edp and elastic allreduce with every codec, fsdp stages 0 and 1, on
+2 and 3 workers. The worker that moved most counts.
 
 How: a worker reads its counters at the beginning of every step (`benchmarks/tasks/counted.py`); a step's bytes are the median
 over all stretches of half the run, so that what travels once, at joining, is left out, and so is what happens to be under
@@ -73,8 +73,10 @@ CASES = [
         for codec in CODECS
     ),
     Case("allreduce", "allreduce"),
+    *(Case(f"allreduce, {codec}", "allreduce", {"codec": codec}) for codec in CODECS if codec != "fp32"),
     Case("fsdp 0", "fsdp", {"fsdp_stage": 0}),
     Case("fsdp 1", "fsdp", {"fsdp_stage": 1}),
+    Case("fsdp 1, int8", "fsdp", {"fsdp_stage": 1, "codec": "int8"}),
 ]
 
 

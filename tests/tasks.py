@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smolcluster.comm.contributions import Layout
 from smolcluster.compute import precision
 from smolcluster.models import SimpleNN
 from smolcluster.tasks.base import Task
@@ -571,6 +572,33 @@ class _Spoils(Task):
             if rank == os.environ["TEST_RANK"] and int(call) == _Spoils.calls:
                 loss = _Spoil.apply(loss, float(factor))  # type: ignore[no-untyped-call]
         return loss
+
+
+class Garbles(Digits):
+    """GARBLE is RANK:CALL: what this rank sends of its gradient of this training batch is nonsense."""
+
+    quick_check = False
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if model.training:
+            Garbles.calls += 1
+            rank, call = os.environ["GARBLE"].split(":")
+            if rank == os.environ["TEST_RANK"] and int(call) == Garbles.calls:
+                self._garble()
+        return super().loss(model, batch)
+
+    def _garble(self) -> None:
+        """The next that leaves, to whomever."""
+        written, left = Layout.write, [2]
+
+        def write(layout: Layout, *said: Any, **also: Any) -> Tensor:
+            left[0] -= 1
+            if left[0] == 0:
+                Layout.write = written  # type: ignore[method-assign]
+            return torch.full_like(written(layout, *said, **also), 255)
+
+        Layout.write = write  # type: ignore[method-assign]
 
 
 class Spoiled(_Spoils, Digits):

@@ -34,6 +34,9 @@ CONFIG = {
 # Every codec once, and every strategy on two and three workers: a codec does not know how many there are.
 PLAIN = [case for case in CASES if case.options.get("codec") in (None, "fp32")]
 CODED = [case for case in CASES if case.strategy == "syncps" and case not in PLAIN]
+BETWEEN_WORKERS = [
+    case for case in CASES if case.strategy in ("allreduce", "fsdp") and case.options.get("codec") in ("int8", "topk")
+]
 
 
 def config_of(case: Case, *, workers: int) -> Config:
@@ -45,7 +48,7 @@ def config_of(case: Case, *, workers: int) -> Config:
 @pytest.mark.parametrize(
     ("case", "workers"),
     [
-        *(pytest.param(case, 2, id=f"{case.name}, 2 workers") for case in PLAIN + CODED),
+        *(pytest.param(case, 2, id=f"{case.name}, 2 workers") for case in PLAIN + CODED + BETWEEN_WORKERS),
         *(pytest.param(case, 3, id=f"{case.name}, 3 workers") for case in PLAIN),
     ],
 )
@@ -65,10 +68,11 @@ def test_bytes_of_a_step_are_those_of_the_formula(tmp_path: Path, case: Case, wo
         assert received >= row["formula_received"], row
 
 
-def test_a_dry_run_knows_what_a_codec_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["syncps", "allreduce"])
+def test_a_dry_run_knows_what_a_codec_saves(tmp_path: Path, strategy: str) -> None:
     said = {}
     for codec in ("fp32", "int8", "powersgd"):
-        config = load_config([], sets={"strategy.name": "syncps", "strategy.codec": codec, "training.device": "cpu"})
+        config = load_config([], sets={"strategy.name": strategy, "strategy.codec": codec, "training.device": "cpu"})
         text = describe_run(config, workers=2, run_dir=RunDir(tmp_path / "run"), backend=None, plane="elastic")
         said[codec] = float(re.findall(r"a step sends (\S+) MiB", text)[0])
     assert said["fp32"] > 3 * said["int8"] > 6 * said["powersgd"] > 0

@@ -141,6 +141,23 @@ def test_killed_workers_cost_their_unfinished_step(
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
+@pytest.mark.parametrize("kind", ["allreduce", "allreduce-2", "fsdp"])
+def test_a_worker_dies_while_gradients_travel_encoded(tmp_path: Path, kind: str) -> None:
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(10)
+        instance, killed = instance_of(world, 1), time.time()
+        world.kill(1)
+        wait_for_next_step(world, after=killed, without=instance)
+        started = time.time()
+        world.start(1)
+        wait_for_counted(world, 1, after=started)
+
+    config = {"training.steps": 100, "strategy.codec": "int8"}
+    world = run(kind, 3, tmp_path, config, script=script)
+    assert_sound(world, steps=100)
+    assert world.summary["val_loss"] < 1.0  # 2.3 at the start
+
+
 # The server dies
 
 
@@ -511,15 +528,24 @@ def test_absurd_gradients_are_refused_and_harm_nobody(
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
-@usually("syncps")
-@pytest.mark.parametrize("kind", ["syncps", "edp"])
+@usually("syncps", "allreduce")
+@pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "allreduce-2"])
 def test_what_a_codec_left_out_of_a_refused_gradient_does_not_come_later(tmp_path: Path, kind: str) -> None:
     """A hundredth of it is sent and refused; error feedback would make the next gradients as absurd as that one."""
     config = {"strategy.codec": "topk", "strategy.codec_fraction": 0.01}
     world = run(kind, 2, tmp_path, config, task="Spoiled", environ={"SPOIL": "1:40:1e9"})
     assert_sound(world, steps=STEPS)
-    most = 1 if kind == "syncps" else 4  # edp: those that were already on their way
+    most = 1 if kind in ("syncps", "allreduce") else 4  # those that were already on their way
     assert 1 <= world.summary["refused"]["worker 1 (testhost)"] <= most
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "fsdp"])
+def test_a_worker_whose_encoded_gradient_cannot_be_read_is_evicted(tmp_path: Path, kind: str) -> None:
+    """It says that it used every parameter with a weight of NaN. The others go on, and take it back."""
+    config = {"training.steps": 100, "strategy.codec": "int8"}
+    world = run(kind, 3, tmp_path, config, task="Garbles", environ={"GARBLE": "1:20"})
+    assert_sound(world, steps=100)
+    assert [line["rank"] for line in changes(lines_of(world), "evicted")] == [1]
 
 
 @pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce"])

@@ -243,9 +243,12 @@ def test_options_are_the_strategys_own_and_the_others_are_named() -> None:
     assert ignored == ["polyak_alpha", "timeout"]
 
 
-@pytest.mark.parametrize(("plane", "ignored"), [("mesh", ["on_stale", "step_timeout"]), ("elastic", []), (None, [])])
+@pytest.mark.parametrize(
+    ("plane", "ignored"),
+    [("mesh", ["codec", "codec_rank", "on_stale", "step_timeout"]), ("elastic", []), (None, [])],
+)
 def test_options_for_members_that_come_and_go_are_named_where_they_stay(plane: str | None, ignored: list[str]) -> None:
-    section = StrategyConfig(name="allreduce", step_timeout=60.0, on_stale="stop")
+    section = StrategyConfig(name="allreduce", step_timeout=60.0, on_stale="stop", codec="powersgd", codec_rank=4)
     assert read_options(find_strategy("allreduce"), section, plane=plane)[1] == ignored
 
 

@@ -27,6 +27,7 @@ from smolcluster.comm.buckets import GradientBuckets
 from smolcluster.comm.elastic.view import View
 from smolcluster.comm.group import Group, share_of
 from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.errors import SmolclusterError
 
 
 @dataclass(slots=True, eq=False)
@@ -59,14 +60,22 @@ class Committed:
     empty: bool = False  # nothing in it was fit to count
 
 
+class Unreadable(SmolclusterError):
+    """A member sent what cannot be read: the others cannot go on with it."""
+
+    def __init__(self, place: int, reason: str) -> None:
+        super().__init__(reason)
+        self.place = place  # in the view
+
+
 class Combination(ABC):
     """How the contributions to a round are combined over a group, in memory for several rounds in flight (`slot`)."""
 
     whole: bool = True  # every member holds the whole result
 
     @abstractmethod
-    def start(self, slot: int, *, weight: float, stop: bool = False) -> None:
-        """Take each gradient, times `weight`, as the next backward produces it."""
+    def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
+        """Take each gradient, times `weight`, as the next backward produces it. `scale`: of the loss, to be divided out."""
 
     @abstractmethod
     def finish(self, slot: int) -> None:
@@ -78,7 +87,7 @@ class Combination(ABC):
 
     @abstractmethod
     def wait(self, slot: int) -> None:
-        """Return when the result is there. Raises ViewChanged where it never will be."""
+        """Return when the result is there. Raises ViewChanged where it never will be, Unreadable where a member is to blame."""
 
     def stop_count(self, slot: int) -> Tensor:
         """Return how many members asked to stop in this round, after `wait`."""
@@ -137,8 +146,8 @@ class BucketSum(Combination):
             keep=group is None,
         )
 
-    def start(self, slot: int, *, weight: float, stop: bool = False) -> None:
-        self.buckets.arm(slot, weight=weight, stop=stop)
+    def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
+        self.buckets.arm(slot, weight=weight / scale, stop=stop)
 
     def finish(self, slot: int) -> None:
         self.buckets.disarm()

@@ -40,8 +40,19 @@ class Written:
     type: Any
 
 
-class AllReduceOptions(Options):
-    only_elastic = frozenset({"on_stale", "step_timeout"})
+class CodecOptions(Options):
+    """Of strategies that encode gradients."""
+
+    codec: Codec = Field("fp32", description="how gradients are encoded on the wire")
+    codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), Number] = Field(
+        0.01, description="topk, randk: share of the numbers that travels"
+    )
+    codec_rank: Count = Field(2, description="powersgd: rank of the approximation")
+    use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
+
+
+class AllReduceOptions(CodecOptions):
+    only_elastic = frozenset({"on_stale", "step_timeout", *CodecOptions.model_fields})
     staleness_bound: Natural = Field(0, description="averaged gradients in flight; 0: synchronous")
     on_stale: Annotated[Literal["drop", "stop"], Lower] = Field(
         "drop", description="gradients that come too late to count: drop them, or stop this worker"
@@ -124,16 +135,10 @@ class MeshOptions(PipelineOptions, FSDPOptions):
     cp: Count = Field(1, description="ranks that have a piece of each sequence")
 
 
-class ServedOptions(Options):
+class ServedOptions(CodecOptions):
     """Of strategies with a parameter server."""
 
     worker_update_interval: Count = Field(10, description="steps between pulls of the server's weights")
-    codec: Codec = Field("fp32", description="how gradients are encoded on the wire")
-    codec_fraction: Annotated[float, Field(gt=0.0, le=1.0), Number] = Field(
-        0.01, description="topk, randk: share of the numbers that travels"
-    )
-    codec_rank: Count = Field(2, description="powersgd: rank of the approximation")
-    use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
     bucket_mb: Positive = Field(4.0, description="gradients travel in buckets of this size")
 
 

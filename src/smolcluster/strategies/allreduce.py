@@ -24,6 +24,10 @@ Bytes per step and worker, sent and received each, for S bytes of parameters on 
 and one number for each tensor of the model, which says how many workers used it.
 Memory: K + 1 sets of gradients; on the elastic plane twice as many, since each worker keeps its own until they are committed.
 
+With a `codec` on the elastic plane gradients travel encoded, each tensor by way of a worker that owns it, after backward
+(`comm/encoded_sum.py`). S is then the encoded bytes, and a worker that owns P of them moves S + (N-2) P: the same where tensors
+deal evenly. Memory: K + 1 sets of sums; with error feedback K + 2 sets of residuals; what travels.
+
 The ring that makes this bandwidth-optimal: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009. Overlap with backward: Li et al., "PyTorch Distributed", 2020. Bounded delay: Ho et al., "More effective
 distributed ML via a stale synchronous parallel parameter server", 2013.
@@ -36,11 +40,15 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from smolcluster.comm.codecs import chosen_codec
+from smolcluster.comm.encoded_sum import EncodedSum
 from smolcluster.comm.rounds import BucketSum, Combination, Committed
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.config.options import AllReduceOptions
+from smolcluster.parallel.encoding import with_codec
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
+from smolcluster.parallel.shards import owners
 from smolcluster.strategies.base import StepReport
 from smolcluster.strategies.replicated import Exchanging, train_alone
 from smolcluster.tasks.base import Task
@@ -65,7 +73,8 @@ class AllReduce(Exchanging[AllReduceT]):
             bytes_received=moved,
             messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
         )
-        return with_coordinator(Placement(seats=worker_on_each(nodes), costs=[cost] * n), nodes, shape)
+        placement = with_coordinator(Placement(seats=worker_on_each(nodes), costs=[cost] * n), nodes, shape)
+        return with_codec(placement, options, nodes, shape)
 
     def setup(self, task: Task) -> None:
         super().setup(task)
@@ -75,7 +84,10 @@ class AllReduce(Exchanging[AllReduceT]):
 
     def combination(self) -> Combination:
         bucket_bytes = int(self.options.bucket_mb * 2**20)
-        slots = self.rounds_in_flight + 1
+        slots, codec = self.rounds_in_flight + 1, chosen_codec(self.options)
+        if self.context.fixed_group is None and not codec.lossless:
+            trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
+            return EncodedSum(trained, codec=codec, deal=owners, num_slots=slots)
         return BucketSum(self.replica.parameters, self.context.fixed_group, bucket_bytes=bucket_bytes, num_slots=slots)
 
     def step(self, batch: Batch) -> StepReport:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from smolcluster.comm.codecs import Codec as Encoding
-from smolcluster.comm.codecs import CodecError, Feedback, make_codec
+from smolcluster.comm.codecs import CodecError, Feedback, chosen_codec, make_codec
 from smolcluster.comm.codecs.base import numbers as as_numbers
 from smolcluster.comm.elastic.messages import Kind
 from smolcluster.comm.elastic.parcels import Parcels
@@ -37,12 +36,6 @@ TIMES_KEPT = 64  # steps
 
 
 ServedT = TypeVar("ServedT", bound=ServedOptions)
-
-
-def chosen_codec(options: ServedOptions) -> Encoding:
-    name = "int8" if options.use_quantization else options.codec
-    extra = {"topk": {"fraction": options.codec_fraction}, "randk": {"fraction": options.codec_fraction}}
-    return make_codec(name, **extra.get(name, {"rank": options.codec_rank} if name == "powersgd" else {}))
 
 
 def bytes_on_the_wire(options: ServedOptions, shape: Shape) -> tuple[int, int]:

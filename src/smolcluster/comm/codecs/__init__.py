@@ -25,11 +25,12 @@ from smolcluster.comm.codecs.int8 import Int8
 from smolcluster.comm.codecs.packer import Packer
 from smolcluster.comm.codecs.powersgd import PowerSGD
 from smolcluster.comm.codecs.sparse import RandK, TopK
+from smolcluster.config.options import CodecOptions
 from smolcluster.errors import UserError, suggest, unknown_name
 
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (Fp32, Bf16, Fp16, Int8, TopK, RandK, PowerSGD)}
 
-__all__ = ["CODECS", "Codec", "CodecError", "Feedback", "Packer", "make_codec"]
+__all__ = ["CODECS", "Codec", "CodecError", "Feedback", "Packer", "chosen_codec", "make_codec"]
 
 
 def make_codec(name: str, **options: Any) -> Codec:
@@ -43,3 +44,10 @@ def make_codec(name: str, **options: Any) -> Codec:
             hint = suggest(option, known) if known else "it has none"
             raise UserError(f"codec {name} has no option '{option}'; {hint}")
     return codec(**options)
+
+
+def chosen_codec(options: CodecOptions) -> Codec:
+    """The codec that a strategy's options ask for."""
+    name = "int8" if options.use_quantization else options.codec
+    extra = {"topk": {"fraction": options.codec_fraction}, "randk": {"fraction": options.codec_fraction}}
+    return make_codec(name, **extra.get(name, {"rank": options.codec_rank} if name == "powersgd" else {}))

@@ -33,20 +33,22 @@ class Memory:
 
 
 class Feedback:
-    """A sender's memory of every tensor, by name. Tensors in it are replaced at every step, never changed.
+    """A sender's memory of every tensor, by name. Tensors in it are replaced at every step, never changed; so is the mapping
+    `memories`, and one that was kept can be put back.
 
     A payload that was refused, or is encoded anew, must leave no trace: `undo` takes the last encoding of every tensor back,
     `commit` makes it final. Encoding a tensor again without either makes the one before it final.
     """
 
     def __init__(self) -> None:
-        self._memories: dict[str, Memory] = {}
+        self.memories: Mapping[str, Memory] = {}
+        self._decoded = torch.empty(0)
         self._before: dict[str, Memory | None] = {}
 
     def add(self, name: str, gradient: Tensor) -> Memory:
         """g + r, in memory of its own, and the codec's state. Nothing is kept until it is given to `keep`."""
         gradient = gradient.detach().to(device="cpu", dtype=torch.float32)
-        memory = self._memories.get(name)
+        memory = self.memories.get(name)
         if memory is None:
             return Memory(gradient.clone(memory_format=torch.contiguous_format))
         if memory.residual.shape != gradient.shape:
@@ -58,9 +60,14 @@ class Feedback:
 
     def keep(self, memories: Mapping[str, Memory]) -> None:
         """After an encoding: each residual is now what the payload left out."""
-        for name, memory in memories.items():
-            self._before[name] = self._memories.get(name)
-            self._memories[name] = memory
+        self._before |= {name: self.memories.get(name) for name in memories}
+        self.memories = {**self.memories, **memories}
+
+    def scratch(self, shape: torch.Size) -> Tensor:
+        """Return memory to decode a tensor into; it is the next one's too."""
+        if self._decoded.numel() < shape.numel():
+            self._decoded = torch.empty(shape.numel())
+        return self._decoded[: shape.numel()].view(shape)
 
     def commit(self) -> None:
         """What was encoded has been taken."""
@@ -68,17 +75,14 @@ class Feedback:
 
     def undo(self) -> None:
         """What was encoded since the last commit was not taken: as if it had not been."""
-        for name, memory in self._before.items():
-            if memory is None:
-                del self._memories[name]
-            else:
-                self._memories[name] = memory
+        memories = {**self.memories, **self._before}
+        self.memories = {name: memory for name, memory in memories.items() if memory is not None}
         self._before.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """`residual/<name>` and `<state>/<name>`; not copied. An encoding neither committed nor undone counts as taken."""
         tensors = {}
-        for name, memory in self._memories.items():
+        for name, memory in self.memories.items():
             tensors[f"{RESIDUAL}/{name}"] = memory.residual
             tensors |= {f"{key}/{name}": tensor for key, tensor in memory.state.items()}
         return tensors
@@ -92,5 +96,5 @@ class Feedback:
         lost = sorted(name for name, state in states.items() if RESIDUAL not in state)
         if lost:
             raise UserError(f"the saved error feedback has no residual for {', '.join(lost)}; resume without it")
-        self._memories = {name: Memory(state.pop(RESIDUAL), state) for name, state in states.items()}
+        self.memories = {name: Memory(state.pop(RESIDUAL), state) for name, state in states.items()}
         self._before.clear()

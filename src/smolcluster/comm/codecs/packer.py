@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +27,6 @@ class Packer:
         ends = list(itertools.accumulate((codec.nbytes(shape) for shape in self.shapes), initial=0))
         self._spans = [slice(start, end) for start, end in itertools.pairwise(ends)]
         self.nbytes = ends[-1]
-        self._decoded: Tensor | None = None  # where the sender decodes what it has just encoded
 
     def encode(
         self, tensors: Sequence[Tensor], out: Tensor | None = None, *, key: int, feedback: Feedback | None = None
@@ -53,7 +51,7 @@ class Packer:
                 if feedback is None or self.codec.lossless:
                     self.codec.encode(tensor, part, key=own_key)
                 else:
-                    memories[name] = self._encode_rest(feedback.add(name, tensor), part, key=own_key)
+                    memories[name] = self._encode_rest(feedback, name, tensor, part, key=own_key)
             except CodecError as error:
                 raise CodecError(f"{name}: {error}") from error
         if feedback is not None:
@@ -71,13 +69,12 @@ class Packer:
             except CodecError as error:
                 raise CodecError(f"{name}: {error}") from error
 
-    def _encode_rest(self, memory: Memory, part: Tensor, *, key: int) -> Memory:
+    def _encode_rest(self, feedback: Feedback, name: str, gradient: Tensor, part: Tensor, *, key: int) -> Memory:
         """Encode g + r; what remains is the new residual."""
+        memory = feedback.add(name, gradient)
         wanted = memory.residual
         self.codec.encode(wanted, part, key=key, state=memory.state)
-        if self._decoded is None:
-            self._decoded = torch.empty(max(math.prod(shape) for shape in self.shapes))
-        decoded = self._decoded[: wanted.numel()].view(wanted.shape)
+        decoded = feedback.scratch(wanted.shape)
         self.codec.decode(part, decoded)
         wanted.sub_(decoded)
         return memory

@@ -39,7 +39,7 @@ from smolcluster.comm.elastic.proofs import read_keys
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View, ViewChanged
 from smolcluster.comm.group import PeerLost
-from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds
+from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, Unreadable
 from smolcluster.engine.elastic.deadline import WAITING_S
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Context, State
@@ -100,7 +100,7 @@ class ElasticRounds(Rounds, MemberSide):
 
     def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]:
         mine.epoch = self._epoch
-        return lambda: self.combination.start(mine.slot, weight=mine.weight / mine.scale)
+        return lambda: self.combination.start(mine.slot, weight=mine.weight, scale=mine.scale)
 
     def _contributed(self, mine: Contribution, started: float) -> None:
         assert mine.loss is not None
@@ -118,6 +118,12 @@ class ElasticRounds(Rounds, MemberSide):
                     wait = False
             except ViewChanged:
                 wait = True  # the next view is on its way
+            except Unreadable as fault:
+                assert self._group is not None
+                member = self._group.view.members[fault.place]
+                log.warning("%s: %s", member.name, fault)
+                self._suspect(member.rank, str(fault))
+                wait = True  # for a view without it
         while (message := self._next_message(wait=wait)) is not None:
             self._hear(message)
             wait = False

@@ -1,0 +1,186 @@
+"""The sum of gradients on every member, encoded on the wire, where members come and go.
+
+    every member     encodes its gradients, and sends each tensor's to the owner of that tensor       (`contributions.py`)
+    the owner        decodes them, takes the mean in the order of ranks, encodes it, and sends it to all others
+    every member     decodes the same bytes, the owner too: replicas stay bit-identical
+
+Owners are dealt whole tensors, balanced by their encoded size. Bytes per step and member, sent and received each, for S
+encoded bytes on N members, of which the member owns P:   S + (N-2) P,   which is 2 (N-1)/N S where tensors deal evenly.
+Nothing leaves before backward is over.
+
+The owner has a residual of its own for each mean. It becomes final when the round is committed: a round that is combined
+again in a new view is encoded again, against the residual of the last one that was committed. In a new view the residual of
+a tensor that has another owner now is dropped.
+
+Decoding gives the same bits everywhere but with powersgd, where machines of different kinds may differ in the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from smolcluster.comm.codecs import Codec, CodecError, Feedback
+from smolcluster.comm.codecs.feedback import Memory
+from smolcluster.comm.contributions import Contributions, Layout
+from smolcluster.comm.elastic.schedule import piece_elements
+from smolcluster.comm.elastic.view import View
+from smolcluster.comm.group import Group, Work
+from smolcluster.comm.rounds import Combination, Committed, Unreadable
+
+Deal = Callable[[Sequence[int], int], Sequence[int]]  # sizes of tensors, number of members -> the owner of each
+
+
+@dataclass(slots=True)
+class Means:
+    """The encoded means of one round, by the place of their owner."""
+
+    messages: dict[int, Tensor] = field(default_factory=dict)
+    works: list[Work] = field(default_factory=list)
+    announced: bool = False  # mine are on their way
+    residual: Mapping[str, Memory] = field(default_factory=dict)  # what my means left out
+    sums: list[Tensor | None] | None = None  # decoded, times their weight; None of a tensor that nobody used
+
+
+class EncodedSum(Combination):
+    """Every member gets the whole sum of gradients, by way of the owner of each tensor."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, codec: Codec, deal: Deal, num_slots: int) -> None:
+        self._parts = Contributions(parameters, codec=codec, num_slots=num_slots)
+        self._codec, self._deal = codec, deal
+        self._feedback = Feedback()
+        self._settled: Mapping[str, Memory] = {}  # the residual of my means after the last round that was committed
+        self._slots = [Means() for _ in range(num_slots)]
+
+    def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
+        packers = self._parts.packers
+        owner = self._deal([packer.nbytes for packer in packers], group.size)
+        self._group, self._rows = group, rows_of(owner, group.size)
+        self._layouts = [Layout([packers[j] for j in row]) for row in self._rows]
+        self._parts.formed(group, self._rows, step=view.step)
+        mine = {self._parts.names[j] for j in self._rows[group.rank]}
+        self._settled = {name: memory for name, memory in self._settled.items() if name in mine}
+        self._feedback.memories = self._settled
+
+    def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
+        self._parts.start(slot, weight=weight, scale=scale)
+
+    def finish(self, slot: int) -> None:
+        self._parts.finish(slot)
+        self._expect(slot)
+
+    def again(self, slot: int, *, zero: bool) -> None:
+        self._parts.again(slot, zero=zero)
+        self._expect(slot)
+
+    def done(self, slot: int) -> bool:
+        means = self._slots[slot]
+        if not means.announced and self._parts.done(slot):
+            self._announce(slot)
+        return means.announced and all(work.done for work in means.works)
+
+    def wait(self, slot: int) -> None:
+        means = self._slots[slot]
+        if not means.announced:
+            self._announce(slot)
+        self._parts.wait_sent(slot)
+        for work in means.works:
+            work.wait()
+        if means.sums is None:
+            means.sums = self._decode(means)
+
+    def norms(self, slot: int) -> tuple[float, float]:
+        sums = self._slots[slot].sums
+        assert sums is not None
+        return self._parts.norm(slot), float(get_total_norm([s for s in sums if s is not None]))
+
+    def give(self, result: Committed) -> None:
+        means = self._slots[result.slot]
+        assert means.sums is not None
+        for parameter, summed in zip(self._parts.parameters, means.sums, strict=True):
+            parameter.grad = (
+                None if summed is None else summed.mul_(result.factor).to(parameter.device, parameter.dtype)
+            )
+        self._settled = means.residual
+        self._parts.counted(result.slot)
+        self._slots[result.slot] = Means()
+
+    def _expect(self, slot: int) -> None:
+        """The means of all other owners."""
+        means, me = Means(), self._group.rank
+        for place, layout in enumerate(self._layouts):
+            if place != me and self._rows[place]:
+                means.messages[place] = torch.empty(layout.nbytes, dtype=torch.uint8)
+                means.works.append(self._group.recv(means.messages[place], source=place, tag=2 * slot + 1))
+        self._slots[slot] = means
+
+    def _announce(self, slot: int) -> None:
+        """Encode my means, and send them to all others."""
+        means, me = self._slots[slot], self._group.rank
+        self._parts.wait(slot)
+        means.announced = True
+        if not self._rows[me]:
+            return
+        layout, row = self._layouts[me], self._rows[me]
+        try:
+            weight, tensors = self._parts.mean(slot)
+        except Unreadable as fault:
+            # All others hear of it, so that it is not the word of one against another's.
+            nothing = [False] * len(row), [None] * len(row)
+            means.messages[me] = layout.write(0.0, *nothing, unreadable=1 + fault.place)
+        else:
+            encoded = [self._encode(j, tensors[j], key=self._parts.key(slot) + j) for j in row]
+            means.messages[me] = layout.write(weight, [tensors[j] is not None for j in row], encoded)
+        self._feedback.commit()
+        means.residual = self._feedback.memories
+        for place in [*range(me + 1, self._group.size), *range(me)]:
+            means.works.append(self._group.send(means.messages[me], to=place, tag=2 * slot + 1))
+
+    def _encode(self, j: int, mean: Tensor | None, *, key: int) -> Tensor | None:
+        if mean is None:
+            return None
+        packer = self._parts.packers[j]
+        data = torch.empty(packer.nbytes, dtype=torch.uint8)
+        try:
+            return packer.encode([mean], data, key=key, feedback=self._feedback if self._codec.feedback else None)
+        except CodecError:
+            # Each part is within the codec's range; with the residual, or by rounding, their mean is beyond it.
+            limit = self._codec.limit
+            return packer.encode([mean.clamp(-limit, limit)], data, key=key)
+
+    def _decode(self, means: Means) -> list[Tensor | None]:
+        """Raises Unreadable where an owner sent what cannot be read, or says so of another member."""
+        sums: list[Tensor | None] = [None] * len(self._parts.packers)
+        for place, data in sorted(means.messages.items()):
+            layout = self._layouts[place]
+            try:
+                weight, unreadable, used = layout.read(data)
+                if unreadable > self._group.size:
+                    raise CodecError(f"it complains of member {unreadable - 1}, which does not exist")
+                if unreadable:
+                    raise Unreadable(unreadable - 1, "its part cannot be read")
+                for index, j in enumerate(self._rows[place]):
+                    if used[index]:
+                        sums[j] = layout.decode(data, index).mul_(weight)
+            except CodecError as error:
+                raise Unreadable(place, f"its means cannot be read: {error}") from error
+        return sums
+
+
+def rows_of(owner: Sequence[int], members: int) -> list[list[int]]:
+    """The tensors of each owner."""
+    return [[j for j, place in enumerate(owner) if place == member] for member in range(members)]
+
+
+def shares(sizes: Sequence[int], deal: Deal, members: int) -> list[int]:
+    """The encoded bytes that each member owns."""
+    return [sum(sizes[j] for j in row) for row in rows_of(deal(sizes, members), members)]
+
+
+def messages_of(nbytes: int) -> int:
+    """In how many messages a part of this size travels."""
+    return -(-nbytes // piece_elements(nbytes, itemsize=1))

@@ -1,0 +1,58 @@
+"""What a codec changes in the cost of rounds between workers (`comm/encoded_sum.py`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from smolcluster.comm.codecs import Codec, chosen_codec
+from smolcluster.comm.encoded_sum import messages_of, rows_of, shares
+from smolcluster.config.options import AllReduceOptions
+from smolcluster.parallel.placement import Node, Placement, Shape
+from smolcluster.parallel.shards import largest_share, owners, ward
+
+
+def with_codec(
+    placement: Placement, options: AllReduceOptions, nodes: Sequence[Node], shape: Shape | None
+) -> Placement:
+    """Replace what gradients take, on the wire and in memory, where they are encoded: on the elastic plane.
+
+    Without the shapes of tensors, as if each worker owned one of equal size.
+    """
+    codec, n, rounds = chosen_codec(options), len(nodes), options.staleness_bound + 1
+    if shape is None or codec.lossless or all(node.stays for node in nodes):
+        return placement
+    sizes = [codec.nbytes(tensor) for tensor in _tensors(shape, n)]
+    owned, dense = shares(sizes, owners, n), 4 * shape.parameters
+    residuals = (rounds + 1) * dense if codec.feedback else 0
+    costs = []
+    for cost, own in zip(placement.costs, owned, strict=True):
+        moved = sum(sizes) + (n - 2) * own if n > 1 else 0
+        costs.append(
+            replace(
+                cost,
+                gradient_bytes=rounds * (dense + 2 * sum(sizes) + (n - 1) * own) + residuals,
+                bytes_sent=moved,
+                bytes_received=moved,
+                messages=sum(map(messages_of, owned)) + (n - 2) * messages_of(own) + 2,
+            )
+        )
+    return replace(placement, costs=costs)
+
+
+def sharded_traffic(codec: Codec, shape: Shape, n: int) -> list[tuple[int, int]]:
+    """Return what each of n workers sends and receives where every parameter has an owner and a backup (`owned_sum.py`)."""
+    tensors = _tensors(shape, n)
+    counts = list(map(math.prod, tensors))
+    share = largest_share(counts, n) * shape.bytes_per_parameter
+    if codec.lossless:
+        return [((2 * n - 1) * share, (2 * n - 1) * share)] * n
+    owned = [sum(codec.nbytes(tensors[j]) for j in row) for row in rows_of(owners(counts, n), n)]
+    wanted = [owned[place] + owned[ward(place, n)] for place in range(n)]
+    return [(sum(wanted) - wanted[me] + (n - 1) * share, (n - 1) * (wanted[me] + share)) for me in range(n)]
+
+
+def _tensors(shape: Shape, n: int) -> Sequence[Sequence[int]]:
+    """Their shapes; where they are not known, one of equal size for each worker."""
+    return shape.tensors or [(-(-shape.parameters // n),)] * n
