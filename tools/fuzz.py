@@ -70,7 +70,7 @@ with (
     from torch import Tensor
 
     from smolcluster.comm.codecs import CODECS, CodecError, Packer, make_codec
-    from smolcluster.comm.elastic import frames
+    from smolcluster.comm.elastic import frames, payloads
     from smolcluster.comm.elastic.frames import FrameError, Parser
     from smolcluster.comm.elastic.handshake import MAX_HOST, MAX_RANK, ROLES, Handshake
     from smolcluster.comm.elastic.handshake import Refusal as HandshakeRefusal
@@ -157,7 +157,7 @@ class Source:
         )
         message.epoch = epoch if epoch < 255 else 2**32 - 1
         if form and kind in frames.WITH_PAYLOAD:
-            dtype, shape = frames.DTYPES[frames.DTYPE_NAMES[form % 10]], SHAPES[form // 10 % len(SHAPES)]
+            dtype, shape = payloads.DTYPES[frames.DTYPE_NAMES[form % 10]], SHAPES[form // 10 % len(SHAPES)]
             message.payload = torch.zeros(shape, dtype=dtype)
             message.codec = frames.CODECS[form % len(frames.CODECS)]
         message.meta = self.meta()
@@ -201,7 +201,7 @@ def refit(stream: bytearray, *, lengths: bool = False) -> None:
         dtype, ndim, flags = stream[at + 7], stream[at + 9], stream[at + 10]
         if lengths and 0 < dtype <= len(frames.DTYPE_NAMES) and ndim <= frames.MAX_DIMS:
             shape = struct.unpack_from(f"<{ndim}Q", stream, at + 56)
-            count = frames.DTYPES[frames.DTYPE_NAMES[dtype - 1]].itemsize
+            count = payloads.DTYPES[frames.DTYPE_NAMES[dtype - 1]].itemsize
             for length in shape:
                 count = min(count * length, 2**63)
             struct.pack_into("<Q", stream, at + 48, count)
@@ -211,7 +211,7 @@ def refit(stream: bytearray, *, lengths: bool = False) -> None:
         struct.pack_into("<I", stream, at + 124, crc32(stream[at : at + 124]))
         end = body + (payload_bytes if dtype else 0)
         if dtype and flags & frames.CHECKED and end + 4 <= len(stream):
-            if payload_bytes < frames.BLOCK_BYTES:
+            if payload_bytes < payloads.BLOCK_BYTES:
                 struct.pack_into("<I", stream, end, crc32(stream[body:end]))
             end += 4
         if end > len(stream):
@@ -251,7 +251,7 @@ def _parse(stream: bytes | bytearray, flags: int, piece: Callable[[], int]) -> t
         insist(head.kind in frames.WITH_PAYLOAD and head.nbytes <= PAYLOAD_BYTES, f"a place for {head}")
         if flags & UNWANTED and head.channel:
             return None
-        return torch.empty(head.shape, dtype=frames.DTYPES[head.dtype])
+        return torch.empty(head.shape, dtype=payloads.DTYPES[head.dtype])
 
     machine = Parser(
         place=place,
@@ -279,8 +279,8 @@ def _parse(stream: bytes | bytearray, flags: int, piece: Callable[[], int]) -> t
             break
     if end:
         insist(list(machine.fed(0)) == [], "a message after an error")
-    payloads = sum(message.payload is not None for message in messages)
-    insist(payloads <= len(asked) <= payloads + 1, "a payload without a place, or places for nothing")
+    placed = sum(message.payload is not None for message in messages)
+    insist(placed <= len(asked) <= placed + 1, "a payload without a place, or places for nothing")
     return messages, end
 
 
@@ -405,7 +405,8 @@ def codecs(data: bytes) -> str:
     packer.decode(payload, again)
     for first, second in zip(decoded, again, strict=True):
         insist(
-            bytes(frames.memory(first)) == bytes(frames.memory(second)), f"{name} decodes differently the second time"
+            bytes(payloads.memory(first)) == bytes(payloads.memory(second)),
+            f"{name} decodes differently the second time",
         )
         insist(codec.lossless or bool(first.isfinite().all()), f"{name} let a number through that is not finite")
     return f"{name} {len(shape)} dims decoded"
@@ -425,7 +426,7 @@ class _Party:
         self.link = link
 
     def place(self, link: Link, head: Head) -> Tensor | None:
-        return torch.empty(head.shape, dtype=frames.DTYPES[head.dtype])
+        return torch.empty(head.shape, dtype=payloads.DTYPES[head.dtype])
 
     def received(self, link: Link, message: Message) -> None:
         pass

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic import frames
+from smolcluster.comm.elastic import frames, payloads
 from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.frames import Parser
 from smolcluster.comm.elastic.handshake import Handshake
@@ -44,7 +44,7 @@ def make_peer(role: str = "worker") -> Peer:
 
 def place(head: Head) -> Tensor | None:
     """As a real receiver would: only what is expected."""
-    return torch.empty(head.shape, dtype=frames.DTYPES[head.dtype]) if head.nbytes <= 1 << 20 else None
+    return torch.empty(head.shape, dtype=payloads.DTYPES[head.dtype]) if head.nbytes <= 1 << 20 else None
 
 
 class Server:

@@ -15,10 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smolcluster.comm.elastic import frames
+from smolcluster.comm.elastic import frames, payloads
 from smolcluster.comm.elastic.frames import (
-    BLOCK_BYTES,
-    Checksum,
     Corrupt,
     ForeignBytes,
     FrameError,
@@ -32,6 +30,7 @@ from smolcluster.comm.elastic.frames import (
     encode,
     encode_meta,
 )
+from smolcluster.comm.elastic.payloads import BLOCK_BYTES, Checksum
 from smolcluster.comm.elastic.transport import Head, Kind, Message
 
 CLUSTER = bytes(range(8))
@@ -39,7 +38,7 @@ RUN = bytes.fromhex("00112233aabbccdd")
 
 
 def anywhere(head: Head) -> Tensor:
-    return torch.empty(head.shape, dtype=frames.DTYPES[head.dtype])
+    return torch.empty(head.shape, dtype=payloads.DTYPES[head.dtype])
 
 
 def make_parser(place: Callable[[Head], Tensor | None] = anywhere, *, open_: bool = True, **options: Any) -> Parser:
@@ -73,7 +72,7 @@ def same(a: Message, b: Message) -> bool:
         return False
     if a.payload is not None and b.payload is not None:
         equal = a.payload.shape == b.payload.shape and a.payload.dtype == b.payload.dtype
-        if not (equal and bytes(frames.memory(a.payload)) == bytes(frames.memory(b.payload))):
+        if not (equal and bytes(payloads.memory(a.payload)) == bytes(payloads.memory(b.payload))):
             return False
     return all(getattr(a, name) == getattr(b, name) for name in ("kind", "step", "channel", "epoch", "codec", "meta"))
 
@@ -106,7 +105,7 @@ class TestRoundTrip:
         expected = head + struct.pack("<I", crc32(head)) + meta + payload + struct.pack("<I", crc32(payload))
         assert to_bytes(message) == expected
 
-    @pytest.mark.parametrize("dtype", frames.DTYPES.values(), ids=str)
+    @pytest.mark.parametrize("dtype", payloads.DTYPES.values(), ids=str)
     @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (2, 3, 4), (1,) * 8, (70_001,)], ids=str)
     def test_every_type_and_shape(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         payload = torch.randint(0, 2, shape).to(dtype)
@@ -143,7 +142,7 @@ class TestRoundTrip:
         received_so_far = 1000 - frames.HEADER.size
         assert buffer.nbytes == min(frames.READ_BYTES, place.nbytes - received_so_far)
         buffer[:4] = b"\xff\xff\xff\xff"
-        assert frames.memory(place)[received_so_far : received_so_far + 4] == b"\xff\xff\xff\xff"
+        assert payloads.memory(place)[received_so_far : received_so_far + 4] == b"\xff\xff\xff\xff"
         (message,) = feed(parser, data[1000:])
         assert message.payload is place
         assert torch.equal(place, sent)
@@ -171,7 +170,7 @@ class TestRoundTrip:
         chunks = list(encode(Message(kind=Kind.PUSH, payload=payload)).chunks())
         payload += 1  # the slices show what is in memory now
         slices = [chunk for chunk in chunks if isinstance(chunk, memoryview)]
-        assert b"".join(slices) == bytes(frames.memory(payload))
+        assert b"".join(slices) == bytes(payloads.memory(payload))
         assert max(map(len, slices)) <= BLOCK_BYTES
 
 

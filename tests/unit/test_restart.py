@@ -1,15 +1,14 @@
-"""Workers that are started again: rounds as pure functions, the roll, and launchers with processes that follow a script."""
+"""Workers that are started again: rounds as pure functions, and launchers with processes that follow a script."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import errno
 import json
 import os
 import signal
 import socket
-import ssl
-import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from typing import Any
 import pytest
 from tests.unit.story import Script, Story
 
-from smolcluster.comm import rollcall
+from smolcluster.comm.elastic import tcp
 from smolcluster.comm.elastic.security import Keyring, new_token
-from smolcluster.comm.rollcall import Keeper, Member, dial
+from smolcluster.comm.membership import MembershipClient, MembershipServer
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
@@ -36,30 +35,6 @@ from smolcluster.launch.restart import run_restarting
 from smolcluster.launch.rounds import Decree, broken, next_round
 
 ROOT = Path(__file__).parents[2]
-TOKEN = new_token()
-
-
-def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    def nobody(host: str, port: int, *, within_s: float) -> socket.socket:
-        waits.append(within_s)
-        if within_s >= rollcall.REACH_S:
-            raise LookupError
-        raise OSError
-
-    monkeypatch.setattr(rollcall, "reach", nobody)
-    with (
-        pytest.raises(
-            UserError, match=r"nobody answers at --rdzv-endpoint 192.0.2.1:9 in 0.3 s \(cluster.join_timeout\)"
-        ),
-        met(("192.0.2.1", 9), within_s=0.3, keyring=Keyring([new_token()])),
-    ):
-        pass
-    assert len(waits) > 1
-    with pytest.raises(LookupError):
-        dial("192.0.2.1", 9, within_s=900.0)
-    assert waits[-1] == rollcall.REACH_S  # then the name is asked again: a pod that leads may have another address
 
 
 # What is asked for -------------------------------------------------------------------------------------------------
@@ -183,160 +158,38 @@ def test_no_round_ends_for_a_machine_that_would_not_be_used() -> None:
     assert broken(PAIR, 0, agents((1, 1), (1, 1), (1, 2)), {}, [2, 4]) is None
 
 
-# The roll ----------------------------------------------------------------------------------------------------------
+# Where launchers meet --------------------------------------------------------------------------------------------------
 
 
-def member(keeper: Keeper, *, silent_s: float = 30.0, **fields: Any) -> Member:
-    line = dial("127.0.0.1", keeper.port, within_s=30)
-    assert line is not None
-    return Member(line, fields, silent_s=silent_s)
+def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[str] = []
 
+    async def nobody(_: Any, host: str, port: int) -> socket.socket:
+        attempts.append(host)
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
-def test_the_roll_says_who_is_there_and_who_was() -> None:
-    keeper = Keeper("127.0.0.1", 0, silent_s=30.0)
-    first, second = member(keeper, name="a"), member(keeper, name="b")
-    assert first.wait(lambda: {f["name"] for f in first.roll.members.values()} == {"a", "b"}, within_s=30)
-    second.say(step=7)
-    assert first.wait(lambda: any(f.get("step") == 7 for f in first.roll.members.values()), within_s=30)
-    second.close()
-    assert first.wait(lambda: list(first.roll.gone.values()) == [{"name": "b", "step": 7}], within_s=30)
-    assert list(first.roll.how.values()) == [rollcall.CLOSED]
-    keeper.close()
-    assert not first.wait(lambda: False, within_s=30)
-    assert first.lost == rollcall.CLOSED
-    first.close()
-
-
-def test_silence_is_noticed_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = Keeper("127.0.0.1", 0, silent_s=1.5)
-    mute = dial("127.0.0.1", keeper.port, within_s=30)
-    assert mute is not None
-    mute.sendall(b'{"name": "mute"}\n')
-    monkeypatch.setattr(rollcall, "BEAT_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        other = Member(socket.create_connection(deaf.getsockname()), {}, silent_s=1.5)
-        watcher = member(keeper, name="w")
-        assert watcher.wait(lambda: list(watcher.roll.how.values()) == [rollcall.SILENT], within_s=30)
-        assert not other.wait(lambda: False, within_s=30)
-        assert other.lost == rollcall.SILENT
-    for each in (watcher, other, mute, keeper):
-        each.close()
-
-
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"{\n", b"\xff\xfe\n", b"x" * (2 << 20)])
-def test_strangers_are_turned_away(said: bytes) -> None:
-    keeper = Keeper("127.0.0.1", 0, silent_s=30.0)
-    stranger = dial("127.0.0.1", keeper.port, within_s=30)
-    assert stranger is not None
-    try:
-        stranger.sendall(said)
-        assert stranger.recv(100) == b""
-    except ConnectionError:
+    monkeypatch.setattr(tcp, "dial", nobody)
+    message = (
+        r"nobody answers at --rdzv-endpoint 192.0.2.1:9 in 0.5 s \(cluster.join_timeout\): Connection refused; is the"
+    )
+    with (
+        pytest.raises(UserError, match=message),
+        met(("192.0.2.1", 9), within_s=0.5, keyring=Keyring([new_token()])),
+    ):
         pass
-    known = member(keeper, name="a")
-    assert known.wait(lambda: list(known.roll.members.values()) == [{"name": "a"}], within_s=30)
-    assert known.roll.gone == {}
-    for each in (stranger, known, keeper):
-        each.close()
+    assert len(attempts) > 1  # the name is asked again: a pod that leads may have another address
 
 
-def stranger(keeper: Keeper) -> socket.socket:
-    sock = dial("127.0.0.1", keeper.port, within_s=30)
-    assert sock is not None
-    return sock
+def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "unknown")
 
-
-def test_long_lines_end_nobody_but_their_sender() -> None:
-    """Each line below would fit, and a roll with both would not."""
-    keeper = Keeper("127.0.0.1", 0, silent_s=30.0)
-    known = member(keeper, name="a")
-    long = json.dumps({"name": "x" * 800_000}).encode() + b"\n"
-    strangers = [stranger(keeper), stranger(keeper)]
-    for each in strangers:
-        with contextlib.suppress(ConnectionError):
-            each.sendall(long)
-            each.recv(100)
-    known.say(step=1)
-    assert known.wait(lambda: any(f.get("step") == 1 for f in known.roll.members.values()), within_s=30)
-    assert known.lost is None
-    for each in (*strangers, known, keeper):
-        each.close()
-
-
-def heard(known: Member, change: int) -> bool:
-    return any(fields.get("change") == change for fields in known.roll.members.values())
-
-
-def test_one_that_does_not_read_blocks_nobody_and_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It beats all the time, so that it is not silent."""
-    monkeypatch.setattr(rollcall, "BEAT_S", 0.05)
-    keeper = Keeper("127.0.0.1", 0, silent_s=3.0)
-    deaf = stranger(keeper)
-    deaf.sendall(b'{"name": "deaf"}\n')
-    known = member(keeper, name="a")
-    changes = 0
-    while not known.roll.gone:
-        changes += 1
-        known.say(change=changes, words="x" * 2000, **{f"more-{n}": "y" * 2000 for n in range(30)})
-        assert known.wait(functools.partial(heard, known, changes), within_s=30)
-        with contextlib.suppress(OSError):
-            deaf.sendall(b"\n")
-    assert [fields["name"] for fields in known.roll.gone.values()] == ["deaf"]
-    assert list(known.roll.how.values()) == [rollcall.SILENT]
-    assert known.lost is None
-    for each in (deaf, known, keeper):
-        each.close()
-
-
-def test_without_the_token_nobody_is_on_the_roll() -> None:
-    both = Keyring([new_token(), TOKEN])
-    keeper = Keeper("127.0.0.1", 0, silent_s=30.0, keyring=Keyring([TOKEN]))
-
-    def joined(keyring: Keyring | None, name: str) -> Member:
-        found = rollcall.join("127.0.0.1", keeper.port, {"name": name}, silent_s=30.0, within_s=30, keyring=keyring)
-        assert found is not None
-        return found
-
-    known = joined(both, "a")  # its first token is another one
-    plain = joined(None, "plain")
-    plain.wait(lambda: plain.number >= 0, within_s=30)
-    assert (plain.number, plain.lost) == (-1, rollcall.CLOSED)
-    with pytest.raises(ssl.SSLCertVerificationError):
-        joined(Keyring([new_token()]), "b")
-    known.say(step=1)
-    assert known.wait(lambda: list(known.roll.members.values()) == [{"name": "a", "step": 1}], within_s=30)
-    assert known.roll.gone == {}
-    for each in (plain, known, keeper):
-        each.close()
-
-
-def test_without_the_secret_nobody_is_on_the_roll() -> None:
-    keeper = Keeper("127.0.0.1", 0, silent_s=30.0, secret="of this run")
-    known = Member(stranger(keeper), {"name": "a"}, silent_s=30.0, secret="of this run")
-    for said in (b"{}", b'{"secret": ""}', b'{"secret": ["of this run"]}', b'{"secret": "\\ud800"}'):
-        sock = stranger(keeper)
-        sock.sendall(said + b"\n")
-        with contextlib.suppress(ConnectionError):
-            assert sock.recv(100) == b""
-        sock.close()
-    known.say(step=1)
-    assert known.wait(lambda: list(known.roll.members.values()) == [{"name": "a", "step": 1}], within_s=30)
-    assert known.roll.gone == {}
-    for each in (known, keeper):
-        each.close()
-
-
-def test_connections_that_say_nothing_leave_room_for_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollcall, "MOST_PENDING", 4)
-    keeper = Keeper("127.0.0.1", 0, silent_s=30.0)
-    silent = [stranger(keeper) for _ in range(20)]
-    known = member(keeper, name="a")
-    assert known.wait(lambda: list(known.roll.members.values()) == [{"name": "a"}], within_s=30)
-    for sock in silent[:16]:  # those that had to make room
-        with contextlib.suppress(ConnectionError):
-            assert sock.recv(1) == b""
-    for each in (*silent, known, keeper):
-        each.close()
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with (
+        pytest.raises(UserError, match="--rdzv-endpoint mini1:9: this machine does not know the name mini1; use the"),
+        met(("mini1", 9), within_s=0.1, keyring=Keyring([new_token()])),
+    ):
+        pass
 
 
 def test_launchers_beyond_this_machine_need_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,44 +200,33 @@ def test_launchers_beyond_this_machine_need_the_token(tmp_path: Path, monkeypatc
         UserError, match=r"192.0.2.1:29400 can be reached .* no cluster token .* `smolcluster token new`"
     ):
         run_restarting(config(), wish, run_dir=RunDir(tmp_path / "run"), resume=None, backend=None, sinks=[])
-    keeper = Keeper("127.0.0.1", 0, silent_s=30.0, keyring=Keyring([TOKEN]))
-    where = ("127.0.0.1", keeper.port)
-    for keyring in (Keyring([new_token()]), None):
-        with pytest.raises(UserError, match="give every machine the same"), met(where, within_s=30, keyring=keyring):
-            pass
-    with met(where, within_s=30, keyring=Keyring([TOKEN])) as (member, leads):
-        assert member is not None and not leads  # noqa: PT018
-    keeper.close()
+    token = new_token()
+    server = MembershipServer("127.0.0.1", 0, silent_s=30.0, keyring=Keyring([token]))
+    where = ("127.0.0.1", server.port)
+    with (
+        pytest.raises(UserError, match="does not have our token; give every machine the same cluster token"),
+        met(where, within_s=60, keyring=Keyring([new_token()])),
+    ):
+        pass
+    with pytest.raises(UserError, match=r"token.*\(smolcluster token add\)"), met(where, within_s=2, keyring=None):
+        pass
+    with met(where, within_s=60, keyring=Keyring([token])) as (client, leads):
+        assert client is not None and not leads  # noqa: PT018
+    server.close()
 
 
-def test_a_connection_that_breaks_before_the_token_is_checked_is_made_again() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    keepers: list[Keeper] = []
-
-    def replace() -> None:
-        """The keeper that ends, and the one that comes after it."""
-        sock, _ = listener.accept()
-        sock.recv(1)
-        listener.close()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        sock.close()  # by a reset
-        keepers.append(Keeper("127.0.0.1", port, silent_s=30.0, keyring=Keyring([TOKEN])))
-
-    thread = threading.Thread(target=replace)
-    thread.start()
-    known = rollcall.join("127.0.0.1", port, {}, silent_s=30.0, within_s=30, keyring=Keyring([TOKEN]))
-    thread.join(30)
-    assert known is not None
-    assert known.wait(lambda: known.number == 0, within_s=30)
-    for each in (known, *keepers):
-        each.close()
-
-
-def test_nobody_is_waited_for_longer_than_said() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert dial("127.0.0.1", port, within_s=0.2) is None
+def test_launchers_never_import_torch() -> None:
+    """Not even where several machines meet: the transport is imported without what payloads need."""
+    code = """
+import sys
+from smolcluster.launch import restart
+from smolcluster.launch.meeting import met
+with met(("127.0.0.1", int(sys.argv[1])), within_s=60) as (client, leads):
+    client.say(step=1)
+    assert leads and client.wait(lambda: client.view.members[0].get("step") == 1, within_s=60)
+sys.exit(bool({"torch", "numpy"} & set(sys.modules)))
+"""
+    subprocess.run([sys.executable, "-c", code, endpoint().rpartition(":")[2]], check=True, timeout=120)
 
 
 # Keeping it going --------------------------------------------------------------------------------------------------
@@ -650,28 +492,28 @@ def test_a_machine_that_comes_with_a_mistake_only_leaves(story: Restarted) -> No
 
 
 def test_a_machine_with_another_version_does_not_take_part(story: Restarted) -> None:
-    keeper = Keeper("127.0.0.1", 0, silent_s=30.0)
-    leader = member(keeper, host="a", workers=1, asks=1, leads=True, version="9.9.9")
-    other = Machine(parse_elastic("1:2", workers=1, endpoint=f"127.0.0.1:{keeper.port}"))
+    server = MembershipServer("127.0.0.1", 0, silent_s=30.0)
+    fields = {"host": "a", "workers": 1, "asks": 1, "leads": True, "version": "9.9.9"}
+    leader = MembershipClient(server.address, fields, silent_s=30.0)
+    other = Machine(parse_elastic("1:2", workers=1, endpoint=server.address))
     other.start()
     other.join(20)
     assert isinstance(other.result, UserError)
     assert "and the one of --rdzv-endpoint has 9.9.9; install the same version" in str(other.result)
-    assert leader.wait(lambda: bool(leader.roll.gone), within_s=30)
-    assert all(not fields.get("asks") for fields in leader.roll.gone.values())
-    for each in (leader, keeper):
+    assert leader.wait(lambda: bool(leader.view.gone), within_s=30)
+    assert all(not fields.get("asks") for fields in leader.view.gone.values())
+    for each in (leader, server):
         each.close()
 
 
 def test_strangers_at_the_endpoint_are_not_counted(story: Restarted) -> None:
     where = endpoint()
-    strangers: list[Member] = []
+    strangers: list[MembershipClient] = []
 
     def speak() -> None:
         wait_until(lambda: answers(where))
-        line = dial("127.0.0.1", int(where.rpartition(":")[2]), within_s=30)
-        assert line is not None
-        strangers.append(Member(line, {"name": "x", "workers": "many"}, silent_s=30.0))
+        strangers.append(MembershipClient(where, {"name": "x", "workers": "many"}, silent_s=30.0))
+        strangers[0].wait(lambda: strangers[0].number >= 0, within_s=30)
         (story.run_dir.path / "spoken").touch()
 
     threading.Thread(target=speak, daemon=True).start()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.addresses import reach
-from smolcluster.comm.elastic import connection, frames, sockets, tcp
+from smolcluster.comm.elastic import connection, frames, payloads, sockets, tcp
 from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
 from smolcluster.comm.elastic.memory import Switchboard
@@ -50,7 +50,7 @@ class Recorder:
         self.refusals: list[tuple[str, str]] = []
         self.on_message: Callable[[Link, Message], None] = lambda link, message: None
         self.on_end: Callable[[], None] = lambda: None
-        self._place = place or (lambda head: torch.empty(head.shape, dtype=frames.DTYPES[head.dtype]))
+        self._place = place or (lambda head: torch.empty(head.shape, dtype=payloads.DTYPES[head.dtype]))
         self._changed = threading.Condition()
 
     def _note(self, where: list[Any], what: Any) -> None:

@@ -13,55 +13,30 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.comm.work import Done, PeerLost, Traffic, Work
+from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
     from smolcluster.comm.bulletin import Bulletin
 
-
-class PeerLost(SmolclusterError):
-    """Another rank stopped answering: it died, or the network between us did."""
-
-
-class Work(Protocol):
-    """An operation under way."""
-
-    def wait(self) -> None:
-        """Return when the result is in place. On a GPU: when the current stream will see it."""
-
-    @property
-    def done(self) -> bool:
-        """True: `wait` returns, or raises, at once. It may be False a little longer than it must."""
-
-
-class Done:
-    """Work with nothing left to do."""
-
-    done = True
-
-    def wait(self) -> None:
-        return None
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes that were moved: of a group, payloads by the algorithm's formula; of a link, all that crossed it.
-
-    Tests hold both against the kernel's counters.
-    """
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-
-    def add(self, sent: float, received: float) -> None:
-        self.bytes_sent += round(sent)
-        self.bytes_received += round(received)
+__all__ = [
+    "Done",
+    "Group",
+    "PeerLost",
+    "Traffic",
+    "Work",
+    "broadcast_in_place",
+    "broadcast_tensors",
+    "check_same_layout",
+    "collect_tensors",
+    "gather_json",
+    "share_of",
+]
 
 
 class Group(ABC):

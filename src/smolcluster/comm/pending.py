@@ -57,11 +57,10 @@ class PendingConnections:
         most: int,
         within_s: float,
         tls: dict[str, Any],
-        warns: bool = True,
     ) -> None:
         """`start` makes a task, which is its owner's to end. `tls`: asyncio's options beside the context."""
         self._loop, self._start = loop, start
-        self._most, self._within_s, self._tls, self._warns = most, within_s, tls, warns
+        self._most, self._within_s, self._tls = most, within_s, tls
         self._doors: list[Door] = []
         self._silent: dict[socket.socket, float] = {}  # since when; oldest first
         self._proving: dict[Candidate, asyncio.Task[None]] = {}  # oldest first
@@ -89,7 +88,7 @@ class PendingConnections:
         """Count a peer that sent no handshake, and warn now and then only: there may be a million of them."""
         self._noted += 1
         now = time.monotonic()
-        if self._warns and now - self._told_at >= WARN_EVERY_S:
+        if now - self._told_at >= WARN_EVERY_S:
             log.warning("refused %s: %s (%d of this kind so far)", address, problem, self._noted)
             self._told_at = now
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
 
 from smolcluster.comm.addresses import is_loopback
-from smolcluster.comm.elastic.security import Keyring, explain
-from smolcluster.comm.rollcall import Keeper, Member, join
+from smolcluster.comm.elastic.security import Keyring
+from smolcluster.comm.elastic.sockets import join_address
+from smolcluster.comm.membership import MembershipClient, MembershipServer
 from smolcluster.errors import UserError
 from smolcluster.launch.rounds import SILENT_S
 
@@ -19,42 +19,47 @@ SAME_TOKEN = "give every machine the same cluster token (`smolcluster token show
 @contextlib.contextmanager
 def met(
     endpoint: tuple[str, int] | None, *, within_s: float, keyring: Keyring | None = None
-) -> Iterator[tuple[Member | None, bool]]:
-    """This machine's place among the launchers, and whether it leads. Without an endpoint it is alone, and has none.
+) -> Iterator[tuple[MembershipClient | None, bool]]:
+    """This machine's membership among the launchers, and whether it leads. Without an endpoint it is alone, and has none.
 
     Machines that start together find each other `within_s`. Beyond this machine they need the cluster token.
     """
     if endpoint is None:
         yield None, True
         return
-    (host, port), keeper = endpoint, None
+    (host, port), leads = endpoint, False
     check_token(endpoint, keyring)
-    if is_here(endpoint):
-        with contextlib.suppress(OSError):  # another launcher on this machine was first
-            keeper = Keeper(host, port, silent_s=SILENT_S, keyring=keyring)
-    try:
+    with contextlib.ExitStack() as stack:
+        if is_here(endpoint):
+            with contextlib.suppress(UserError):  # another launcher on this machine was first
+                server = MembershipServer(host, port, silent_s=SILENT_S, keyring=keyring)
+                stack.callback(server.close)
+                leads = True
         fields = {"host": socket.gethostname(), "workers": 0}
-        try:
-            member = join(host, port, fields, silent_s=SILENT_S, within_s=within_s, keyring=keyring)
-        except ssl.SSLError as error:
-            raise UserError(f"--rdzv-endpoint {host}:{port}: {explain(error)}; {SAME_TOKEN}") from error
-        if member is None and not is_known(host):
-            raise UserError(
-                f"--rdzv-endpoint {host}:{port}: this machine does not know the name {host}; use the address of the machine "
-                "that leads, such as 192.168.1.10"
-            )
-        if member is None:
-            raise UserError(
-                f"nobody answers at --rdzv-endpoint {host}:{port} in {within_s:g} s (cluster.join_timeout); is the command "
-                "started on that machine, with this address, and does a firewall let it through?"
-            )
-        with contextlib.closing(member):
-            if not member.wait(lambda: member.number >= 0, within_s=SILENT_S) and member.lost is not None:
-                raise UserError(f"--rdzv-endpoint {host}:{port} has refused this machine; {SAME_TOKEN}")
-            yield member, keeper is not None
-    finally:
-        if keeper is not None:
-            keeper.close()
+        client = MembershipClient(join_address(host, port), fields, silent_s=SILENT_S, keyring=keyring)
+        stack.callback(client.close)
+        if not client.wait(lambda: client.number >= 0, within_s=within_s):
+            raise UserError(_problem(client, endpoint, within_s))
+        yield client, leads
+
+
+def _problem(client: MembershipClient, endpoint: tuple[str, int], within_s: float) -> str:
+    """Why there is no membership."""
+    host, port = endpoint
+    where = f"--rdzv-endpoint {host}:{port}"
+    if client.refusal:
+        return f"{where}: {client.refusal}; {SAME_TOKEN}"
+    if client.lost:
+        return f"{where} has refused this machine; {SAME_TOKEN}"
+    if not is_known(host):
+        return (
+            f"{where}: this machine does not know the name {host}; use the address of the machine that leads, such as "
+            "192.168.1.10"
+        )
+    return (
+        f"nobody answers at {where} in {within_s:g} s (cluster.join_timeout): {client.problem or 'no answer'}; is the command "
+        "started on that machine, with this address, and does a firewall let it through?"
+    )
 
 
 def check_token(endpoint: tuple[str, int], keyring: Keyring | None) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.comm.elastic.security import load_keyring
-from smolcluster.comm.rollcall import Member
+from smolcluster.comm.membership import MembershipClient
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
@@ -61,7 +61,7 @@ def run_restarting(
     refuse_inside_a_worker()
     keyring = None if elastic.endpoint is None else load_keyring(config.cluster.token, os.environ)
     with contextlib.ExitStack() as stack:
-        member, leads = stack.enter_context(
+        client, leads = stack.enter_context(
             met(elastic.endpoint, within_s=config.cluster.join_timeout, keyring=keyring)
         )
         if leads:
@@ -71,7 +71,7 @@ def run_restarting(
         shown = sinks if leads else map(OnlyNotices, sinks)
         supervisor = Supervisor(config, run_dir, shown, module=_PROCESS)
         return supervisor.run(
-            RestartPolicy(supervisor, elastic, member=member, leads=leads, resume=resume, backend=backend)
+            RestartPolicy(supervisor, elastic, client=client, leads=leads, resume=resume, backend=backend)
         )
 
 
@@ -83,13 +83,13 @@ class RestartPolicy(Policy):
         supervisor: Supervisor,
         elastic: Elastic,
         *,
-        member: Member | None,
+        client: MembershipClient | None,
         leads: bool,
         resume: Path | None,
         backend: str | None,
     ) -> None:
         super().__init__(supervisor)
-        self.elastic, self.member, self.leads = elastic, member, leads
+        self.elastic, self.client, self.leads = elastic, client, leads
         self.resume = None if resume is None else str(resume)
         self.host = socket.gethostname()
         place: dict[str, Any] = {"world_size": elastic.most, "local_world_size": elastic.here, "host": self.host}
@@ -118,9 +118,9 @@ class RestartPolicy(Policy):
         if not self.plans:
             raise UserError(f"--elastic {self.elastic}: none of these sizes can run; {next(iter(refused.values()))}")
         workers, sizes = len(self.slots), sorted(self.plans)
-        self.rounds = Rounds(self.member, host=self.host, workers=workers, leads=self.leads, sizes=sizes)
-        if self.member is not None:
-            self.member.on_change = lambda: self.supervisor.inbox.put((None, None))
+        self.rounds = Rounds(self.client, host=self.host, workers=workers, leads=self.leads, sizes=sizes)
+        if self.client is not None:
+            self.client.on_change = lambda: self.supervisor.inbox.put((None, None))
 
     def tick(self) -> bool:
         try:

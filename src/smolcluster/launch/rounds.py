@@ -4,8 +4,8 @@
     it ends     when a worker dies, a machine leaves or is lost, or one comes and there is room
     the next    begins when every machine that is left has asked for it, and they have enough workers
 
-The machine of --rdzv-endpoint leads: it keeps the roll of all launchers (comm/rollcall.py), says what the next round is, and
-has rank 0, and so the run directory. What each launcher says of itself:
+The machine of --rdzv-endpoint leads: it serves the heartbeat roster of all launchers (comm/membership.py), says what the next
+round is, and has rank 0, and so the run directory. What each launcher reports:
 
     host, workers     where it is, how many workers it offers
     asks              the round it is ready for; a member that asks for the next has left the present one
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from smolcluster import __version__
-from smolcluster.comm.rollcall import SILENT, Fields, Member
+from smolcluster.comm.membership import SILENT, Fields, MembershipClient
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted
 
@@ -37,7 +37,7 @@ _ENDS: dict[str, type[SmolclusterError]] = {"user": UserError, "failed": WorkerF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decree:
-    """A round. `parts` are launchers by their number on the roll, with how many ranks each has, in the order of ranks."""
+    """A round. `parts` are launchers by their number in the roster, with how many ranks each has, in the order of ranks."""
 
     number: int = 0
     world_size: int = 0
@@ -134,12 +134,14 @@ def _leaving(fields: Fields) -> str:
 
 
 class Rounds:
-    """One launcher's part in it. Without a `member` this machine is alone."""
+    """One launcher's part in it. Without a `client` this machine is alone."""
 
-    def __init__(self, member: Member | None, *, host: str, workers: int, leads: bool, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, client: MembershipClient | None, *, host: str, workers: int, leads: bool, sizes: Sequence[int]
+    ) -> None:
         self.current = Decree()
         self.leads, self.sizes = leads, sizes
-        self._member = member
+        self._client = client
         self._asked_at: float | None = None  # the next round
         self._enough_at: float | None = None  # workers were there for it
         self._mine: Fields = {"host": host, "workers": workers, "leads": leads, "asks": 0, "version": __version__}
@@ -147,22 +149,22 @@ class Rounds:
 
     def say(self, **fields: Any) -> None:
         self._mine |= fields
-        if self._member is not None:
-            self._member.say(**self._mine)
+        if self._client is not None:
+            self._client.say(**self._mine)
 
     @property
     def me(self) -> int:
-        return 0 if self._member is None else self._member.number
+        return 0 if self._client is None else self._client.number
 
     @property
     def agents(self) -> dict[int, Fields]:
-        """What every launcher says, this one included, as it last said it."""
-        others = {} if self._member is None else self._member.roll.members
+        """Return the latest report of every launcher."""
+        others = {} if self._client is None else self._client.view.members
         return {**{number: fields for number, fields in others.items() if _is_launcher(fields)}, self.me: self._mine}
 
     @property
     def gone(self) -> dict[int, Fields]:
-        return {} if self._member is None else self._member.roll.gone
+        return {} if self._client is None else self._client.view.gone
 
     @property
     def workers(self) -> int:
@@ -238,8 +240,8 @@ class Rounds:
         for fields in (*self.agents.values(), *self.gone.values()):
             if self.leads and fields.get("mistake") and self.current.number <= 1:
                 raise UserError(f"{fields.get('host')}: {fields['mistake']}")
-        if self._member is not None and self._member.lost is not None:
-            how = f"has been silent for {SILENT_S:g} s" if self._member.lost == SILENT else "is gone"
+        if self._client is not None and self._client.lost is not None:
+            how = f"has been silent for {SILENT_S:g} s" if self._client.lost == SILENT else "is gone"
             raise WorkerFailed(f"the machine of --rdzv-endpoint {how}, and the run with it")
 
     def _check_version(self) -> None:

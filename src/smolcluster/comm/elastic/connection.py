@@ -26,18 +26,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from torch import Tensor
-
 from smolcluster.comm.elastic import frames
 from smolcluster.comm.elastic.frames import Frame, FrameError, Parser
 from smolcluster.comm.elastic.handshake import MAX_REASON, Handshake, Refusal, printable
 from smolcluster.comm.elastic.security import Credentials, Refused, open_credentials
 from smolcluster.comm.elastic.sockets import set_options, unanswered_s, wake_at
 from smolcluster.comm.elastic.transport import Handler, Head, Kind, Link, Message
-from smolcluster.comm.group import Done, PeerLost, Traffic, Work
 from smolcluster.comm.pending import Candidate
+from smolcluster.comm.work import Done, PeerLost, Traffic, Work
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from smolcluster.comm.elastic.tcp import TcpTransport
 
 LINGER_S = 1.0  # a link that is being closed ends when nothing has moved for so long
@@ -461,15 +461,18 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
     def _new_handshake(self, transport: asyncio.Transport) -> Handshake:
         keyring, me = self._owner.keyring, self._owner.me
         if not self._dialing:
-            return Handshake(me, find=_find_open if keyring is None else keyring.find)
+            return Handshake(me, find=self._find_open if keyring is None else keyring.find)
         if keyring is None:
-            credentials = open_credentials()
+            credentials = open_credentials(self._owner.secret)
         else:
             credentials = keyring.check_certificate(
                 transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
             )
         self._parser.cluster = credentials.cluster
         return Handshake(me, credentials=credentials)
+
+    def _find_open(self, cluster: bytes) -> Credentials | None:
+        return open_credentials(self._owner.secret) if cluster == frames.NO_CLUSTER else None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._owner.waste if self._leaving or self.over.done() else self._parser.buffer()
@@ -524,7 +527,3 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         self._transport = self._handshake = None
         if self._put_out is not None:
             self._put_out.cancel()
-
-
-def _find_open(cluster: bytes) -> Credentials | None:
-    return open_credentials() if cluster == frames.NO_CLUSTER else None

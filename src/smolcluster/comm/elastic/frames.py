@@ -33,6 +33,8 @@ pass ends the link:
     ├── Corrupt           a checksum does not fit
     ├── Unexpected        in order, but not now or not here: before the handshake, of another cluster or run
     └── NotWanted         the receiver has no place for this payload
+
+`payloads.py` has what concerns tensors; it is imported with the first payload, so that launchers do without torch.
 """
 
 from __future__ import annotations
@@ -41,18 +43,18 @@ import json
 import math
 import re
 import struct
-import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from zlib import crc32
 
-import numpy as np
-import torch
-from torch import Tensor
+from smolcluster.comm.elastic.messages import ITEM_BYTES, Head, Kind, Message
+from smolcluster.errors import SmolclusterError
 
-from smolcluster.comm.elastic.transport import Head, Kind, Message
-from smolcluster.errors import SmolclusterError, UserError
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from smolcluster.comm.elastic.payloads import Checksum
 
 VERSION = 1
 MAGIC = b"SMOL"
@@ -61,22 +63,7 @@ PREFIX = struct.Struct("<4sH")
 MAX_DIMS = 8
 CHECKED = 1  # flag: a checksum follows the payload
 
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float64,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-    )
-}
-DTYPE_NAMES = tuple(DTYPES)
+DTYPE_NAMES = tuple(ITEM_BYTES)
 CODECS = ("fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd")
 
 WITH_PAYLOAD = frozenset({Kind.STATE, Kind.PUSH, Kind.AVERAGE, Kind.WEIGHTS, Kind.CHUNK, Kind.ROWS})
@@ -88,8 +75,6 @@ META_DEPTH = 32
 META_BRACKETS = 1 << 16  # lists and objects: more of them, all empty, would keep a thread busy for half a second
 PAYLOAD_BYTES = 1 << 32
 
-BLOCK_BYTES = 1 << 18  # of the checksum, and of a slice that is written at once
-JOINED_BYTES = 1 << 14  # a payload up to here is copied behind its header: one write instead of three
 STAGING_BYTES = 1 << 14  # what is read ahead while the next part's place is not known
 READ_BYTES = 1 << 20  # of a payload at once: it is still in the cache when its checksum is taken
 
@@ -136,54 +121,6 @@ class NotWanted(FrameError):
 def run_bytes(run: str) -> bytes:
     """A run id (16 hex digits, or empty) as the header has it."""
     return bytes.fromhex(run) if run else NO_RUN
-
-
-def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    if sys.byteorder != "little":
-        raise UserError(
-            "this machine is big-endian; tensors travel little-endian, as they lie in memory, so it cannot take part"
-        )
-    assert tensor.is_cpu, "a payload is a CPU tensor"
-    assert tensor.is_contiguous(), "a payload is contiguous"
-    if tensor.dtype is torch.bfloat16:  # numpy has no such thing
-        tensor = tensor.view(torch.int16)
-    return tensor.detach().numpy().reshape(-1).view(np.uint8).data
-
-
-class Checksum:
-    """Of a payload, taken while it passes by.
-
-    Whole blocks of 256 KB are folded at the speed of memory, where a crc32 would take longer than the loopback itself: their
-    64-bit words are added up in 512 columns, and what the blocks before gave is multiplied by an odd number, so that
-    their order counts. So are the rows of a last block that is not whole, unless it is small. The checksum is the crc32 of
-    these sums and of the rest. Whatever happens to the bytes of one row of 4 KB changes a sum; what goes unnoticed is
-    a change in one row of a block that another row makes up for, as when the two have changed places.
-    """
-
-    _COLUMNS = 512
-    _ROW_BYTES = 8 * _COLUMNS
-    _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-
-    def __init__(self) -> None:
-        self._sums: np.ndarray[Any, np.dtype[np.uint64]] | None = None
-
-    def fold(self, blocks: memoryview) -> None:
-        """The next part of the payload: whole blocks."""
-        for start in range(0, len(blocks), BLOCK_BYTES):
-            self._add(blocks[start : start + BLOCK_BYTES])
-
-    def _add(self, rows: memoryview) -> None:
-        sums = np.add.reduce(np.frombuffer(rows, dtype="<u8").reshape(-1, self._COLUMNS), axis=0)
-        self._sums = sums if self._sums is None else self._sums * self._FACTOR + sums
-
-    def value(self, rest: memoryview) -> int:
-        """After all whole blocks, with what is left of the payload."""
-        if len(rest) > JOINED_BYTES:
-            rows_bytes = len(rest) - len(rest) % self._ROW_BYTES
-            self._add(rest[:rows_bytes])
-            rest = rest[rows_bytes:]
-        return crc32(rest, crc32(self._sums.tobytes()) if self._sums is not None else 0)
 
 
 # Meta
@@ -269,10 +206,12 @@ class Frame:
         yield self.head
         if self.payload is None:
             return
+        from smolcluster.comm.elastic.payloads import BLOCK_BYTES, Checksum
+
         checksum, size = Checksum(), len(self.payload)
         for start in range(0, size, BLOCK_BYTES):
             block = self.payload[start : start + BLOCK_BYTES]
-            if self.checked and len(block) == BLOCK_BYTES:
+            if self.checked:
                 checksum.fold(block)
             yield block
         if self.checked:
@@ -293,11 +232,13 @@ def encode(
         raise ValueError(f"{message.kind.name} with {len(meta)} bytes of meta; at most {meta_bytes} are allowed")
     if message.payload is None:
         return Frame(_header(message, meta, 0, (), 0, 0, cluster, run) + meta, None, checked)
+    from smolcluster.comm.elastic import payloads
+
     assert message.kind in WITH_PAYLOAD, f"{message.kind.name} has no payload"
-    payload = memory(message.payload)
+    payload = payloads.memory(message.payload)
     dtype = 1 + DTYPE_NAMES.index(str(message.payload.dtype).removeprefix("torch."))
     head = _header(message, meta, dtype, message.payload.shape, len(payload), CHECKED * checked, cluster, run) + meta
-    if len(payload) > JOINED_BYTES:
+    if len(payload) > payloads.JOINED_BYTES:
         return Frame(head, payload, checked)
     tail = crc32(payload).to_bytes(4, "little") if checked else b""
     return Frame(b"".join((head, payload, tail)), None, checked)
@@ -453,15 +394,21 @@ class Parser:
 
             if header.dtype:
                 message.payload = self._placed(header, message.meta)
-                target = memory(message.payload)
-                checksum = yield from self._fill(target, checked=header.checked)
-                if header.checked:
-                    yield from self._wait_for(4)
-                    if checksum != int.from_bytes(self._take(4), "little"):
-                        raise Corrupt(f"the payload of a {header.kind.name} was damaged on the way")
-                if header.dtype == "bool" and np.frombuffer(target, dtype=np.uint8).max(initial=0) > 1:
-                    raise Malformed("a boolean that is neither true nor false")
+                yield from self._receive_payload(header, message.payload)
             yield message
+
+    def _receive_payload(self, header: _Header, payload: Tensor) -> Iterator[None]:
+        from smolcluster.comm.elastic import payloads
+
+        target, checksum = payloads.memory(payload), payloads.Checksum() if header.checked else None
+        yield from self._fill(target, checksum)
+        if checksum is not None:
+            yield from self._wait_for(4)
+            rest = target[len(target) - len(target) % payloads.BLOCK_BYTES :]
+            if checksum.value(rest) != int.from_bytes(self._take(4), "little"):
+                raise Corrupt(f"the payload of a {header.kind.name} was damaged on the way")
+        if header.dtype == "bool" and not payloads.are_booleans(target):
+            raise Malformed("a boolean that is neither true nor false")
 
     def _check(self, data: bytes) -> _Header:
         """Everything a header can be wrong about."""
@@ -520,7 +467,7 @@ class Parser:
         if payload_bytes > self._payload_bytes:
             raise TooLarge(f"{name} with a payload of {payload_bytes} bytes; at most {self._payload_bytes} are allowed")
         dtype_name = DTYPE_NAMES[dtype - 1]
-        itemsize = DTYPES[dtype_name].itemsize
+        itemsize = ITEM_BYTES[dtype_name]
         if (
             math.prod(size or 1 for size in shape) * itemsize > self._payload_bytes
         ):  # an empty tensor can be too large too
@@ -563,30 +510,27 @@ class Parser:
         self._start += count
         return data
 
-    def _fill(self, target: memoryview, *, checked: bool = False) -> Generator[None, None, int]:
-        """What is there already, then straight from the socket. Returns the checksum, if it was asked for."""
+    def _fill(self, target: memoryview, checksum: Checksum | None = None) -> Iterator[None]:
+        """What is there already, then straight from the socket. Whole blocks go into the checksum."""
         assert self._staging is not None
         staged = min(len(target), self._end - self._start)
         target[:staged] = self._staging[self._start : self._start + staged]
         self._start += staged
         self._target, self._filled = target, staged
-        checksum, folded = Checksum(), 0
+        folded = 0
         while True:
-            if checked:
-                whole = self._filled - self._filled % BLOCK_BYTES
-                checksum.fold(target[folded:whole])
-                folded = whole
+            if checksum is not None:
+                folded += checksum.fold(target[folded : self._filled])
             if self._filled == len(target):
                 break
             yield None
         self._target = None
-        return checksum.value(target[folded:]) if checked else 0
 
 
 def checked_place(tensor: Tensor | None, head: Head) -> Tensor:
     """What a handler answered to `place`, if the payload fits there."""
     if tensor is None:
         raise NotWanted(f"{head.kind.name} of step {head.step}: no place for {head.dtype} of shape {list(head.shape)}")
-    fits = tensor.dtype == DTYPES[head.dtype] and tensor.nbytes == head.nbytes and tensor.is_contiguous()
+    fits = str(tensor.dtype) == f"torch.{head.dtype}" and tensor.nbytes == head.nbytes and tensor.is_contiguous()
     assert fits, f"place gave {tensor.dtype} of {tensor.nbytes} bytes for {head.dtype} of {head.nbytes}"
     return tensor

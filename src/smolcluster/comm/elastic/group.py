@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic import schedule
-from smolcluster.comm.elastic.frames import DTYPES
+from smolcluster.comm.elastic.payloads import DTYPES
 from smolcluster.comm.elastic.schedule import MOST_PIECE_BYTES, Act, Plan, Verb
 from smolcluster.comm.elastic.transport import Head, Kind, Link, Message
 from smolcluster.comm.elastic.view import View

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-ROLES = ("worker", "server", "stage", "front")
+ROLES = ("worker", "server", "stage", "front", "member")
 MAX_RANK = 1 << 20
 MAX_HOST = 255
 MAX_VERSIONS = 16

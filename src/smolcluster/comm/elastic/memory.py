@@ -26,6 +26,7 @@ from functools import partial
 from torch import Tensor
 
 from smolcluster.comm.elastic import frames
+from smolcluster.comm.elastic.payloads import memory
 from smolcluster.comm.elastic.transport import LEFT, Dialer, Handler, Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.group import Done, PeerLost, Traffic, Work
 from smolcluster.errors import UserError
@@ -285,7 +286,7 @@ class MemoryLink(Link):
             meta=message.meta,
         )
         place = frames.checked_place(self._handler.place(self, head), head)
-        frames.memory(place)[:] = frames.memory(payload)
+        memory(place)[:] = memory(payload)
         return place
 
     def end(self, reason: str) -> None:

@@ -1,6 +1,6 @@
 """What processes of the elastic plane say to each other: every kind of message, and what is known of a peer.
 
-`frames.py` has their bytes, `transport.py` how they move.
+`frames.py` has their bytes, `transport.py` how they move. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -8,9 +8,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Types of payloads, and the bytes of one number. Their order is that of the header's `dtype`.
+ITEM_BYTES: Mapping[str, int] = {
+    **{"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8},
+    **{"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "bool": 1},
+}
 
 
 class Kind(enum.IntEnum):
@@ -32,10 +39,10 @@ class Kind(enum.IntEnum):
     JOIN = 18  # worker: I am ready; my model's layout, my batch size
     WELCOME = 19  # server: you take part from this step on; what STATE will follow, the lease
     STATE = 20  # one tensor of weights or optimizer state; channel is its number in the list that came before
-    VIEW = 21  # coordinator: the members and their addresses from now on
+    VIEW = 21  # coordinator: the members and their addresses from now on; heartbeat roster: what each has reported
     EVENT = 22  # worker: one line of its record, for the run directory
     STOP = 23  # server: the run is over
-    REPORT = 24  # worker: its counters at the end
+    REPORT = 24  # worker: its counters at the end; member of a heartbeat roster: all its fields, at every change
 
     # Parameter servers.
     PUSH = 32  # worker: a bucket of my gradient of this step (payload, encoded); channel is the bucket
@@ -69,7 +76,7 @@ class Kind(enum.IntEnum):
 class Peer:
     """Who is at an end of a link. Names itself in the handshake; the token proves only that it belongs to the cluster."""
 
-    role: str  # worker, server; of inference stage, front
+    role: str  # worker, server; of inference stage, front; of a heartbeat roster member
     rank: int
     host: str
     instance: str  # of the process: 16 hex digits, new at every start

@@ -223,15 +223,14 @@ class Credentials:
 
 
 class NoToken(Credentials):
-    """For loopback without a token: the same handshake with an empty key. It authenticates nobody."""
+    """Without a token: the same handshake, with `secret` as its key. An empty one authenticates nobody."""
 
     cluster = bytes(CLUSTER_ID_BYTES)
     certificate = b""
     fingerprint = bytes(32)
-    _proof_key = b""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, secret: bytes = b"") -> None:
+        self._proof_key = secret
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         raise RuntimeError("without a token there is no certificate, hence no TLS")
@@ -302,9 +301,9 @@ class Keyring:
         raise Refused(f"the other side's certificate ({seen}) is of no token here; known: {self!r}")
 
 
-def open_credentials() -> Credentials:
-    """For a transport without a keyring, which `check_bind` keeps on loopback."""
-    return NoToken()
+def open_credentials(secret: bytes = b"") -> Credentials:
+    """For a transport without a keyring; `check_bind` keeps one that has no `secret` either on loopback."""
+    return NoToken(secret)
 
 
 # Other reasons, a record that does not fit its checksum say, may be gone at the next attempt. These stay.

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.frames import DTYPES
 from smolcluster.comm.elastic.group import Landing
+from smolcluster.comm.elastic.payloads import DTYPES
 from smolcluster.comm.elastic.transport import Head, Kind, Message
 from smolcluster.comm.elastic.view import Member
 from smolcluster.comm.group import PeerLost

@@ -31,8 +31,8 @@ from smolcluster.comm.elastic.connection import LINGER_S, Limits, TcpLink
 from smolcluster.comm.elastic.security import Keyring, explain, will_stay
 from smolcluster.comm.elastic.sockets import dial, join_address, listen_on, split_address
 from smolcluster.comm.elastic.transport import LEFT, Dialer, Handler, Peer, Transport
-from smolcluster.comm.group import Traffic
 from smolcluster.comm.pending import PendingConnections
+from smolcluster.comm.work import Traffic
 
 __all__ = ["Limits", "TcpTransport"]
 
@@ -63,6 +63,7 @@ class TcpDialer(Dialer):
         self._owner, self._handler, self.address = owner, handler, address
         self._host, self._port = split_address(address)
         self._told_at = time.monotonic() + TELL_AFTER_S - TELL_EVERY_S
+        self.problem = ""  # why the last attempt made no link
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -91,7 +92,8 @@ class TcpDialer(Dialer):
                 if time.monotonic() - began > LONGEST_PAUSE_S:
                     failures = 0
             else:
-                self._tell(link.reason)
+                self.problem = link.reason
+                self._tell()
             longest_s = min(FIRST_PAUSE_S * 2.0 ** min(failures, 16), LONGEST_PAUSE_S)
             failures += 1
             await asyncio.sleep(random.uniform(0, longest_s))
@@ -132,28 +134,29 @@ class TcpDialer(Dialer):
                 link.end(problem)
         return False
 
-    def _tell(self, problem: str) -> None:
+    def _tell(self) -> None:
         now = time.monotonic()
         if now - self._told_at >= TELL_EVERY_S:
-            log.info("waiting for a peer at %s: %s", self.address, problem)
+            log.info("waiting for a peer at %s: %s", self.address, self.problem)
             self._told_at = now
 
 
 class TcpTransport(Transport):
-    """Without a keyring nothing is encrypted and nobody is authenticated: for loopback only."""
+    """Without a keyring nothing is encrypted, and peers prove only that they know `secret`. With neither: for loopback only."""
 
     def __init__(
         self,
         me: Peer,
         *,
         keyring: Keyring | None = None,
+        secret: bytes = b"",
         buffer_size: int | None = None,
         limits: Limits = Limits(),  # noqa: B008 - it is frozen
         uvloop: bool = True,
     ) -> None:
         """`buffer_size`: of the sockets, in bytes; None leaves it to the system. `uvloop`: use it where it is installed."""
         self.me = me
-        self.keyring, self.buffer_size, self.limits = keyring, buffer_size, limits
+        self.keyring, self.secret, self.buffer_size, self.limits = keyring, secret, buffer_size, limits
         self.links: set[TcpLink] = set()
         self.connections: set[TcpLink] = set()  # these, pending ones, and what is not quite closed yet
         self.past = Traffic()  # of connections that have ended

@@ -11,19 +11,20 @@ whose methods run on that thread and must not block. `Link.send` may be called f
       Handler.unlinked(link, reason)  <-- end -->  Handler.unlinked(link, reason)
 
 Implementations: `tcp.TcpTransport` (asyncio, TLS 1.3 when there is a token), `memory.MemoryTransport`
-(one process, for tests, with faults on demand). `frames.py` has the bytes.
+(one process, for tests, with faults on demand). `frames.py` has the bytes. torch is imported with the first payload.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smolcluster.comm.elastic.messages import Head, Kind, Message, Peer
-from smolcluster.comm.group import Traffic, Work
+from smolcluster.comm.work import Traffic, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["LEFT", "Dialer", "Handler", "Head", "Kind", "Link", "Message", "Peer", "Transport"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.frames import DTYPES
+from smolcluster.comm.elastic.payloads import DTYPES
 from smolcluster.comm.elastic.schedule import MOST_PIECE_BYTES
 from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Transport
 from smolcluster.comm.elastic.view import Member
