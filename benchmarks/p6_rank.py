@@ -84,7 +84,7 @@ def prepare(
 def small(config: Config) -> Config:
     """The same of a model that is next to nothing: once through it, and all code is loaded."""
     config = config.model_copy(deep=True)
-    for key, value in {"model_dim": 16, "num_layers": 2, "num_heads": 2, "ff_dim": 16, "num_kv_heads": 2}.items():
+    for key, value in {"model_dim": 16, "num_layers": 4, "num_heads": 2, "ff_dim": 16, "num_kv_heads": 2}.items():
         setattr(config.model, key, value)
     return config
 

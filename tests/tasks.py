@@ -870,13 +870,46 @@ class FailingGPT(GPTTask):
         return super().loss(model, batch)
 
 
-class SlowDoubleGPT(DoubleGPT):
+class _Held:
+    """From the call HOLD_FROM on (1: the first) a batch is there when the file HOLD_UNTIL is."""
+
+    def __init__(self, data: Any) -> None:
+        self._data, self._calls = data, 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Any) -> Any:
+        self._calls += 1
+        while self._calls >= int(os.environ["HOLD_FROM"]) and not Path(os.environ["HOLD_UNTIL"]).exists():
+            time.sleep(0.02)
+        return self._data.batch(indices)
+
+
+class HeldGPT(GPTTask):
+    """Waits in the middle of a run, on every worker."""
+
+    quick_check = False  # it would read a batch
+
+    def train_data(self) -> Any:
+        return _Held(super().train_data())
+
+
+class _Slow(Task):
     """Takes a third of a second longer for each training loss, until the file SLOW_UNTIL is there."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if model.training and not Path(os.environ["SLOW_UNTIL"]).exists():
             time.sleep(0.3)
         return super().loss(model, batch)
+
+
+class SlowDoubleGPT(_Slow, DoubleGPT):
+    """The embedded text in fp64."""
+
+
+class SlowTiny(_Slow, Tiny):
+    """A few hundred numbers."""
 
 
 def another_size(*args: Any, **kwargs: Any) -> dict[str, str]:

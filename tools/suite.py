@@ -24,7 +24,8 @@ import pytest
 
 PASSES = (  # each with how its tests are dealt to the processes that run beside each other
     (("tests/unit", "tests/equivalence"), "load"),
-    (("tests/faults", "tests/gpu", "tests/e2e"), "loadfile"),  # those of a file share what takes long to start
+    # Those of a file share what takes long to start.
+    (("tests/conformance", "tests/faults", "tests/gpu", "tests/e2e"), "loadfile"),
 )
 MOST_AGAIN = 10  # failures in a run; when more than these fail, something is broken
 REPORT = "SMOLCLUSTER_FAILED_TESTS"  # environment: the file that the plugin writes

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,7 +76,13 @@ class ElasticAveraging(SyncPS):
     Config = ElasticOptions
 """
 FACTOR = {"mesh": "strategy.factor=0.5", "elastic": "strategy.options.factor=0.5"}  # both are the same
+SETTINGS = """
+from tests.conformance.cases import SETTINGS, Setting
+
+SETTINGS["averaging"] = Setting(workers=(2,))
+"""
 PATIENCE_S = 280.0  # four processes that import torch at once, beside other tests, on two cores
+ROOT = Path(__file__).parents[2]
 TRAIN = ("--strategy", "Mean", "--workers", "2", "--steps", "4", "--override", *TINY, "training.checkpoint_steps=2")
 PATIENT = ("strategy.timeout=120", "cluster.silence_timeout=120", "cluster.stall_timeout=120")
 
@@ -85,6 +94,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "averaging").mkdir()
     (folder / "averaging" / "__init__.py").write_text(RECORD, encoding="utf-8")
     (folder / "averaging" / "strategy.py").write_text(STRATEGY, encoding="utf-8")
+    (folder / "averaging" / "conformance.py").write_text(SETTINGS, encoding="utf-8")
     info = folder / "averaging-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: averaging\nVersion: 1.0\n", encoding="utf-8")
@@ -123,3 +133,19 @@ def test_it_is_listed_planned_and_described(smol: Smol, installed: Path, tmp_pat
     refused = smol.run(*wrong, cwd=tmp_path, within_s=PATIENCE_S, env=env)
     assert refused.status == 2
     assert "--override: strategy.options.factor = -1: Input should be greater than 0" in refused.err
+
+
+def test_the_conformance_suite_has_it(installed: Path) -> None:
+    """The rules that need few runs, on both planes, in the setting that the package names."""
+    chosen = "averaging and (equals_single or refused)"
+    command = ("-m", "pytest", "-p", "averaging.conformance", "-p", "no:xdist", "tests/conformance", "-k", chosen)
+    ended = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "8 passed" in ended.stdout

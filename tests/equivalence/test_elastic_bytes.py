@@ -1,4 +1,4 @@
-"""`cost` is what crosses the sockets: every strategy of the elastic plane against the kernel's own counters.
+"""`cost` is what crosses the sockets: every codec against the kernel's own counters.
 
 Plain TCP on loopback. Workers read their counters at the beginning of each step; what travels once, at joining, is left out.
 At most 2 % and headers may come on top of the formula, and nothing may be missing.
@@ -31,9 +31,8 @@ CONFIG = {
     "logging.log_interval": 1000,  # rows travel too
     "task": TASK,
 }
-# Every codec once, and every strategy on two and three workers: a codec does not know how many there are.
-PLAIN = [case for case in CASES if case.options.get("codec") in (None, "fp32")]
-CODED = [case for case in CASES if case.strategy == "syncps" and case not in PLAIN]
+# Every codec once with a server: none of them knows how many workers there are. Without a codec: tests/conformance.
+CODED = [case for case in CASES if case.strategy == "syncps" and case.options["codec"] != "fp32"]
 BETWEEN_WORKERS = [
     case for case in CASES if case.strategy in ("allreduce", "fsdp") and case.options.get("codec") in ("int8", "topk")
 ]
@@ -44,15 +43,9 @@ def config_of(case: Case, *, workers: int) -> Config:
     return resolve(load_config([], sets=CONFIG | case.sets() | run))
 
 
-@pytest.mark.usual(when=lambda workers, **_: workers == 2)
-@pytest.mark.parametrize(
-    ("case", "workers"),
-    [
-        *(pytest.param(case, 2, id=f"{case.name}, 2 workers") for case in PLAIN + CODED + BETWEEN_WORKERS),
-        *(pytest.param(case, 3, id=f"{case.name}, 3 workers") for case in PLAIN),
-    ],
-)
-def test_bytes_of_a_step_are_those_of_the_formula(tmp_path: Path, case: Case, workers: int) -> None:
+@pytest.mark.parametrize("case", CODED + BETWEEN_WORKERS, ids=lambda case: case.name)
+def test_bytes_of_a_step_are_those_of_the_formula(tmp_path: Path, case: Case) -> None:
+    workers = 2
     if not sys.platform.startswith("linux"):
         pytest.skip("TCP_INFO is Linux's")
     counts = tmp_path / "counts"

@@ -20,7 +20,6 @@ from tests.world import run_world
 SHAPE = Shape("tiny", 64, 4, 4, 64, 8)
 STEPS = 10
 CHOSEN = [
-    "allreduce",
     "fsdp 1",
     "fsdp 3, hybrid of 2",
     "pipeline interleaved",

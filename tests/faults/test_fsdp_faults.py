@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from tests.faults.elastic_history import assert_sound, changes, lines_of
 from tests.world import ElasticWorld, run_elastic_world, run_world
@@ -30,29 +29,6 @@ def run(workers: int, folder: Path, script: Any, **changes: Any) -> ElasticWorld
     return run_elastic_world(workers, folder, CONFIG | changes, task="Tiny", strategy="fsdp", script=script, slow=PAUSE)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_equals_single(tmp_path: Path, size: int, stage: int) -> None:
-    config = CONFIG | {"training.steps": 8, "training.grad_clip_norm": 0.05}
-    one = run_world(1, tmp_path / "one", config | {"training.batch_size": 12}, task="Double", strategy="single")
-    many = run_elastic_world(
-        size,
-        tmp_path / "many",
-        config | {"training.batch_size": 12 // size, "strategy.fsdp_stage": stage},
-        task="Double",
-        strategy="fsdp",
-    )
-    assert_sound(many, steps=8)
-    assert many.server.losses() == pytest.approx(one.global_losses(), rel=1e-6)
-    first, second = (load_file(Path(w.summary["checkpoint"]) / "weights.safetensors") for w in (one, many))
-    for name in first:
-        torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-10)
-    first, second = (load_file(Path(w.summary["checkpoint"]) / "optimizer.safetensors") for w in (one, many))
-    assert first.keys() == second.keys()
-    for name in first:
-        torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("bound", [0, 2])
 def test_owners_die_one_after_the_other(tmp_path: Path, bound: int) -> None:
     def script(world: ElasticWorld) -> None:
@@ -67,39 +43,6 @@ def test_owners_die_one_after_the_other(tmp_path: Path, bound: int) -> None:
     assert world.summary["members_lost"] >= 4
     lines = lines_of(world)
     assert len(changes(lines, "joined")) >= 8
-
-
-def test_the_coordinator_dies(tmp_path: Path) -> None:
-    def script(world: ElasticWorld) -> None:
-        for step in (8, 25):
-            world.wait_for_step(step)
-            world.kill("server")
-            world.restart("server")
-
-    world = run(3, tmp_path, script)
-    assert_sound(world, steps=60)
-
-
-def test_a_third_joins_and_leaves(tmp_path: Path) -> None:
-    def script(world: ElasticWorld) -> None:
-        world.wait_for_step(6)
-        world.start(2)
-        world.wait_for_step(20)
-        world.kill(2)
-
-    world = run_elastic_world(
-        3,
-        tmp_path,
-        CONFIG | {"cluster.num_workers": 2},
-        task="Tiny",
-        strategy="fsdp",
-        script=script,
-        start=[0, 1],
-        slow=PAUSE,
-    )
-    assert_sound(world, steps=60)
-    counted = {part["rank"] for line in lines_of(world) if line["kind"] == "commit" for part in line["contributors"]}
-    assert counted == {0, 1, 2}
 
 
 def test_a_newcomer_keeps_the_optimizer_state_of_what_it_owns(tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""The cases of the conformance suite: every registered strategy, on each of its planes, in each of its variants.
+
+They come from the records (`config/strategies.py`), so a strategy of an installed package is among them. What the record does
+not say is in SETTINGS: in which setting the strategy computes what `single` computes, and how many workers it takes. A strategy
+without an entry is held to its default options. A package adds an entry in a module of its own (docs/strategies/index.md):
+
+    from tests.conformance.cases import SETTINGS, Setting
+
+    SETTINGS["mine"] = Setting(options={"inner_steps": 1})
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.world import ElasticWorld, World, run_elastic_world, run_world
+
+from smolcluster.config import load_config, resolve
+from smolcluster.config.schema import Config, StrategyConfig
+from smolcluster.config.strategies import Asked, all_records
+from smolcluster.parallel.placement import Node
+from smolcluster.strategies.registry import find_strategy, read_options
+
+PATIENT_S = 120.0  # a gradient that comes later than `timeout` does not count, and the machine may be busy
+AT_ONCE = {"worker_update_interval": 1}  # every gradient is computed at the server's weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a strategy computes what `single` computes. By plane: more variants, and those that compute something else."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    workers: Sequence[int] = (3, 2, 4)  # the first is usual
+    exact: bool = False  # on the elastic plane too tensors travel in the model's type: a server's are fp32
+    more: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    unlike: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+
+
+SETTINGS: dict[str, Setting] = {
+    "single": Setting(workers=(1,)),
+    "allreduce": Setting(exact=True, unlike={"mesh": [{"staleness_bound": 2}]}),
+    "fsdp": Setting(exact=True, workers=(3, 1, 2, 4), more={"elastic": [{"fsdp_stage": 0}]}),
+    "pipeline": Setting(more={"mesh": [{"schedule": "sequential"}]}),
+    "mesh": Setting(workers=(4,), more={"mesh": [{"tp": 2, "fsdp_stage": 2}]}),
+    "tensor": Setting(workers=(2, 4)),  # as many as divide the heads
+    "syncps": Setting(options=AT_ONCE | {"polyak_alpha": 1.0}),
+    "edp": Setting(options=AT_ONCE, workers=(1,)),  # nobody waits, so two would take turns by chance
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    strategy: str
+    plane: str
+    workers: int
+    options: Mapping[str, Any]
+    tolerance: float  # to `single` in fp64; where tensors travel in the model's type only the order of sums differs
+    usual: bool  # with the first number of workers
+    ends: bool  # the first or the last variant of its record
+    equals_single: bool
+
+    @property
+    def chosen(self) -> bool:
+        """For tests that need several runs."""
+        return self.usual and self.ends
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def on(self, workers: int) -> Case:
+        return dataclasses.replace(self, workers=workers)
+
+    @property
+    def readers(self) -> int:
+        """Workers that read samples of their own."""
+        strategy = find_strategy(self.strategy, plane=self.plane)
+        options, _ = read_options(strategy, self.config({}).strategy)
+        return strategy.plan(options, self.nodes(), None).checked().num_shards
+
+    def nodes(self) -> list[Node]:
+        return [Node(name=f"worker-{rank}", stays=self.plane == "mesh") for rank in range(self.workers)]
+
+    def sets(self, **more: Any) -> dict[str, Any]:
+        """The strategy section and the plane, by dotted names. `more` are options to set where the strategy has them."""
+        known = find_strategy(self.strategy, plane=self.plane).Config.model_fields
+        options = {key: value for key, value in more.items() if key in known}
+        if "timeout" in known:
+            options["timeout"] = PATIENT_S
+        return {"cluster.plane": self.plane} | named(options | dict(self.options))
+
+    def config(self, sets: Mapping[str, Any]) -> Config:
+        run = {"strategy.name": self.strategy, "cluster.num_workers": self.workers, "training.device": "cpu"}
+        return resolve(load_config([], sets={**self.sets(), **run, **sets}))
+
+    def train(self, run_dir: Path, sets: Mapping[str, Any], **world: Any) -> World | ElasticWorld:
+        """Run it to its end, over real processes and sockets."""
+        run: Callable[..., Any] = run_world if self.plane == "mesh" else run_elastic_world
+        ended: World | ElasticWorld = run(
+            self.workers, run_dir, {**self.sets(), **sets}, strategy=self.strategy, **world
+        )
+        return ended
+
+
+def named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by dotted names; those that the schema does not have stand below `strategy.options`."""
+    known = StrategyConfig.model_fields
+    return {f"strategy.{'' if key in known else 'options.'}{key}": value for key, value in options.items()}
+
+
+def assert_good_end(world: World | ElasticWorld) -> None:
+    if isinstance(world, ElasticWorld):
+        assert set(world.statuses.values()) == {0}, world.story()
+        assert world.summary["replicas_agree"] in (True, None), "replicas differ"
+    else:
+        failed = [rank.failed for rank in world.ranks if rank.failed is not None]
+        failed.sort(key=lambda f: f.kind == "peer")  # the first to fail says why, the others only that it is gone
+        assert not failed, f"{failed[0].message}\n{failed[0].traceback}"
+    assert world.summary["status"] == "finished"
+
+
+def all_cases() -> list[Case]:
+    found = []
+    for record in all_records().values():
+        setting = SETTINGS.get(record.name, Setting())
+        for plane in record.planes:
+            for workers in setting.workers:
+                asked = Asked(plane=plane, num_ranks=workers, every=True)
+                variants = [(label, dict(options), True) for label, options in record.variants(asked)]
+                ends = [label for label, *_ in variants[:1] + variants[-1:]]
+                others = ((setting.more.get(plane, ()), True), (setting.unlike.get(plane, ()), False))
+                variants += [
+                    (" ".join(f"{key} {value}" for key, value in options.items()), dict(options), equal)
+                    for extra, equal in others
+                    for options in extra
+                ]
+                for label, options, equal in variants:
+                    words = (record.name, label, plane if plane != record.planes[0] else "", f"on {workers}")
+                    found.append(
+                        Case(
+                            name=" ".join(filter(None, words)),
+                            strategy=record.name,
+                            plane=plane,
+                            workers=workers,
+                            options={**setting.options, **options},
+                            tolerance=1e-9 if plane == "mesh" or setting.exact else 2e-5,
+                            usual=workers == setting.workers[0],
+                            ends=label in ends or not equal,
+                            equals_single=equal,
+                        )
+                    )
+    return found
+
+
+def over(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
