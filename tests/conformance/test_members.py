@@ -12,7 +12,7 @@ from tests.faults.elastic_history import assert_sound, changes, commits, lines_o
 from tests.world import ElasticWorld
 
 CASES = all_cases()
-STEPS, WORKERS = 100, 3  # half a minute, until all has happened that the script has
+STEPS, WORKERS = 400, 3  # two minutes for what the script does, on a loaded machine; the rest takes seconds
 CONFIG: dict[str, Any] = {
     "training.steps": STEPS,
     "training.batch_size": 4,
@@ -38,7 +38,10 @@ def test_members_come_and_die_and_come_back(tmp_path: Path, case: Case) -> None:
             world.kill(rank)
             world.wait_for_step(world.server.step + 2)
             start(world, rank)
+        restarted = time.time()
         world.restart("server")
+        for rank in range(WORKERS):
+            wait_for_counted(world, rank, after=restarted)
         done.touch()
 
     done = tmp_path / "done"
