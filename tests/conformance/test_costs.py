@@ -77,7 +77,7 @@ def choice_of(case: Case) -> Choice:
 # Memory
 
 
-@pytest.mark.usual(when=lambda case: case.ends)
+@pytest.mark.usual(when=lambda case: case.chosen)
 @over([case for case in PAIRS if case.plane == "mesh"])
 def test_memory_is_that_of_the_plan(case: Case) -> None:
     """The tolerance of 5 % is for what backends allocate by themselves; here they agree to the byte but for it."""

@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@pytest.mark.usual(when=lambda case: case.usual)
+@pytest.mark.usual(when=lambda case: case.chosen)
 @over([case for case in CASES if case.plane == "elastic"])
 def test_members_come_and_die_and_come_back(tmp_path: Path, case: Case) -> None:
     def start(world: ElasticWorld, rank: int) -> None:

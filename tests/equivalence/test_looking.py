@@ -52,6 +52,7 @@ def told(world: World) -> list[str]:
     return [event.message for event in world.ranks[0].events if isinstance(event, Notice)]
 
 
+@pytest.mark.usual(when=lambda way: way in ("in flight", "stage 1"))
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_looks_changes_nothing(tmp_path: Path, way: str) -> None:
     looked_at = train(tmp_path / "looked at", way, looks=LOOKED_AT)
@@ -60,6 +61,7 @@ def test_whoever_looks_changes_nothing(tmp_path: Path, way: str) -> None:
     assert looked_at.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-12)
 
 
+@pytest.mark.usual(when=lambda way: way in ("in flight", "stage 1"))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_goes_on_to_the_last_bit(tmp_path: Path, way: str) -> None:
     """Each rank with its own running means, and gradients that were in flight applied in their turn."""
