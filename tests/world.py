@@ -15,6 +15,7 @@ import json
 import multiprocessing as mp
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -196,6 +197,7 @@ def _begin_run(
         "strategy.name": strategy,
         "cluster.num_workers": size,
         "logging.log_interval": 1,
+        "logging.sample_tokens": 2,
         "training.device": "cpu",
     }
     if task is not None:
@@ -269,6 +271,7 @@ def _be_rank(
     torch.set_num_threads(1)
     spec = WorkerSpec.from_json(spec_json)
     os.environ.update(environ, OMP_NUM_THREADS="1", TEST_RANK=str(spec.rank))
+    sys.path[:0] = filter(None, [environ.get("TEST_PATH")])  # where a package of the test is
     if namespace is not None:
         enter_namespace(namespace)
     for module, attribute, value in tweaks:
@@ -666,6 +669,7 @@ def _be_member(
         enter_namespace(namespace)
     spec = WorkerSpec.from_json(spec_json)
     os.environ.update(environ, OMP_NUM_THREADS="1", TEST_RANK=str(spec.rank))
+    sys.path[:0] = filter(None, [environ.get("TEST_PATH")])  # where a package of the test is
     torch.set_num_threads(1)
     status = run_worker(spec, _ElasticChannel(pipe), [_FaultySink(pipe, **faults)])
     pipe.send(("status", status))

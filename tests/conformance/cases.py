@@ -36,7 +36,11 @@ class Setting:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     workers: Sequence[int] = (3, 2, 4)  # the first is usual
+    # Several workers compute something else, each for itself between exchanges. On the elastic plane a checkpoint does not have
+    # what each of them has of its own, and so there is one worker there.
+    alone: bool = False
     exact: bool = False  # on the elastic plane too tensors travel in the model's type: a server's are fp32
+    proof: int = 0  # the variant of its record that tests of several runs usually take
     more: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     unlike: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -44,7 +48,7 @@ class Setting:
 SETTINGS: dict[str, Setting] = {
     "single": Setting(workers=(1,)),
     "allreduce": Setting(exact=True, unlike={"mesh": [{"staleness_bound": 2}]}),
-    "fsdp": Setting(exact=True, workers=(3, 1, 2, 4), more={"elastic": [{"fsdp_stage": 0}]}),
+    "fsdp": Setting(exact=True, proof=-1, workers=(3, 1, 2, 4), more={"elastic": [{"fsdp_stage": 0}]}),
     "pipeline": Setting(more={"mesh": [{"schedule": "sequential"}]}),
     "mesh": Setting(workers=(4,), more={"mesh": [{"tp": 2, "fsdp_stage": 2}]}),
     "tensor": Setting(workers=(2, 4)),  # as many as divide the heads
@@ -61,14 +65,10 @@ class Case:
     workers: int
     options: Mapping[str, Any]
     tolerance: float  # to `single` in fp64; where tensors travel in the model's type only the order of sums differs
-    usual: bool  # with the first number of workers
+    usual: bool  # with the first number of workers; a variant of its record, or on the elastic plane
+    chosen: bool  # usual, for tests that need several runs
     ends: bool  # the first or the last variant of its record
     equals_single: bool
-
-    @property
-    def chosen(self) -> bool:
-        """For tests that need several runs."""
-        return self.usual and self.ends
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -129,17 +129,19 @@ def all_cases() -> list[Case]:
     for record in all_records().values():
         setting = SETTINGS.get(record.name, Setting())
         for plane in record.planes:
-            for workers in setting.workers:
+            for workers in setting.workers[:1] if setting.alone and plane == "elastic" else setting.workers:
                 asked = Asked(plane=plane, num_ranks=workers, every=True)
-                variants = [(label, dict(options), True) for label, options in record.variants(asked)]
-                ends = [label for label, *_ in variants[:1] + variants[-1:]]
-                others = ((setting.more.get(plane, ()), True), (setting.unlike.get(plane, ()), False))
+                equals = workers == 1 or not setting.alone
+                variants = [(label, dict(options), equals) for label, options in record.variants(asked)]
+                own = [label for label, *_ in variants]
+                others = ((setting.more.get(plane, ()), equals), (setting.unlike.get(plane, ()), False))
                 variants += [
                     (" ".join(f"{key} {value}" for key, value in options.items()), dict(options), equal)
                     for extra, equal in others
                     for options in extra
                 ]
                 for label, options, equal in variants:
+                    usual = workers == setting.workers[0]
                     words = (record.name, label, plane if plane != record.planes[0] else "", f"on {workers}")
                     found.append(
                         Case(
@@ -149,8 +151,9 @@ def all_cases() -> list[Case]:
                             workers=workers,
                             options={**setting.options, **options},
                             tolerance=1e-9 if plane == "mesh" or setting.exact else 2e-5,
-                            usual=workers == setting.workers[0],
-                            ends=label in ends or not equal,
+                            usual=usual and (label in own or plane == "elastic"),
+                            chosen=usual and (label == own[setting.proof] or not equal),
+                            ends=label in (own[0], own[-1]) or not equal,
                             equals_single=equal,
                         )
                     )

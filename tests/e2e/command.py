@@ -28,6 +28,7 @@ T = TypeVar("T")
 TINY = (
     *("model.model_dim=32", "model.num_layers=1", "model.num_heads=2", "model.max_seq_len=32"),
     *("training.batch_size=4", "training.eval_samples=8", "training.device=cpu", "logging.log_interval=1"),
+    "logging.sample_tokens=8",
 )
 # What would change how the command behaves, left over from whoever runs the tests.
 _FOREIGN = (

@@ -194,6 +194,7 @@ class _WrongBytes(http.server.BaseHTTPRequestHandler):
         """Quietly."""
 
 
+@pytest.mark.slow
 def test_download_with_the_wrong_checksum(smol: Smol, tmp_path: Path) -> None:
     """Both mirrors of MNIST answer with other bytes. They are the real ones but for their addresses."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _WrongBytes) as server:

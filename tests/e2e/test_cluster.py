@@ -151,6 +151,7 @@ def test_the_mesh_plane_over_ssh(two: Lab) -> None:
     assert "worker-0@mini1 | step 10/10" in ended.out
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_cut_off(smol: Smol, tmp_path: Path) -> None:
     """With a token, over a network of their own: the others go on, and take it back when the network is mended."""
     try:
@@ -179,6 +180,7 @@ def test_a_machine_that_is_cut_off(smol: Smol, tmp_path: Path) -> None:
         assert left_running(made) == []
 
 
+@pytest.mark.slow
 def test_a_fresh_environment(smol: Smol, tmp_path: Path) -> None:
     """Made from a folder of wheels, so that nothing is fetched that is here already."""
     wheels = os.environ.get("PIP_FIND_LINKS", "")
@@ -359,6 +361,7 @@ def test_a_full_disk_is_named(two: Lab, tmp_path: Path) -> None:
         refused(two, "only 0 MiB of disk are free", "hosts.pi5.folder", folder=str(disk / "smol"))
 
 
+@pytest.mark.slow
 def test_without_tmux_processes_run_all_the_same(smol: Smol, tmp_path: Path) -> None:
     with lab(smol, tmp_path) as made:
         (tmp_path / "bin").mkdir()

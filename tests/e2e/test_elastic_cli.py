@@ -429,6 +429,7 @@ def test_members_that_die_come_back_and_the_run_ends_well(beside: Beside) -> Non
     assert not (run.path / "journal").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_and_interrupted_ends_bitwise_as_if_nothing_had_happened(
     smol: Smol, folder: Path
 ) -> None:

@@ -459,6 +459,7 @@ def hard_life(smol: Smol, folder: Path, *, workers: int, number: int) -> None:
         assert check_whole(damaged_dir, workers=1)["weights_sha256"] == sha256
 
 
+@pytest.mark.slow
 def test_two_workers_through_a_hard_life_end_bitwise_the_same(smol: Smol, folder: Path) -> None:
     hard_life(smol, folder, workers=2, number=signal.SIGINT)
 

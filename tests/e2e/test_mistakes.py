@@ -44,6 +44,7 @@ def test_a_script_without_a_main_guard_does_not_multiply(tmp_path: Path) -> None
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_guarded_class_trains(tmp_path: Path) -> None:
     guarded = UNGUARDED.replace("smolcluster.train(", 'if __name__ == "__main__":\n    smolcluster.train(')
     (tmp_path / "script.py").write_text(guarded, encoding="utf-8")

@@ -113,7 +113,7 @@ def test_the_console_says_once_that_a_worker_is_gone(tmp_path: Path) -> None:
     assert len([notice for notice in world.server.notices() if notice.startswith("worker 1") and "gone" in notice]) == 1
 
 
-@usually("syncps", "edp")
+@usually("edp")
 @EVERY
 def test_killed_workers_cost_their_unfinished_step(
     tmp_path: Path, kind: str, clean_loss: Callable[[str], float], slower: Callable[[], float]
@@ -141,6 +141,7 @@ def test_killed_workers_cost_their_unfinished_step(
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
+@usually("allreduce-2", "fsdp")
 @pytest.mark.parametrize("kind", ["allreduce", "allreduce-2", "fsdp"])
 def test_a_worker_dies_while_gradients_travel_encoded(tmp_path: Path, kind: str) -> None:
     def script(world: ElasticWorld) -> None:
@@ -161,7 +162,7 @@ def test_a_worker_dies_while_gradients_travel_encoded(tmp_path: Path, kind: str)
 # The server dies
 
 
-@usually("allreduce", "edp")
+@usually("edp")
 @EVERY
 def test_a_killed_server_comes_back_and_loses_nothing(
     tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
@@ -208,6 +209,7 @@ def test_a_killed_server_changes_no_bit_of_a_synchronous_run(tmp_path: Path, kin
     assert world.summary["weights_sha256"] == calm.summary["weights_sha256"]
 
 
+@usually("allreduce")
 @pytest.mark.parametrize("kind", ["syncps", "allreduce"])
 def test_a_server_killed_after_the_last_step_still_delivers(tmp_path: Path, kind: str) -> None:
     """The last step is committed; its evaluation and its checkpoint are not there yet."""
@@ -288,7 +290,7 @@ def test_workers_that_are_ahead_of_the_record_are_not_taken_for_what_they_are_no
 # A worker stands still
 
 
-@usually("syncps", "allreduce")
+@usually("allreduce")
 @EVERY
 def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slower: Callable[[], float]) -> None:
     """SIGSTOP for a few seconds. Nothing it says afterwards of its old place counts: it joins again."""
@@ -329,6 +331,7 @@ def test_a_frozen_worker_is_fenced_and_catches_up(tmp_path: Path, kind: str, slo
     assert world.workers[1].status == 0
 
 
+@usually("allreduce")
 @pytest.mark.parametrize("kind", ["allreduce", "syncps"])
 def test_a_worker_is_waited_for_as_long_as_the_configuration_says(tmp_path: Path, kind: str) -> None:
     """Silent for twice the default bound, and not for the one that is set."""
@@ -346,6 +349,7 @@ def test_a_worker_is_waited_for_as_long_as_the_configuration_says(tmp_path: Path
     assert all(len(line["contributors"]) == 3 for line in commits(lines_of(world)))
 
 
+@usually("allreduce")
 @pytest.mark.skipif(sys.platform == "win32", reason="usleep")
 @pytest.mark.parametrize("kind", ["allreduce", "syncps"])
 def test_a_worker_that_holds_the_gil_stays_a_member(tmp_path: Path, kind: str) -> None:
@@ -365,6 +369,7 @@ def test_a_worker_that_holds_the_gil_stays_a_member(tmp_path: Path, kind: str) -
     assert not any("lost the server" in notice for worker in world.workers for notice in worker.notices())
 
 
+@usually("syncps")
 @pytest.mark.parametrize("kind", ["allreduce", "syncps"])
 def test_a_server_that_stands_still_for_a_while_loses_nobody(tmp_path: Path, kind: str) -> None:
     """Its machine answers, so the workers wait for it and keep their links."""
@@ -381,6 +386,7 @@ def test_a_server_that_stands_still_for_a_while_loses_nobody(tmp_path: Path, kin
     assert not any("lost the server" in notice for worker in world.workers for notice in worker.notices())
 
 
+@usually("allreduce")
 @pytest.mark.parametrize("kind", ["allreduce", "fsdp"])
 def test_a_worker_whose_computing_hangs_is_fenced_and_catches_up(tmp_path: Path, kind: str) -> None:
     """Its transport still sends heartbeats; the others wait for its gradient, and then go on without it."""
@@ -507,7 +513,7 @@ def test_a_straggler_of_syncps_costs_one_timeout_and_comes_back(tmp_path: Path) 
 # A worker computes nonsense
 
 
-@usually("allreduce", "syncps")
+@usually("allreduce")
 @EVERY
 def test_absurd_gradients_are_refused_and_harm_nobody(
     tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
@@ -528,7 +534,7 @@ def test_absurd_gradients_are_refused_and_harm_nobody(
     assert world.summary["val_loss"] <= clean_loss(kind) + MARGIN[kind]
 
 
-@usually("syncps", "allreduce")
+@usually("edp", "allreduce")
 @pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "allreduce-2"])
 def test_what_a_codec_left_out_of_a_refused_gradient_does_not_come_later(tmp_path: Path, kind: str) -> None:
     """A hundredth of it is sent and refused; error feedback would make the next gradients as absurd as that one."""
@@ -659,7 +665,7 @@ def network() -> Iterator[Network]:
         yield network
 
 
-@usually("allreduce-2")
+@usually("allreduce")
 @pytest.mark.parametrize("kind", ["syncps", "allreduce", "allreduce-2"])
 def test_a_cut_network_heals_and_only_one_side_commits(
     tmp_path: Path, kind: str, network: Network, slower: Callable[[], float]

@@ -31,7 +31,7 @@ from smolcluster.engine.server import Server
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.shards import owners
 from smolcluster.strategies.allreduce import AllReduce
-from smolcluster.strategies.base import Context, Office, State
+from smolcluster.strategies.base import Commit, Context, Office, State
 from smolcluster.strategies.replicated import replica_state
 
 STEPS = 10
@@ -80,7 +80,14 @@ class Run:
     """A coordinator whose events a test makes, one after the other."""
 
     def __init__(
-        self, *, whole: bool, committed: int = 0, has: bool = True, step_timeout_s: float | None = None
+        self,
+        *,
+        whole: bool,
+        committed: int = 0,
+        has: bool = True,
+        step_timeout_s: float | None = None,
+        rounds_ahead: int = 1,
+        local_steps: int = 1,
     ) -> None:
         self.mailbox = Mailbox()
         self.warnings: list[str] = []
@@ -109,7 +116,7 @@ class Run:
             expected=0,
             fresh=has,
             first_step=committed,
-            record=lambda commit: None,
+            record=lambda commit: self.commits.append(commit),
             committed=lambda report: None,
             wants=lambda step: True,
             arrived=lambda step: self.saved.setdefault(step, self.loaded),
@@ -119,8 +126,14 @@ class Run:
         )
         self.roster, self.office = roster, office
         self.links: dict[int, FakeLink] = {}
+        self.commits: list[Commit] = []
         self.coordinator = Scripted(
-            cast(Context, context), self.replica, steps_ahead=1, whole=whole, step_timeout_s=step_timeout_s
+            cast(Context, context),
+            self.replica,
+            rounds_ahead=rounds_ahead,
+            local_steps=local_steps,
+            whole=whole,
+            step_timeout_s=step_timeout_s,
         )
         self.coordinator.run = self
         self.coordinator.take_up()
@@ -129,6 +142,13 @@ class Run:
 
     def join(self, *ranks: int, **said: Any) -> None:
         self.knock(*ranks, **said)
+        self.go_on()
+
+    def join_together(self, *ranks: int) -> None:
+        """In one view."""
+        self.knock(*ranks)
+        while len(self.roster.newcomers) < len(ranks):
+            self.roster.get(0)
         self.go_on()
 
     def knock(self, *ranks: int, **said: Any) -> None:
@@ -157,10 +177,8 @@ class Run:
         while True:
             before = self.mailbox._queue.qsize() + len(self.roster._news)
             self.coordinator._go_on()
-            step = self.coordinator._committed + 1
-            while self.coordinator._agreed(step):
-                self.coordinator._commit(step)
-                step += 1
+            while self.coordinator._rounds and self.coordinator._agreed(self.coordinator._rounds[0]):
+                self.coordinator._commit(self.coordinator._rounds[0])
             if not before and not self.coordinator._view_due:
                 return
 
@@ -263,6 +281,98 @@ def test_one_that_has_the_whole_state_is_asked_as_soon_as_another_is_lost() -> N
     assert run.links[1].count(Kind.PULL) == 1
     run.upload(1, {"w/x": torch.zeros(1)})
     assert list(run.saved) == [1]
+
+
+# Whose part is in a result
+
+
+@pytest.mark.parametrize("how", ["evicted", "paused"])
+def test_a_result_with_the_part_of_one_who_was_put_out_does_not_count(how: str) -> None:
+    """All others hold it. The weight of what was put out is not in the mean, and its samples go to others."""
+    run = Run(whole=True)
+    run.join_together(0, 1)
+    meta = {"mine": "1.0", "held": "1.0", "loss": "1.0", "compute_s": 0.1, "apply_s": 0.0, "weight": 4.0}
+    epoch = run.links[1].last(Kind.VIEW).epoch
+    if how == "evicted":
+        run.hear(0, Message(kind=Kind.DONE, step=1, epoch=epoch, meta=meta))
+        run.hear(1, Message(kind=Kind.DONE, step=1, epoch=epoch, meta=meta | {"weight": 400.0}))
+    else:
+        run.hear(0, Message(kind=Kind.DONE, step=1, epoch=epoch, meta=meta))
+        run.links[1].stalled, run.links[1].silent_s = True, 100.0
+    run.go_on()
+    assert run.commits == []
+    run.commit(1)
+    [commit] = run.commits
+    assert [(part["rank"], part["samples"]) for part in commit.contributors] == [(0, 4)]
+
+
+# Rounds of several steps
+
+
+def test_rounds_end_with_the_steps_that_their_length_divides_and_with_the_last() -> None:
+    run = Run(whole=True, local_steps=4)  # of ten steps
+    run.join_together(0, 1)
+    assert run.links[0].last(Kind.VIEW).meta["leases"] == [{"step": 4, "steps": 4, "ranges": [[0, 16]]}]
+    for step in (4, 8, 10):
+        run.commit(step)
+    assert [(commit.step, commit.steps) for commit in run.commits] == [(4, 4), (8, 4), (10, 2)]
+    assert [sum(part["samples"] for part in commit.contributors) for commit in run.commits] == [32, 32, 16]
+    assert "leases" not in run.links[0].last(Kind.COMMIT).meta
+
+
+def test_a_run_that_goes_on_ends_its_first_round_where_all_do() -> None:
+    run = Run(whole=True, committed=5, local_steps=4)
+    run.coordinator._has = 5
+    run.join(0)
+    assert run.links[0].last(Kind.VIEW).meta["leases"] == [{"step": 8, "steps": 3, "ranges": [[0, 12]]}]
+
+
+def test_a_newcomer_waits_for_the_rounds_that_are_under_way() -> None:
+    run = Run(whole=True, local_steps=3, rounds_ahead=2)
+    run.join(0)
+    run.join(1)
+    view = run.links[1].last(Kind.VIEW).meta
+    assert (view["rounds"], view["idle"], view["leases"]) == ([3, 6], [1], [])
+
+
+@pytest.mark.parametrize(
+    ("updates", "held", "knows"),
+    [
+        (8, [], True),
+        (4, [[8, 7]], True),
+        (4, [[8, 6]], False),
+        (4, [], False),
+        (0, [[4, 7], [8, 7]], False),
+        (3, [[8, 7]], False),
+    ],
+)
+def test_one_who_holds_the_committed_rounds_that_it_lacks_knows_the_weights(
+    updates: int, held: list[list[int]], knows: bool
+) -> None:
+    run = Run(whole=True, committed=8, has=False, local_steps=4)
+    run.coordinator._recent = {8: (7, 1.0, 1.0)}
+    member = Member(
+        rank=0, link=cast(Link, FakeLink(0, "0" * 16)), batch_size=4, said={"updates": updates, "held": held}
+    )
+    assert run.coordinator._knows(member) is knows
+
+
+def test_a_state_may_be_of_a_later_round_than_the_one_that_was_asked_for() -> None:
+    """A worker in the middle of a round answers when it is over."""
+    run = Run(whole=True, local_steps=4)
+    run.join(0)
+    run.commit(4)
+    run.commit(8)
+    assert run.links[0].last(Kind.PULL).step == 4
+    for step, numbers in (
+        (12, {"updates": 12}),
+        (8, {"updates": 8}),
+    ):  # of a round that is not committed, and of one that is
+        meta = {"name": "w/x", "last": True, "numbers": numbers}
+        epoch = run.links[0].last(Kind.VIEW).epoch
+        run.hear(0, Message(kind=Kind.STATE, step=step, epoch=epoch, meta=meta, payload=torch.zeros(1)))
+        run.go_on()
+    assert list(run.saved) == [8]
 
 
 # Who comes back to a coordinator that was started again
@@ -654,7 +764,7 @@ def storages(tensors: dict[str, Tensor]) -> set[int]:
 def test_a_coordinator_copies_no_state_that_it_passes_on() -> None:
     """One state is here and one on its way, however it is saved, evaluated and handed to newcomers meanwhile."""
     run = Run(whole=True)
-    duty = Coordinator(run.coordinator.context, run.replica, steps_ahead=1, whole=True)
+    duty = Coordinator(run.coordinator.context, run.replica, rounds_ahead=1, whole=True)
 
     def state_after(step: int) -> State:
         weights = {name: torch.full_like(tensor, step) for name, tensor in run.replica.weights().items()}

@@ -6,6 +6,9 @@ A round is a number of local steps, a contribution of every member (tensors and 
         mine.loss = replica.compute(batch, before_last=mine.start)
     rounds.settle(in_flight=K)                               wait while more than K of my rounds are not applied
 
+A round is known by its last step. Where it has h > 1 local steps, rounds end with the steps that h divides, and with the last
+of the run; `ends(step)` says whether this is one of them.
+
 `settle` calls `apply(result)` of the strategy for each round that is committed: in order, on this thread, with the same result
 on every member. On the mesh plane every round commits (`MeshRounds`). On the elastic plane a round commits when the coordinator
 has recorded it; it is combined again without members that are lost (`engine/elastic/rounds.py`). A strategy sees no difference.
@@ -43,7 +46,7 @@ class Contribution:
     loss: Tensor | None = None
     said_loss: float = 0.0  # the same number, on the host
     loss_factor: float = 1.0  # makes the mean of losses over samples that of the global batch
-    compute_s: float = 0.0
+    compute_s: float = 0.0  # before it was contributed, and meanwhile
     epoch: int = -1  # of the view it is combined in
     reported: bool = False
 
@@ -185,16 +188,24 @@ class Rounds(ABC):
 
     stop = False  # all members leave after this step
 
-    def __init__(self, combination: Combination, *, num_slots: int) -> None:
-        self.combination, self.num_slots = combination, num_slots
+    def __init__(self, combination: Combination, *, num_slots: int, local_steps: int = 1) -> None:
+        self.combination, self.num_slots, self.local_steps = combination, num_slots, local_steps
         self.flights: deque[Contribution] = deque()
+
+    def slot_of(self, step: int) -> int:
+        """Return where the combination keeps the round that ends with this step."""
+        return -(-step // self.local_steps) % self.num_slots
+
+    @abstractmethod
+    def ends(self, step: int) -> bool:
+        """Return whether a round ends with this step of mine."""
 
     @contextmanager
     def contribute(
         self, step: int, *, samples: int, weight: float, counted: bool, scale: float
     ) -> Iterator[Contribution]:
         """Compute my part of a round inside. `counted`: the weight is not known before the batch is read."""
-        mine = Contribution(step, step % self.num_slots, samples, weight, scale)
+        mine = Contribution(step, self.slot_of(step), samples, weight, scale)
         mine.start = self._starter(mine, counted=counted)
         self.flights.append(mine)
         started = time.perf_counter()
@@ -231,15 +242,19 @@ class MeshRounds(Rounds):
         *,
         group: Group,
         samples: Sequence[int],
-        num_slots: int,
         stop_requested: Callable[[], bool],
         stop_flag: Callable[[Tensor], bool],
+        num_slots: int = 1,
+        local_steps: int = 1,
     ) -> None:
         """`samples` of every rank in a step. `stop_flag` reads a number on the device without making the host wait."""
-        super().__init__(combination, num_slots=num_slots)
+        super().__init__(combination, num_slots=num_slots, local_steps=local_steps)
         self._apply, self._group = apply, group
         self._share = samples[group.rank] / sum(samples)
         self._stop_requested, self._stop_flag = stop_requested, stop_flag
+
+    def ends(self, step: int) -> bool:
+        return step % self.local_steps == 0
 
     def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]:
         share = share_of(self._group, mine.weight) if counted else lambda: self._share
@@ -269,7 +284,8 @@ class MeshRounds(Rounds):
         self.flights.clear()
         for flight, result in zip(said, results, strict=True):
             self.settle(in_flight=self.num_slots - 1)
-            mine = Contribution(int(flight["step"]), int(flight["step"]) % self.num_slots, scale=float(flight["scale"]))
+            step = int(flight["step"])
+            mine = Contribution(step, self.slot_of(step), scale=float(flight["scale"]))
             self.combination.put(mine.slot, result)
             self.flights.append(mine)
         self.settle(in_flight=self.num_slots - 1)

@@ -51,16 +51,28 @@ class CodecOptions(Options):
     use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
 
 
-class AllReduceOptions(CodecOptions):
-    only_elastic = frozenset({"on_stale", "step_timeout", *CodecOptions.model_fields})
-    staleness_bound: Natural = Field(0, description="averaged gradients in flight; 0: synchronous")
-    on_stale: Annotated[Literal["drop", "stop"], Lower] = Field(
-        "drop", description="gradients that come too late to count: drop them, or stop this worker"
-    )
+class ExchangeOptions(CodecOptions):
+    """Of strategies whose workers add up what each of them has: gradients, or how far it went."""
+
+    only_elastic = frozenset({"step_timeout", *CodecOptions.model_fields})
     bucket_mb: Positive = Field(25.0, description="gradients travel in buckets of this size")
     step_timeout: Positive | None = Field(
         None,
         description="seconds a worker may compute while others wait, before it is evicted; null: by measured step times",
+    )
+
+
+class LocalStepOptions(ExchangeOptions):
+    """Of strategies whose workers take steps of their own between exchanges."""
+
+    local_steps: Count = Field(10, description="steps that a worker takes by itself between two exchanges")
+
+
+class AllReduceOptions(ExchangeOptions):
+    only_elastic = frozenset({"on_stale"}) | ExchangeOptions.only_elastic
+    staleness_bound: Natural = Field(0, description="averaged gradients in flight; 0: synchronous")
+    on_stale: Annotated[Literal["drop", "stop"], Lower] = Field(
+        "drop", description="gradients that come too late to count: drop them, or stop this worker"
     )
 
 

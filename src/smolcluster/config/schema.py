@@ -211,6 +211,7 @@ class LoggingConfig(Section):
         None, description="W&B project; null: smolcluster-gpt-wikitext2 for gpt on WikiText-2, else smolcluster"
     )
     log_interval: Count = Field(10, description="steps between logged rows")
+    sample_tokens: Natural = Field(200, description="tokens of text that the trained model writes at the end; 0: none")
     wandb: bool = Field(False, description="log to Weights & Biases (offline when no key is set)")
     tensorboard: bool = Field(False, description="write TensorBoard event files into the run directory")
     loki_url: str | None = Field(

@@ -84,14 +84,18 @@ class Contribution(BaseModel):
 
 
 class Commit(_Line):
-    """A step counts. `digest` is of the weights, or of the update, after it."""
+    """A step counts, with those of its round. `digest` is of the weights, or of the update, after it."""
 
     kind: Literal["commit"] = "commit"
     server: str
     step: int
+    steps: Annotated[int, Field(ge=1)] = 1  # of its round, this one included
     contributors: list[Contribution]
     digest: str = ""
     data: Data | None = None
+
+    def fields(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude={"steps"} if self.steps == 1 else None)
 
 
 class Member(_Line):
@@ -345,10 +349,11 @@ class _Checker:
         owner = self.servers.setdefault(line.epoch, line.server)
         if owner != line.server and line.server == self.server:
             self._say(f"step {line.step} was committed by server {line.server} in epoch {line.epoch} of server {owner}")
-        if self.next_step is not None and line.step < self.next_step:
-            self._say(f"step {line.step} was committed again or too late: step {self.next_step} was next")
-        elif self.next_step is not None and line.step > self.next_step:
-            self._say(f"step {line.step} was committed, but step {self.next_step} was next: a step is missing")
+        first = line.step - line.steps + 1
+        if self.next_step is not None and first < self.next_step:
+            self._say(f"step {first} was committed again or too late: step {self.next_step} was next")
+        elif self.next_step is not None and first > self.next_step:
+            self._say(f"step {first} was committed, but step {self.next_step} was next: a step is missing")
         self.next_step = max(line.step + 1, self.next_step or 0)
 
         # What it counted.

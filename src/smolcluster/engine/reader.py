@@ -6,8 +6,11 @@ LeaseReader    the elastic plane: what the server lends
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+import numpy as np
 
 from smolcluster.comm.elastic.line import Lease, Stopped
 from smolcluster.data.leases import Range, indices
@@ -48,19 +51,28 @@ class StreamReader:
 class LeaseReader:
     def __init__(self, sampler: Sampler, lease: Callable[[], Lease | None]) -> None:
         self._sampler, self._lease = sampler, lease
+        self._steps: deque[tuple[int, Indices]] = deque()  # of the round that was begun
         self.taken = 0  # the last step begun
         self.stopped = False  # this worker was asked to leave
 
     def next(self, done: int) -> tuple[int, Indices] | None:
+        if not self._steps and not self._begin_round():
+            return None
+        self.taken, samples = self._steps.popleft()
+        return self.taken, samples
+
+    def _begin_round(self) -> bool:
         try:
             lease = self._lease()
         except Stopped:
             self.stopped = True
-            return None
+            return False
         if lease is None:
-            return None
-        self.taken = lease.step
-        return lease.step, indices(self._sampler, [Range(*r) for r in lease.ranges])
+            return False
+        samples = indices(self._sampler, [Range(*r) for r in lease.ranges])
+        first = lease.step - lease.steps + 1
+        self._steps.extend(enumerate(np.array_split(samples, lease.steps), start=first))
+        return True
 
     @property
     def position(self) -> int:

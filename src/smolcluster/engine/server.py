@@ -44,7 +44,6 @@ from smolcluster.engine.files import atomic_write_text, size_on_disk
 from smolcluster.engine.identity import instance_of, new_peer, new_run_id
 from smolcluster.engine.journal import Journal, JournalFull, Recovered, disk_bound, least_disk
 from smolcluster.engine.length import last_step, more_of, samples_read
-from smolcluster.engine.loop import due
 from smolcluster.engine.quota import RowQuota
 from smolcluster.engine.record import RunRecord
 from smolcluster.engine.referee import Referee
@@ -239,17 +238,24 @@ class Server(Role):
         return Coordinator(
             self.context,
             self.strategy.replica,
-            steps_ahead=self.strategy.rounds_in_flight + 1,
+            rounds_ahead=self.strategy.rounds_in_flight + 1,
+            local_steps=self._local_steps,
             whole=self.strategy.results_are_whole,
             tokens_per_sample=self.task.tokens_per_sample,
             step_timeout_s=self.strategy.round_timeout,
             connect_s=connect_s(self.context),
         )
 
+    @property
+    def _local_steps(self) -> int:
+        """Steps of a round."""
+        return self.strategy.local_steps if isinstance(self.strategy, Exchanging) else 1
+
     def _count_targets(self, ranges: Sequence[Range]) -> float | None:
         """Return how many targets count in leased samples, by this process's own data; None: samples do, all alike."""
         read = indices(Sampler(len(self.train_data), seed=self.config.training.seed or 0), ranges)
-        size = max(1, len(read) // self.config.training.grad_accumulation)  # as workers read them
+        pieces = self.config.training.grad_accumulation * self._local_steps
+        size = max(1, len(read) // pieces)  # about as workers read them
         parts = [read[i : i + size] for i in range(0, len(read), size)]
         with unchanged_random_states(self.device):
             counts = [count_of(self.task, self.train_data.batch(part)) for part in parts]
@@ -506,6 +512,7 @@ class Server(Role):
         read = self.office.leases.state_dict()
         line = history.Commit(
             step=commit.step,
+            steps=commit.steps,
             epoch=self.roster.epoch,
             server=self.me.instance,
             contributors=[history.Contribution.model_validate(c) for c in commit.contributors],
@@ -516,7 +523,9 @@ class Server(Role):
         self._append(meta, commit.gradient)
         self._restore_agreement(commit.numbers)
         self.history.add(line)
-        self._set_end(commit.step, data=read, batch=sum(int(c["samples"]) for c in commit.contributors))
+        self._recorded = commit.step
+        read_now = sum(int(c["samples"]) for c in commit.contributors)
+        self._set_end(commit.step, data=read, batch=-(-read_now // commit.steps))
         needed = min(self._due, default=commit.step)
         self._read_by = {step: kept for step, kept in self._read_by.items() if step >= needed} | {commit.step: read}
 
@@ -548,11 +557,12 @@ class Server(Role):
 
     def _committed(self, report: StepReport) -> None:
         """Log, evaluate and save where it is due; serving goes on meanwhile."""
-        self.step += 1
+        self.step = self._recorded
         self.record.samples += report.samples
         self.record.tokens += report.tokens
         wanted = self._wants(self.step)
-        logged = wanted or self.step == 1 or self.step % self.config.logging.log_interval == 0
+        first = self._round_before(self.step) == 0
+        logged = wanted or first or self._is_due(self.step, self.config.logging.log_interval)
         self.record.meter.add(report, step_s=0.0)
         self.record.meter.stop(before_row=logged)
         if wanted:
@@ -566,14 +576,23 @@ class Server(Role):
         self.record.meter.start()
 
     def _wants(self, step: int) -> bool:
-        return step == self.total_steps or self._to_evaluate(step) or self._to_save(step)
+        return step >= self.total_steps or self._to_evaluate(step) or self._to_save(step)
 
     def _to_evaluate(self, step: int) -> bool:
-        return self.referee is not None and (step == self.total_steps or due(step, self.config.training.eval_steps))
+        every = self.config.training.eval_steps
+        return self.referee is not None and (step >= self.total_steps or self._is_due(step, every))
 
     def _to_save(self, step: int) -> bool:
         every = self.config.training.checkpoint_steps
-        return every != 0 and (step == self.total_steps or due(step, every))
+        return every != 0 and (step >= self.total_steps or self._is_due(step, every))
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        """Return whether what happens after every so many steps is due after the round that ends with this one."""
+        return bool(every) and step // int(every or 1) > self._round_before(step) // int(every or 1)
+
+    def _round_before(self, step: int) -> int:
+        """Return the last step of the round before the one that ends with `step`."""
+        return (step - 1) // self._local_steps * self._local_steps
 
     def _arrived(self, step: int) -> None:
         """The state after this step is in the strategy: evaluate it, save it."""
@@ -583,7 +602,7 @@ class Server(Role):
         *older, row = [self._due.pop(s) for s in steps]
         for missed in older:
             self.observer.emit(missed)
-        final, save = step == self.total_steps, any(map(self._to_save, steps))
+        final, save = step >= self.total_steps, any(map(self._to_save, steps))
         if any(map(self._to_evaluate, steps)):
             self._evaluate(row, self._snapshot(step), save=save, final=final)
             return

@@ -35,6 +35,7 @@ from smolcluster.tasks.base import Task, count_of
 
 log = logging.getLogger(__name__)
 
+SAMPLE_TOKENS = 2  # of the text that a trial writes
 TRIAL_BYTES = 2**31  # a model larger than this is not copied to try the task's code on
 
 BACKWARD_BYTES = 256 << 20  # of parameters; their gradients take as much again
@@ -64,7 +65,7 @@ def try_task(
             return None
         replica = strategy.replica
         model = copy.deepcopy(replica.model) if replica.whole else task.model().to(device)
-        task = copy.copy(task)  # what its methods count is not the run's
+        task = _with_a_short_sample(copy.copy(task))  # what its methods count is not the run's
         warning = None
         try:
             if _own(task, *_TRAINING):
@@ -76,6 +77,13 @@ def try_task(
         except _NoRoom as error:  # the first step will tell
             log.info("no memory was left to try %s before the first step", error)
         return warning
+
+
+def _with_a_short_sample(task: Task) -> Task:
+    logging = task.config.logging
+    short = logging.model_copy(update={"sample_tokens": min(logging.sample_tokens, SAMPLE_TOKENS)})
+    task.config = task.config.model_copy(update={"logging": short})
+    return task
 
 
 def _train(task: Task, model: nn.Module, data: Dataset, batch_size: int, device: torch.device) -> None:

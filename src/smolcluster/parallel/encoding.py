@@ -8,19 +8,21 @@ from dataclasses import replace
 
 from smolcluster.comm.codecs import Codec, chosen_codec
 from smolcluster.comm.encoded_sum import messages_of, rows_of, shares
-from smolcluster.config.options import AllReduceOptions
+from smolcluster.config.options import CodecOptions
 from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.parallel.shards import largest_share, owners, ward
 
 
 def with_codec(
-    placement: Placement, options: AllReduceOptions, nodes: Sequence[Node], shape: Shape | None
+    placement: Placement, options: CodecOptions, nodes: Sequence[Node], shape: Shape | None, *, rounds: int
 ) -> Placement:
     """Replace what gradients take, on the wire and in memory, where they are encoded: on the elastic plane.
 
+    `rounds`: in flight, with the one that is computed.
+
     Without the shapes of tensors, as if each worker owned one of equal size.
     """
-    codec, n, rounds = chosen_codec(options), len(nodes), options.staleness_bound + 1
+    codec, n = chosen_codec(options), len(nodes)
     if shape is None or codec.lossless or all(node.stays for node in nodes):
         return placement
     sizes = [codec.nbytes(tensor) for tensor in _tensors(shape, n)]

@@ -40,15 +40,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from smolcluster.comm.codecs import chosen_codec
-from smolcluster.comm.encoded_sum import EncodedSum
-from smolcluster.comm.rounds import BucketSum, Combination, Committed
+from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.config.options import AllReduceOptions
 from smolcluster.parallel.encoding import with_codec
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
-from smolcluster.parallel.shards import owners
 from smolcluster.strategies.base import StepReport
 from smolcluster.strategies.replicated import Exchanging, train_alone
 from smolcluster.tasks.base import Task
@@ -74,7 +71,7 @@ class AllReduce(Exchanging[AllReduceT]):
             messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
         )
         placement = with_coordinator(Placement(seats=worker_on_each(nodes), costs=[cost] * n), nodes, shape)
-        return with_codec(placement, options, nodes, shape)
+        return with_codec(placement, options, nodes, shape, rounds=options.staleness_bound + 1)
 
     def setup(self, task: Task) -> None:
         super().setup(task)
@@ -83,12 +80,7 @@ class AllReduce(Exchanging[AllReduceT]):
             self.rounds = self.open_rounds(self.combination())
 
     def combination(self) -> Combination:
-        bucket_bytes = int(self.options.bucket_mb * 2**20)
-        slots, codec = self.rounds_in_flight + 1, chosen_codec(self.options)
-        if self.context.fixed_group is None and not codec.lossless:
-            trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
-            return EncodedSum(trained, codec=codec, deal=owners, num_slots=slots)
-        return BucketSum(self.replica.parameters, self.context.fixed_group, bucket_bytes=bucket_bytes, num_slots=slots)
+        return self.sum_of_workers(self.options)
 
     def step(self, batch: Batch) -> StepReport:
         if self.context.is_alone and self.rounds_in_flight == 0:

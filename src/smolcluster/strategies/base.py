@@ -87,6 +87,7 @@ class Commit:
     """A step that counts: who contributed, and what is needed to do it again."""
 
     step: int
+    steps: int = 1  # of the round that ends with this one
     contributors: Sequence[dict[str, Any]]  # rank, instance, seq, samples, ranges
     # What the step applied, where a server does: tensors to be written in a row; when it is replayed, one row of bytes.
     gradient: Tensor | Sequence[Tensor] | None = None

@@ -65,7 +65,7 @@ class MemberSide(ABC):
 
     def _use_scale(self, message: Message) -> None:
         """The loss scale is the server's to change: all members use the one that it sent last."""
-        if self.replica.scale is not None and "scale" in message.meta:
+        if self.replica.scale is not None and self.replica.led and "scale" in message.meta:
             self.replica.scale.load_state_dict(message.meta["scale"])
 
     def _enter(self, welcome: Message) -> None:
@@ -144,9 +144,10 @@ class ServerSide(ABC):
         state = replica_state(self.replica)
         return {n: t.to("cpu", copy=True).contiguous() for n, t in pack_state(state).items()}, state.numbers
 
-    def lend(self, member: Member, step: int) -> dict[str, Any]:
-        ranges = self.office.leases.grant(member.instance, step, self._batch_size(member))
-        return {"step": step, "ranges": [list(r) for r in ranges]}
+    def lend(self, member: Member, step: int, *, steps: int = 1) -> dict[str, Any]:
+        """Grant the samples of a round of so many steps, which ends with `step`."""
+        ranges = self.office.leases.grant(member.instance, step, self._batch_size(member) * steps)
+        return {"step": step, "steps": steps, "ranges": [list(r) for r in ranges]}
 
     def _batch_size(self, member: Member) -> int:
         """What the member said, or its share by speed of what all automatic members have together."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from smolcluster.comm.codecs import chosen_codec
+from smolcluster.comm.encoded_sum import EncodedSum
 from smolcluster.comm.group import broadcast_in_place, check_same_layout
-from smolcluster.comm.rounds import Combination, Committed, MeshRounds, Rounds
+from smolcluster.comm.rounds import BucketSum, Combination, Committed, MeshRounds, Rounds
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag
+from smolcluster.config.options import ExchangeOptions
+from smolcluster.parallel.shards import owners
 from smolcluster.strategies.base import OptionsT, Scope, Share, State, StepReport, Strategy, build_replica
 from smolcluster.tasks.base import Task
 
@@ -44,9 +48,24 @@ class Exchanging(Replicated[OptionsT]):
             group=context.group,
             samples=context.samples_per_step,
             num_slots=self.rounds_in_flight + 1,
+            local_steps=self.local_steps,
             stop_requested=context.stop_requested,
             stop_flag=DelayedFlag(context.device).read,
         )
+
+    def sum_of_workers(self, options: ExchangeOptions) -> Combination:
+        """Add up what lies in `.grad` over the workers: in buckets, or encoded where the options name a codec."""
+        codec, slots = chosen_codec(options), self.rounds_in_flight + 1
+        if self.context.fixed_group is None and not codec.lossless:
+            trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
+            return EncodedSum(trained, codec=codec, deal=owners, num_slots=slots)
+        bucket_bytes = int(options.bucket_mb * 2**20)
+        return BucketSum(self.replica.parameters, self.context.fixed_group, bucket_bytes=bucket_bytes, num_slots=slots)
+
+    @property
+    def local_steps(self) -> int:
+        """How many steps of its own a worker takes in a round."""
+        return 1
 
     @property
     def rounds_in_flight(self) -> int:

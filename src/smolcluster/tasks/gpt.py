@@ -73,12 +73,13 @@ class GPTTask(Task):
 
     def sample(self, model: nn.Module) -> tuple[str, str] | None:
         """Continue the first words of the validation text."""
-        if not isinstance(model, Generative):
+        length = self.config.logging.sample_tokens
+        if length == 0 or not isinstance(model, Generative):
             return None
         device = next(model.parameters()).device
         first, _ = self.text.val.batch(np.array([0]))
         prompt = first[:, : min(16, self.config.model.max_seq_len // 2)].to(device)
         generator = torch.Generator(device=device).manual_seed(self.config.training.seed or 0)
-        written = model.generate(prompt, 200, temperature=0.8, top_k=50, generator=generator)
+        written = model.generate(prompt, length, temperature=0.8, top_k=50, generator=generator)
         decode = self.text.tokenizer.decode
         return decode(prompt[0].tolist()), decode(written[0, prompt.shape[1] :].tolist())

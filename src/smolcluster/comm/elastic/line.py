@@ -35,10 +35,11 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Samples to read for one step: parts of the stream."""
+    """Samples to read for one round, which ends with `step`: parts of the stream."""
 
     step: int
     ranges: tuple[tuple[int, int], ...]
+    steps: int = 1  # of the round, which share the samples
 
     @property
     def samples(self) -> int:
@@ -49,7 +50,10 @@ class Lease:
         ranges = tuple((int(start), int(count)) for start, count in value["ranges"])
         if any(start < 0 or count < 0 for start, count in ranges):
             raise ValueError(f"no samples can be {ranges}")
-        return cls(int(value["step"]), ranges)
+        step, steps = int(value["step"]), int(value.get("steps", 1))
+        if not 1 <= steps <= max(1, step):
+            raise ValueError(f"a round that ends with step {step} cannot have {steps} steps")
+        return cls(step, ranges, steps)
 
 
 class Line:

@@ -6,10 +6,12 @@ and those it asks a worker for, to evaluate or save them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,18 +63,22 @@ class Coordinator(ServerSide):
         context: Context,
         replica: Replica,
         *,
-        steps_ahead: int,
+        rounds_ahead: int,
         whole: bool,
+        local_steps: int = 1,
         tokens_per_sample: int = 1,
         step_timeout_s: float | None = None,
         connect_s: float = CONNECT_S,
     ) -> None:
-        """`steps_ahead`: rounds a worker may have in flight. `whole`: every member holds the whole result of a round."""
+        """`rounds_ahead`: rounds a worker may have in flight, with the one it computes; `local_steps` of each.
+
+        `whole`: every member holds the whole result of a round.
+        """
         self.context, self.replica = context, replica
         self.tokens_per_sample = tokens_per_sample
         self.open_office()
-        self._ahead, self._whole = steps_ahead, whole
-        self._committed = 0
+        self._ahead, self._whole, self._local_steps = rounds_ahead, whole, local_steps
+        self._committed = 0  # the last step of the last round that counts
         # The step whose state is in this process; what a run begins with is made from its seed, also a second time.
         self._has = -1
         self._view_due = False
@@ -94,7 +100,7 @@ class Coordinator(ServerSide):
         self._established: list[str] = []  # instances of the last view that committed a step
         self._upload: Upload | None = None
         self._wanted: list[int] = []  # steps whose state is asked for next
-        self._leased_until = 0  # the last step that members have samples for
+        self._rounds: list[int] = []  # that members have samples for, and that are not committed: their last steps
         self._torn = 0  # how many states in a row came with a part missing
 
     def serve(self) -> None:
@@ -104,8 +110,8 @@ class Coordinator(ServerSide):
         self.muster()
         while self._committed < self.context.total_steps and not self.context.stop_requested():
             self._go_on()
-            while self._committed < self.context.total_steps and self._agreed(self._committed + 1):
-                self._commit(self._committed + 1)
+            while self._rounds and self._committed < self.context.total_steps and self._agreed(self._rounds[0]):
+                self._commit(self._rounds[0])
         self._fetch_last()
 
     def take_up(self) -> None:
@@ -182,10 +188,10 @@ class Coordinator(ServerSide):
         self._done.clear()
         seated = tuple(Seated(m.rank, m.instance, m.host, m.address) for m in members)
         # The run may have become shorter than what those who stay were lent; if it grows again they are not lent it twice.
-        lent = [step for member in staying for step in self.office.leases.held(member.instance)]
-        self._leased_until = max([min(committed + self._ahead, self.context.total_steps), *lent])
+        self._rounds = sorted({step for member in staying for step in self.office.leases.held(member.instance)})
+        self._rounds += self._further(self._rounds)
         meta = {
-            "last": self._leased_until,
+            "rounds": self._rounds,
             "view": View(roster.epoch, committed, seated).to_meta(),
             "donations": {str(joiner): donor for joiner, donor in donations.items()},
             "idle": idle,
@@ -194,10 +200,10 @@ class Coordinator(ServerSide):
             "scale": self.office.scale.state_dict(),
         }
         leases: dict[int, list[dict[str, Any]]] = {member.rank: [] for member in members}
-        for step in range(committed + 1, self._leased_until + 1):
+        for step, steps in self._lengths(self._rounds):
             for member in newcomers:
                 if member.rank not in idle:
-                    leases[member.rank].append(self.lend(member, step))
+                    leases[member.rank].append(self.lend(member, step, steps=steps))
         for member in members:
             keys = self._pair_keys.of(member.instance, self._seated)
             said = {**meta, "leases": leases[member.rank], "keys": keys}
@@ -209,12 +215,25 @@ class Coordinator(ServerSide):
     def _is_lent(self, members: list[Member]) -> bool:
         """Whether somebody has samples for each of the next steps."""
         held = [self.office.leases.held(member.instance) for member in members]
-        last = min(self._committed + self._ahead, self.context.total_steps)
-        return all(any(step in leases for leases in held) for step in range(self._committed + 1, last + 1))
+        return all(any(step in leases for leases in held) for step in self._further([]))
+
+    def _further(self, rounds: Sequence[int]) -> list[int]:
+        """Return the rounds behind these that members may begin: their last steps."""
+        further: list[int] = []
+        last = rounds[-1] if rounds else self._committed
+        while len(rounds) + len(further) < self._ahead and last < self.context.total_steps:
+            last = min((last // self._local_steps + 1) * self._local_steps, self.context.total_steps)
+            further.append(last)
+        return further
+
+    def _lengths(self, rounds: Sequence[int]) -> list[tuple[int, int]]:
+        """Each of these rounds, which are not committed, with the number of its steps."""
+        before = {step: previous for previous, step in itertools.pairwise([self._committed, *self._rounds])}
+        return [(step, step - before[step]) for step in rounds]
 
     def _begin_anew(self, members: list[Member]) -> None:
         """Whoever had samples for a step is gone, or was refused: everybody gets others, as at the beginning."""
-        self.gate.nothing_counted(self._committed + 1)
+        self.gate.nothing_counted(self._rounds[0] if self._rounds else self._committed + 1)
         for member in members:
             self.office.leases.give_back(member.instance)
         self._left_out.clear()
@@ -283,8 +302,10 @@ class Coordinator(ServerSide):
             return False
         if updates <= 0 or self._is_ahead(member):
             return False
-        missing = range(updates + 1, self._committed + 1)
-        return all(step in self._recent and [step, self._recent[step][0]] in held for step in missing)
+        missing = sorted(step for step in self._recent if step > updates)
+        if not missing or missing[0] > (updates // self._local_steps + 1) * self._local_steps:
+            return updates == self._committed
+        return all([step, self._recent[step][0]] in held for step in missing)
 
     def _is_ahead(self, member: Member) -> bool:
         """It has applied steps that the record does not have, and cannot take them back."""
@@ -331,7 +352,7 @@ class Coordinator(ServerSide):
         """Go on without members that compute for too long while others wait; they may join again when they answer."""
         if self._view_due:
             return
-        step = self._committed + 1
+        step = self._rounds[0] if self._rounds else self._committed + 1
         done = self._done.get(step, {})
         delivered = [member.instance for member in self._roster.in_order() if member.rank in done]
         overdue = self._watch.overdue(delivered=delivered, now=time.monotonic())
@@ -361,7 +382,7 @@ class Coordinator(ServerSide):
             return
         log.debug("%s holds the result of step %d", member.name, step)
         self._needy.discard(member.rank)
-        if not self._committed < step <= self._committed + self._ahead:
+        if step not in self._rounds[: self._ahead]:
             return  # nobody waits for it
         self._done.setdefault(step, {})[member.rank] = meta
         if not ranges:
@@ -376,7 +397,9 @@ class Coordinator(ServerSide):
     def _agreed(self, step: int) -> bool:
         """Every member holds the result of this step, and no gradient in it was refused."""
         members, done = self._roster.members.keys(), self._done.get(step, {})
-        if not members or self._view_due or not done.keys() >= members:
+        if self._view_due or self._view_epoch != self._roster.epoch:
+            return False  # a result has the part of one who is gone, and whose samples go to others
+        if not members or not done.keys() >= members:
             return False
         sums = [float(said["held"]) for said in done.values()]
         finite = [math.isfinite(held) for held in sums]
@@ -435,25 +458,26 @@ class Coordinator(ServerSide):
         weight = weight or float(samples > 0)  # nothing counts in any of them: all are zero
         norm = self._norm(done) / (weight or 1.0)
         self._recent[step] = (roster.epoch, weight, norm)
-        self._recent.pop(step - 2 * self._ahead, None)
+        self._recent = dict(sorted(self._recent.items())[-2 * self._ahead :])
         self._established = [member.instance for member in roster.in_order()]
         recent = {str(s): list(v) for s, v in self._recent.items()}
         numbers = {"recent": recent, "established": self._established}
         self.office.scale.committed(str(contributor["instance"]) for contributor in contributors)
-        self.office.record(Commit(step=step, contributors=contributors, numbers=numbers))
+        steps = step - self._committed
+        self.office.record(Commit(step=step, steps=steps, contributors=contributors, numbers=numbers))
         self._committed, self._tries = step, 0
         roster.patience_s = self._watch.usual_s
         self._watch.commit({str(part["instance"]) for part in contributors}, now=time.monotonic())
 
-        # One step more, as a rule; several where the run has become longer than it seemed.
-        until = min(step + self._ahead, self.context.total_steps)
-        more = range(self._leased_until + 1, until + 1)
-        self._leased_until = max(self._leased_until, until)
+        # One round more, as a rule; several where the run has become longer than it seemed.
+        self._rounds.remove(step)
+        more = self._further(self._rounds)
+        self._rounds += more
         for member in roster.in_order():
             meta: dict[str, Any] = {"samples": int(samples), "weight": weight, "norm": norm}
             meta["scale"] = self.office.scale.state_dict()
             if more:
-                meta["leases"] = [self.lend(member, later) for later in more]
+                meta["leases"] = [self.lend(member, later, steps=steps) for later, steps in self._lengths(more)]
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
         if self.office.wants(step):
             self._wanted.append(step)
@@ -507,10 +531,11 @@ class Coordinator(ServerSide):
 
     def _take_state(self, member: Member, message: Message) -> None:
         upload = self._upload
-        if upload is None or member not in upload.missing or upload.step != message.step:
+        if upload is None or member not in upload.missing or not upload.step <= message.step <= self._committed:
             return
-        if not self._whole and upload.epoch != message.epoch:
+        if not self._whole and (upload.epoch, upload.step) != (message.epoch, message.step):
             return  # it answers a question from before this view
+        upload.step = message.step  # a member whose round was under way answers after it
         if message.payload is not None:
             upload.tensors[str(message.meta.get("name"))] = message.payload
         if message.meta.get("last"):

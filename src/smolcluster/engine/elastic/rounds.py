@@ -54,7 +54,7 @@ CONNECT_S = 5.0  # within which workers connect to each other, if silence is not
 
 class ElasticRounds(Rounds, MemberSide):
     def __init__(self, strategy: Exchanging[Any], combination: Combination) -> None:
-        super().__init__(combination, num_slots=strategy.rounds_in_flight + 1)
+        super().__init__(combination, num_slots=strategy.rounds_in_flight + 1, local_steps=strategy.local_steps)
         self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
         self.enrol()
         state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
@@ -79,6 +79,8 @@ class ElasticRounds(Rounds, MemberSide):
         self._line.at_once(Kind.VIEW, self._announced)
         self._line.at_once(None, self._lost_the_line)
         self._apply_s = 0.0  # what the last step took to apply
+        self._round = 0  # that I have begun: the step it ends with
+        self._pull: Message | None = None  # the coordinator wants the state, as soon as no round is under way here
 
     def introduction(self) -> dict[str, Any]:
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
@@ -89,10 +91,15 @@ class ElasticRounds(Rounds, MemberSide):
             self._check_stop()
             self._advance(wait=False)
             if self._line.leases and self._group is not None:
-                return self._line.leases.popleft()
+                lease = self._line.leases.popleft()
+                self._round = lease.step
+                return lease
             if not self._over:
                 self._advance(wait=True)
         return None
+
+    def ends(self, step: int) -> bool:
+        return step == self._round
 
     def settle(self, *, in_flight: int) -> None:
         while len(self.flights) > in_flight and not self._over:
@@ -105,7 +112,7 @@ class ElasticRounds(Rounds, MemberSide):
     def _contributed(self, mine: Contribution, started: float) -> None:
         assert mine.loss is not None
         mine.said_loss = float(mine.loss)  # a GPU is done only then
-        mine.compute_s = time.perf_counter() - started
+        mine.compute_s += time.perf_counter() - started
 
     def _advance(self, *, wait: bool) -> None:
         """Report the oldest result, and act on what the coordinator says. With `wait`, until something has happened."""
@@ -166,9 +173,14 @@ class ElasticRounds(Rounds, MemberSide):
             case Kind.COMMIT if self.flights and message.step == self.flights[0].step:
                 self._take_step(weight=float(message.meta["weight"]), norm=float(message.meta["norm"]))
             case Kind.PULL if self._settled:  # or it is asked again in the next view
-                self._upload(message.step, first=bool(message.meta["first"]))
+                self._pull = message
             case _:
                 pass
+        # Local steps have changed the optimizer's state, and the round they belong to may be under way.
+        if self._pull is not None and not (self.local_steps > 1 and self.flights):
+            asked, self._pull = self._pull, None
+            step = self.replica.updates if self.local_steps > 1 else asked.step
+            self._upload(step, first=bool(asked.meta["first"]))
 
     def _take_step(self, *, weight: float, norm: float) -> None:
         """Apply the oldest round in flight, which is committed."""
@@ -211,7 +223,7 @@ class ElasticRounds(Rounds, MemberSide):
             self.flights.clear()
             if computed and self._strategy.stops_when_stale:
                 raise SmolclusterError("this worker's gradients came too late to count, and on_stale is stop")
-        self._away = False
+        self._away, self._pull = False, None
         super()._enter(welcome)
 
     def _regroup(self, message: Message) -> None:
@@ -238,8 +250,8 @@ class ElasticRounds(Rounds, MemberSide):
         self._settled = True
         if me in meta["idle"]:
             # The others have computed these steps, or hold the samples for them.
-            last = min(view.step + self.num_slots, int(meta["last"]))
-            self.flights = deque(Contribution(step, step % self.num_slots) for step in range(view.step + 1, last + 1))
+            coming = [int(step) for step in meta["rounds"]][: self.num_slots]
+            self.flights = deque(Contribution(step, self.slot_of(step)) for step in coming)
         left_out = {int(step): ranks for step, ranks in meta["left_out"].items()}
         for flight in self.flights:
             flight.epoch, flight.reported = view.epoch, False

@@ -1,0 +1,223 @@
+"""What algorithms share whose workers take h steps of their own between two exchanges (local SGD).
+
+    for each of h steps:   w <- optimizer(w, clip(my gradient at w))       each worker for itself
+    delta  <- anchor - w                                                   how far I went
+    anchor <- update(anchor, mean of delta over workers)                   the same on all of them
+    w      <- anchor
+
+Means are weighted by samples, or by targets where the task counts them. A round ends with every step that h divides, and with
+the last of the run; a request to stop is agreed on at its end.
+
+The anchor is what the run has: it is evaluated, saved and exported, and a worker that joins begins with it. In the middle of a
+round a checkpoint of the mesh plane has besides what each worker has of its own, so that the round goes on where it was. On the
+elastic plane states are taken between rounds.
+
+Optimizer state stays with each worker, and that of rank 0 is the one that other strategies go on with. On the elastic plane a
+checkpoint has only that one: who joins or comes back begins with another worker's.
+
+Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S / h
+Memory: the anchor and what is exchanged, beside weights, gradients and optimizer state: 4 S and the optimizer's.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from smolcluster.comm.rounds import Committed
+from smolcluster.compute.replica import Batch
+from smolcluster.compute.timing import Span
+from smolcluster.config.options import LocalStepOptions
+from smolcluster.parallel.encoding import with_codec
+from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
+from smolcluster.strategies.base import Scope, State, StepReport
+from smolcluster.strategies.replicated import Exchanging
+from smolcluster.tasks.base import Task
+
+LocalStepsT = TypeVar("LocalStepsT", bound=LocalStepOptions)
+WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"  # in what a rank saves of its own
+
+
+@dataclass(slots=True)
+class _Round:
+    """What I have done of it."""
+
+    first: int  # updates of the anchor
+    samples: int = 0
+    weight: float = 0.0
+    loss: Tensor | float = 0.0  # the sum of weighted losses
+    compute_s: float = 0.0
+    counted: bool = False  # the task counts targets
+
+
+class LocalSteps(Exchanging[LocalStepsT]):
+    @abstractmethod
+    def update(self) -> None:
+        """Move the anchor by the mean delta. It lies in the weights, and the delta in their `.grad`, as for an optimizer."""
+
+    @classmethod
+    def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if shape is None:
+            return with_coordinator(Placement(seats=worker_on_each(nodes)), nodes, shape)
+        size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
+        moved = 2 * (n - 1) * size // n
+        cost = Cost(
+            parameter_bytes=2 * size,
+            gradient_bytes=size,
+            optimizer_bytes=size * shape.optimizer_states,
+            bytes_sent=moved,
+            bytes_received=moved,
+            messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
+        )
+        placement = with_coordinator(Placement(seats=worker_on_each(nodes), costs=[cost] * n), nodes, shape)
+        placement = with_codec(placement, options, nodes, shape, rounds=1)
+        h = options.local_steps
+        costs = [
+            replace(
+                cost,
+                gradient_bytes=cost.gradient_bytes + size,  # of the steps between, beside what is exchanged
+                bytes_sent=cost.bytes_sent // h,
+                bytes_received=cost.bytes_received // h,
+                messages=-(-cost.messages // h),
+            )
+            for cost in placement.costs
+        ]
+        return replace(placement, costs=costs)
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self._mine = _Round(self.replica.updates)
+        if self.context.office is not None:  # a coordinator trains nothing
+            return
+        self.rounds = self.open_rounds(self.sum_of_workers(self.options))
+        self.replica.led = False  # each worker judges its own gradients
+        self._anchor = [parameter.detach().clone() for parameter in self.replica.parameters]
+
+    @property
+    def local_steps(self) -> int:
+        return self.options.local_steps
+
+    @property
+    def round_timeout(self) -> float | None:
+        return self.options.step_timeout
+
+    # A step
+
+    def step(self, batch: Batch) -> StepReport:
+        replica, started = self.replica, time.perf_counter()
+        rate = replica.learning_rate
+        loss = replica.compute(batch)
+        norm = replica.apply()
+        mine = self._mine
+        mine.samples, mine.weight = mine.samples + batch.samples, mine.weight + batch.weight
+        mine.loss, mine.counted = mine.loss + loss * batch.weight, batch.counts is not None
+        mine.compute_s += time.perf_counter() - started
+        report = StepReport(loss=loss, grad_norm=norm, learning_rate=rate, samples=batch.samples, tokens=batch.tokens)
+        if self.rounds.ends(batch.step):
+            report.comm = Span(self.context.device)
+            self._exchange(batch.step)
+            report.comm.end()
+            report.stop = self.rounds.stop
+        return report
+
+    @torch.no_grad()
+    def _exchange(self, step: int) -> None:
+        """Contribute how far I went from the anchor, and go back to it until the round is committed."""
+        for parameter, anchor in zip(self.replica.parameters, self._anchor, strict=True):
+            parameter.grad = anchor - parameter
+            parameter.copy_(anchor)
+        done, self.replica.updates = self._mine, self._mine.first
+        with self.rounds.contribute(
+            step, samples=done.samples, weight=done.weight, counted=done.counted, scale=1.0
+        ) as mine:
+            mine.loss = torch.as_tensor(done.loss / (done.weight or 1.0))
+            mine.compute_s = done.compute_s
+            mine.start()
+        self._mine = _Round(done.first)
+        self.rounds.settle(in_flight=0)
+
+    @torch.no_grad()
+    def apply(self, result: Committed) -> None:
+        if not result.empty:
+            self.rounds.combination.give(result)
+            self.update()
+            self.replica.drop_gradients()
+            torch._foreach_copy_(self._anchor, list(self.replica.parameters))
+        self.replica.updates = result.step
+        self._mine = _Round(result.step)
+
+    @property
+    def _in_round(self) -> bool:
+        return self.replica.updates > self._mine.first
+
+    def drain(self) -> None:
+        if self.context.fixed_group is not None and self._in_round:
+            self._exchange(self.replica.updates)
+        super().drain()
+
+    # Evaluation
+
+    def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
+        with self._at_anchor():
+            return super().measure(task, part)
+
+    @contextmanager
+    def _at_anchor(self) -> Iterator[None]:
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for number, parameter in enumerate(self.replica.parameters):
+            parameter.data, self._anchor[number] = self._anchor[number], parameter.data
+
+    # What is saved
+
+    def state(self, of: Scope = "run") -> State:
+        state = super().state(of)
+        if self.context.office is not None or self.context.fixed_group is None:
+            return state
+        own = dict(state.own)
+        if self.context.seat.rank > 0:
+            own |= {f"{MOMENTS}{name}": tensor for name, tensor in state.optimizer.items()}
+        if self._in_round:
+            anchors = {id(p): anchor for p, anchor in zip(self.replica.parameters, self._anchor, strict=True)}
+            tensors = self.replica.model.state_dict(keep_vars=True)
+            trained = {name: anchors[id(tensor)] for name, tensor in tensors.items() if id(tensor) in anchors}
+            own |= {f"{WEIGHTS}{name}": state.weights[name] for name in trained}
+            mine = self._mine
+            done = {"first": mine.first, "samples": mine.samples, "weight": mine.weight, "loss": mine.loss}
+            own |= {f"{ROUND}{name}": torch.as_tensor(value) for name, value in done.items()}
+            state.weights = {**state.weights, **trained}
+        state.own = own
+        return state
+
+    def load_state(self, state: State) -> None:
+        own = state.own
+        moments = {name.removeprefix(MOMENTS): tensor for name, tensor in own.items() if name.startswith(MOMENTS)}
+        buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND))}
+        super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
+        self._mine = _Round(self.replica.updates)
+        if self.context.office is None:
+            torch._foreach_copy_(self._anchor, [parameter.detach() for parameter in self.replica.parameters])
+        if f"{ROUND}first" in own:
+            self._go_on(own)
+
+    @torch.no_grad()
+    def _go_on(self, own: Mapping[str, Tensor]) -> None:
+        """In the middle of a round."""
+        first, samples, weight, loss = (own[f"{ROUND}{name}"] for name in ("first", "samples", "weight", "loss"))
+        self._mine = _Round(int(first), int(samples), float(weight), loss.to(self.replica.device))
+        tensors = self.replica.model.state_dict()
+        for name, tensor in own.items():
+            if name.startswith(WEIGHTS):
+                tensors[name.removeprefix(WEIGHTS)].copy_(tensor)
