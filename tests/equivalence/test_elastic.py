@@ -225,6 +225,7 @@ def digits_loss(single: Single) -> float:
     return float(single(LEARNING | {"training.batch_size": 32}, task="Digits").summary["val_loss"])
 
 
+@pytest.mark.usual(when=lambda strategy, options, **_: strategy != "syncps" or options["codec"] in ("topk", "powersgd"))
 @pytest.mark.parametrize(
     ("strategy", "options", "margin"),
     [

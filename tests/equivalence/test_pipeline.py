@@ -49,6 +49,7 @@ def test_a_model_that_cannot_be_traced_is_told_why(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usual(when=lambda schedule, shape: schedule == "1f1b" and not shape)
 @pytest.mark.parametrize(("schedule", "shape"), [("1f1b", {}), ("zbv", {}), ("1f1b", {"dp": 2, "pp": 2})])
 def test_layers_by_measured_speed(tmp_path: Path, schedule: str, shape: dict[str, int]) -> None:
     """A slow rank gets fewer layers: of eight, four stages leave it its two; and all is as on one machine."""
