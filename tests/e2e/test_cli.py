@@ -249,6 +249,7 @@ def test_ranks_started_by_hand_train_the_same_weights(smol: Smol, base: Run, tmp
             "training.eval_steps=4",
             "training.device=cpu",
             "logging.log_interval=1",
+            "logging.sample_tokens=8",
         ),
     )
     place = ("--world-size", "2", "--master-port", free_port(), "--run-dir", "run")

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 from tests.e2e.command import TINY, Ended, Smol, read_summary
 from tests.plugins import install_fedavg
+from tests.warm import ADDS
 
 STEPS_OF_ROUND = {"mesh": "strategy.local_steps=2", "elastic": "strategy.options.local_steps=2"}  # both are the same
 PATIENCE_S = 280.0  # four processes that import torch at once, beside other tests, on two cores
 ROOT = Path(__file__).parents[2]
 TRAIN = ("--strategy", "Fed-Avg", "--workers", "2", "--steps", "4", "--override", *TINY, "training.checkpoint_steps=2")
+# On the elastic plane a checkpoint has the optimizer state of one worker.
+STATELESS = ("training.optimizer=sgd", "training.momentum=0")
 PATIENT = ("cluster.silence_timeout=120", "cluster.stall_timeout=120")
 
 
@@ -25,13 +28,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(smol: Smol, installed: Path, folder: Path, *arguments: str | Path) -> Ended:
-    return smol.run(*arguments, cwd=folder, within_s=PATIENCE_S, env={"PYTHONPATH": str(installed)}).ok()
+    return smol.run(*arguments, cwd=folder, within_s=PATIENCE_S, env=path_to(installed)).ok()
+
+
+def path_to(installed: Path) -> dict[str, str]:
+    return {"PYTHONPATH": str(installed), ADDS: str(installed)}
 
 
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])
 def test_it_trains_and_resumes(smol: Smol, installed: Path, tmp_path: Path, plane: str) -> None:
     """A resumed run ends with the very weights of the one that was not interrupted."""
-    sets = () if plane == "mesh" else (*PATIENT, "cluster.standby=false")
+    sets = () if plane == "mesh" else (*PATIENT, "cluster.standby=false", *STATELESS)
     whole = ("train", "gpt", *TRAIN, *sets, STEPS_OF_ROUND[plane], "--plane", plane, "--run-dir", "whole")
     out = run(smol, installed, tmp_path, *whole)
     assert "does not use" not in out.out + out.err
@@ -49,7 +56,7 @@ def test_it_is_listed_planned_and_described(smol: Smol, installed: Path, tmp_pat
     plan = ("plan", "--memory", "gpt", "--strategy", "fedavg", "--nodes", "2", "--json", "--override", *TINY)
     rows = {row["name"]: row for row in json.loads(run(smol, installed, tmp_path, *plan).out)["strategies"]}
     assert {name: row["runs"] for name, row in rows.items()} == {"fedavg": True, "fedavg, elastic": True}
-    wrong, env = ("train", "gpt", *TRAIN, "strategy.options.local_steps=0"), {"PYTHONPATH": str(installed)}
+    wrong, env = ("train", "gpt", *TRAIN, "strategy.options.local_steps=0"), path_to(installed)
     refused = smol.run(*wrong, cwd=tmp_path, within_s=PATIENCE_S, env=env)
     assert refused.status == 2
     assert "--override: strategy.options.local_steps = 0: Input should be greater than" in refused.err

@@ -57,7 +57,8 @@ def test_the_plugin_reports_failures_and_errors(tmp_path: Path) -> None:
 
 def test_passes_of_the_whole_suite() -> None:
     for arguments in passes([], all_of_them=False, jobs=3):
-        folders, options = arguments[:-4], arguments[-4:]
+        first = arguments.index("-n")
+        folders, options = arguments[:first], arguments[first:]
         assert all(Path(folder).is_dir() for folder in folders)
         assert options[:3] == ["-n", "3", "--dist"]
     assert passes(["tests/unit/test_x.py"], all_of_them=True, jobs=2)[0][1:3] == ["-m", ""]

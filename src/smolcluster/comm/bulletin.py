@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from smolcluster.comm.group import PeerLost
+from smolcluster.comm.work import PeerLost
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.5  # between one look for a note and the next: longer each time
 

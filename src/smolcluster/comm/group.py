@@ -13,16 +13,14 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from smolcluster.comm.bulletin import Bulletin
 from smolcluster.comm.work import Done, PeerLost, Traffic, Work
 from smolcluster.errors import UserError
-
-if TYPE_CHECKING:
-    from smolcluster.comm.bulletin import Bulletin
 
 __all__ = [
     "Done",

@@ -33,6 +33,8 @@ from smolcluster.tasks.find import find_task
 
 log = logging.getLogger(__name__)
 
+Ask = Callable[[Choice, int, Sequence[Way]], Rehearsed]
+
 FEW = 3  # rehearsals that are done sooner here than a process starts
 
 
@@ -51,7 +53,7 @@ def forecast_all(
     alone: list[Rehearsed] = []  # one worker without others, which several choices ask for
     waits = threading.Lock()
 
-    def one(choice: Choice, ask: Callable[[Choice, int, Sequence[Way]], Rehearsed] | None) -> Forecast:
+    def one(choice: Choice, ask: Ask | None) -> Forecast:
         nonlocal done
         made = forecast(subject, choice, ways=ways, ask=ask)
         with lock:
@@ -71,25 +73,22 @@ def forecast_all(
     results: dict[int, Forecast] = {}
     failed: list[SmolclusterError] = []
 
-    def work(*, here: bool = False) -> None:
-        local = functools.partial(rehearse_rank, subject)
+    def work(ask: Ask) -> None:
+        def once(choice: Choice, rank: int, some: Sequence[Way]) -> Rehearsed:
+            if choice != ALONE:
+                return ask(choice, rank, some)
+            with waits:
+                if not alone:
+                    alone.append(ask(choice, rank, some))
+                return alone[0]
+
         try:
-            with contextlib.nullcontext(local) if here else _child(subject) as ask:
-
-                def once(choice: Choice, rank: int, some: Sequence[Way]) -> Rehearsed:
-                    if choice != ALONE:
-                        return ask(choice, rank, some)
-                    with waits:
-                        if not alone:
-                            alone.append(ask(choice, rank, some))
-                        return alone[0]
-
-                while not failed:
-                    try:
-                        number, choice = waiting.get_nowait()
-                    except queue.Empty:
-                        return
-                    results[number] = one(choice, once)
+            while not failed:
+                try:
+                    number, choice = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                results[number] = one(choice, once)
         except SmolclusterError as error:
             failed.append(error)
         except (
@@ -98,19 +97,22 @@ def forecast_all(
             log.debug("a rehearsal failed", exc_info=error)
             failed.append(SmolclusterError(f"a rehearsal failed: {type(error).__name__}: {error}"))
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(num - 1)]
-    for thread in threads:
-        thread.start()
-    work(here=True)  # this process has imported torch already, which takes longer than to rehearse a rank
-    for thread in threads:
-        thread.join()
+    with contextlib.ExitStack() as children:
+        # All of them start before this process has threads, and begins itself: it has imported torch already.
+        asks = [children.enter_context(_child(subject)) for _ in range(num - 1)]
+        threads = [threading.Thread(target=work, args=(ask,), daemon=True) for ask in asks]
+        for thread in threads:
+            thread.start()
+        work(functools.partial(rehearse_rank, subject))
+        for thread in threads:
+            thread.join()
     if failed:
         raise failed[0]
     return [results[number] for number in range(len(asked))]
 
 
 @contextlib.contextmanager
-def _child(subject: Subject) -> Iterator[Callable[[Choice, int, Sequence[Way]], Rehearsed]]:
+def _child(subject: Subject) -> Iterator[Ask]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "smolcluster.engine.rehearsal_pool"],
