@@ -315,6 +315,7 @@ def test_no_room_at_the_start(smol: Smol, tmp_path: Path) -> None:
         assert list(tree(disk)) == ["ballast"]
 
 
+@pytest.mark.slow
 def test_a_journal_keeps_to_the_room_there_is(smol: Smol, tmp_path: Path) -> None:
     """A server whose disk has room for a checkpoint and not for its journal is refused; a little more is enough for any
     number of steps."""

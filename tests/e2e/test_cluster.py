@@ -110,6 +110,7 @@ def test_a_run_on_two_machines(two: Lab) -> None:
     assert left_running(two) == []
 
 
+@pytest.mark.slow
 def test_a_killed_worker_returns_and_the_controller_may_go_away(two: Lab) -> None:
     file = cluster(two, steps=FOREVER)
     two.run("up", file, "--detach").ok()

@@ -513,7 +513,7 @@ def test_a_straggler_of_syncps_costs_one_timeout_and_comes_back(tmp_path: Path) 
 # A worker computes nonsense
 
 
-@usually("allreduce")
+@usually("syncps")
 @EVERY
 def test_absurd_gradients_are_refused_and_harm_nobody(
     tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
