@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.plugins import install_fedavg
+from tests.faults.elastic_history import assert_sound, wait_for_counted
+from tests.plugins import install_fedavg, install_outer
 from tests.tasks import Double
 from tests.world import ElasticWorld, World, run_elastic_world, run_world
 
@@ -47,7 +49,8 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     """For the processes of a world. The package is installed here, too."""
     folder = tmp_path / "site"
     folder.mkdir()
-    monkeypatch.syspath_prepend(install_fedavg(folder))
+    install_outer(install_fedavg(folder))
+    monkeypatch.syspath_prepend(folder)
     forget()
     yield {"TEST_PATH": os.fspath(folder)}
     forget()
@@ -61,14 +64,15 @@ def forget() -> None:
 def train(plane: str, run_dir: Path, sets: dict[str, Any], **world: Any) -> World | ElasticWorld:
     config = CONFIG | {"cluster.plane": plane} | sets
     run = run_world if plane == "mesh" else run_elastic_world
-    return run(len(BATCHES), run_dir, config, task="Double", strategy="fedavg", **world)  # type: ignore[operator]
+    return run(len(BATCHES), run_dir, config, **{"task": "Double", "strategy": "fedavg", **world})  # type: ignore[operator]
 
 
-def averaged(local_steps: int) -> dict[str, torch.Tensor]:
-    """The weights after STEPS steps: one model for each worker, trained by itself, and their mean after each round."""
+def averaged(local_steps: int, *, rate: float = 1.0, momentum: float = 0.0) -> dict[str, torch.Tensor]:
+    """The weights after STEPS steps: one model for each worker, trained by itself, and an outer step after each round."""
     task = Double(config=None)  # type: ignore[arg-type]
     seed_everything(SEED, "weights", device=torch.device("cpu"))
     mean = task.model()
+    outer = torch.optim.SGD(mean.parameters(), lr=rate, momentum=momentum, nesterov=momentum > 0)
     x, y = task.train_data()
     readers = [ShardedSampler(Sampler(len(x), seed=SEED), counts=BATCHES, shard=shard) for shard in range(len(BATCHES))]
     for first in range(1, STEPS + 1, local_steps):
@@ -81,13 +85,12 @@ def averaged(local_steps: int) -> dict[str, torch.Tensor]:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter -= RATE * parameter.grad  # type: ignore[operator]
-        parts = [model.state_dict() for model in models]
-        weighted = zip(parts, BATCHES, strict=True)
-        total: dict[str, torch.Tensor] = {}
-        for part, batch in weighted:
-            for name, tensor in part.items():
-                total[name] = total.get(name, 0) + tensor * batch / sum(BATCHES)
-        mean.load_state_dict(total)
+        outer.zero_grad()
+        for place, parameter in enumerate(mean.parameters()):
+            ended = [list(model.parameters())[place].detach() for model in models]
+            weighted = (w * batch for w, batch in zip(ended, BATCHES, strict=True))
+            parameter.grad = parameter.detach() - sum(weighted) / sum(BATCHES)
+        outer.step()
     return mean.state_dict()
 
 
@@ -123,3 +126,58 @@ def test_a_codec_encodes_what_travels(tmp_path: Path, environ: dict[str, str]) -
     expected = averaged(3)
     for name, tensor in final_weights(world).items():
         torch.testing.assert_close(tensor, expected[name], rtol=0.1, atol=0.1)
+
+
+OUTER = {"strategy.options.local_steps": 2, "strategy.options.outer_lr": 0.7}
+
+
+def test_an_outer_optimizer_with_momentum(tmp_path: Path, environ: dict[str, str]) -> None:
+    world = train("mesh", tmp_path / "run", OUTER, strategy="outer", environ=environ)
+    expected = averaged(2, rate=0.7, momentum=0.9)
+    for name, tensor in final_weights(world).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_the_outer_state_is_resumed_with(tmp_path: Path, environ: dict[str, str], plane: str) -> None:
+    """SGD without momentum keeps nothing inside, so that on both planes all that counts is in the checkpoint."""
+    sets = OUTER | {"training.checkpoint_steps": 4}
+    whole = train(plane, tmp_path / "whole", sets, strategy="outer", environ=environ)
+    saved = whole.run_dir / "checkpoints" / "step-00000004"
+    again = train(plane, tmp_path / "again", sets, strategy="outer", environ=environ, resume=saved)
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    other = train(plane, tmp_path / "other", sets, strategy="fedavg", environ=environ, resume=saved)
+    assert other.summary["weights_sha256"] != whole.summary["weights_sha256"]
+    told = other.ranks[0].events if isinstance(other, World) else other.server.events
+    assert any("what the workers of outer shared: outer" in getattr(event, "message", "") for event in told)
+
+
+def test_who_joins_gets_the_outer_state(tmp_path: Path, environ: dict[str, str]) -> None:
+    """Replicas would drift apart without it."""
+
+    def script(world: ElasticWorld) -> None:
+        world.wait_for_step(6)
+        world.start(2)
+        wait_for_counted(world, 2, after=0.0)
+        world.kill(0)
+        world.wait_for_step(world.server.step + 6)
+        started = time.time()
+        world.start(0)
+        wait_for_counted(world, 0, after=started)
+        (tmp_path / "done").touch()
+
+    alike = {key: value for key, value in CONFIG.items() if not key.startswith("cluster.")}
+    sets = alike | OUTER | {"cluster.plane": "elastic", "training.steps": 400, "cluster.num_workers": 2}
+    slow = {"SLOW_UNTIL": str(tmp_path / "done")}
+    world = run_elastic_world(
+        3,
+        tmp_path / "run",
+        sets,
+        task="SlowTiny",
+        strategy="outer",
+        environ=environ | slow,
+        start=[0, 1],
+        script=script,
+    )
+    assert_sound(world, steps=400)
+    assert world.summary["replicas_agree"] is True

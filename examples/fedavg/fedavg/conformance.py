@@ -1,4 +1,4 @@
-"""For `python -m pytest tests/conformance -p fedavg.conformance -k fedavg`: where it computes what `single` computes."""
+"""For `python -m pytest tests/conformance -m "" -p fedavg.conformance -k fedavg`: where it computes what `single` computes."""
 
 from tests.conformance.cases import SETTINGS, Setting
 

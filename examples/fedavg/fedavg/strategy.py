@@ -3,13 +3,14 @@
 McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017.
 """
 
+import torch
+from torch import nn
+
 from smolcluster.config.options import LocalStepOptions
 from smolcluster.strategies.local_steps import LocalSteps
 
 
 class FedAvg(LocalSteps[LocalStepOptions]):
-    def update(self) -> None:
-        """The mean of (anchor - weights) leads from the anchor to the mean of the weights."""
-        for parameter in self.replica.parameters:
-            if parameter.grad is not None:
-                parameter -= parameter.grad
+    def outer_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """At rate 1 the mean of (old weights - new weights) leads from the old weights to the mean of the new ones."""
+        return torch.optim.SGD(parameters, lr=1.0)

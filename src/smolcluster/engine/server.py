@@ -48,7 +48,7 @@ from smolcluster.engine.quota import RowQuota
 from smolcluster.engine.record import RunRecord
 from smolcluster.engine.referee import Referee
 from smolcluster.engine.role import INTERRUPTED, Role
-from smolcluster.engine.snapshot import Snapshot, check_compatible, check_whole, state_for
+from smolcluster.engine.snapshot import ALL, Snapshot, check_compatible, check_whole, state_for
 from smolcluster.engine.summary import evaluation_summary, join_ranks, write_summary
 from smolcluster.engine.tensorfile import weights_sha256
 from smolcluster.engine.tokenizer_files import check_tokenizer
@@ -327,6 +327,8 @@ class Server(Role):
     def _restore(self, state: State | None, meta: Mapping[str, Any]) -> None:
         if state is not None:
             self.strategy.load_state(state)
+            if isinstance(self.duty, Coordinator):
+                self.duty.shared = state.shared
         self.step, self.record.samples, self.record.tokens = (
             int(meta["step"]),
             int(meta["samples"]),
@@ -647,7 +649,9 @@ class Server(Role):
         state = self.strategy.state()
         leases = self._read_by[step]  # more may have been read since
         sampler = {**leases, "seed": self.config.training.seed or 0, "num_samples": len(self.train_data)}
-        return self.record.snapshot(step, state, copy=self._kept, sampler=sampler)
+        shared = self.duty.shared if isinstance(self.duty, Coordinator) else {}
+        extra = {f"{ALL}/{name}": tensor for name, tensor in shared.items()}
+        return self.record.snapshot(step, state, copy=self._kept, sampler=sampler, extra=extra)
 
     def _kept(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return what stays as it is while training goes on: a copy, but for a coordinator's state, which is never changed."""

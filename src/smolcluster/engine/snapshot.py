@@ -44,7 +44,7 @@ from smolcluster.engine.stored import FileEntry, Size, StoredTensors
 from smolcluster.engine.tensorfile import HashedFile, TensorFile
 from smolcluster.errors import DamagedCheckpoint, UserError
 from smolcluster.parallel.stages import COPY
-from smolcluster.strategies.base import State
+from smolcluster.strategies.base import IN_FLIGHT, State
 
 FORMAT = "smolcluster-checkpoint"
 VERSION = 3
@@ -274,13 +274,18 @@ def state_for(snapshot: Snapshot, *, strategy: str, rank: int | None, num_ranks:
     for key in snapshot.extra:
         scope, _, name = key.partition("/")
         scoped.setdefault(scope, {})[name] = key
-    alike = rank is not None and saved_by == strategy
-    if alike:
-        state.shared = {name: snapshot.extra[key] for name, key in scoped.get(ALL, {}).items()}
-    elif in_flight := numbers.pop("in_flight", []):
+    alike, shared = saved_by == strategy, scoped.get(ALL, {})
+    if (not alike or rank is None) and (in_flight := numbers.pop("in_flight", [])):
         numbers["updates"] = snapshot.step  # as if they had changed nothing
+        shared = {name: key for name, key in shared.items() if not name.startswith(IN_FLIGHT)}
         left.append(f"{len(in_flight)} gradients in flight of {saved_by}")
-    if alike and snapshot.info.get("world_size") == num_ranks:
+    if alike:
+        state.shared = {name: snapshot.extra[key] for name, key in shared.items()}
+    elif shared:
+        left.append(
+            f"what the workers of {saved_by} shared: {', '.join(sorted({n.partition('/')[0] for n in shared}))}"
+        )
+    if alike and rank is not None and snapshot.info.get("world_size") == num_ranks:
         state.own = {name: snapshot.extra[key] for name, key in scoped.get(str(rank), {}).items()}
     elif scoped.keys() - {ALL}:
         left.append(f"the state that each of {snapshot.info.get('world_size')} ranks had of its own")

@@ -36,6 +36,7 @@ from smolcluster.tasks.base import Task
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 Scope = Literal["run", "weights", "rank"]
+IN_FLIGHT = "in_flight/"  # names of `State.shared`: results of rounds that are not applied; a coordinator has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,9 @@ class StepReport:
 class State:
     """Everything a strategy must save. Names are the model's own, so any strategy can load any other's.
 
-    `shared` and `own` are for this strategy alone: of all ranks together (what is in flight), and of this rank (its own
-    buffers, local optimizer state). A strategy that loads the checkpoint of another one, or of another number of ranks, gets
-    none of what has no meaning there.
+    `shared` and `own` are for this strategy alone: of all ranks together (what is in flight, an outer optimizer's state), and
+    of this rank (its own buffers, local optimizer state). On the elastic plane `shared` goes to who joins. A strategy that
+    loads the checkpoint of another one, or of another number of ranks, gets none of what has no meaning there.
     """
 
     weights: Mapping[str, Tensor]

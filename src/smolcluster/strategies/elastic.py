@@ -213,13 +213,15 @@ def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: 
 
 
 def pack_state(state: State) -> dict[str, Tensor]:
-    """Weights and optimizer state under one roof: `w/<name>`, `o/<name>`."""
-    return {f"w/{n}": t for n, t in state.weights.items()} | {f"o/{n}": t for n, t in state.optimizer.items()}
+    """Weights, optimizer state and what all ranks share: `w/<name>`, `o/<name>`, `s/<name>`."""
+    kinds = {"w": state.weights, "o": state.optimizer, "s": state.shared}
+    return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
 
 
 def unpack_state(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> State:
     return State(
         weights={n[2:]: t for n, t in tensors.items() if n.startswith("w/")},
         optimizer={n[2:]: t for n, t in tensors.items() if n.startswith("o/")},
+        shared={n[2:]: t for n, t in tensors.items() if n.startswith("s/")},
         numbers=numbers,
     )

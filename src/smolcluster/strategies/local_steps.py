@@ -1,9 +1,12 @@
-"""What algorithms share whose workers take h steps of their own between two exchanges (local SGD).
+"""Local SGD: workers take h steps of their own between two exchanges, then an outer optimizer takes one step for all.
 
-    for each of h steps:   w <- optimizer(w, clip(my gradient at w))       each worker for itself
-    delta  <- anchor - w                                                   how far I went
-    anchor <- update(anchor, mean of delta over workers)                   the same on all of them
+    for each of h steps:   w <- optimizer(w, clip(my gradient at w))       each worker for itself (inner optimizer)
+    delta  <- anchor - w                                                   the pseudo-gradient: how far I went
+    anchor <- outer optimizer(anchor, mean of delta over workers)          the same on all of them
     w      <- anchor
+
+Federated averaging has plain SGD with rate 1 as its outer optimizer, DiLoCo SGD with Nesterov momentum. A strategy says which
+in `outer_optimizer`, and nothing else.
 
 Means are weighted by samples, or by targets where the task counts them. A round ends with every step that h divides, and with
 the last of the run; a request to stop is agreed on at its end.
@@ -12,11 +15,12 @@ The anchor is what the run has: it is evaluated, saved and exported, and a worke
 round a checkpoint of the mesh plane has besides what each worker has of its own, so that the round goes on where it was. On the
 elastic plane states are taken between rounds.
 
-Optimizer state stays with each worker, and that of rank 0 is the one that other strategies go on with. On the elastic plane a
-checkpoint has only that one: who joins or comes back begins with another worker's.
+The state of the outer optimizer is shared: it is in every checkpoint, and who joins gets it. That of the inner one stays with
+each worker, and that of rank 0 is the one that other strategies go on with. On the elastic plane a checkpoint has only that of
+one worker, and who joins or comes back begins with another worker's.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S / h
-Memory: the anchor and what is exchanged, beside weights, gradients and optimizer state: 4 S and the optimizer's.
+Memory: the anchor and what is exchanged, beside weights, gradients and the state of both optimizers: 4 S and the optimizers'.
 """
 
 from __future__ import annotations
@@ -29,9 +33,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smolcluster.comm.rounds import Committed
+from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.config.options import LocalStepOptions
@@ -43,6 +48,7 @@ from smolcluster.tasks.base import Task
 
 LocalStepsT = TypeVar("LocalStepsT", bound=LocalStepOptions)
 WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"  # in what a rank saves of its own
+OUTER = "outer/"  # in what all share
 
 
 @dataclass(slots=True)
@@ -58,9 +64,16 @@ class _Round:
 
 
 class LocalSteps(Exchanging[LocalStepsT]):
+    outer: torch.optim.Optimizer  # a worker's; alike on all of them
+
     @abstractmethod
-    def update(self) -> None:
-        """Move the anchor by the mean delta. It lies in the weights, and the delta in their `.grad`, as for an optimizer."""
+    def outer_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer that moves the anchor. Its gradient is the mean of (anchor - weights after h steps)."""
+
+    @classmethod
+    def outer_states(cls, options: LocalStepsT) -> int:
+        """How many tensors of the parameters' size the outer optimizer keeps: 1 for SGD with momentum."""
+        return 0
 
     @classmethod
     def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
@@ -71,7 +84,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         cost = Cost(
             parameter_bytes=2 * size,
             gradient_bytes=size,
-            optimizer_bytes=size * shape.optimizer_states,
+            optimizer_bytes=size * (shape.optimizer_states + cls.outer_states(options)),
             bytes_sent=moved,
             bytes_received=moved,
             messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
@@ -99,6 +112,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self.rounds = self.open_rounds(self.sum_of_workers(self.options))
         self.replica.led = False  # each worker judges its own gradients
         self._anchor = [parameter.detach().clone() for parameter in self.replica.parameters]
+        self.outer = self.outer_optimizer(self.replica.parameters)
 
     @property
     def local_steps(self) -> int:
@@ -147,7 +161,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
     def apply(self, result: Committed) -> None:
         if not result.empty:
             self.rounds.combination.give(result)
-            self.update()
+            self.outer.step()
             self.replica.drop_gradients()
             torch._foreach_copy_(self._anchor, list(self.replica.parameters))
         self.replica.updates = result.step
@@ -184,7 +198,11 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def state(self, of: Scope = "run") -> State:
         state = super().state(of)
-        if self.context.office is not None or self.context.fixed_group is None:
+        if self.context.office is not None:
+            return state
+        outer = named_state(self.replica.model, self.outer)
+        state.shared = {**state.shared, **{f"{OUTER}{name}": tensor for name, tensor in outer.items()}}
+        if self.context.fixed_group is None:
             return state
         own = dict(state.own)
         if self.context.seat.rank > 0:
@@ -208,6 +226,8 @@ class LocalSteps(Exchanging[LocalStepsT]):
         super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
         self._mine = _Round(self.replica.updates)
         if self.context.office is None:
+            outer = {n.removeprefix(OUTER): tensor for n, tensor in state.shared.items() if n.startswith(OUTER)}
+            load_named_state(self.replica.model, self.outer, outer)
             torch._foreach_copy_(self._anchor, [parameter.detach() for parameter in self.replica.parameters])
         if f"{ROUND}first" in own:
             self._go_on(own)

@@ -12,7 +12,7 @@ from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag
 from smolcluster.config.options import ExchangeOptions
 from smolcluster.parallel.shards import owners
-from smolcluster.strategies.base import OptionsT, Scope, Share, State, StepReport, Strategy, build_replica
+from smolcluster.strategies.base import IN_FLIGHT, OptionsT, Scope, Share, State, StepReport, Strategy, build_replica
 from smolcluster.tasks.base import Task
 
 
@@ -102,14 +102,16 @@ class Exchanging(Replicated[OptionsT]):
         if in_flight:
             state.numbers["in_flight"] = in_flight
             named = [zip(self._names(), result, strict=True) for result in results]
-            state.shared = {f"{i}/{n}": t for i, result in enumerate(named) for n, t in result if t is not None}
+            results_of = ((f"{IN_FLIGHT}{i}/{n}", t) for i, result in enumerate(named) for n, t in result)
+            state.shared = {name: tensor for name, tensor in results_of if tensor is not None}
         return state
 
     def load_state(self, state: State) -> None:
         super().load_state(state)
         self.replica.buffers.load(state.own)
         if in_flight := state.numbers.get("in_flight"):
-            results = [[state.shared.get(f"{i}/{n}") for n in self._names()] for i in range(len(in_flight))]
+            numbers, names = range(len(in_flight)), self._names()
+            results = [[state.shared.get(f"{IN_FLIGHT}{i}/{name}") for name in names] for i in numbers]
             self.rounds.load(in_flight, results)
 
     def _names(self) -> list[str]:

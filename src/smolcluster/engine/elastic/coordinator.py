@@ -11,7 +11,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class Coordinator(ServerSide):
         `whole`: every member holds the whole result of a round.
         """
         self.context, self.replica = context, replica
+        self.shared: Mapping[str, Tensor] = {}  # of the state that is here: what only this strategy can use
         self.tokens_per_sample = tokens_per_sample
         self.open_office()
         self._ahead, self._whole, self._local_steps = rounds_ahead, whole, local_steps
@@ -127,9 +128,11 @@ class Coordinator(ServerSide):
         """The tensors themselves become the state: it is replaced, not changed, so that whoever saves or sends what was there
         before needs no copy."""
         self.replica.adopt_state_dict(state.weights, state.optimizer, state.numbers)
+        self.shared = state.shared
 
     def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = replica_state(self.replica)
+        state.shared = self.shared
         return {n: t.to("cpu").contiguous() for n, t in pack_state(state).items()}, state.numbers
 
     def _go_on(self) -> None:

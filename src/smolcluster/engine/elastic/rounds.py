@@ -44,7 +44,7 @@ from smolcluster.engine.elastic.deadline import WAITING_S
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Context, State
 from smolcluster.strategies.elastic import MemberSide, pack_state, unpack_state
-from smolcluster.strategies.replicated import Exchanging, replica_state
+from smolcluster.strategies.replicated import Exchanging
 
 log = logging.getLogger(__name__)
 
@@ -279,16 +279,17 @@ class ElasticRounds(Rounds, MemberSide):
         return False
 
     def _donate(self, joiner: Seated) -> None:
-        state = replica_state(self.replica)
+        state = self._strategy.state()
         tensors = {n: t.to("cpu", copy=True).contiguous() for n, t in pack_state(state).items()}
         self._peers.send_state(joiner, tensors, {"numbers": state.numbers, "epoch": self._epoch})
 
     def _upload(self, step: int, *, first: bool) -> None:
         """The coordinator wants to evaluate or save this step."""
-        state = replica_state(self.replica)
+        state = self._strategy.state()
         mine = set(self.combination.owned(list(state.optimizer)))
         part = {f"w/{n}": t for n, t in state.weights.items() if first}
         part |= {f"o/{n}": t for n, t in state.optimizer.items() if n in mine}
+        part |= {f"s/{n}": t for n, t in state.shared.items() if first}
         numbers = state.numbers
         if not part:  # also who has nothing is waited for
             self._line.send(Kind.STATE, step=step, epoch=self._epoch, meta={"last": True, "numbers": numbers})
