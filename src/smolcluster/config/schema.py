@@ -360,7 +360,8 @@ else:
 class StrategyConfig(_WithOptions):
     """Which algorithm, and its options.
 
-    Each strategy reads its own; one it does not know has no effect and is warned of. (mesh) and (elastic): on that plane only.
+    Each strategy reads its own. An option of another strategy has no effect and is warned of; one that no strategy has is
+    refused. (mesh) and (elastic): on that plane only.
     """
 
     reduce_bucket_size: Count | None = Field(
@@ -368,7 +369,7 @@ class StrategyConfig(_WithOptions):
     )
     inner_steps: Count | None = Field(None, description="for strategies that are still to come: no effect yet")
     options: dict[str, Any] = Field(
-        default_factory=dict, description="of a strategy from another package; they may also stand beside its name"
+        default_factory=dict, description="of a strategy from another package; the same as beside its name"
     )
 
     def said(self) -> dict[str, Any]:
