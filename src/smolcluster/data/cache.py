@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +30,27 @@ from smolcluster.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from smolcluster.data.tokenizers import Tokenizer
-
 FORMAT_VERSION = 1
 HEAD_BYTES = 65536
 ABANDONED_S = 24 * 3600.0
 Tokens = npt.NDArray[Any]
 Progress = Callable[[str, int, int | None], None]
 """Called with (name, done, total); total is None when unknown, and done == total at the end."""
+
+
+class Encoder(Protocol):
+    """What the cache needs of a tokenizer."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def encode(self, text: str) -> Tokens: ...
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -82,7 +95,7 @@ def cached_tokens(
     root: Path,
     *,
     source_hash: str,
-    tokenizer: Tokenizer,
+    tokenizer: Encoder,
     chunks: Callable[[], Iterable[str]],
 ) -> Tokens:
     """The tokens of a text, from the cache or built now. One process builds while others that want the same wait."""
@@ -110,7 +123,7 @@ def cached_tokens(
 
 
 def _write(
-    path: Path, *, tokenizer: Tokenizer, chunks: Iterable[str], facts: dict[str, Any], beat: Callable[[], None]
+    path: Path, *, tokenizer: Encoder, chunks: Iterable[str], facts: dict[str, Any], beat: Callable[[], None]
 ) -> None:
     dtype = np.dtype(tokenizer.dtype).newbyteorder("<")
     count, head = 0, b""

@@ -18,7 +18,7 @@ Shapes as in `gpt.py`, and: N tokens of all pieces, L layers, R tokens that a ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +31,20 @@ from smolcluster.models.protocols import CachedPiece
 if TYPE_CHECKING:
     from torch import nn
 
-    from smolcluster.models.gpt import GPT, Block
-
 
 def positions(pieces: Iterable[CachedPiece], *, device: torch.device) -> Tensor:
     """Of each of the N tokens."""
     return torch.tensor([at for piece in pieces for at in range(piece.start, piece.start + piece.count)], device=device)
 
 
-def embed_pieces(model: GPT, tokens_N: Tensor, pieces: Iterable[CachedPiece]) -> Tensor:
+class _Embeds(Protocol):
+    @property
+    def token_embedding(self) -> nn.Module: ...
+    @property
+    def position_embedding(self) -> nn.Module | None: ...
+
+
+def embed_pieces(model: _Embeds, tokens_N: Tensor, pieces: Iterable[CachedPiece]) -> Tensor:
     """Token embeddings, plus learned positions."""
     x_ND: Tensor = model.token_embedding(tokens_N)
     if model.position_embedding is not None:
@@ -57,7 +62,7 @@ def run_pieces(
     counts = [piece.count for piece in pieces]
     passages = [Passage(piece, dtype=x_ND.dtype) for piece in pieces]
     for layer, one in enumerate(blocks):
-        block = cast("Block", one)
+        block: Any = one  # as in gpt.py
         qkv = block.attention.qkv(block.attention_norm(x_ND)).unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
         prepared = block.attention.prepare(qkv[:, : heads + kv_heads], rope)
         if rope is not None or config.qk_norm:

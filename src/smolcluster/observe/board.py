@@ -14,8 +14,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from smolcluster.config.strategies import find_record
-from smolcluster.observe.events import Event, Failed, Phase, Progress, RunStarted, StepLogged
-from smolcluster.observe.text import short
+from smolcluster.observe.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    Failed,
+    Notice,
+    Phase,
+    Progress,
+    RunStarted,
+    StepLogged,
+)
+from smolcluster.observe.text import short, size
 
 _GONE = ("finished", "failed")
 
@@ -274,3 +284,31 @@ class Board:
             late=late,
             own=any(map(self._counts_own, self.started.values())),
         )
+
+
+# In words
+
+
+def message(event: Event) -> str:
+    """An event that is worth a line of its own, as text; empty for the others."""
+    match event:
+        case Notice(level=level, message=text, rank=rank):
+            label = "" if level in ("INFO", "PRINT") else f"{level.lower()}: "
+            return label + ("" if rank is None else f"rank {rank}: ") + text
+        case CheckpointSaved():
+            best = ", the best so far" if event.best else ""
+            return f"checkpoint of step {event.step} saved ({size(event.size_bytes)}{best}): {event.path}"
+        case CheckpointFailed():
+            return f"error: the checkpoint of step {event.step} could not be saved: {event.reason}"
+    return ""
+
+
+def rate(line: StepLine | StepLogged) -> list[str]:
+    """Tokens where there are any, samples for data that has none. Nothing of a rank that only works on what another reads."""
+    if line.tokens_per_s:
+        return [f"{short(line.tokens_per_s)} tok/s"]
+    return [f"{short(line.samples_per_s)} samples/s"] if line.samples_per_s else []
+
+
+def quantity(count: int, unit: str) -> str:
+    return size(count) if unit == "B" else f"{short(count)} {unit}"

@@ -9,17 +9,15 @@ import os
 import sys
 from typing import Protocol, TextIO
 
-from smolcluster.observe.board import Board, StepLine
+from smolcluster.observe.board import Board, StepLine, message, quantity, rate
 from smolcluster.observe.events import (
-    CheckpointFailed,
-    CheckpointSaved,
     Event,
     Notice,
     Progress,
     RunFinished,
     StepLogged,
 )
-from smolcluster.observe.text import clock, encodable, number, printable, short, size
+from smolcluster.observe.text import clock, encodable, number, printable
 
 
 class Screen(Protocol):
@@ -123,20 +121,6 @@ class PlainScreen:
         self._stream.flush()
 
 
-def message(event: Event) -> str:
-    """An event that is worth a line of its own, as text; empty for the others."""
-    match event:
-        case Notice(level=level, message=text, rank=rank):
-            label = "" if level in ("INFO", "PRINT") else f"{level.lower()}: "
-            return label + ("" if rank is None else f"rank {rank}: ") + text
-        case CheckpointSaved():
-            best = ", the best so far" if event.best else ""
-            return f"checkpoint of step {event.step} saved ({size(event.size_bytes)}{best}): {event.path}"
-        case CheckpointFailed():
-            return f"error: the checkpoint of step {event.step} could not be saved: {event.reason}"
-    return ""
-
-
 def fields_of(line: StepLine) -> list[str]:
     """`step 50/300`, `loss 2.3104`, `val 2.4012`, `12.3k tok/s`, `eta 0:41`: those that are known."""
     fields = [line.label, f"loss {number(line.loss)}"]
@@ -149,17 +133,6 @@ def fields_of(line: StepLine) -> list[str]:
     if line.eta_s is not None:
         fields.append(f"eta {clock(line.eta_s)}")
     return fields
-
-
-def rate(line: StepLine | StepLogged) -> list[str]:
-    """Tokens where there are any, samples for data that has none. Nothing of a rank that only works on what another reads."""
-    if line.tokens_per_s:
-        return [f"{short(line.tokens_per_s)} tok/s"]
-    return [f"{short(line.samples_per_s)} samples/s"] if line.samples_per_s else []
-
-
-def quantity(count: int, unit: str) -> str:
-    return size(count) if unit == "B" else f"{short(count)} {unit}"
 
 
 def _wants_live(stream: TextIO, live: bool | None) -> bool:

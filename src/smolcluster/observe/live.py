@@ -25,8 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.observe.board import Board, Seat, StepLine
-from smolcluster.observe.console import message, quantity, rate
+from smolcluster.observe.board import Board, Seat, StepLine, message, quantity, rate
 from smolcluster.observe.events import CheckpointSaved, Event, Progress
 from smolcluster.observe.text import clock, duration, encodable, number, printable
 

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from smolcluster.observe.console import rate
+from smolcluster.observe.board import rate
 from smolcluster.observe.events import CheckpointSaved, Event, Notice, StepLogged, plain
 from smolcluster.observe.text import number, printable
 
