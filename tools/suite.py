@@ -1,6 +1,7 @@
-"""Run the test suite: the passes of `make test`, then every failed test once more, alone.
+"""Run the test suite, then every failed test once more, alone.
 
     python -m tools.suite [--all] [--jobs N] [TEST ...]
+    python -m tools.suite --compile
 
 A test that fails and then passes alone is *unstable*: a defect of the test or of the code, but not a reason to throw the work
 of a whole run away. The last lines name it, so that nobody overlooks it. The exit status is 0 when no test failed twice.
@@ -23,12 +24,11 @@ from pathlib import Path
 
 import pytest
 
-PASSES = (  # each with how its tests are dealt to the processes that run beside each other
-    (("tests/unit", "tests/equivalence"), ("--dist", "load")),
-    # Those of a file share what takes long to start. In this order: the longest files come early.
-    (("tests/conformance", "tests/faults", "tests/gpu", "tests/e2e"), ("--dist", "loadfile", "--no-loadscope-reorder")),
-)
-COMPILED = ("src", "benchmarks", "tests")
+# In this order: those that take minutes come early, and small ones fill the gaps in the end. Those of a file share what takes
+# long to start, so a file is dealt to one process.
+FOLDERS = ("conformance", "faults", "gpu", "e2e", "equivalence", "unit")
+DEALT = ("--dist", "loadfile", "--no-loadscope-reorder")
+COMPILED = ("src", "benchmarks", "tests", "tools")
 MOST_AGAIN = 10  # failures in a run; when more than these fail, something is broken
 REPORT = "SMOLCLUSTER_FAILED_TESTS"  # environment: the file that the plugin writes
 
@@ -49,15 +49,28 @@ def run_pytest(arguments: Sequence[str]) -> tuple[int, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "failed")
         command = [sys.executable, "-m", "pytest", "-p", "tools.suite", *arguments]
-        status = subprocess.run(command, env={**os.environ, REPORT: str(report)}, check=False).returncode
+        status = subprocess.run(command, env={**environment(), REPORT: str(report)}, check=False).returncode
         return status, report.read_text(encoding="utf-8").splitlines() if report.exists() else []
+
+
+def environment() -> dict[str, str]:
+    """Of tests: they may write bytecode, as thousands of processes would compile the same files again."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def compile_all() -> None:
+    """Compile what is tested, and the tests as pytest rewrites them."""
+    for folder in COMPILED:
+        compileall.compile_dir(folder, quiet=2)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "tests"]
+    subprocess.run(command, env=environment(), stdout=subprocess.DEVNULL, check=False)  # what is wrong shows in the run
 
 
 @dataclass(slots=True)
 class Verdict:
     failed: list[str] = field(default_factory=list)  # twice, or without a second try
     unstable: list[str] = field(default_factory=list)  # failed, then passed alone
-    broken: list[str] = field(default_factory=list)  # passes that pytest did not bring to an end
+    broken: list[str] = field(default_factory=list)  # what pytest did not bring to an end
 
     @property
     def status(self) -> int:
@@ -73,14 +86,12 @@ class Verdict:
         return [f"{word}: {name}" for word, names in named for name in names]
 
 
-def judge(passes: Sequence[Sequence[str]], run: Callable[[Sequence[str]], tuple[int, list[str]]]) -> Verdict:
-    """Run all passes, then what failed once more, one test at a time."""
-    verdict, failed = Verdict(), []
-    for arguments in passes:
-        status, names = run(arguments)
-        if status not in (*RAN, NO_TESTS) or (status == RAN[1] and not names):
-            verdict.broken.append(f"pytest {' '.join(arguments)} (exit status {status})")
-        failed += names
+def judge(arguments: Sequence[str], run: Callable[[Sequence[str]], tuple[int, list[str]]]) -> Verdict:
+    """Run all, then what failed once more, one test at a time."""
+    verdict = Verdict()
+    status, failed = run(arguments)
+    if status not in (*RAN, NO_TESTS) or (status == RAN[1] and not failed):
+        verdict.broken.append(f"pytest {' '.join(arguments)} (exit status {status})")
     if len(failed) > MOST_AGAIN:
         verdict.failed = failed
         return verdict
@@ -90,12 +101,11 @@ def judge(passes: Sequence[Sequence[str]], run: Callable[[Sequence[str]], tuple[
     return verdict
 
 
-def passes(tests: Sequence[str], *, all_of_them: bool, jobs: int) -> list[list[str]]:
-    """The arguments of pytest for each pass; `tests`, where given, are run in one pass, one after the other."""
+def arguments(tests: Sequence[str], *, all_of_them: bool, jobs: int) -> list[str]:
+    """For pytest; `tests`, where given, are run one after the other."""
     common = ["-m", "", "--hypothesis-profile=thorough"] if all_of_them else []
-    if tests:
-        return [[*tests, *common]]
-    return [[*folders, *common, "-n", str(jobs), *dealt] for folders, dealt in PASSES]
+    chosen = tests or [f"tests/{folder}" for folder in FOLDERS]
+    return [*chosen, *common, *(() if tests else ("-n", str(jobs), *DEALT))]
 
 
 def main() -> int:
@@ -103,13 +113,15 @@ def main() -> int:
     parser.add_argument("tests", nargs="*", help="files or test ids; default: all")
     parser.add_argument("--all", action="store_true", help="include tests marked slow")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests beside each other")
+    parser.add_argument("--compile", action="store_true", help="only compile, so that the tests start faster")
     chosen = parser.parse_args()
+    if chosen.compile:
+        compile_all()
+        return 0
     if chosen.all:
         os.environ["TEST_TIMES"] = "1"  # also hold what takes time to its bounds: on a quiet machine
     started = time.monotonic()
-    for folder in COMPILED:  # once: thousands of processes would compile it again, where Python may not write bytecode
-        compileall.compile_dir(folder, quiet=2)
-    verdict = judge(passes(chosen.tests, all_of_them=chosen.all, jobs=chosen.jobs), run_pytest)
+    verdict = judge(arguments(chosen.tests, all_of_them=chosen.all, jobs=chosen.jobs), run_pytest)
     print(f"\nthe suite took {(time.monotonic() - started) / 60:.1f} minutes", *verdict.lines(), sep="\n", flush=True)
     return verdict.status
 

@@ -104,6 +104,13 @@ def test_the_guard_would_notice(smol: Smol, tmp_path: Path, guard: dict[str, str
     assert "the launcher imports torch" in ended.err
 
 
+def test_a_command_reads_no_other_ones_options() -> None:
+    """Those of all would take longer than what many commands do."""
+    code = "import sys, smolcluster.cli as cli; cli.build_app(sys.argv[1]); print(*sys.modules)"
+    read = subprocess.run([sys.executable, "-c", code, "status"], capture_output=True, text=True, check=True)
+    assert {"smolcluster.cli.status", "smolcluster.cli.train"} & set(read.stdout.split()) == {"smolcluster.cli.status"}
+
+
 def test_version_by_every_name(smol: Smol, tmp_path: Path) -> None:
     expected = "smolcluster 0.1.0\n"
     assert smol.run("--version", cwd=tmp_path).ok().out == expected

@@ -18,7 +18,7 @@ import pytest
 import typer
 import yaml
 
-from smolcluster.cli import app, main, spread_overrides
+from smolcluster.cli import build_app, main, spread_overrides
 
 pytestmark = pytest.mark.usefixtures("warm")
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def test_there_is_much_to_try() -> None:
 @pytest.mark.parametrize("command", TOLD, ids=lambda command: command.words)
 def test_a_command_of_the_docs_exists(command: Told) -> None:
     """With these arguments and options; nothing is done."""
-    parser: Any = typer.main.get_command(app)
+    parser: Any = typer.main.get_command(build_app())
     words = spread_overrides(shlex.split(command.words))
     context = parser.make_context("smolcluster", words)
     while hasattr(parser, "commands"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tools.suite import MOST_AGAIN, judge, passes, run_pytest
+from tools.suite import MOST_AGAIN, arguments, judge, run_pytest
 
 
 class Scripted:
@@ -21,25 +21,25 @@ class Scripted:
 
 
 def test_a_test_that_passes_alone_is_unstable_and_named() -> None:
-    run = Scripted((1, ["a.py::one", "a.py::two"]), (0, []), (0, []), (1, ["a.py::two"]))
-    verdict = judge([["a"], ["b"]], run)
+    run = Scripted((1, ["a.py::one", "a.py::two"]), (0, []), (1, ["a.py::two"]))
+    verdict = judge(["a"], run)
     assert (verdict.unstable, verdict.failed, verdict.status) == (["a.py::one"], ["a.py::two"], 1)
-    assert run.calls[2:] == [["a.py::one", "-m", ""], ["a.py::two", "-m", ""]]
+    assert run.calls[1:] == [["a.py::one", "-m", ""], ["a.py::two", "-m", ""]]
     assert verdict.lines() == ["FAILED: a.py::two", "UNSTABLE (failed, then passed alone): a.py::one"]
 
 
 def test_unstable_tests_alone_do_not_fail_the_run() -> None:
-    assert judge([["a"]], Scripted((1, ["a.py::one"]), (0, []))).status == 0
+    assert judge(["a"], Scripted((1, ["a.py::one"]), (0, []))).status == 0
 
 
 def test_many_failures_are_not_run_again() -> None:
     names = [f"a.py::test_{i}" for i in range(MOST_AGAIN + 1)]
-    assert judge([["a"]], Scripted((1, names))).failed == names
+    assert judge(["a"], Scripted((1, names))).failed == names
 
 
 @pytest.mark.parametrize("result", [(2, []), (3, []), (-9, []), (1, [])])
-def test_a_pass_that_did_not_end_fails_the_run(result: tuple[int, list[str]]) -> None:
-    verdict = judge([["a"], ["b"]], Scripted(result, (0, [])))
+def test_tests_that_did_not_end_fail_the_run(result: tuple[int, list[str]]) -> None:
+    verdict = judge(["a"], Scripted(result))
     assert verdict.status == 1
     assert f"exit status {result[0]}" in verdict.broken[0]
 
@@ -55,10 +55,9 @@ def test_the_plugin_reports_failures_and_errors(tmp_path: Path) -> None:
     assert [name.partition("::")[2] for name in failed] == ["test_bad", "test_error"]
 
 
-def test_passes_of_the_whole_suite() -> None:
-    for arguments in passes([], all_of_them=False, jobs=3):
-        first = arguments.index("-n")
-        folders, options = arguments[:first], arguments[first:]
-        assert all(Path(folder).is_dir() for folder in folders)
-        assert options[:3] == ["-n", "3", "--dist"]
-    assert passes(["tests/unit/test_x.py"], all_of_them=True, jobs=2)[0][1:3] == ["-m", ""]
+def test_the_whole_suite_is_run() -> None:
+    words = arguments([], all_of_them=False, jobs=3)
+    first = words.index("-n")
+    assert {Path(folder) for folder in words[:first]} == {path.parent for path in Path("tests").glob("*/test_*.py")}
+    assert words[first : first + 3] == ["-n", "3", "--dist"]
+    assert arguments(["tests/unit/test_x.py"], all_of_them=True, jobs=2)[1:3] == ["-m", ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
@@ -11,77 +12,43 @@ from collections.abc import Sequence
 
 import typer
 
-from smolcluster.cli import (
-    bench,
-    chat,
-    cluster,
-    compose,
-    config,
-    dashboard,
-    doctor,
-    down,
-    export,
-    generate,
-    import_model,
-    join,
-    k8s,
-    logs,
-    plan,
-    serve,
-    server,
-    slurm,
-    stage,
-    status,
-    strategies,
-    token,
-    top,
-    train,
-    up,
-    worker,
-)
 from smolcluster.cli.ending import tell
 from smolcluster.errors import SmolclusterError
 
 # Newer versions of typer carry click inside, older ones depend on it: this is the click that typer itself raises from.
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
-app = typer.Typer(
-    name="smolcluster",
-    help="Train one model on every computer you own, and serve it from the same machines.",
-    epilog="Example: smolcluster train gpt --strategy allreduce --workers 2 --steps 100",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+# In the order of the help. Each is a module here, which has a function of that name, or an app of several commands.
+COMMANDS = (
+    *("train", "plan", "server", "worker", "up", "status", "logs", "down", "slurm", "k8s", "compose", "join"),
+    *("dashboard", "top", "doctor", "serve", "stage", "chat", "generate", "strategies", "export", "import"),
 )
-app.command("train", epilog=train.EXAMPLES)(train.train)
-app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
-app.command("server", epilog=server.EXAMPLES)(server.server)
-app.command("worker", epilog=worker.EXAMPLES)(worker.worker)
-app.command("up", epilog=up.EXAMPLES)(up.up)
-app.command("status", epilog=status.EXAMPLES)(status.status)
-app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
-app.command("down", epilog=down.EXAMPLES)(down.down)
-app.command("slurm", epilog=slurm.EXAMPLES)(slurm.slurm)
-app.command("k8s", epilog=k8s.EXAMPLES)(k8s.k8s)
-app.command("compose", epilog=compose.EXAMPLES)(compose.compose)
-app.command("join", epilog=join.EXAMPLES)(join.join)
-app.command("dashboard", epilog=dashboard.EXAMPLES)(dashboard.dashboard)
-app.command("top", epilog=top.EXAMPLES)(top.top)
-app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
-app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
-app.command("stage", epilog=stage.EXAMPLES)(stage.stage)
-app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
-app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
-app.command("strategies", epilog=strategies.EXAMPLES)(strategies.strategies)
-app.command("export", epilog=export.EXAMPLES)(export.export)
-app.command("import", epilog=import_model.EXAMPLES)(import_model.import_model)
-app.add_typer(bench.app, name="bench")
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(config.app, name="config")
-app.add_typer(token.app, name="token")
+GROUPS = ("bench", "cluster", "config", "token")
+MODULES = {"import": "import_model"}  # where a command's name cannot be one
 
 
-@app.callback(invoke_without_command=True)
+def build_app(only: str | None = None) -> typer.Typer:
+    """Return the command-line app, with all subcommands unless `only` names one: reading the options of all takes 0.3 s."""
+    app = typer.Typer(
+        name="smolcluster",
+        help="Train one model on every computer you own, and serve it from the same machines.",
+        epilog="Example: smolcluster train gpt --strategy allreduce --workers 2 --steps 100",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_top)
+    names = [only] if only in (*COMMANDS, *GROUPS) else [*COMMANDS, *GROUPS]
+    for name in names:
+        place = MODULES.get(name, name)
+        module = importlib.import_module(f"smolcluster.cli.{place}")
+        if name in GROUPS:
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name, epilog=module.EXAMPLES)(getattr(module, place))
+    return app
+
+
 def _top(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         from smolcluster import __version__
@@ -97,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # no command fails for a letter that the terminal does not have
     try:
+        app = build_app(arguments[0] if arguments else None)
         status = app(arguments, prog_name="smolcluster", standalone_mode=False)
     except SmolclusterError as error:
         sys.exit(tell(error))
