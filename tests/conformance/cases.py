@@ -40,6 +40,7 @@ class Setting:
     # what each of them has of its own, and so there is one worker there.
     alone: bool = False
     exact: bool = False  # on the elastic plane too tensors travel in the model's type: a server's are fp32
+    rare: Sequence[str] = ()  # variants of its record whose parts the others have: slow
     proof: int = 0  # the variant of its record that tests of several runs usually take
     more: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     unlike: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
@@ -50,7 +51,7 @@ SETTINGS: dict[str, Setting] = {
     "allreduce": Setting(exact=True, unlike={"mesh": [{"staleness_bound": 2}]}),
     "fsdp": Setting(exact=True, proof=-1, workers=(3, 1, 2, 4), more={"elastic": [{"fsdp_stage": 0}]}),
     "pipeline": Setting(more={"mesh": [{"schedule": "sequential"}]}),
-    "mesh": Setting(workers=(4,), more={"mesh": [{"tp": 2, "fsdp_stage": 2}]}),
+    "mesh": Setting(workers=(4,), rare=("dp 2 x tp 2",), more={"mesh": [{"tp": 2, "fsdp_stage": 2}]}),
     "tensor": Setting(workers=(2, 4)),  # as many as divide the heads
     "syncps": Setting(options=AT_ONCE | {"polyak_alpha": 1.0}),
     "edp": Setting(options=AT_ONCE, workers=(1,)),  # nobody waits, so two would take turns by chance
@@ -141,7 +142,7 @@ def all_cases() -> list[Case]:
                     for options in extra
                 ]
                 for label, options, equal in variants:
-                    usual = workers == setting.workers[0]
+                    usual = workers == setting.workers[0] and label not in setting.rare
                     words = (record.name, label, plane if plane != record.planes[0] else "", f"on {workers}")
                     found.append(
                         Case(

@@ -9,7 +9,11 @@ from typing import Any
 
 from tests.e2e.command import eventually
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
+)
+# Without a graphics card drawing as if there were one takes a core, and so does a process for every page.
+CHEAP = ("--no-sandbox", "--disable-gpu", "--renderer-process-limit=1", "--disable-site-isolation-trials")
 PATIENCE_MS = 60_000  # four processes that import torch, and a browser, on two cores
 
 
@@ -18,7 +22,7 @@ def chromium(*options: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", *options])
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=[*CHEAP, *options])
         yield browser
         browser.close()
 

@@ -23,6 +23,7 @@ from tests.e2e.browser import CHROMIUM, PATIENCE_MS, chromium, pages, until
 from tests.e2e.command import TINY, Running, Smol, eventually, read_rows
 from tests.server_thread import served
 from tests.unit.run_folder import T0, aged, append, configure, log, row
+from tests.world import TASKS
 
 from smolcluster.dashboard.runs import MOST_RUNS
 from smolcluster.dashboard.server import Place, serve
@@ -60,9 +61,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="class")
 def training(smol: Smol, folder: Path) -> Iterator[Running]:
-    """A server and two workers that train until they are stopped."""
+    """A server and two workers that train until they are stopped, and leave the processor to the page most of the time."""
     command = ("train", "gpt", "--strategy", "edp", "--workers", "2", "--steps", "1000000", "--run-dir", "runs/live")
-    running = smol.start(*command, "--override", *TINY, "training.eval_steps=200", "cluster.standby=false", cwd=folder)
+    sets = (*TINY, f"task={TASKS}:Paced", "training.eval_steps=20", "cluster.standby=false")
+    running = smol.start(*command, "--override", *sets, cwd=folder, env={"PACE_S": "0.1"})
     live = folder / "runs" / "live"
     running.until(lambda: len({r["rank"] for r in read_rows(live)}) == 3, what="rows of all", within_s=120)
     yield running

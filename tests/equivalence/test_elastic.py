@@ -267,6 +267,7 @@ def test_default_settings_reach_the_loss_of_single_on_digits(tmp_path: Path, dig
     assert world.summary["val_loss"] < digits_loss + (0.005 if strategy == "syncps" else 0.1)
 
 
+@pytest.mark.slow
 def test_default_settings_reach_the_loss_of_single_on_text(tmp_path: Path, single: Single) -> None:
     """A tiny GPT on the embedded text: bytes, from 5.55 at the start to about 3.0.
 

@@ -43,7 +43,7 @@ def config_of(case: Case, *, workers: int) -> Config:
     return resolve(load_config([], sets=CONFIG | case.sets() | run))
 
 
-@pytest.mark.usual(when=lambda case: case.options["codec"] == "int8" or case.name == "syncps, powersgd")
+@pytest.mark.usual(when=lambda case: case.name in ("allreduce, int8", "fsdp 1, int8", "syncps, powersgd"))
 @pytest.mark.parametrize("case", CODED + BETWEEN_WORKERS, ids=lambda case: case.name)
 def test_bytes_of_a_step_are_those_of_the_formula(tmp_path: Path, case: Case) -> None:
     workers = 2

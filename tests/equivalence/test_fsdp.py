@@ -209,6 +209,7 @@ def test_names_with_a_slash_are_saved(tmp_path: Path) -> None:
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
+@pytest.mark.usual(when=lambda strategy, options: strategy == "fsdp")
 @pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("tensor", {})])
 def test_plain_gradient_descent_equals_single(tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
     """torch has no fused form of it for parts of tensors."""

@@ -38,7 +38,7 @@ def chosen() -> list[MeshCase]:
     return [found[name] for name in CHOSEN]
 
 
-@pytest.mark.usual(when=lambda case: case.name in ("fsdp 3, hybrid of 2", "mesh dp 1 x tp 2 x pp 2, stage 0"))
+@pytest.mark.usual(when=lambda case: case.name == "fsdp 3, hybrid of 2")
 @pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)
 def test_what_is_counted_is_what_crosses_the_sockets(tmp_path: Path, case: MeshCase) -> None:
     if not sys.platform.startswith("linux"):

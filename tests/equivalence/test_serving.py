@@ -40,6 +40,7 @@ def all_at_once(made: Cluster, count: int, sampling: Sampling) -> list[list[int]
     return asyncio.run(ask())
 
 
+@pytest.mark.usual(when=lambda config, stages: stages in (1, 3))
 @pytest.mark.parametrize(
     "config", [llama(), gpt2(), llama(qkv_bias=True), qwen3()], ids=["llama", "gpt2", "qwen2", "qwen3"]
 )

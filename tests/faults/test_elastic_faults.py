@@ -113,7 +113,7 @@ def test_the_console_says_once_that_a_worker_is_gone(tmp_path: Path) -> None:
     assert len([notice for notice in world.server.notices() if notice.startswith("worker 1") and "gone" in notice]) == 1
 
 
-@usually("edp")
+@pytest.mark.slow  # usually: tests/conformance/test_members.py
 @EVERY
 def test_killed_workers_cost_their_unfinished_step(
     tmp_path: Path, kind: str, clean_loss: Callable[[str], float], slower: Callable[[], float]
@@ -513,7 +513,7 @@ def test_a_straggler_of_syncps_costs_one_timeout_and_comes_back(tmp_path: Path) 
 # A worker computes nonsense
 
 
-@usually("syncps")
+@usually("edp")
 @EVERY
 def test_absurd_gradients_are_refused_and_harm_nobody(
     tmp_path: Path, kind: str, clean_loss: Callable[[str], float]

@@ -145,6 +145,7 @@ def test_a_later_step_holds_what_the_first_did(four: Subject) -> None:
         assert first == later, label
 
 
+@pytest.mark.usual(when=lambda label: label in ("allreduce", "fsdp 3"))
 @pytest.mark.parametrize("label", ["allreduce", "fsdp 3", "pipeline 1f1b", "mesh dp 2 x tp 2"])
 def test_torch_is_not_asked_again_what_an_operation_returns(
     four: Subject, label: str, monkeypatch: pytest.MonkeyPatch
