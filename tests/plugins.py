@@ -31,7 +31,7 @@ RECORD = Record(
 OUTER_STRATEGY = """
 import torch
 from outer import OuterOptions
-from smolcluster.strategies.local_steps import LocalSteps
+from smolcluster.strategies.base.local_steps import LocalSteps
 
 
 class Outer(LocalSteps[OuterOptions]):

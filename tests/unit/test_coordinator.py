@@ -32,7 +32,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.shards import owners
 from smolcluster.strategies.allreduce import AllReduce
 from smolcluster.strategies.base import Commit, Context, Office, State
-from smolcluster.strategies.replicated import replica_state
+from smolcluster.strategies.base.replicated import replica_state
 
 STEPS = 10
 NAMES = [name for name, _ in Tiny(config=None).model().named_parameters()]  # type: ignore[arg-type]

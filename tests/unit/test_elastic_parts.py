@@ -21,8 +21,8 @@ from smolcluster.comm.elastic.roster import Member, Roster
 from smolcluster.comm.elastic.transport import Link
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import PATIENCE, GradientGate
+from smolcluster.engine.elastic.server_side import ServerSide
 from smolcluster.parallel.shards import buddy, owners, providers, ward
-from smolcluster.strategies.elastic import Elastic
 
 # balance
 
@@ -62,7 +62,7 @@ def test_all_are_done_at_one_time_whatever_a_step_takes_beside_computing() -> No
 )
 def test_absurd_times_are_not_believed(said: tuple[float, float]) -> None:
     member = SimpleNamespace(speed=0.0, fixed_s=0.0)
-    Elastic.note_speed(cast(Elastic, None), cast(Member, member), samples=8, compute_s=said[0], fixed_s=said[1])
+    ServerSide.note_speed(cast(ServerSide, None), cast(Member, member), samples=8, compute_s=said[0], fixed_s=said[1])
     assert math.isfinite(member.speed)
     assert math.isfinite(member.fixed_s)
     assert share_out(10, [member.speed or 1.0, 1.0], [member.fixed_s, 0.0])

@@ -36,8 +36,8 @@ from smolcluster.launch import prepare
 from smolcluster.observe.board import counts_own_steps
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.base import Strategy
+from smolcluster.strategies.base.replicated import Replicated
 from smolcluster.strategies.registry import find_strategy, read_options
-from smolcluster.strategies.replicated import Replicated
 
 NODES = [Node(name=f"n{i}") for i in range(4)]
 

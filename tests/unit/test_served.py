@@ -18,20 +18,21 @@ import torch
 from smolcluster.comm.elastic.line import Lease
 from smolcluster.comm.elastic.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.roster import Gone, Member, Said
-from smolcluster.compute.gate import TRIES, GradientGate
+from smolcluster.compute.gate import TRIES
 from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.config.options import EDPOptions, SyncPSOptions
 from smolcluster.data.leases import Leases, Range
+from smolcluster.engine.elastic import parameter_server, synchronous
+from smolcluster.engine.elastic.asynchronous import AsynchronousServer
+from smolcluster.engine.elastic.pushed_rounds import PushedRounds
+from smolcluster.engine.elastic.synchronous import SynchronousServer
 from smolcluster.engine.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.placement import Node, Shape
-from smolcluster.strategies import served as served_module
-from smolcluster.strategies import syncps as syncps_module
 from smolcluster.strategies.base import Commit
+from smolcluster.strategies.base.replicated import Pushing, Replicated
 from smolcluster.strategies.edp import EDP
-from smolcluster.strategies.elastic import Elastic
-from smolcluster.strategies.served import Served
 from smolcluster.strategies.syncps import SyncPS
 
 Event = Callable[[], Said | Gone | None]
@@ -89,16 +90,14 @@ class Roster:
 
 
 class Server:
-    """One side of a strategy, with a model of three numbers, and no sockets."""
+    """The server of a strategy, with a model of three numbers, and no sockets."""
 
     def __init__(
-        self, strategy: type[Served], options: Any, monkeypatch: pytest.MonkeyPatch, model: Any = None
+        self, strategy: type[Pushing[Any]], options: Any, monkeypatch: pytest.MonkeyPatch, model: Any = None
     ) -> None:
         self.roster, self.leases, self.warned = Roster(), Leases(), []  # type: ignore[var-annotated]
         self.model = model or torch.nn.Linear(2, 1)
-        server: Any = strategy.__new__(strategy)
-        server.options, server.stale_rejected, server.gate = options, 0, GradientGate()
-        server.replica = Replica(
+        replica = Replica(
             model=self.model,
             loss=None,  # type: ignore[arg-type]
             optimizer=torch.optim.SGD(self.model.parameters(), lr=0.1),
@@ -113,7 +112,7 @@ class Server:
             committed=lambda _: None,
             count=lambda _: None,
         )
-        server.context = SimpleNamespace(
+        context: Any = SimpleNamespace(
             office=office,
             line=None,
             stop_requested=lambda: not self.roster.script,
@@ -121,19 +120,21 @@ class Server:
             config=SimpleNamespace(training=SimpleNamespace(grad_accumulation=1)),
             total_steps=10,
         )
-        monkeypatch.setattr(Elastic, "setup", lambda *_: None)
-        server.setup(None)
-        self.strategy = server
+        monkeypatch.setattr(Replicated, "setup", lambda *_: None)
+        trained = strategy(options, context)
+        trained.replica = replica
+        role = SynchronousServer if trained.combined == "server" else AsynchronousServer
+        self.role: Any = role(context, trained)
 
     def join(self, *ranks: int) -> list[Member]:
         members = [member(rank) for rank in ranks]
         self.roster.newcomers += members
-        self.strategy._welcome()
+        self.role._welcome()
         return members
 
     def push(self, who: Member, value: float, *, step: int = 1, epoch: int | None = None, **meta: Any) -> Said:
         gradient = {name: torch.full_like(p, value) for name, p in self.model.named_parameters()}
-        _, payload = next(self.strategy._gradients.encode(gradient))
+        _, payload = next(self.role._gradients.encode(gradient))
         said = {"samples": 4, "loss": "1.0", **meta}
         epoch = who.epoch if epoch is None else epoch
         return Said(who, Message(kind=Kind.PUSH, step=step, channel=0, epoch=epoch, meta=said, payload=payload))
@@ -142,26 +143,26 @@ class Server:
 class Worker:
     """A worker of a strategy, with a model of three numbers and a link to a server that sends what a script says."""
 
-    def __init__(self, strategy: type[Served], options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, strategy: type[Pushing[Any]], options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[dict[str, Any]] = []
         self.script: list[Message] = []
         self.leases: deque[Any] = deque()
         model = torch.nn.Linear(2, 1)
-        worker: Any = strategy.__new__(strategy)
-        worker.options, worker._over, worker._epoch = options, False, 0
-        worker.replica = Replica(
+        replica = Replica(
             model=model,
             loss=lambda model, part: model(part).square().mean(),
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             learning_rate=lambda _: 0.1,
             device=torch.device("cpu"),
         )
-        worker.context = SimpleNamespace(
+        context: Any = SimpleNamespace(
             office=None, line=self, device=torch.device("cpu"), seat=SimpleNamespace(rank=0), stale_rejected=0
         )
-        monkeypatch.setattr(Elastic, "setup", lambda *_: None)
-        worker.setup(None)
-        self.strategy = worker
+        context.open_rounds = PushedRounds
+        monkeypatch.setattr(Replicated, "setup", lambda *_: None)
+        self.strategy: Any = strategy(options, context)
+        self.strategy.replica = replica
+        self.strategy.setup(None)
 
     def send(self, kind: Kind, **fields: Any) -> None:
         self.sent.append({"kind": kind, **fields})
@@ -170,6 +171,7 @@ class Worker:
         return self.script.pop(0)
 
     def expect(self, *_: Any) -> None: ...
+    def allow(self, *_: Any, **__: Any) -> None: ...
     def release(self, _: Any) -> None: ...
 
     def pushed(self) -> list[bytes]:
@@ -198,7 +200,7 @@ def test_one_that_comes_back_has_not_answered(syncps: Server) -> None:
         lambda: syncps.push(again, 7.0),
         lambda: None,
     ]
-    (push,) = syncps.strategy._collect(1)
+    (push,) = syncps.role._collect(1)
     assert (push.member, float(push.tensors["weight"][0, 0])) == (again, 7.0)
     assert syncps.warned == []
     assert syncps.leases.held(again.instance) == {1: [Range(0, 4)]}
@@ -208,23 +210,23 @@ def test_what_was_pushed_of_a_step_that_begins_anew_does_not_count(syncps: Serve
     """It was computed on samples that have been set aside, though the step has the same number."""
     (a,) = syncps.join(0)
     before = a.epoch
-    syncps.strategy._begin_again(1, "because")
+    syncps.role._begin_again(1, "because")
     assert a.epoch > before
     syncps.roster.script = [
         lambda: syncps.push(a, 1.0, epoch=before),
         lambda: syncps.push(a, 2.0),
         lambda: None,
     ]
-    (push,) = syncps.strategy._collect(1)
+    (push,) = syncps.role._collect(1)
     assert float(push.tensors["weight"][0, 0]) == 2.0
     assert syncps.leases.settle(a.instance, 1) == [Range(4, 4)]
 
 
 def test_half_a_push_of_before_is_not_the_beginning_of_the_next(syncps: Server) -> None:
     syncps.join(0)
-    syncps.strategy._pushes[0, 1] = object()
-    syncps.strategy._begin_again(1, "because")
-    assert syncps.strategy._pushes == {}
+    syncps.role._pushes[0, 1] = object()
+    syncps.role._begin_again(1, "because")
+    assert syncps.role._pushes == {}
 
 
 def test_one_that_pushes_a_step_twice_is_put_out_and_ends_nobody(syncps: Server) -> None:
@@ -235,10 +237,10 @@ def test_one_that_pushes_a_step_twice_is_put_out_and_ends_nobody(syncps: Server)
         lambda: syncps.push(b, 3.0),
         lambda: None,
     ]
-    pushes = syncps.strategy._collect(1)
+    pushes = syncps.role._collect(1)
     assert syncps.roster.evicted == ["it pushed step 1 twice"]
     assert [push.member for push in pushes] == [b]
-    syncps.strategy._record(pushes, syncps.strategy._average(pushes))
+    syncps.role._record(pushes, syncps.role._average(pushes))
     assert syncps.leases.state_dict() == {"position": 8, "holes": [[0, 4]]}
     assert syncps.leases.grant("another", 1, 4) == [Range(0, 4)]  # lent again, not set aside
 
@@ -247,31 +249,31 @@ def test_samples_of_a_gradient_that_was_only_too_old_are_lent_again(monkeypatch:
     edp = Server(EDP, EDPOptions(staleness_bound=0), monkeypatch)
     a, b = edp.join(0, 1)
     lent = edp.leases.held(a.instance)[1]
-    edp.strategy.replica.updates = 1
-    edp.strategy._answer(edp.push(a, 1.0, version=0))
-    assert "1 versions old, more than 0" in edp.warned[0]
-    assert edp.strategy._waiting == []
+    edp.role.replica.updates = 1
+    edp.role._answer(edp.push(a, 1.0, version=0))
+    assert "1 versions old: too old to count" in edp.warned[0]
+    assert edp.role._waiting == []
     assert edp.leases._aside == []
     assert edp.leases.held(a.instance)[3] == lent  # at once, and to whoever is next
-    edp.strategy._answer(edp.push(b, 1.0, version=1))
-    assert len(edp.strategy._waiting) == 1
+    edp.role._answer(edp.push(b, 1.0, version=1))
+    assert len(edp.role._waiting) == 1
 
 
 @pytest.mark.parametrize(("strategy", "options"), [(SyncPS, SyncPSOptions()), (EDP, EDPOptions())])
 def test_a_silent_member_is_waited_for_as_long_as_a_step_takes(
-    monkeypatch: pytest.MonkeyPatch, strategy: type[Served], options: Any
+    monkeypatch: pytest.MonkeyPatch, strategy: type[Pushing[Any]], options: Any
 ) -> None:
     """As without a parameter server: to pause it costs its gradient, and the whole state when it is back."""
     clock = [1000.0]
-    monkeypatch.setattr(served_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(parameter_server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     server = Server(strategy, options, monkeypatch)
     (a,) = server.join(0)
     for step, took_s in enumerate([5.0, 20.0, 300.0, 20.0], start=1):
         if step not in server.leases.held(a.instance):
-            server.strategy.lend(a, step)
+            server.role.lend(a, step)
         clock[0] += took_s
-        push = server.strategy._arrived(server.push(a, 1.0, step=step))
-        server.strategy._record([push], server.strategy._average([push]))
+        push = server.role._arrived(server.push(a, 1.0, step=step))
+        server.role._record([push], server.role._average([push]))
     assert server.roster.patience_s == 20.0
 
 
@@ -280,9 +282,9 @@ def test_edp_goes_on_counting_the_steps_of_a_worker_that_was_paused(monkeypatch:
     server = Server(EDP, EDPOptions(), monkeypatch)
     (worker,) = server.join(0)
     for step in (1, 2, 3):
-        server.strategy._answer(server.push(worker, 1.0, step=step, version=0))
-    server.strategy._gone(server.roster.gone(worker, back=worker))
-    server.strategy._welcome()
+        server.role._answer(server.push(worker, 1.0, step=step, version=0))
+    server.role._gone(server.roster.gone(worker, back=worker))
+    server.role._welcome()
     assert sorted(server.leases.held(worker.instance)) == [4, 5]
 
 
@@ -299,18 +301,18 @@ class Tied(torch.nn.Module):
 
 @pytest.mark.parametrize(("strategy", "options"), [(SyncPS, SyncPSOptions()), (EDP, EDPOptions())])
 def test_a_second_name_of_a_weight_is_no_buffer(
-    monkeypatch: pytest.MonkeyPatch, strategy: type[Served], options: Any
+    monkeypatch: pytest.MonkeyPatch, strategy: type[Pushing[Any]], options: Any
 ) -> None:
     """Or a worker's own copy of it would replace the server's at every step."""
     server = Server(strategy, options, monkeypatch, model=Tied())
-    assert set(server.strategy._buffers.names) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert set(server.role._buffers.names) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 
 
 @pytest.mark.parametrize(
     ("strategy", "options"), [(SyncPS, SyncPSOptions()), (EDP, EDPOptions(worker_update_interval=1))]
 )
 def test_a_step_that_a_reconnect_cut_short_adds_nothing_to_the_next(
-    monkeypatch: pytest.MonkeyPatch, strategy: type[Served], options: Any
+    monkeypatch: pytest.MonkeyPatch, strategy: type[Pushing[Any]], options: Any
 ) -> None:
     """The server was restarted before it answered: the same samples at the same weights have the same gradient."""
     worker = Worker(strategy, options, monkeypatch)
@@ -341,7 +343,7 @@ def test_the_cost_of_buffers_does_not_grow_with_their_square(monkeypatch: pytest
         server = Server(SyncPS, SyncPSOptions(), monkeypatch, model=model)
         (a,) = server.join(0)
         weights = {n: t.clone() for n, t in model.state_dict().items()}
-        payloads = [p for _, p in server.strategy._buffers.encode(weights)]
+        payloads = [p for _, p in server.role._buffers.encode(weights)]
         messages = [server.push(a, 1.0).message]
         messages += [
             Message(kind=Kind.PUSH, step=1, channel=1 + c, epoch=a.epoch, codec="fp32", payload=p)
@@ -349,11 +351,11 @@ def test_the_cost_of_buffers_does_not_grow_with_their_square(monkeypatch: pytest
         ]
         server.roster.script = [partial(Said, a, message) for message in messages] + [lambda: None]
         model.walks = 0
-        (push,) = server.strategy._collect(1)
-        average = server.strategy._average([push])
+        (push,) = server.role._collect(1)
+        average = server.role._average([push])
         flat = torch.cat([t.reshape(-1) for t in (*average.values(), *push.buffers.values())])
-        server.strategy._take_step([push], average)
-        server.strategy.replay(Commit(step=2, contributors=[], gradient=flat))
+        server.role._take_step([push], average)
+        server.role.replay(Commit(step=2, contributors=[], gradient=flat))
         return model.walks
 
     assert walks(40) == walks(1)
@@ -362,11 +364,11 @@ def test_the_cost_of_buffers_does_not_grow_with_their_square(monkeypatch: pytest
 def gradient_messages(server: Server, who: Member, *, step: int, seed: int) -> list[Said]:
     """A push of random numbers and buffers, in all its buckets."""
     draw = torch.Generator().manual_seed(seed)
-    strategy, said = server.strategy, {"samples": 4, "loss": "1.0", "version": strategy_version(server)}
+    role, said = server.role, {"samples": 4, "loss": "1.0", "version": strategy_version(server)}
     gradients = {n: torch.randn(p.shape, generator=draw) for n, p in server.model.named_parameters()}
-    buffers = {n: torch.rand(s, generator=draw) for n, s in strategy._buffer_shapes.items()}
-    payloads = [(strategy._gradients.codec.name, p) for _, p in strategy._gradients.encode(gradients, key=seed)]
-    payloads += [("fp32", p) for _, p in strategy._buffers.encode(buffers)]
+    buffers = {n: torch.rand(s, generator=draw) for n, s in role._buffer_shapes.items()}
+    payloads = [(role._gradients.codec.name, p) for _, p in role._gradients.encode(gradients, key=seed)]
+    payloads += [("fp32", p) for _, p in role._buffers.encode(buffers)]
     return [
         Said(
             who,
@@ -385,7 +387,7 @@ def gradient_messages(server: Server, who: Member, *, step: int, seed: int) -> l
 
 
 def strategy_version(server: Server) -> int:
-    return int(server.strategy.replica.updates)
+    return int(server.role.replica.updates)
 
 
 class Blocks(torch.nn.Module):
@@ -405,7 +407,7 @@ DENSE, BUFFERS = 4 * sum(p.numel() for p in Blocks().parameters()), 4 * sum(b.nu
 def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    strategy: type[Served],
+    strategy: type[Pushing[Any]],
     workers: int,
     more: dict[str, Any],
     codec: str,
@@ -414,21 +416,21 @@ def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
     torch.manual_seed(0)
     server = Server(strategy, options, monkeypatch, model=Blocks())
     again = Server(strategy, options, monkeypatch, model=copy.deepcopy(server.model))
-    sent = server.strategy._gradients.nbytes
+    sent = server.role._gradients.nbytes
     with Journal(tmp_path, sync_s=None) as journal:
         journal.recover()
-        office = server.strategy.context.office
+        office = server.role.context.office
         office.record = lambda commit: journal.append(dict(commit.numbers), commit.gradient)
-        office.expected, office.fresh, server.strategy.context.total_steps = workers, True, 3
-        server.strategy.tokens_per_sample = 1
+        office.expected, office.fresh, server.role.context.total_steps = workers, True, 3
+        server.role.tokens_per_sample = 1
         members = [member(rank) for rank in range(workers)]
         server.roster.newcomers += members
         for step in (1, 2, 3):
             for who in members:
                 messages = partial(gradient_messages, server, who, step=step, seed=10 * step + who.rank)
                 server.roster.script += [Later(messages, n) for n in range(100)]
-        server.strategy.serve()
-        assert server.strategy.replica.updates == 3
+        server.role.serve()
+        assert server.role.replica.updates == 3
     with Journal(tmp_path, sync_s=None) as journal:
         records = journal.recover().records
     assert len(records) == 3
@@ -436,7 +438,7 @@ def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
     for record in records:
         assert record.payload is not None
         assert record.payload.nbytes == min(pushes * sent, DENSE) + BUFFERS
-        again.strategy.replay(Commit(step=0, contributors=[], gradient=record.payload, numbers=record.meta))
+        again.role.replay(Commit(step=0, contributors=[], gradient=record.payload, numbers=record.meta))
     for (name, expected), found in zip(
         server.model.state_dict().items(), again.model.state_dict().values(), strict=True
     ):
@@ -465,7 +467,7 @@ def test_edp_ends_when_every_worker_is_refused_again_and_again(monkeypatch: pyte
 
     def push(who: Member, value: float, *, times: int = 1) -> None:
         for _ in range(times):
-            edp.strategy._answer(edp.push(who, value, step=next(steps[who]), version=0))
+            edp.role._answer(edp.push(who, value, step=next(steps[who]), version=0))
 
     push(a, math.nan, times=50)  # one bad machine, while the other is busy: no reason to end
     push(b, 1.0)  # taken, and waits for others
@@ -482,13 +484,13 @@ def test_edp_ends_when_every_worker_is_refused_again_and_again(monkeypatch: pyte
 def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set aside, they would be one more hole in every line of the record; and so would a warning for each be."""
     edp = Server(EDP, EDPOptions(), monkeypatch)
-    edp.strategy.tokens_per_sample = 1
+    edp.role.tokens_per_sample = 1
     good, bad = edp.join(0, 1)
     for step in range(1, 401):
-        edp.strategy._answer(edp.push(bad, math.nan, step=step, version=0))
-        edp.strategy._answer(edp.push(good, 1.0, step=step, version=0))
-        edp.strategy._update(edp.strategy._waiting)
-        edp.strategy._waiting = []
+        edp.role._answer(edp.push(bad, math.nan, step=step, version=0))
+        edp.role._answer(edp.push(good, 1.0, step=step, version=0))
+        edp.role._update(edp.role._waiting)
+        edp.role._waiting = []
     assert len(edp.leases.state_dict()["holes"]) < 20
     assert edp.roster.refused[bad.name] == 400
     assert len(edp.warned) < 150
@@ -498,7 +500,7 @@ def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pyt
 def test_what_a_worker_says_of_its_gradient_is_one_short_line(syncps: Server) -> None:
     (a,) = syncps.join(0)
     said = {"skip": "\x1b[2J" + "x" * 10**6, "samples": 4, "loss": "1.0"}
-    assert syncps.strategy._arrived(Said(a, Message(kind=Kind.PUSH, step=1, epoch=a.epoch, meta=said))) is None
+    assert syncps.role._arrived(Said(a, Message(kind=Kind.PUSH, step=1, epoch=a.epoch, meta=said))) is None
     (warning,) = syncps.warned
     assert len(warning) < 600
     assert warning.isprintable()
@@ -508,9 +510,9 @@ def test_one_that_pulls_without_reading_is_put_out(monkeypatch: pytest.MonkeyPat
     edp = Server(EDP, EDPOptions(), monkeypatch)
     reads, reads_not = edp.join(0, 1)
     links: list[Any] = [reads.link, reads_not.link]
-    links[0].queued_bytes, links[1].queued_bytes = 3 * edp.strategy._weights.nbytes, 2**21
-    edp.strategy._send_weights(reads)
-    edp.strategy._send_weights(reads_not)
+    links[0].queued_bytes, links[1].queued_bytes = 3 * edp.role._weights.nbytes, 2**21
+    edp.role._send_weights(reads)
+    edp.role._send_weights(reads_not)
     assert [link.sent[-1].kind is Kind.WEIGHTS for link in links] == [True, False]
     assert edp.roster.evicted == ["it asks for the weights again and again, and does not read them"]
 
@@ -535,17 +537,15 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *ranks: int, automatic: bool = False) -> None:
         self.clock = Clock()
-        monkeypatch.setattr(syncps_module, "time", self.clock)
+        monkeypatch.setattr(synchronous, "time", self.clock)
         self.server = Server(SyncPS, SyncPSOptions(timeout=10.0), monkeypatch)
         self.members = self.server.join(*ranks)
         for who in self.members:
             who.automatic = automatic
         self.records: list[list[int]] = []  # ranks that counted, by step
         self.waited: list[float] = []  # seconds that each step took
-        self.server.strategy.context.total_steps = 1000
-        self.server.strategy.office.record = lambda commit: self.records.append(
-            [c["rank"] for c in commit.contributors]
-        )
+        self.server.role.context.total_steps = 1000
+        self.server.role.office.record = lambda commit: self.records.append([c["rank"] for c in commit.contributors])
 
     def lease(self, who: Member) -> tuple[int, int] | None:
         """The step and the number of samples of the last lease that was sent to it."""
@@ -570,11 +570,11 @@ class Steps:
 
     def run(self, *events: Event) -> None:
         """Serve until these have happened, and nothing is left to do."""
-        begun, strategy = self.clock.now, self.server.strategy
+        begun, role = self.clock.now, self.server.role
         self.server.roster.script = [*events, lambda: None]
         commits = len(self.records)
-        strategy.muster, strategy.tokens_per_sample = lambda: None, 1
-        strategy.serve()
+        role.muster, role.tokens_per_sample = lambda: None, 1
+        role.serve()
         self.waited += [self.clock.now - begun] * (len(self.records) - commits)
 
 
@@ -668,8 +668,13 @@ def test_a_worker_reports_a_lease_that_it_drops(monkeypatch: pytest.MonkeyPatch)
     """The average of that step came before it was begun: nothing is computed, and the server knows."""
     worker = Worker(SyncPS, SyncPSOptions(), monkeypatch)
     worker.leases.append(Lease(step=1, ranges=((0, 4),)))
-    (payload,) = (p for _, p in worker.strategy._gradients.encode({"weight": torch.ones(1, 2), "bias": torch.ones(1)}))
-    worker.strategy._hear(Message(kind=Kind.AVERAGE, step=1, meta={"counted": [1]}, payload=payload))
+    (payload,) = (
+        p
+        for _, p in worker.strategy.rounds._parcels.gradients.encode(
+            {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+        )
+    )
+    worker.strategy.rounds._hear(Message(kind=Kind.AVERAGE, step=1, meta={"counted": [1]}, payload=payload))
     assert [(m["kind"], m["step"], m["meta"]) for m in worker.sent] == [(Kind.PUSH, 1, {"skip": "late"})]
 
     steps = Steps(monkeypatch, 0, 1)
@@ -678,7 +683,7 @@ def test_a_worker_reports_a_lease_that_it_drops(monkeypatch: pytest.MonkeyPatch)
     skipped = Message(kind=Kind.PUSH, step=1, epoch=slow.epoch, meta={"skip": "late"})
     steps.run(lambda: Said(slow, skipped), steps.after(1, steps.push(fast)))
     assert steps.lease(slow) == (3, 4)
-    assert steps.server.strategy.stale_rejected == 0
+    assert steps.server.role.stale_rejected == 0
 
 
 def test_a_push_with_a_buffer_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,7 +694,7 @@ def test_a_push_with_a_buffer_that_is_not_finite_is_refused(monkeypatch: pytest.
     spoiled = messages[-1].message.payload
     assert spoiled is not None
     spoiled.view(torch.uint8).view(torch.float32)[0] = math.nan
-    assert [server.strategy._arrived(message) for message in messages] == [None] * len(messages)
+    assert [server.role._arrived(message) for message in messages] == [None] * len(messages)
     [warning] = server.warned
     assert "is refused: its buffer layers.1." in warning
     assert server.roster.refused == {who.name: 1}
@@ -699,11 +704,11 @@ def test_a_push_with_a_buffer_that_is_not_finite_is_refused(monkeypatch: pytest.
 def test_an_overflow_lowers_the_scale_of_all_and_costs_no_samples(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
     server = Server(EDP, EDPOptions(codec=codec), monkeypatch)  # type: ignore[arg-type]
     a, b = server.join(0, 1)
-    scale = server.strategy.context.office.scale
+    scale = server.role.context.office.scale
     for who in (a, b):
         lost = server.leases.held(who.instance)[1]
         meta = {"skip": "the gradient overflowed in fp16", "samples": 4, "loss": "1.0", "scale": 2.0**16}
-        server.strategy._answer(Said(who, Message(kind=Kind.PUSH, step=1, epoch=who.epoch, meta=meta)))
+        server.role._answer(Said(who, Message(kind=Kind.PUSH, step=1, epoch=who.epoch, meta=meta)))
         answer = who.link.sent[-1]
         assert (answer.kind, answer.meta["scale"]) == (Kind.ACK, {"value": 2.0**15, "good_steps": 0})
         assert server.leases.held(who.instance)[3] == lost, "the samples are lent again"
@@ -717,12 +722,12 @@ def test_an_overflow_lowers_the_scale_of_all_and_costs_no_samples(monkeypatch: p
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize(("strategy", "options"), [(SyncPS, SyncPSOptions), (EDP, EDPOptions)])
 def test_pushes_are_held_in_as_few_bytes_as_they_came(
-    monkeypatch: pytest.MonkeyPatch, strategy: type[Served], options: Any, codec: str
+    monkeypatch: pytest.MonkeyPatch, strategy: type[Pushing[Any]], options: Any, codec: str
 ) -> None:
     """And their average is what it is when each is decoded at once, bit by bit; `plan --memory` counts as many."""
     model, chosen = torch.nn.Linear(64, 256), options(codec=codec)
     server = Server(strategy, chosen, monkeypatch, model=model)
-    served, members = server.strategy, server.join(*range(6))
+    served, members = server.role, server.join(*range(6))
     pushes, expected = [], {}
     for number, who in enumerate(members):
         generator = torch.Generator().manual_seed(number)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smolcluster.config.options import LocalStepOptions
-from smolcluster.strategies.local_steps import LocalSteps
+from smolcluster.strategies.base.local_steps import LocalSteps
 
 
 class FedAvg(LocalSteps[LocalStepOptions]):

@@ -22,8 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from smolcluster.comm.buckets import GradientBuckets
@@ -61,6 +63,7 @@ class Committed:
     scale: float = 1.0  # of the loss, which is still in the sum
     norm: float | None = None  # of the mean, where all must clip alike; None: each member computes it
     empty: bool = False  # nothing in it was fit to count
+    age: int = 0  # updates of the server's weights between those it was computed at and those it is added to
 
 
 class Unreadable(SmolclusterError):
@@ -183,6 +186,38 @@ class BucketSum(Combination):
         return self.buckets.kept_norm(slot), self.buckets.sum_norm(slot)
 
 
+class AtServer(Combination):
+    """A parameter server combines, and sends the mean back where workers apply it."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    @cached_property
+    def mean(self) -> dict[str, Tensor]:
+        """The memory that the mean of a committed round is read into."""
+        return {name: torch.empty(p.shape) for name, p in self._parameters.items()}
+
+    def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
+        """Gradients leave after backward: the server weights them."""
+
+    def finish(self, slot: int) -> None:
+        """The rounds send what lies in `.grad`."""
+
+    def done(self, slot: int) -> bool:
+        return True
+
+    def wait(self, slot: int) -> None:
+        """Messages of the server say what is there."""
+
+    def give(self, result: Committed) -> None:
+        put_gradients(self._parameters, self.mean)
+
+
+def put_gradients(parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
+
+
 class Rounds(ABC):
     """This member's rounds, oldest first."""
 
@@ -230,6 +265,24 @@ class Rounds(ABC):
 
     def _contributed(self, mine: Contribution, started: float) -> None:  # noqa: B027
         """My part is complete."""
+
+
+class ServerRounds(Rounds):
+    """Rounds that a parameter server combines (`engine/elastic/pushed_rounds.py`); its weights can be had as well.
+
+    When they come `take_weights` of the strategy is called, between two steps or while it waits here.
+    """
+
+    @abstractmethod
+    def pull(self) -> None:
+        """Ask for the server's weights."""
+
+    @abstractmethod
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Act on what the server says until this holds, the run is over, or this worker was welcomed anew."""
+
+    def settle(self, *, in_flight: int) -> None:
+        self.wait_until(lambda: len(self.flights) <= in_flight)
 
 
 class MeshRounds(Rounds):

@@ -16,9 +16,12 @@ from smolcluster.comm.elastic.messages import Kind
 from smolcluster.comm.elastic.security import check_dial, load_keyring
 from smolcluster.comm.elastic.tcp import Limits, TcpTransport
 from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.comm.rounds import AtServer, Combination, Rounds
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.adopt import Plan, adopt, read_plan
 from smolcluster.engine.checks import batch_size_on, is_automatic
+from smolcluster.engine.elastic.member_side import MemberSide
+from smolcluster.engine.elastic.pushed_rounds import PushedRounds
 from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.identity import instance_of, new_peer, new_secret
 from smolcluster.engine.loop import Loop
@@ -30,14 +33,15 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
 from smolcluster.parallel.placement import Node, Seat
 from smolcluster.strategies.base import Context
-from smolcluster.strategies.elastic import MemberSide
-from smolcluster.strategies.replicated import Exchanging
+from smolcluster.strategies.base.replicated import Exchanging, Pushing
 
 log = logging.getLogger(__name__)
 
 
 class Member(Role):
     """The methods are its phases, in order."""
+
+    membership: MemberSide
 
     def run(self) -> int:
         try:
@@ -111,13 +115,10 @@ class Member(Role):
             stop_requested=self.channel.stop_requested,
             warn=self._warn,
             line=self.line,
-            open_rounds=ElasticRounds,
+            open_rounds=self._open_rounds,
         )
         self.strategy = self.strategy_class(self.options, self.context)
         self.strategy.setup(self.task)
-        membership = self.strategy.rounds if isinstance(self.strategy, Exchanging) else self.strategy
-        assert isinstance(membership, MemberSide)
-        self.membership = membership
         self.reader = LeaseReader(Sampler(len(self.train_data), seed=training.seed or 0), self.membership.lease)
         self.loop = Loop(
             strategy=self.strategy,
@@ -136,6 +137,15 @@ class Member(Role):
                 traffic=lambda: self.transport.traffic,
             ),
         )
+
+    def _open_rounds(self, strategy: Exchanging[Any], combination: Combination) -> Rounds:
+        """The strategy's exchange with the others is also this worker's membership."""
+        if isinstance(strategy, Pushing):
+            assert isinstance(combination, AtServer)
+            self.membership = pushed = PushedRounds(strategy, combination)
+            return pushed
+        self.membership = exchanged = ElasticRounds(strategy, combination)
+        return exchanged
 
     def _join(self) -> None:
         def ready() -> dict[str, Any]:
@@ -167,7 +177,7 @@ class Member(Role):
     def _finish(self) -> int:
         """Say good-bye, with what this worker counted."""
         report = self.loop.record.report(self.loop.step, batch_samples=self.batch_size)
-        if isinstance(self.strategy, Exchanging):
+        if isinstance(self.strategy, Exchanging) and self.strategy.combined == "workers":  # or replicas may differ
             report["weights_sha256"] = replica_sha256(self.strategy)
         self.line.send(Kind.REPORT, meta=plain(report))  # a loss is NaN before the first step
         self.line.close()

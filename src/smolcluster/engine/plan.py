@@ -30,7 +30,7 @@ from smolcluster.errors import UserError
 from smolcluster.parallel.axes import machines
 from smolcluster.parallel.placement import Cost, Node, Seat, Shape
 from smolcluster.parallel.shards import owners
-from smolcluster.strategies.parallel import Parallel
+from smolcluster.strategies.base.parallel import Parallel
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 

@@ -38,8 +38,11 @@ from smolcluster.engine import history
 from smolcluster.engine.adopt import MOST_STEPS
 from smolcluster.engine.checkpoint import CheckpointStore
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite, check_server_disk
+from smolcluster.engine.elastic.asynchronous import AsynchronousServer
 from smolcluster.engine.elastic.coordinator import Coordinator
 from smolcluster.engine.elastic.rounds import connect_s
+from smolcluster.engine.elastic.server_side import ServerSide
+from smolcluster.engine.elastic.synchronous import SynchronousServer
 from smolcluster.engine.files import atomic_write_text, size_on_disk
 from smolcluster.engine.identity import instance_of, new_peer, new_run_id
 from smolcluster.engine.journal import Journal, JournalFull, Recovered, disk_bound, least_disk
@@ -58,8 +61,7 @@ from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, e
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.parallel.placement import Node
 from smolcluster.strategies.base import Commit, Context, Office, State, StepReport, Strategy
-from smolcluster.strategies.elastic import ServerSide, pack_state, unpack_state
-from smolcluster.strategies.replicated import Exchanging
+from smolcluster.strategies.base.replicated import Exchanging, Pushing
 from smolcluster.tasks.base import count_of
 
 log = logging.getLogger(__name__)
@@ -228,12 +230,14 @@ class Server(Role):
     @property
     def _coordinates(self) -> bool:
         """Whether workers exchange by themselves and have the weights; else this process has them."""
-        return issubclass(self.strategy_class, Exchanging)
+        return not issubclass(self.strategy_class, Pushing)
 
     def _take_duty(self) -> ServerSide:
-        """Be the strategy's own server, or the coordinator of workers that exchange by themselves."""
-        if isinstance(self.strategy, ServerSide):
-            return self.strategy
+        """Be the parameter server of the strategy, or the coordinator of workers that exchange by themselves."""
+        tokens = self.task.tokens_per_sample
+        if isinstance(self.strategy, Pushing):
+            server = SynchronousServer if self.strategy.combined == "server" else AsynchronousServer
+            return server(self.context, self.strategy, tokens_per_sample=tokens)
         assert isinstance(self.strategy, Exchanging)
         return Coordinator(
             self.context,
@@ -241,7 +245,7 @@ class Server(Role):
             rounds_ahead=self.strategy.rounds_in_flight + 1,
             local_steps=self._local_steps,
             whole=self.strategy.results_are_whole,
-            tokens_per_sample=self.task.tokens_per_sample,
+            tokens_per_sample=tokens,
             step_timeout_s=self.strategy.round_timeout,
             connect_s=connect_s(self.context),
         )
@@ -283,7 +287,7 @@ class Server(Role):
     def _recover(self, recovered: Recovered | None, snapshot: Snapshot | None) -> None:
         self.history = history.History(self.run_dir.path / "history.jsonl")
         if recovered is not None and recovered.meta is not None:
-            state = unpack_state(recovered.state, recovered.meta["numbers"]) if recovered.state else None
+            state = State.unpacked(recovered.state, recovered.meta["numbers"]) if recovered.state else None
             self._restore(state, recovered.meta)
             # A person's wish to continue, long after: the workers begin too, and have no weights where the server has none.
             self.office.fresh = self.spec.resume is not None
@@ -327,8 +331,7 @@ class Server(Role):
     def _restore(self, state: State | None, meta: Mapping[str, Any]) -> None:
         if state is not None:
             self.strategy.load_state(state)
-            if isinstance(self.duty, Coordinator):
-                self.duty.shared = state.shared
+            self.duty.shared = state.shared
         self.step, self.record.samples, self.record.tokens = (
             int(meta["step"]),
             int(meta["samples"]),
@@ -417,7 +420,7 @@ class Server(Role):
             self.history.flush()
         except OSError as error:  # its lines are kept in memory, and training goes on
             log.error("%s", error)
-        self.journal.snapshot(meta, {} if self._coordinates else pack_state(state), wait=wait)
+        self.journal.snapshot(meta, {} if self._coordinates else state.packed(), wait=wait)
 
     def _announce(self) -> None:
         started = self._started_event(
@@ -649,8 +652,7 @@ class Server(Role):
         state = self.strategy.state()
         leases = self._read_by[step]  # more may have been read since
         sampler = {**leases, "seed": self.config.training.seed or 0, "num_samples": len(self.train_data)}
-        shared = self.duty.shared if isinstance(self.duty, Coordinator) else {}
-        extra = {f"{ALL}/{name}": tensor for name, tensor in shared.items()}
+        extra = {f"{ALL}/{name}": tensor for name, tensor in self.duty.shared.items()}
         return self.record.snapshot(step, state, copy=self._kept, sampler=sampler, extra=extra)
 
     def _kept(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

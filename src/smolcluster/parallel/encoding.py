@@ -1,4 +1,4 @@
-"""What a codec changes in the cost of rounds between workers (`comm/encoded_sum.py`)."""
+"""What encoded tensors cost: in rounds between workers (`comm/encoded_sum.py`), and with a parameter server."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from smolcluster.comm.codecs import Codec, chosen_codec
+from smolcluster.comm.codecs import Codec, chosen_codec, make_codec
 from smolcluster.comm.encoded_sum import messages_of, rows_of, shares
-from smolcluster.config.options import CodecOptions
-from smolcluster.parallel.placement import Node, Placement, Shape
+from smolcluster.config.options import CodecOptions, ServedOptions
+from smolcluster.parallel.placement import Cost, Node, Placement, Shape
 from smolcluster.parallel.shards import largest_share, owners, ward
 
 
@@ -53,6 +53,32 @@ def sharded_traffic(codec: Codec, shape: Shape, n: int) -> list[tuple[int, int]]
     owned = [sum(codec.nbytes(tensors[j]) for j in row) for row in rows_of(owners(counts, n), n)]
     wanted = [owned[place] + owned[ward(place, n)] for place in range(n)]
     return [(sum(wanted) - wanted[me] + (n - 1) * share, (n - 1) * (wanted[me] + share)) for me in range(n)]
+
+
+def bytes_on_the_wire(options: ServedOptions, shape: Shape) -> tuple[int, int]:
+    """Of the encoded gradients, and of the weights. Without the shapes of tensors, as if all were one long row."""
+    tensors = shape.tensors or [(shape.parameters,)]
+    return sum(map(chosen_codec(options).nbytes, tensors)), sum(map(make_codec("fp32").nbytes, tensors))
+
+
+def server_cost(options: ServedOptions, shape: Shape, *, workers: int, pushes: int, record_bytes: int) -> Cost:
+    """The model, its optimizer, the pushes of a step, their average, and the average on its way to the workers; the
+    evaluator's weights; and what is being saved: a copy for a checkpoint, one for a snapshot of the journal.
+
+    `pushes`: the most that are held at a time, arriving ones included. They are kept as they came where that is smaller; then
+    one more set of gradients is there to decode them into. `record_bytes`: what a step adds to the journal.
+    """
+    size, gradients = shape.parameters * shape.bytes_per_parameter, bytes_on_the_wire(options, shape)[0]
+    decoded = 4 * shape.parameters
+    return Cost(
+        parameter_bytes=4 * size,
+        gradient_bytes=pushes * min(gradients, decoded) + gradients + (2 * decoded if gradients < decoded else 0),
+        optimizer_bytes=3 * size * shape.optimizer_states,
+        bytes_sent=workers * gradients,
+        bytes_received=workers * gradients,
+        messages=0,
+        journal_bytes=record_bytes,
+    )
 
 
 def _tensors(shape: Shape, n: int) -> Sequence[Sequence[int]]:

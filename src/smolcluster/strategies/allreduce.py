@@ -47,7 +47,7 @@ from smolcluster.config.options import AllReduceOptions
 from smolcluster.parallel.encoding import with_codec
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
 from smolcluster.strategies.base import StepReport
-from smolcluster.strategies.replicated import Exchanging, train_alone
+from smolcluster.strategies.base.replicated import Exchanging, train_alone
 from smolcluster.tasks.base import Task
 
 AllReduceT = TypeVar("AllReduceT", bound=AllReduceOptions)
@@ -89,13 +89,7 @@ class AllReduce(Exchanging[AllReduceT]):
         rate, staleness = replica.learning_rate, len(self.rounds.flights)
 
         # My gradient, at the weights I have; buckets leave while backward runs.
-        with self.rounds.contribute(
-            batch.step,
-            samples=batch.samples,
-            weight=batch.weight,
-            counted=batch.counts is not None,
-            scale=replica.loss_scale,
-        ) as mine:
+        with self.contribute(batch) as mine:
             mine.loss = loss = replica.compute(batch, before_last=mine.start)
 
         # The oldest gradients in flight, while there are more than K of them.

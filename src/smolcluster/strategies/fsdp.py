@@ -48,7 +48,7 @@ from smolcluster.parallel.axes import Axes, divisors, ranks_per_machine
 from smolcluster.parallel.exchange import Exchange, Owned, Summed
 from smolcluster.parallel.fsdp2 import Sharded
 from smolcluster.parallel.zero import Zero, zero_of
-from smolcluster.strategies.parallel import Parallel
+from smolcluster.strategies.base.parallel import Parallel
 
 FSDPT = TypeVar("FSDPT", bound=FSDPOptions)
 

@@ -29,8 +29,8 @@ from smolcluster.parallel.placement import Node
 from smolcluster.parallel.stages import Shapes, holders, num_microbatches
 from smolcluster.parallel.tensor_styles import Fusions, shared_shapes
 from smolcluster.parallel.zero import Zero, zero_of
+from smolcluster.strategies.base.parallel import Parallel
 from smolcluster.strategies.fsdp import cut_up, make_exchange
-from smolcluster.strategies.parallel import Parallel
 from smolcluster.strategies.pipeline import make_pipe
 from smolcluster.strategies.tensor import share_out
 

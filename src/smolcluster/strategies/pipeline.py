@@ -43,7 +43,7 @@ from smolcluster.parallel.placement import Node
 from smolcluster.parallel.split import measured_split
 from smolcluster.parallel.stages import Cut, Shapes, holders, layers_of
 from smolcluster.parallel.tracing import trace_layers
-from smolcluster.strategies.parallel import Parallel
+from smolcluster.strategies.base.parallel import Parallel
 
 PipelineT = TypeVar("PipelineT", bound=PipelineOptions)
 

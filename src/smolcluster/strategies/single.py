@@ -15,7 +15,7 @@ from smolcluster.compute.replica import Batch
 from smolcluster.config.options import Options
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, worker_on_each
 from smolcluster.strategies.base import StepReport
-from smolcluster.strategies.replicated import Replicated, train_alone
+from smolcluster.strategies.base.replicated import Replicated, train_alone
 
 
 class Single(Replicated[Options]):

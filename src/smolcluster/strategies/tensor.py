@@ -38,7 +38,7 @@ from smolcluster.parallel.placement import Node
 from smolcluster.parallel.stages import Shapes
 from smolcluster.parallel.tensor_styles import Fusions, check_sequence, shared_shapes, styles_of, table_of
 from smolcluster.strategies.base import OptionsT
-from smolcluster.strategies.parallel import Parallel
+from smolcluster.strategies.base.parallel import Parallel
 
 
 class TensorParallel(Parallel[TensorOptions]):

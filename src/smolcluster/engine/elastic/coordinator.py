@@ -11,7 +11,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,10 @@ from smolcluster.compute.gate import TRIES
 from smolcluster.compute.replica import Replica
 from smolcluster.engine.elastic.deadline import ComputeWatch
 from smolcluster.engine.elastic.rounds import CONNECT_S
+from smolcluster.engine.elastic.server_side import RETURN_S, ServerSide, send_state
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Commit, Context, State, StepReport
-from smolcluster.strategies.elastic import RETURN_S, ServerSide, pack_state, send_state, unpack_state
-from smolcluster.strategies.replicated import replica_state
+from smolcluster.strategies.base.replicated import replica_state
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,6 @@ class Coordinator(ServerSide):
         `whole`: every member holds the whole result of a round.
         """
         self.context, self.replica = context, replica
-        self.shared: Mapping[str, Tensor] = {}  # of the state that is here: what only this strategy can use
         self.tokens_per_sample = tokens_per_sample
         self.open_office()
         self._ahead, self._whole, self._local_steps = rounds_ahead, whole, local_steps
@@ -133,7 +132,7 @@ class Coordinator(ServerSide):
     def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = replica_state(self.replica)
         state.shared = self.shared
-        return {n: t.to("cpu").contiguous() for n, t in pack_state(state).items()}, state.numbers
+        return {n: t.to("cpu").contiguous() for n, t in state.packed().items()}, state.numbers
 
     def _go_on(self) -> None:
         """See who is here, and hear one of them."""
@@ -546,7 +545,7 @@ class Coordinator(ServerSide):
         if not upload.missing:
             self._upload = None
             try:
-                state = unpack_state(upload.tensors, message.meta["numbers"])
+                state = State.unpacked(upload.tensors, message.meta["numbers"])
                 if "loss_scale" in state.numbers:
                     state.numbers["loss_scale"] = self.office.scale.state_dict()  # that is kept here
                 if broken := not_finite(state.weights):

@@ -41,10 +41,10 @@ from smolcluster.comm.elastic.view import View, ViewChanged
 from smolcluster.comm.group import PeerLost
 from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, Unreadable
 from smolcluster.engine.elastic.deadline import WAITING_S
+from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.errors import SmolclusterError
 from smolcluster.strategies.base import Context, State
-from smolcluster.strategies.elastic import MemberSide, pack_state, unpack_state
-from smolcluster.strategies.replicated import Exchanging
+from smolcluster.strategies.base.replicated import Exchanging
 
 log = logging.getLogger(__name__)
 
@@ -273,14 +273,14 @@ class ElasticRounds(Rounds, MemberSide):
                 return False
             self._donated = None
             if epoch == view.epoch:
-                self.load_state(unpack_state(tensors, said["numbers"]))
+                self.load_state(State.unpacked(tensors, said["numbers"]))
                 self.flights.clear()
                 return True
         return False
 
     def _donate(self, joiner: Seated) -> None:
         state = self._strategy.state()
-        tensors = {n: t.to("cpu", copy=True).contiguous() for n, t in pack_state(state).items()}
+        tensors = {n: t.to("cpu", copy=True).contiguous() for n, t in state.packed().items()}
         self._peers.send_state(joiner, tensors, {"numbers": state.numbers, "epoch": self._epoch})
 
     def _upload(self, step: int, *, first: bool) -> None:

@@ -43,7 +43,7 @@ from smolcluster.config.options import LocalStepOptions
 from smolcluster.parallel.encoding import with_codec
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
 from smolcluster.strategies.base import Scope, State, StepReport
-from smolcluster.strategies.replicated import Exchanging
+from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
 
 LocalStepsT = TypeVar("LocalStepsT", bound=LocalStepOptions)

@@ -53,7 +53,7 @@ from smolcluster.strategies.base import (
     Strategy,
     build_replica,
 )
-from smolcluster.strategies.replicated import train_alone
+from smolcluster.strategies.base.replicated import train_alone
 from smolcluster.tasks.base import Task
 
 

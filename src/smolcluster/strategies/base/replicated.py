@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import ClassVar, Literal, TypeVar, cast
+
+from torch import Tensor
 
 from smolcluster.comm.codecs import chosen_codec
 from smolcluster.comm.encoded_sum import EncodedSum
 from smolcluster.comm.group import broadcast_in_place, check_same_layout
-from smolcluster.comm.rounds import BucketSum, Combination, Committed, MeshRounds, Rounds
+from smolcluster.comm.rounds import (
+    AtServer,
+    BucketSum,
+    Combination,
+    Committed,
+    Contribution,
+    MeshRounds,
+    Rounds,
+    ServerRounds,
+)
 from smolcluster.compute.replica import Batch, Replica
 from smolcluster.compute.timing import DelayedFlag
-from smolcluster.config.options import ExchangeOptions
+from smolcluster.config.options import ExchangeOptions, ServedOptions
 from smolcluster.parallel.shards import owners
 from smolcluster.strategies.base import IN_FLIGHT, OptionsT, Scope, Share, State, StepReport, Strategy, build_replica
 from smolcluster.tasks.base import Task
+
+ServedT = TypeVar("ServedT", bound=ServedOptions)
+CombinedBy = Literal["workers", "server", "server, as they arrive"]  # with a coordinator; step by step; one by one
 
 
 class Replicated(Strategy[OptionsT]):
@@ -33,6 +50,7 @@ class Replicated(Strategy[OptionsT]):
 class Exchanging(Replicated[OptionsT]):
     """A strategy whose workers combine what they compute in rounds (`comm/rounds.py`), on either plane."""
 
+    combined: ClassVar[CombinedBy] = "workers"
     rounds: Rounds  # a worker's
 
     def open_rounds(self, combination: Combination) -> Rounds:
@@ -51,6 +69,16 @@ class Exchanging(Replicated[OptionsT]):
             local_steps=self.local_steps,
             stop_requested=context.stop_requested,
             stop_flag=DelayedFlag(context.device).read,
+        )
+
+    def contribute(self, batch: Batch) -> AbstractContextManager[Contribution]:
+        """Compute my part of the round that ends with this batch inside."""
+        return self.rounds.contribute(
+            batch.step,
+            samples=batch.samples,
+            weight=batch.weight,
+            counted=batch.counts is not None,
+            scale=self.replica.loss_scale,
         )
 
     def sum_of_workers(self, options: ExchangeOptions) -> Combination:
@@ -121,6 +149,44 @@ class Exchanging(Replicated[OptionsT]):
     @abstractmethod
     def apply(self, result: Committed) -> None:
         """Update the weights by the result of a round: all members in the same order, with the same result."""
+
+
+class Pushing(Exchanging[ServedT]):
+    """A strategy whose workers push their gradients to a parameter server, which has the weights and the optimizer."""
+
+    combined: ClassVar[CombinedBy] = "server"
+    rounds: ServerRounds
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        if self.context.office is None:
+            assert self.context.open_rounds is not None, "parameter servers are of the elastic plane"
+            trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
+            self.rounds = cast(ServerRounds, self.context.open_rounds(self, AtServer(trained)))
+
+    @abstractmethod
+    def take_weights(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Use the server's weights, as they were after this step of it."""
+
+    @abstractmethod
+    def rejoined(self) -> None:
+        """Start from the server's state, which is loaded: what was in flight before came to nothing."""
+
+    # What the server asks
+
+    @property
+    def collect_timeout(self) -> float:
+        """How many seconds the others are waited for, after the first gradient of a step."""
+        raise AssertionError(f"{type(self).__name__} is not synchronous")
+
+    @property
+    def server_batch(self) -> int | None:
+        """How many samples make a step; None: as many as all members read in one."""
+        return None
+
+    def weight_of(self, age: int) -> float | None:
+        """Return what a gradient counts that was computed so many updates ago; None: it is too old."""
+        return 1.0
 
 
 def replica_state(replica: Replica) -> State:

@@ -1,67 +1,36 @@
-"""What the strategies with a parameter server share: pushing gradients, and the server's checks of them.
+"""What parameter servers share: the checks of what workers push, the mean, the record of every step.
 
-The server holds the model and its optimizer; every worker has a replica.
+The server has the model and its optimizer. When gradients count is the role's own: step by step (`synchronous.py`), or one by
+one (`asynchronous.py`).
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from smolcluster.comm.codecs import CodecError, Feedback, chosen_codec, make_codec
+from smolcluster.comm.codecs import CodecError
 from smolcluster.comm.codecs.base import numbers as as_numbers
 from smolcluster.comm.elastic.messages import Kind
-from smolcluster.comm.elastic.parcels import Parcels
 from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.comm.rounds import put_gradients
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.claims import Claims
-from smolcluster.compute.replica import Batch
-from smolcluster.config.options import ServedOptions
-from smolcluster.parallel.placement import Cost, Shape
-from smolcluster.strategies.base import Commit
-from smolcluster.strategies.elastic import Elastic, send_state
-from smolcluster.tasks.base import Task
+from smolcluster.engine.elastic.pushed_rounds import ModelParcels
+from smolcluster.engine.elastic.server_side import ServerSide, send_state
+from smolcluster.strategies.base import Commit, Context, StepReport
+from smolcluster.strategies.base.replicated import Pushing
 
 TIMES_KEPT = 64  # steps
-
-
-ServedT = TypeVar("ServedT", bound=ServedOptions)
-
-
-def bytes_on_the_wire(options: ServedOptions, shape: Shape) -> tuple[int, int]:
-    """Of the encoded gradients, and of the weights. Without the shapes of tensors, as if all were one long row."""
-    tensors = shape.tensors or [(shape.parameters,)]
-    return sum(map(chosen_codec(options).nbytes, tensors)), sum(map(make_codec("fp32").nbytes, tensors))
-
-
-def server_cost(options: ServedOptions, shape: Shape, *, workers: int, pushes: int, record_bytes: int) -> Cost:
-    """The model, its optimizer, the pushes of a step, their average, and the average on its way to the workers; the
-    evaluator's weights; and what is being saved: a copy for a checkpoint, one for a snapshot of the journal.
-
-    `pushes`: the most that are held at a time, arriving ones included. They are kept as they came where that is smaller; then
-    one more set of gradients is there to decode them into. `record_bytes`: what a step adds to the journal.
-    """
-    size, gradients = shape.parameters * shape.bytes_per_parameter, bytes_on_the_wire(options, shape)[0]
-    decoded = 4 * shape.parameters
-    return Cost(
-        parameter_bytes=4 * size,
-        gradient_bytes=pushes * min(gradients, decoded) + gradients + (2 * decoded if gradients < decoded else 0),
-        optimizer_bytes=3 * size * shape.optimizer_states,
-        bytes_sent=workers * gradients,
-        bytes_received=workers * gradients,
-        messages=0,
-        journal_bytes=record_bytes,
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -93,77 +62,25 @@ class Push:
         return float(self.meta["loss"])
 
 
-class Served(Elastic[ServedT]):
-    def setup(self, task: Task) -> None:
-        super().setup(task)
-        codec = chosen_codec(self.options)
-        bucket_bytes = int(self.options.bucket_mb * 2**20)
-        trained = [(n, tuple(p.shape)) for n, p in self.replica.model.named_parameters() if p.requires_grad]
-        floats = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if t.is_floating_point()]
-        parameters = dict(
-            self.replica.model.named_parameters(remove_duplicate=False)
-        )  # also those that are there twice
-        buffers = [(n, tuple(t.shape)) for n, t in self.replica.weights().items() if n not in parameters]
-        self._buffer_shapes = {n: torch.Size(shape) for n, shape in buffers}
-        self._dense_bytes = 4 * sum(math.prod(shape) for _, shape in trained)
-        self._gradients = Parcels(trained, codec=codec, bucket_bytes=bucket_bytes)
-        self._weights = Parcels(floats, codec=make_codec("fp32"), bucket_bytes=bucket_bytes)
-        self._buffers = Parcels(
-            buffers, codec=make_codec("fp32"), bucket_bytes=bucket_bytes
-        )  # running means and the like
-        self._feedback = Feedback() if codec.feedback else None
-        if self.context.office is not None:
-            self._pushes: dict[tuple[int, int], Push] = {}
-            self._claims = Claims(self.office.count)
-            self._step_times: deque[float] = deque(maxlen=TIMES_KEPT)
-            self._recorded_at: float | None = None
-            self._keep_encoded = self._gradients.nbytes < self._dense_bytes
-            self._scratch = self._new_tensors() if self._keep_encoded else {}  # to decode pushes into, one at a time
-            self._roster.expect(Kind.PUSH, [*self._gradients.payloads(), *self._buffers.payloads()])
-        if self.context.line is not None:
-            self._line.expect(Kind.WEIGHTS, self._weights.payloads())
+class ParameterServer(ServerSide):
+    leases_ahead: ClassVar[int] = 1
 
-    # A worker
-
-    def _push(self, batch: Batch, loss: Tensor, **meta: Any) -> None:
-        """Send the gradients on the parameters; buckets leave while the next is encoded."""
-        gradients = self._take_gradients()
-        said = {"samples": batch.samples, "loss": repr(float(loss)), **meta}  # as text: JSON has no NaN
-        if batch.counts is not None:
-            said["count"] = batch.weight
-
-        def send(channel: int, payload: Tensor, codec: str) -> None:
-            meta = said if channel == 0 else {}
-            step, epoch = batch.step, self._epoch
-            self._line.send(Kind.PUSH, step=step, channel=channel, epoch=epoch, codec=codec, meta=meta, payload=payload)
-
-        self.replica.buffers.settle()
-        try:
-            if gradients is None:
-                said["scale"] = self.replica.loss_scale
-                raise CodecError("the gradient overflowed in fp16")
-            for channel, payload in self._gradients.encode(gradients, key=batch.step, feedback=self._feedback):
-                send(channel, payload, self._gradients.codec.name)
-            for channel, payload in self._buffers.encode(self.replica.weights()):
-                send(len(self._gradients) + channel, payload, "fp32")
-        except CodecError as why:
-            if self._feedback is not None:
-                self._feedback.undo()
-            self._line.send(Kind.PUSH, step=batch.step, epoch=self._epoch, meta={"skip": str(why), **said})
-
-    def _take_gradients(self) -> dict[str, Tensor] | None:
-        """The gradients by name, unscaled; zero where there is none. None: they overflowed in fp16."""
-        replica = self.replica
-        named = {n: p for n, p in replica.model.named_parameters() if p.requires_grad}
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
-        if replica.scale is not None:
-            norm = get_total_norm(list(gradients.values()))
-            if not bool(torch.isfinite(norm)):
-                return None
-            gradients = {n: g / replica.loss_scale for n, g in gradients.items()}
-        return gradients
-
-    # The server
+    def __init__(self, context: Context, strategy: Pushing[Any], *, tokens_per_sample: int = 1) -> None:
+        self.context, self.replica, self.strategy = context, strategy.replica, strategy
+        self.tokens_per_sample = tokens_per_sample
+        self.open_office()
+        parcels = ModelParcels(self.replica, strategy.options)
+        self._shapes, self._buffer_shapes = parcels.shapes, parcels.buffer_shapes
+        self._gradients, self._weights, self._buffers = parcels.gradients, parcels.weights, parcels.buffers
+        self._dense_bytes = parcels.dense_bytes
+        self._trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
+        self._pushes: dict[tuple[int, int], Push] = {}
+        self._claims = Claims(self.office.count)
+        self._step_times: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._recorded_at: float | None = None
+        self._keep_encoded = self._gradients.nbytes < self._dense_bytes
+        self._scratch = self._new_tensors() if self._keep_encoded else {}  # to decode pushes into, one at a time
+        self._roster.expect(Kind.PUSH, [*self._gradients.payloads(), *self._buffers.payloads()])
 
     def _first_step(self, member: Member) -> int:
         """Of a member that is welcomed now."""
@@ -260,10 +177,7 @@ class Served(Elastic[ServedT]):
         return out
 
     def _new_tensors(self) -> dict[str, Tensor]:
-        return {n: torch.empty(s) for n, s in self._shapes().items()}
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        return {n: p.shape for n, p in self.replica.model.named_parameters() if p.requires_grad}
+        return {n: torch.empty(s) for n, s in self._shapes.items()}
 
     def _gone(self, gone: Gone) -> None:
         """What a lost member was lent comes back. A step counts its members only: what it has pushed does not count either."""
@@ -336,14 +250,23 @@ class Served(Elastic[ServedT]):
             weights[name].copy_(buffer)
 
     def _apply(self, gradients: dict[str, Tensor]) -> Tensor:
-        for name, parameter in self.replica.model.named_parameters():
-            if name in gradients:
-                parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
+        put_gradients(self._trained, gradients)
         return self.replica.apply(scale=1.0)
+
+    def _report(self, pushes: Sequence[Push], *, norm: Tensor, rate: float, staleness: int = 0) -> StepReport:
+        samples = sum(push.samples for push in pushes)
+        return StepReport(
+            loss=mean_loss(pushes),
+            grad_norm=norm,
+            learning_rate=rate,
+            samples=samples,
+            tokens=samples * self.tokens_per_sample,
+            staleness=staleness,
+        )
 
     def replay(self, commit: Commit) -> None:
         assert isinstance(commit.gradient, Tensor)
-        row, shapes = commit.gradient.view(torch.uint8), self._shapes()
+        row, shapes = commit.gradient.view(torch.uint8), self._shapes
         if commit.numbers.get("form", "dense") == "dense":
             size = self._dense_bytes
             average = _split(row[:size], {n: shapes[n] for n in self._gradients.names})

@@ -1,27 +1,22 @@
-"""What members and servers do on the elastic plane, whatever the strategy: a worker's line to its server, the server's office.
-
-A worker that joins, or comes back, gets the weights, the optimizer state and a lease of samples, and takes part from a step
-boundary on.
-"""
+"""What a server or coordinator does for its members, whatever the strategy: muster, lend samples, refuse gradients."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from smolcluster.comm.elastic.handshake import MAX_REASON, printable
-from smolcluster.comm.elastic.line import Lease, Line, Stopped
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Member, Roster
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
 from smolcluster.compute.replica import Replica
-from smolcluster.strategies.base import Commit, Context, Office, OptionsT, State
-from smolcluster.strategies.replicated import Replicated, replica_state
-from smolcluster.tasks.base import Task
+from smolcluster.strategies.base import Commit, Context, Office
+from smolcluster.strategies.base.replicated import replica_state
 
 MUSTER_S = 60.0  # a start waits so long for the last worker
 LEAST_S, MOST_S = 1e-6, 1e6  # what a member may say that a step took it
@@ -29,79 +24,12 @@ ALL_TOLD = 100  # refusals of a worker that are all logged; of further ones the 
 RETURN_S = 3.0  # a restarted server waits so long for those it knew
 
 
-class MemberSide(ABC):
-    """What a worker does for its membership: hear the server, take over its state, take leases."""
-
-    context: Context
-    replica: Replica
-
-    @abstractmethod
-    def load_state(self, state: State) -> None: ...
-
-    def enrol(self) -> None:
-        """Once, before the line is used."""
-        self._over = False  # the server has said so
-        self._epoch = 0  # of my welcome
-        self.replica.led = True
-        state_bytes = sum(t.nbytes for t in self.replica.weights().values())
-        self._line.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
-
-    @property
-    def _line(self) -> Line:
-        assert self.context.line is not None
-        return self.context.line
-
-    def introduction(self) -> dict[str, Any]:
-        """What this worker says of itself when it joins, beside its rank and its model."""
-        return {}
-
-    def _hear(self, message: Message) -> None:
-        """Act on one message of the server. Strategies add their own kinds."""
-        if message.kind is Kind.WELCOME:
-            self._enter(message)
-        elif message.kind is Kind.STOP:
-            self._over = True
-        self._use_scale(message)
-
-    def _use_scale(self, message: Message) -> None:
-        """The loss scale is the server's to change: all members use the one that it sent last."""
-        if self.replica.scale is not None and self.replica.led and "scale" in message.meta:
-            self.replica.scale.load_state_dict(message.meta["scale"])
-
-    def _enter(self, welcome: Message) -> None:
-        """Take part from here on, with the server's state."""
-        self._epoch = welcome.epoch
-        names = welcome.meta.get("state")
-        if names is None:
-            return
-        tensors = self._line.state(names)
-        if tensors is not None:  # or the line was lost again, and another welcome follows
-            self.load_state(unpack_state(tensors, welcome.meta["numbers"]))
-
-    def lease(self) -> Lease | None:
-        """Return what this worker reads next; None when the run is over."""
-        while not self._over:
-            self._check_stop()
-            message = self._line.get(0)
-            if message is None and self._line.leases:
-                return self._line.leases.popleft()
-            message = message or self._line.get()
-            if message is not None:
-                self._hear(message)
-        return None
-
-    def _check_stop(self) -> None:
-        if self.context.stop_requested():
-            raise Stopped
-
-
 class ServerSide(ABC):
-    """What a server or coordinator does for its members: muster, lend samples, refuse gradients."""
-
     context: Context
     replica: Replica
     stale_rejected: int
     tokens_per_sample: int
+    shared: Mapping[str, Tensor] = {}  # of the state that is here: what only this strategy can use
 
     def open_office(self) -> None:
         """Once, before anybody joins."""
@@ -142,7 +70,7 @@ class ServerSide(ABC):
     def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies: they are on their way while training goes on."""
         state = replica_state(self.replica)
-        return {n: t.to("cpu", copy=True).contiguous() for n, t in pack_state(state).items()}, state.numbers
+        return {n: t.to("cpu", copy=True).contiguous() for n, t in state.packed().items()}, state.numbers
 
     def lend(self, member: Member, step: int, *, steps: int = 1) -> dict[str, Any]:
         """Grant the samples of a round of so many steps, which ends with `step`."""
@@ -190,38 +118,9 @@ class ServerSide(ABC):
         put(member.instance, step)
 
 
-class Elastic(Replicated[OptionsT], MemberSide, ServerSide):
-    """A strategy with a parameter server: the worker's part and the server's in one class."""
-
-    leases_ahead: ClassVar[int] = 1
-
-    def setup(self, task: Task) -> None:
-        super().setup(task)
-        self.tokens_per_sample = task.tokens_per_sample
-        if self.context.office is not None:
-            self.open_office()
-        else:
-            self.enrol()
-
-
 def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: int, meta: dict[str, Any]) -> None:
     """A welcome, and the state that it announces."""
     meta = {"state": list(tensors), **meta}
     member.link.send(Message(kind=Kind.WELCOME, step=step, epoch=epoch, meta=meta))
     for channel, tensor in enumerate(tensors.values()):
         member.link.send(Message(kind=Kind.STATE, step=step, channel=channel, epoch=epoch, payload=tensor))
-
-
-def pack_state(state: State) -> dict[str, Tensor]:
-    """Weights, optimizer state and what all ranks share: `w/<name>`, `o/<name>`, `s/<name>`."""
-    kinds = {"w": state.weights, "o": state.optimizer, "s": state.shared}
-    return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
-
-
-def unpack_state(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> State:
-    return State(
-        weights={n[2:]: t for n, t in tensors.items() if n.startswith("w/")},
-        optimizer={n[2:]: t for n, t in tensors.items() if n.startswith("o/")},
-        shared={n[2:]: t for n, t in tensors.items() if n.startswith("s/")},
-        numbers=numbers,
-    )

@@ -82,6 +82,19 @@ class State:
     own: Mapping[str, Tensor] = field(default_factory=dict)
     wholes: dict[str, dict[str, list[int]]] | None = None  # where tensors are boxes: the shapes of the whole ones
 
+    def packed(self) -> dict[str, Tensor]:
+        """Return what goes to another process: weights `w/<name>`, optimizer state `o/<name>`, shared `s/<name>`."""
+        kinds = {"w": self.weights, "o": self.optimizer, "s": self.shared}
+        return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
+
+    @classmethod
+    def unpacked(cls, tensors: Mapping[str, Tensor], numbers: dict[str, Any]) -> State:
+        weights, optimizer, shared = (
+            {name[2:]: tensor for name, tensor in tensors.items() if name.startswith(kind)}
+            for kind in ("w/", "o/", "s/")
+        )
+        return cls(weights=weights, optimizer=optimizer, shared=shared, numbers=numbers)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:

@@ -1,0 +1,106 @@
+"""The server of workers that never wait for each other: each push is taken as it arrives, and weighs by its age."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.engine.elastic.parameter_server import ParameterServer, Push
+from smolcluster.strategies.base import Context
+from smolcluster.strategies.base.replicated import Pushing
+
+LEASES_AHEAD = 2  # what a worker computes, and what it computes next
+MOST_UNREAD = 8  # times the weights that may wait for a worker that pulls: its state and one pull, with room to spare
+
+
+class AsynchronousServer(ParameterServer):
+    leases_ahead = LEASES_AHEAD
+
+    def __init__(self, context: Context, strategy: Pushing[Any], *, tokens_per_sample: int = 1) -> None:
+        super().__init__(context, strategy, tokens_per_sample=tokens_per_sample)
+        self._waiting: list[Push] = []
+        self._unfit: set[Member] = set()  # refused, for what their gradients are, since one was taken
+
+    def _first_step(self, member: Member) -> int:
+        """A worker counts its own steps; also one that was paused goes on with its next."""
+        return member.step + 1
+
+    def serve(self) -> None:
+        self.muster()
+        while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
+            self._welcome()
+            event = self._roster.get(0.1)
+            if isinstance(event, Gone):
+                self._gone(event)
+                self._waiting = [push for push in self._waiting if push.member is not event.member]
+            elif isinstance(event, Said) and event.message.kind is Kind.PULL:
+                self._send_weights(event.member)
+            elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
+                self._answer(event)
+            if self._waiting and sum(push.samples for push in self._waiting) >= self._wanted():
+                self._update(self._waiting)
+                self._waiting = []
+
+    def _answer(self, said: Said) -> None:
+        """Take a push or refuse it; either way its worker gets the next lease."""
+        member, step, refused = said.member, said.message.step, self.stale_rejected
+        if any(push.member is member and push.step == step for push in self._waiting):
+            self._roster.evict(member, f"it pushed its step {step} twice")
+            return
+        push = self._arrived(said)
+        answer: dict[str, object] = {}
+        if push is not None:
+            version = push.meta.get("version")
+            if not isinstance(version, int) or not 0 <= version <= self.replica.updates:
+                self._roster.evict(member, f"it pushed a gradient of version {version!r}")
+                return
+            staleness = self.replica.updates - version
+            weight = self.strategy.weight_of(staleness)
+            if weight is None:
+                self.refuse(member, step, f"it is {staleness} versions old: too old to count", again=True)
+            else:
+                push.weight = weight
+                push.extra["staleness"] = answer["staleness"] = staleness
+                self._waiting.append(push)
+                self._unfit.clear()
+        if self.stale_rejected > refused:
+            answer["refused"] = True
+            if push is None:
+                self._note_unfit(member)
+        elif push is None:
+            return  # not whole yet
+        member.step = max(member.step, step)
+        answer["scale"] = self.office.scale.state_dict()
+        answer["leases"] = [self.lend(member, step + LEASES_AHEAD)]
+        member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
+
+    def _note_unfit(self, member: Member) -> None:
+        """When every worker was refused in turn, and nothing was taken meanwhile, an attempt at the next step has failed."""
+        self._unfit.add(member)
+        if self._unfit.issuperset(self._roster.members.values()):
+            self._unfit.clear()
+            self.gate.nothing_counted(self.replica.updates + 1)
+
+    def _wanted(self) -> int:
+        return self.strategy.server_batch or sum(m.batch_size for m in self._roster.members.values())
+
+    def _update(self, pushes: Sequence[Push]) -> None:
+        rate = self.replica.learning_rate
+        average = self._average(pushes)
+        self._record(pushes, average)
+        norm = self._take_step(pushes, average)
+        staleness = round(sum(p.extra["staleness"] for p in pushes) / len(pushes))
+        self.office.committed(self._report(pushes, norm=norm, rate=rate, staleness=staleness))
+
+    def _send_weights(self, member: Member) -> None:
+        if member.link.queued_bytes > MOST_UNREAD * self._weights.nbytes + 2**20:
+            self._roster.evict(member, "it asks for the weights again and again, and does not read them")
+            return
+        for channel, payload in self._weights.encode(self.replica.weights()):
+            member.link.send(
+                Message(
+                    kind=Kind.WEIGHTS, step=self.replica.updates, channel=channel, epoch=member.epoch, payload=payload
+                )
+            )

@@ -1,0 +1,79 @@
+"""What a worker does for its membership, whatever the strategy: hear the server, take over its state, take leases.
+
+A worker that joins, or comes back, gets the weights, the optimizer state and a lease of samples, and takes part from a step
+boundary on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from smolcluster.comm.elastic.line import Lease, Line, Stopped
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.compute.replica import Replica
+from smolcluster.strategies.base import Context, State
+
+
+class MemberSide(ABC):
+    context: Context
+    replica: Replica
+
+    @abstractmethod
+    def load_state(self, state: State) -> None: ...
+
+    def enrol(self) -> None:
+        """Once, before the line is used."""
+        self._over = False  # the server has said so
+        self._epoch = 0  # of my welcome
+        self.replica.led = True
+        state_bytes = sum(t.nbytes for t in self.replica.weights().values())
+        self._line.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
+
+    @property
+    def _line(self) -> Line:
+        assert self.context.line is not None
+        return self.context.line
+
+    def introduction(self) -> dict[str, Any]:
+        """What this worker says of itself when it joins, beside its rank and its model."""
+        return {}
+
+    def _hear(self, message: Message) -> None:
+        """Act on one message of the server. Strategies add their own kinds."""
+        if message.kind is Kind.WELCOME:
+            self._enter(message)
+        elif message.kind is Kind.STOP:
+            self._over = True
+        self._use_scale(message)
+
+    def _use_scale(self, message: Message) -> None:
+        """The loss scale is the server's to change: all members use the one that it sent last."""
+        if self.replica.scale is not None and self.replica.led and "scale" in message.meta:
+            self.replica.scale.load_state_dict(message.meta["scale"])
+
+    def _enter(self, welcome: Message) -> None:
+        """Take part from here on, with the server's state."""
+        self._epoch = welcome.epoch
+        names = welcome.meta.get("state")
+        if names is None:
+            return
+        tensors = self._line.state(names)
+        if tensors is not None:  # or the line was lost again, and another welcome follows
+            self.load_state(State.unpacked(tensors, welcome.meta["numbers"]))
+
+    def lease(self) -> Lease | None:
+        """Return what this worker reads next; None when the run is over."""
+        while not self._over:
+            self._check_stop()
+            message = self._line.get(0)
+            if message is None and self._line.leases:
+                return self._line.leases.popleft()
+            message = message or self._line.get()
+            if message is not None:
+                self._hear(message)
+        return None
+
+    def _check_stop(self) -> None:
+        if self.context.stop_requested():
+            raise Stopped

@@ -1,0 +1,196 @@
+"""Rounds with a parameter server: this worker pushes its gradients, and hears what the server makes of them.
+
+PUSH     buckets of the encoded gradient of one step, then the buffers (running means)
+AVERAGE  synchronous: the mean of a step, which all workers apply in order, also those that added nothing to it
+ACK      as they arrive: my push was taken, or refused; synchronous: it came too late
+WEIGHTS  the server's, asked for with PULL or every few steps
+WELCOME  take part, with the server's state: what was in flight came to nothing
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from smolcluster.comm.codecs import CodecError, Feedback, chosen_codec, make_codec
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.parcels import Parcels
+from smolcluster.comm.rounds import AtServer, Committed, Contribution, ServerRounds
+from smolcluster.compute.replica import Replica
+from smolcluster.config.options import ServedOptions
+from smolcluster.engine.elastic.member_side import MemberSide
+from smolcluster.strategies.base import State
+from smolcluster.strategies.base.replicated import Pushing
+
+SLOTS = 1  # the memory for a mean
+
+
+class ModelParcels:
+    """What of a model travels to the server and back, in which buckets: alike on both sides."""
+
+    def __init__(self, replica: Replica, options: ServedOptions) -> None:
+        self.codec = chosen_codec(options)
+        bucket_bytes, plain = int(options.bucket_mb * 2**20), make_codec("fp32")
+        weights, model = replica.weights(), replica.model
+        self.shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+        parameters = dict(model.named_parameters(remove_duplicate=False))  # also those that are there twice
+        self.buffer_shapes = {n: t.shape for n, t in weights.items() if n not in parameters}
+        floats = {n: t.shape for n, t in weights.items() if t.is_floating_point()}
+        self.dense_bytes = 4 * sum(map(math.prod, self.shapes.values()))
+        self.gradients = Parcels(_layout(self.shapes), codec=self.codec, bucket_bytes=bucket_bytes)
+        self.weights = Parcels(_layout(floats), codec=plain, bucket_bytes=bucket_bytes)
+        self.buffers = Parcels(_layout(self.buffer_shapes), codec=plain, bucket_bytes=bucket_bytes)  # running means
+
+
+def _layout(shapes: dict[str, torch.Size]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(shape)) for name, shape in shapes.items()]
+
+
+class PushedRounds(ServerRounds, MemberSide):
+    combination: AtServer
+
+    def __init__(self, strategy: Pushing[Any], combination: AtServer) -> None:
+        super().__init__(combination, num_slots=SLOTS)
+        self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
+        self._one_by_one = strategy.combined == "server, as they arrive"
+        self.enrol()
+        self._parcels = parcels = ModelParcels(self.replica, strategy.options)
+        self._line.expect(Kind.WEIGHTS, parcels.weights.payloads())
+        if not self._one_by_one:
+            self._line.expect(Kind.AVERAGE, parcels.gradients.payloads())
+        self._feedback = Feedback() if parcels.codec.feedback else None
+        self._server_weights = {n: torch.empty(t.shape) for n, t in self.replica.weights().items()}
+        self._version = 0  # of the server's weights that mine descend from
+        self._counted = False  # the weight is of targets
+        self._anew = False  # I was welcomed since the last step began
+
+    def ends(self, step: int) -> bool:
+        return True
+
+    def pull(self) -> None:
+        self._line.send(Kind.PULL, epoch=self._epoch)
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        while not (self._over or self._anew or done()):
+            message = self._line.get()
+            assert message is not None
+            self._hear(message)
+
+    def load_state(self, state: State) -> None:
+        self._strategy.load_state(state)
+
+    # My gradient
+
+    def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]:
+        self._counted, self._anew = counted, False
+        return lambda: None
+
+    def _contributed(self, mine: Contribution, started: float) -> None:
+        """Send the gradients on the parameters; buckets leave while the next is encoded."""
+        assert mine.loss is not None
+        mine.said_loss = float(mine.loss)  # a GPU is done only then
+        said: dict[str, Any] = {"samples": mine.samples, "loss": repr(mine.said_loss)}  # as text: JSON has no NaN
+        said |= {"compute_s": time.perf_counter() - started, "version": self._version}
+        if self._counted:
+            said["count"] = mine.weight
+
+        def send(channel: int, payload: Tensor, codec: str) -> None:
+            meta = said if channel == 0 else {}
+            step, epoch = mine.step, self._epoch
+            self._line.send(Kind.PUSH, step=step, channel=channel, epoch=epoch, codec=codec, meta=meta, payload=payload)
+
+        parcels, gradients = self._parcels, self._take_gradients()
+        self.replica.buffers.settle()
+        try:
+            if gradients is None:
+                said["scale"] = self.replica.loss_scale
+                raise CodecError("the gradient overflowed in fp16")
+            for channel, payload in parcels.gradients.encode(gradients, key=mine.step, feedback=self._feedback):
+                send(channel, payload, parcels.codec.name)
+            for channel, payload in parcels.buffers.encode(self.replica.weights()):
+                send(len(parcels.gradients) + channel, payload, "fp32")
+        except CodecError as why:
+            if self._feedback is not None:
+                self._feedback.undo()
+            self._line.send(Kind.PUSH, step=mine.step, epoch=self._epoch, meta={"skip": str(why), **said})
+        if self._one_by_one and self._feedback is not None:
+            self._feedback.commit()  # several pushes are on their way: what is refused is lost
+
+    def _take_gradients(self) -> dict[str, Tensor] | None:
+        """The gradients by name, unscaled; zero where there is none. None: they overflowed in fp16."""
+        replica = self.replica
+        named = {n: p for n, p in replica.model.named_parameters() if p.requires_grad}
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+        if replica.scale is not None:
+            norm = get_total_norm(list(gradients.values()))
+            if not bool(torch.isfinite(norm)):
+                return None
+            gradients = {n: g / replica.loss_scale for n, g in gradients.items()}
+        return gradients
+
+    # What the server says
+
+    def _hear(self, message: Message) -> None:
+        super()._hear(message)
+        self.stop = self._over
+        match message.kind:
+            case Kind.WELCOME:
+                self._rejoin()
+            case Kind.AVERAGE if message.payload is not None:
+                self._take_average(message, message.payload)
+            case Kind.WEIGHTS if message.payload is not None:
+                self._take_weights(message, message.payload)
+            case Kind.ACK:
+                self._take_answer(message)
+            case _:
+                pass
+
+    def _rejoin(self) -> None:
+        self.flights.clear()
+        self._version, self._anew = self.replica.updates, True
+        if self._feedback is not None:
+            self._feedback.undo()
+        self._strategy.rejoined()
+
+    def _take_average(self, message: Message, payload: Tensor) -> None:
+        self._parcels.gradients.decode(message.channel, payload, self.combination.mean)
+        self._line.release(payload)
+        if message.channel < len(self._parcels.gradients) - 1:
+            return
+        self._drop_leases_before(message.step + 1)
+        self._strategy.apply(Committed(message.step, slot=0))
+        if self.flights and self.flights[0].step == message.step:
+            self.flights.popleft()
+            if self._feedback is not None:
+                counted = self.context.seat.rank in message.meta.get("counted", ())
+                self._feedback.commit() if counted else self._feedback.undo()
+
+    def _drop_leases_before(self, step: int) -> None:
+        """Steps that were committed without me are not mine to compute any more; the server must not wait for them."""
+        while self._line.leases and self._line.leases[0].step < step:
+            dropped = self._line.leases.popleft().step
+            self._line.send(Kind.PUSH, step=dropped, epoch=self._epoch, meta={"skip": "late"})
+
+    def _take_weights(self, message: Message, payload: Tensor) -> None:
+        self._parcels.weights.decode(message.channel, payload, self._server_weights)
+        self._line.release(payload)
+        if message.channel == len(self._parcels.weights) - 1:
+            self._version = message.step
+            self._strategy.take_weights(self._server_weights, message.step)
+
+    def _take_answer(self, message: Message) -> None:
+        refused = "refused" in message.meta
+        if refused:
+            self.context.stale_rejected += 1
+        if self._one_by_one and self.flights:
+            mine = self.flights.popleft()
+            age = int(message.meta.get("staleness", 0))
+            self._strategy.apply(Committed(mine.step, slot=0, age=age, empty=refused))
+            if refused and self._feedback is not None:
+                self._feedback = Feedback()  # what it left out goes with it

@@ -1,0 +1,276 @@
+"""The server of synchronous workers: a step counts the gradients of all members, or of those that came in time.
+
+A worker that was late is a straggler: it costs the others one timeout, not one per step. It sits out until its late gradient
+has come, then starts with the others on the next step. Its gradients count if they come before the server is done, but the
+server waits for it again only once it has delivered one within the timeout of the first of its step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from smolcluster.comm.codecs import CodecError, Feedback
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.engine.elastic.parameter_server import ParameterServer, Push, sound
+from smolcluster.strategies.base import Context
+from smolcluster.strategies.base.replicated import Pushing
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Late:
+    """A gradient that the server went on without, and that is still to come."""
+
+    step: int
+    due: float  # by then it would have been in time, on the clock of time.monotonic
+    samples: int  # of its lease
+    sent: float | None  # when its lease was sent, on the clock of time.perf_counter
+    compute_s: float = 0.0
+
+
+class SynchronousServer(ParameterServer):
+    def __init__(self, context: Context, strategy: Pushing[Any], *, tokens_per_sample: int = 1) -> None:
+        super().__init__(context, strategy, tokens_per_sample=tokens_per_sample)
+        self._average_feedback = Feedback() if self._gradients.codec.feedback else None
+        self._behind: set[Member] = set()  # have not read what they were sent
+        self._late: dict[Member, Late] = {}  # compute a step that is over
+        self._idle: set[Member] = set()  # have delivered it, and start on the next step with the others
+        self._stragglers: set[Member] = set()  # are not waited for
+        self._sent: dict[Member, float] = {}  # who got the last average, and when
+
+    def serve(self) -> None:
+        self.muster()
+        while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
+            step = self.replica.updates + 1
+            self._welcome()
+            pushes = self._collect(step)
+            if not pushes:
+                continue  # nobody is left, or it is time to stop
+            average = self._average(pushes)
+            try:
+                encoded = self._encode_average(step, average)
+            except CodecError as why:
+                if self._average_feedback is not None:
+                    self._average_feedback.undo()
+                self._begin_again(step, f"the average cannot be encoded: {why}")
+                continue
+            rate = self.replica.learning_rate
+            self._record(pushes, average, encoded=encoded)
+            reached = self._send_average(step, encoded, counted=[push.member.rank for push in pushes])
+            norm = self._take_step(pushes, average)  # while the workers read it
+            self._send_weights(step, reached)
+            self._bring_up()
+            self.office.committed(self._report(pushes, norm=norm, rate=rate))
+
+    def _collect(self, step: int) -> list[Push]:
+        """Return the gradients of this step, in rank order: of all members, or of those that came in time."""
+        arrived: dict[int, Push] = {}
+        done: set[Member] = set()  # those that have answered, refused ones included
+        deadline: float | None = None
+        while not self.context.stop_requested():
+            present = self._present()
+            awaited = present - self._stragglers or present
+            if arrived and (done >= awaited or (deadline and time.monotonic() >= deadline)):
+                break
+            if not present:  # nobody is here, has read what it was sent, or holds a lease of this step
+                self._bring_up(self._idle - self._behind)
+                self._welcome()
+            elif not arrived and done >= present:  # all were refused
+                done.clear()
+                self._begin_again(step, "")
+                self._welcome()
+            wait_s = 0.1 if deadline is None else max(0.0, min(0.1, deadline - time.monotonic()))
+            event = self._roster.get(wait_s or 0.001)
+            if isinstance(event, Gone):
+                self._gone(event)
+                done.discard(event.member)
+                arrived = {rank: push for rank, push in arrived.items() if push.member is not event.member}
+                deadline = deadline if arrived else None
+            elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
+                if (known := arrived.get(event.member.rank)) is not None and known.member is event.member:
+                    self._again(event, step)
+                    continue
+                push = self._arrived_for(step, event, done)
+                if push is not None:
+                    arrived[push.member.rank] = push
+                    deadline = deadline or time.monotonic() + self.strategy.collect_timeout
+        else:
+            return []  # asked to stop: half a step is none
+        assert deadline is not None
+        missing = self._present() - done
+        for member in filter(missing.__contains__, self._roster.in_order()):
+            self._go_on_without(member, step, due=deadline)
+        return [arrived[rank] for rank in sorted(arrived)]
+
+    def _present(self) -> set[Member]:
+        """Return the members that hold a lease of the current step, or have answered it."""
+        out = self._behind | self._idle | self._late.keys()
+        return {member for member in self._roster.members.values() if member not in out}
+
+    def _gone(self, gone: Gone) -> None:
+        super()._gone(gone)
+        self._takes_part(gone.member)
+        self._behind.discard(gone.member)
+        self._stragglers.discard(gone.member)
+
+    def _takes_part(self, member: Member) -> None:
+        """Forget what it was late with."""
+        self._late.pop(member, None)
+        self._idle.discard(member)
+
+    # Stragglers
+
+    def _go_on_without(self, member: Member, step: int, *, due: float) -> None:
+        samples = sum(r.count for r in self.office.leases.give_back(member.instance, step))
+        self._late[member] = late = Late(step=step, due=due, samples=samples, sent=self._sent.get(member))
+        if member not in self._stragglers:
+            self._stragglers.add(member)
+            self.context.warn(f"{member.name} is late with step {step}: it is not waited for until it keeps up again")
+        half = self._pushes.pop((member.rank, step), None)
+        if half is not None:  # the rest of it comes too late
+            late.compute_s = float(half.meta.get("compute_s", 0.0))
+            self._too_late(member, step)
+
+    def _take_late(self, member: Member, message: Message) -> None:
+        """Note a bucket of a step that is over."""
+        if message.channel == 0 and "skip" not in message.meta:
+            self._too_late(member, message.step)
+        late = self._late.get(member)
+        if late is None or late.step != message.step:
+            return
+        if message.channel == 0 and sound(message.meta) and message.meta["samples"] == late.samples:
+            late.compute_s = float(message.meta.get("compute_s", 0.0))
+        if "skip" not in message.meta and message.channel < len(self._gradients) + len(self._buffers) - 1:
+            return  # there is more to come
+        del self._late[member]
+        self._idle.add(member)
+        fixed_s = time.perf_counter() - late.sent - late.compute_s if late.sent is not None else None
+        self.note_speed(member, samples=late.samples, compute_s=late.compute_s, fixed_s=fixed_s)
+        if time.monotonic() <= late.due:
+            self._keeps_pace(member)
+
+    def _keeps_pace(self, member: Member) -> None:
+        if member in self._stragglers:
+            self._stragglers.discard(member)
+            log.info("%s keeps up again: it is waited for", member.name)
+
+    def _again(self, said: Said, step: int) -> None:
+        """More from a member whose gradient of this step is here."""
+        if said.message.payload is not None:
+            self._roster.release(said.message.payload)
+        if said.message.step == step and said.message.epoch == said.member.epoch:
+            self._roster.evict(said.member, f"it pushed step {step} twice")
+
+    def _arrived_for(self, step: int, said: Said, done: set[Member]) -> Push | None:
+        member, message = said.member, said.message
+        if message.step != step:
+            if message.payload is not None:
+                self._roster.release(message.payload)
+            if message.epoch == member.epoch:
+                self._take_late(member, message)
+            return None
+        refused = self.stale_rejected
+        push = self._arrived(said)
+        if push is not None or self.stale_rejected > refused:
+            done.add(member)
+            self._keeps_pace(member)
+        if push is not None:
+            compute_s = float(push.meta.get("compute_s", 0.0))
+            sent = self._sent.get(member)
+            fixed_s = time.perf_counter() - sent - compute_s if sent is not None else None
+            self.note_speed(member, samples=push.samples, compute_s=compute_s, fixed_s=fixed_s)
+        return push
+
+    def _too_late(self, member: Member, step: int) -> None:
+        self.stale_rejected += 1
+        member.link.send(Message(kind=Kind.ACK, step=step, meta={"refused": "late"}))
+
+    def _begin_again(self, step: int, why: str) -> None:
+        """Nothing came of a step: let everybody try it again."""
+        members = [member for member in self._roster.in_order() if member not in self._behind]
+        if members:
+            self.gate.nothing_counted(step)
+        self._sent.clear()
+        state, numbers = self.copied_state()
+        for member in members:
+            if step in self.office.leases.held(member.instance):
+                self.refuse(member, step, why)
+            self._renew(member)
+            self._send_state(member, state, numbers, leases=[self.lend(member, step)])
+
+    def _renew(self, member: Member) -> None:
+        """It is to begin this step anew: nothing that it has pushed of it counts, nor what is on its way."""
+        self._takes_part(member)
+        self._roster.renew(member)
+        self._pushes.pop((member.rank, self.replica.updates + 1), None)
+
+    def _encode_average(self, step: int, average: dict[str, Tensor]) -> list[Tensor]:
+        """The payloads for the workers; `average` becomes what they will decode."""
+        encoded = [p for _, p in self._gradients.encode(average, key=step, feedback=self._average_feedback)]
+        if self._average_feedback is not None:
+            self._average_feedback.commit()
+        if not self._gradients.codec.lossless:
+            for channel, payload in enumerate(encoded):
+                self._gradients.decode(channel, payload, average)
+        return encoded
+
+    def _send_average(self, step: int, encoded: Sequence[Tensor], *, counted: Sequence[int]) -> list[Member]:
+        """To those who keep up. They go on with it, and push again."""
+        reached = [member for member in self._roster.in_order() if self._keeps_up(member)]
+        for member in reached:
+            meta: dict[str, object] = {"counted": counted, "scale": self.office.scale.state_dict()}
+            if step < self.context.total_steps and member not in self._late:
+                meta["leases"] = [self.lend(member, step + 1)]
+                self._idle.discard(member)
+            self._send_buckets(member, Kind.AVERAGE, step, encoded, meta)
+        self._sent = dict.fromkeys(reached, time.perf_counter())
+        return reached
+
+    def _send_weights(self, step: int, members: Sequence[Member]) -> None:
+        if step % self.strategy.options.worker_update_interval == 0:
+            weights = [payload for _, payload in self._weights.encode(self.replica.weights())]
+            for member in members:
+                self._send_buckets(member, Kind.WEIGHTS, step, weights)
+
+    def _send_buckets(
+        self, member: Member, kind: Kind, step: int, payloads: Sequence[Tensor], meta: dict[str, object] | None = None
+    ) -> None:
+        """`meta` is said with the last of them."""
+        for channel, payload in enumerate(payloads):
+            last = channel == len(payloads) - 1
+            member.link.send(
+                Message(
+                    kind=kind,
+                    step=step,
+                    channel=channel,
+                    epoch=member.epoch,
+                    codec=self._gradients.codec.name if kind is Kind.AVERAGE else "fp32",
+                    meta=meta or {} if last else {},
+                    payload=payload,
+                )
+            )
+
+    def _keeps_up(self, member: Member) -> bool:
+        """A member with several steps unread gets no more."""
+        if member in self._behind:
+            return False
+        if member.link.queued_bytes > 4 * (self._gradients.nbytes + self._weights.nbytes):
+            self._behind.add(member)
+            return False
+        return True
+
+    def _bring_up(self, others: Iterable[Member] = ()) -> None:
+        """Members that were behind, and have read all they were sent, get the whole state and a lease; `others` too."""
+        for member in [*(member for member in self._behind if member.link.queued_bytes == 0), *others]:
+            self._behind.discard(member)
+            self._renew(member)
+            state, numbers = self.copied_state()
+            self._send_state(member, state, numbers, leases=[self.lend(member, self.replica.updates + 1)])
