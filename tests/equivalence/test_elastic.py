@@ -9,6 +9,7 @@ logs is an fp32 number.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,39 @@ def test_killed_as_a_whole_and_resumed_elsewhere_is_bitwise_the_same(tmp_path: P
     assert first in (4, 7, 10, 13), first  # a slow disk may have been late with the last
     assert resumed.server.losses() == whole.server.losses()[first - 1 :]
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "fsdp"])
+@pytest.mark.parametrize("codec", ["topk", "int8"])
+def test_error_feedback_is_resumed_with(tmp_path: Path, strategy: str, codec: str) -> None:
+    """Killed as a whole after a checkpoint and resumed, the run ends with the bits of one that was not: every worker has kept
+    what its codec left out."""
+    config = COMMON | ELASTIC | {"training.batch_size": 4, "training.checkpoint_steps": 4, "training.steps": 12}
+    config |= {"strategy.codec": codec, "strategy.codec_fraction": 0.1}
+    whole = run_elastic_world(3, tmp_path / "whole", config, task="Dropout", strategy=strategy)
+    assert_good_end(whole)
+
+    def script(world: ElasticWorld) -> None:
+        cut = tmp_path / "cut"
+        world.wait(lambda: any((cut / "checkpoints").glob("step-*4")), what="a checkpoint")
+        world.wait(lambda: len(list((cut / "own").glob("*4.safetensors"))) == 3, what="what each worker keeps")
+        for who in ("server", 0, 1, 2):
+            world.kill(who)  # type: ignore[arg-type]
+
+    slow = dict.fromkeys(range(3), 0.1)
+    cut = run_elastic_world(3, tmp_path / "cut", config, task="Dropout", strategy=strategy, script=script, slow=slow)
+    assert cut.server.status is None, "the fault did not fire"
+    saved = tmp_path / "cut" / "checkpoints"
+    resumed = run_elastic_world(3, tmp_path / "cut", config, task="Dropout", strategy=strategy, resume=saved)
+    assert_good_end(resumed)
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+    shutil.rmtree(tmp_path / "cut" / "own")
+    for step in (8, 12):
+        shutil.rmtree(saved / f"step-{step:08d}", ignore_errors=True)
+    without = run_elastic_world(3, tmp_path / "again", config, task="Dropout", strategy=strategy, resume=saved)
+    assert_good_end(without)
+    assert without.summary["weights_sha256"] != whole.summary["weights_sha256"], "nothing was left out of any gradient"
 
 
 def test_a_checkpoint_has_read_what_its_steps_have_read(tmp_path: Path) -> None:

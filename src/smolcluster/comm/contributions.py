@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
-from smolcluster.comm.codecs.feedback import Memory
+from smolcluster.comm.codecs.feedback import Memory, tensors_of
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import Unreadable
 
@@ -196,6 +196,15 @@ class Contributions:
                         raise Unreadable(place, f"its part cannot be read: {error}") from error
             means[j] = mean
         return total, means
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Return the residual after the last round that is committed: parts in flight are not in it."""
+        flying = [part for part in self._slots if part.after is not None]
+        first = min(flying, key=lambda part: part.step, default=None)
+        return tensors_of(self._feedback.memories if first is None else first.before)
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        self._feedback.load_state_dict(tensors)
 
     def _encode(self, key: int) -> tuple[list[Tensor | None], float]:
         encoded: list[Tensor | None] = []

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import Codec, CodecError, Feedback
-from smolcluster.comm.codecs.feedback import Memory
+from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
 from smolcluster.comm.contributions import Contributions, Layout
 from smolcluster.comm.elastic.schedule import piece_elements
 from smolcluster.comm.elastic.view import View
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import Combination, Committed, Unreadable
 
+PARTS, MEANS = "parts/", "means/"  # in the names of error feedback: of what I contribute, of what I own
 Deal = Callable[[Sequence[int], int], Sequence[int]]  # sizes of tensors, number of members -> the owner of each
 
 
@@ -108,6 +109,18 @@ class EncodedSum(Combination):
         self._settled = means.residual
         self._parts.counted(result.slot)
         self._slots[result.slot] = Means()
+
+    def own_state(self) -> dict[str, Tensor]:
+        kinds = {PARTS: self._parts.own_state(), MEANS: tensors_of(self._settled)}
+        return {
+            f"{self._codec.name}/{kind}{name}": tensor for kind, own in kinds.items() for name, tensor in own.items()
+        }
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        mine = under(f"{self._codec.name}/", tensors)
+        self._parts.load_own(under(PARTS, mine))
+        self._feedback.load_state_dict(under(MEANS, mine))
+        self._settled = self._feedback.memories
 
     def _expect(self, slot: int) -> None:
         """The means of all other owners."""

@@ -114,6 +114,13 @@ class Combination(ABC):
     def complete(self) -> None:  # noqa: B027 - as a rule everybody has all there is
         """Exchange what is updated in one place only. Raises ViewChanged where the others cannot be reached any more."""
 
+    def own_state(self) -> dict[str, Tensor]:
+        """Return what this member alone has, as it was after the last round that is committed: error feedback."""
+        return {}
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Go on with what `own_state` gave; what is not there, or of another codec, begins anew."""
+
     # Where members come and go
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
@@ -247,6 +254,13 @@ class Rounds(ABC):
         yield mine
         self.combination.finish(mine.slot)
         self._contributed(mine, started)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Return what this member alone has, as it was after the last round that is committed."""
+        return self.combination.own_state()
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        self.combination.load_own(tensors)
 
     def state(self) -> tuple[list[dict[str, Any]], list[list[Tensor | None]]]:
         """Return the rounds in flight, and their results, to be saved: alike on all members. Here the coordinator's record."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -47,8 +47,10 @@ class Loop:
         observer: Observer,
         record: RunRecord,
         together: bool = False,
+        keep: Callable[[], None] = lambda: None,
         profiler: Profiler | None = None,
     ) -> None:
+        """`keep` is called after every step, for what this process keeps of its own."""
         self.strategy, self.task, self.context, self.record = strategy, task, context, record
         self.step = 0  # the last that was taken
         self.interrupted = False
@@ -56,7 +58,7 @@ class Loop:
         self._observer, self._together = observer, together
         self._config = context.config.training
         self._log_interval = context.config.logging.log_interval
-        self._profiler = profiler
+        self._profiler, self._keep = profiler, keep
         self._warned_of_loss = False
         self._counted: bool | None = None  # whether the task counts targets
         self._skipped = 0
@@ -86,6 +88,7 @@ class Loop:
                 self._log(step, with_evaluation=evaluated)
             if over or improved or due(step, self._config.checkpoint_steps):
                 self._save(step, best=improved, final=over)
+            self._keep()
             if over and not last:
                 self.interrupted = True
                 return

@@ -21,6 +21,7 @@ from smolcluster.data.sampler import Sampler
 from smolcluster.engine.adopt import Plan, adopt, read_plan
 from smolcluster.engine.checks import batch_size_on, is_automatic
 from smolcluster.engine.elastic.member_side import MemberSide
+from smolcluster.engine.elastic.own_state import OwnState
 from smolcluster.engine.elastic.pushed_rounds import PushedRounds
 from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.identity import instance_of, new_peer, new_secret
@@ -119,6 +120,12 @@ class Member(Role):
         )
         self.strategy = self.strategy_class(self.options, self.context)
         self.strategy.setup(self.task)
+        self.own = (
+            OwnState(self.run_dir.own, rank=spec.rank, keep=training.max_checkpoints_to_keep) if spec.run_dir else None
+        )
+        self._kept = 0  # updates, when it was kept last
+        if self.own is not None:
+            self.membership.recall = self.own.load
         self.reader = LeaseReader(Sampler(len(self.train_data), seed=training.seed or 0), self.membership.lease)
         self.loop = Loop(
             strategy=self.strategy,
@@ -128,6 +135,7 @@ class Member(Role):
             train_data=self.train_data,
             val_data=None,  # the server evaluates and saves
             observer=self.observer,
+            keep=self._keep_own,
             record=RunRecord(
                 self.context,
                 self.task,
@@ -137,6 +145,17 @@ class Member(Role):
                 traffic=lambda: self.transport.traffic,
             ),
         )
+
+    def _keep_own(self, *, now: bool = False) -> None:
+        """Where the server saves, which is when a round has ended."""
+        every, updates = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.replica.updates
+        if (
+            self.own is not None
+            and isinstance(self.strategy, Exchanging)
+            and (now or updates // every > self._kept // every)
+        ):
+            self.own.save(updates, self.strategy.state().own)
+            self._kept = updates
 
     def _open_rounds(self, strategy: Exchanging[Any], combination: Combination) -> Rounds:
         """The strategy's exchange with the others is also this worker's membership."""
@@ -176,6 +195,8 @@ class Member(Role):
 
     def _finish(self) -> int:
         """Say good-bye, with what this worker counted."""
+        if self.loop.step < self.total_steps:
+            self._keep_own(now=True)
         report = self.loop.record.report(self.loop.step, batch_samples=self.batch_size)
         if isinstance(self.strategy, Exchanging) and self.strategy.combined == "workers":  # or replicas may differ
             report["weights_sha256"] = replica_sha256(self.strategy)

@@ -53,6 +53,11 @@ class RunDir:
         return self.path / "journal"
 
     @property
+    def own(self) -> Path:
+        """What workers of the elastic plane keep on their own machines (`engine/elastic/own_state.py`)."""
+        return self.path / "own"
+
+    @property
     def history(self) -> Path:
         return self.path / "history.jsonl"
 

@@ -331,7 +331,7 @@ class Server(Role):
     def _restore(self, state: State | None, meta: Mapping[str, Any]) -> None:
         if state is not None:
             self.strategy.load_state(state)
-            self.duty.shared = state.shared
+            self.duty.load_shared(state.shared)
         self.step, self.record.samples, self.record.tokens = (
             int(meta["step"]),
             int(meta["samples"]),
@@ -401,6 +401,7 @@ class Server(Role):
 
     def _snapshot_journal(self, *, wait: bool = False) -> None:
         state = self.strategy.state()
+        state.shared = self.duty.shared_state()
         meta = {
             "strategy": self.config.strategy.name,
             "numbers": state.numbers,
@@ -652,7 +653,7 @@ class Server(Role):
         state = self.strategy.state()
         leases = self._read_by[step]  # more may have been read since
         sampler = {**leases, "seed": self.config.training.seed or 0, "num_samples": len(self.train_data)}
-        extra = {f"{ALL}/{name}": tensor for name, tensor in self.duty.shared.items()}
+        extra = {f"{ALL}/{name}": tensor for name, tensor in self.duty.shared_state().items()}
         return self.record.snapshot(step, state, copy=self._kept, sampler=sampler, extra=extra)
 
     def _kept(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

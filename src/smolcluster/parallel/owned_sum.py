@@ -6,7 +6,7 @@ the sums of a round and the optimizer state; after the commit both take the step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import Codec
+from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.contributions import Contributions
 from smolcluster.comm.elastic.view import View
 from smolcluster.comm.group import Group, Work, gather_json
@@ -238,8 +239,14 @@ class EncodedOwnedSum(OwnedSum):
     def __init__(self, replica: Replica, *, codec: Codec, num_slots: int) -> None:
         super().__init__(replica, num_slots=num_slots)
         trained = {n: p for n, p in replica.model.named_parameters() if p.requires_grad}
-        self._parts = Contributions(trained, codec=codec, num_slots=num_slots)
+        self._parts, self._codec = Contributions(trained, codec=codec, num_slots=num_slots), codec
         self._sums: list[dict[int, Tensor] | None] = [None] * num_slots
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {f"{self._codec.name}/{name}": tensor for name, tensor in self._parts.own_state().items()}
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        self._parts.load_own(under(f"{self._codec.name}/", tensors))
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
         self._committed = view.step

@@ -79,13 +79,10 @@ class Feedback:
         self.memories = {name: memory for name, memory in memories.items() if memory is not None}
         self._before.clear()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """`residual/<name>` and `<state>/<name>`; not copied. An encoding neither committed nor undone counts as taken."""
-        tensors = {}
-        for name, memory in self.memories.items():
-            tensors[f"{RESIDUAL}/{name}"] = memory.residual
-            tensors |= {f"{key}/{name}": tensor for key, tensor in memory.state.items()}
-        return tensors
+    def state_dict(self, *, committed: bool = False) -> dict[str, Tensor]:
+        """`residual/<name>` and `<state>/<name>`; not copied. With `committed` as `undo` would leave it."""
+        memories = {**self.memories, **self._before} if committed else self.memories
+        return tensors_of({name: memory for name, memory in memories.items() if memory is not None})
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace everything by what `state_dict` gave."""
@@ -98,3 +95,17 @@ class Feedback:
             raise UserError(f"the saved error feedback has no residual for {', '.join(lost)}; resume without it")
         self.memories = {name: Memory(state.pop(RESIDUAL), state) for name, state in states.items()}
         self._before.clear()
+
+
+def tensors_of(memories: Mapping[str, Memory]) -> dict[str, Tensor]:
+    """Return what `Feedback.load_state_dict` takes; not copied."""
+    tensors = {}
+    for name, memory in memories.items():
+        tensors[f"{RESIDUAL}/{name}"] = memory.residual
+        tensors |= {f"{key}/{name}": tensor for key, tensor in memory.state.items()}
+    return tensors
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those whose names begin with this, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

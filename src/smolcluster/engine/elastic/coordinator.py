@@ -11,7 +11,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class Coordinator(ServerSide):
         `whole`: every member holds the whole result of a round.
         """
         self.context, self.replica = context, replica
+        self.shared: Mapping[str, Tensor] = {}
         self.tokens_per_sample = tokens_per_sample
         self.open_office()
         self._ahead, self._whole, self._local_steps = rounds_ahead, whole, local_steps
@@ -128,6 +129,12 @@ class Coordinator(ServerSide):
         before needs no copy."""
         self.replica.adopt_state_dict(state.weights, state.optimizer, state.numbers)
         self.shared = state.shared
+
+    def shared_state(self) -> Mapping[str, Tensor]:
+        return self.shared
+
+    def load_shared(self, tensors: Mapping[str, Tensor]) -> None:
+        self.shared = tensors
 
     def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = replica_state(self.replica)

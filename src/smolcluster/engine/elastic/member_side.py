@@ -7,7 +7,10 @@ boundary on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from smolcluster.comm.elastic.line import Lease, Line, Stopped
 from smolcluster.comm.elastic.messages import Kind, Message
@@ -18,6 +21,8 @@ from smolcluster.strategies.base import Context, State
 class MemberSide(ABC):
     context: Context
     replica: Replica
+
+    recall: Callable[[int], Mapping[str, Tensor]] | None = None  # what I kept of my own after a step, if anything
 
     @abstractmethod
     def load_state(self, state: State) -> None: ...
@@ -60,7 +65,9 @@ class MemberSide(ABC):
             return
         tensors = self._line.state(names)
         if tensors is not None:  # or the line was lost again, and another welcome follows
-            self.load_state(State.unpacked(tensors, welcome.meta["numbers"]))
+            state = State.unpacked(tensors, welcome.meta["numbers"])
+            state.own = self.recall(welcome.step) if self.recall is not None else {}
+            self.load_state(state)
 
     def lease(self) -> Lease | None:
         """Return what this worker reads next; None when the run is over."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import CodecError, Feedback, chosen_codec, make_codec
+from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.parcels import Parcels
 from smolcluster.comm.rounds import AtServer, Committed, Contribution, ServerRounds
@@ -84,6 +85,16 @@ class PushedRounds(ServerRounds, MemberSide):
 
     def load_state(self, state: State) -> None:
         self._strategy.load_state(state)
+
+    def own_state(self) -> dict[str, Tensor]:
+        if self._feedback is None:
+            return {}
+        own = self._feedback.state_dict(committed=True)
+        return {f"{self._parcels.codec.name}/{name}": tensor for name, tensor in own.items()}
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._feedback is not None:
+            self._feedback.load_state_dict(under(f"{self._parcels.codec.name}/", tensors))
 
     # My gradient
 

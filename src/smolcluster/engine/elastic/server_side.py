@@ -29,7 +29,6 @@ class ServerSide(ABC):
     replica: Replica
     stale_rejected: int
     tokens_per_sample: int
-    shared: Mapping[str, Tensor] = {}  # of the state that is here: what only this strategy can use
 
     def open_office(self) -> None:
         """Once, before anybody joins."""
@@ -46,6 +45,13 @@ class ServerSide(ABC):
     @abstractmethod
     def replay(self, commit: Commit) -> None:
         """Do a committed step again, after a restart."""
+
+    def shared_state(self) -> Mapping[str, Tensor]:
+        """Of the state that is here: what only this strategy can use (`State.shared`)."""
+        return {}
+
+    def load_shared(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
+        """Go on with what `shared_state` gave."""
 
     @property
     def office(self) -> Office:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from smolcluster.comm.codecs import CodecError, Feedback
+from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.engine.elastic.parameter_server import ParameterServer, Push, sound
-from smolcluster.strategies.base import Context
+from smolcluster.strategies.base import Commit, Context
 from smolcluster.strategies.base.replicated import Pushing
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,27 @@ class SynchronousServer(ParameterServer):
     def __init__(self, context: Context, strategy: Pushing[Any], *, tokens_per_sample: int = 1) -> None:
         super().__init__(context, strategy, tokens_per_sample=tokens_per_sample)
         self._average_feedback = Feedback() if self._gradients.codec.feedback else None
+        self._codec_prefix = f"codec/{self._gradients.codec.name}/"
         self._behind: set[Member] = set()  # have not read what they were sent
         self._late: dict[Member, Late] = {}  # compute a step that is over
         self._idle: set[Member] = set()  # have delivered it, and start on the next step with the others
         self._stragglers: set[Member] = set()  # are not waited for
         self._sent: dict[Member, float] = {}  # who got the last average, and when
+
+    def shared_state(self) -> Mapping[str, Tensor]:
+        """What the codec has left out of the averages so far."""
+        if self._average_feedback is None:
+            return {}
+        own = self._average_feedback.state_dict(committed=True)
+        return {f"{self._codec_prefix}{name}": tensor for name, tensor in own.items()}
+
+    def load_shared(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._average_feedback is not None:
+            self._average_feedback.load_state_dict(under(self._codec_prefix, tensors))
+
+    def replay(self, commit: Commit) -> None:
+        super().replay(commit)
+        self.load_shared({})  # what its average left out is not in the record
 
     def serve(self) -> None:
         self.muster()

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, TypeVar, cast
 from torch import Tensor
 
 from smolcluster.comm.codecs import chosen_codec
+from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.encoded_sum import EncodedSum
 from smolcluster.comm.group import broadcast_in_place, check_same_layout
 from smolcluster.comm.rounds import (
@@ -30,6 +31,7 @@ from smolcluster.strategies.base import IN_FLIGHT, OptionsT, Scope, Share, State
 from smolcluster.tasks.base import Task
 
 ServedT = TypeVar("ServedT", bound=ServedOptions)
+CODEC = "codec/"  # names of `State.own`: error feedback
 CombinedBy = Literal["workers", "server", "server, as they arrive"]  # with a coordinator; step by step; one by one
 
 
@@ -126,6 +128,8 @@ class Exchanging(Replicated[OptionsT]):
             return state
         if self.context.fixed_group is not None and self.context.seat.rank > 0:
             state.own = self.replica.buffers.changing()
+        if own := self.rounds.own_state():
+            state.own = {**state.own, **{f"{CODEC}{name}": tensor for name, tensor in own.items()}}
         in_flight, results = self.rounds.state()
         if in_flight:
             state.numbers["in_flight"] = in_flight
@@ -136,7 +140,9 @@ class Exchanging(Replicated[OptionsT]):
 
     def load_state(self, state: State) -> None:
         super().load_state(state)
-        self.replica.buffers.load(state.own)
+        self.replica.buffers.load({name: own for name, own in state.own.items() if not name.startswith(CODEC)})
+        if own := under(CODEC, state.own):
+            self.rounds.load_own(own)
         if in_flight := state.numbers.get("in_flight"):
             numbers, names = range(len(in_flight)), self._names()
             results = [[state.shared.get(f"{IN_FLIGHT}{i}/{name}") for name in names] for i in numbers]

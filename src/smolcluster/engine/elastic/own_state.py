@@ -1,0 +1,54 @@
+"""What a worker alone has, on its own disk: error feedback of a codec, after the steps that the run saves.
+
+It stays there: it is as large as the model, and codecs are for networks that are slow. A worker that is started again, and is
+welcomed with the state of such a step, goes on with it. Where it is lost the worker begins with none, as one that joins does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+class OwnState:
+    def __init__(self, folder: Path, *, rank: int, keep: int) -> None:
+        """`keep`: how many steps, as of checkpoints."""
+        self._folder, self._rank, self._keep = folder, rank, keep
+        self._last = -1
+
+    def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep it, if there is any. A disk that is full costs this state, and nothing else."""
+        if not tensors or step == self._last:
+            return
+        path = self._path(step)
+        half = path.with_suffix(".part")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, half)
+            half.replace(path)
+            for old in sorted(self._folder.glob(self._path_name("*")))[: -self._keep]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("error feedback of step %d is not kept: %s", step, error)
+        self._last = step
+
+    def load(self, step: int) -> dict[str, Tensor]:
+        path = self._path(step)
+        try:
+            return dict(load_file(path)) if path.exists() else {}
+        except (OSError, SafetensorError) as error:
+            log.warning("error feedback of step %d begins anew: %s", step, error)
+            return {}
+
+    def _path(self, step: int) -> Path:
+        return self._folder / self._path_name(f"{step:08d}")
+
+    def _path_name(self, step: str) -> str:
+        return f"rank{self._rank}-step-{step}.safetensors"
