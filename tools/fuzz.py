@@ -76,7 +76,6 @@ with (
     from smolcluster.comm.elastic.handshake import Refusal as HandshakeRefusal
     from smolcluster.comm.elastic.line import Line, Stopped
     from smolcluster.comm.elastic.mailbox import Mailbox, Payload
-    from smolcluster.comm.elastic.memory import MemoryTransport, Switchboard
     from smolcluster.comm.elastic.messages import Head, Kind, Message, Peer
     from smolcluster.comm.elastic.peers import Peers
     from smolcluster.comm.elastic.roster import Gone, Member, Roster, Said
@@ -98,6 +97,7 @@ with (
     from smolcluster.serve import api_types, wire
     from smolcluster.serve.service import BadRequest
     from smolcluster.web.bodies import Unreadable, parse_object
+    from tools.memory_transport import MemoryTransport, Switchboard
 
 CORPUS = Path(__file__).parent.parent / "tests" / "corpus"
 MOST_INPUTS = 60  # of a target in the corpus

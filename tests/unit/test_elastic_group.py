@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from tools.memory_transport import MemoryTransport, Switchboard
 
 from smolcluster.comm.elastic import peers as peers_module
 from smolcluster.comm.elastic import schedule
 from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.group import FAR_AHEAD, ElasticGroup
-from smolcluster.comm.elastic.memory import MemoryTransport, Switchboard
 from smolcluster.comm.elastic.peers import Peers
 from smolcluster.comm.elastic.proofs import PairKeys, proof, read_keys
 from smolcluster.comm.elastic.states import state_messages

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from tools.memory_transport import Switchboard
 from torch import Tensor
 
 from smolcluster.comm.addresses import reach
 from smolcluster.comm.elastic import connection, frames, payloads, sockets, tcp
 from smolcluster.comm.elastic.connection import TcpLink
 from smolcluster.comm.elastic.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
-from smolcluster.comm.elastic.memory import Switchboard
 from smolcluster.comm.elastic.security import Credentials, Keyring, new_token, open_credentials
 from smolcluster.comm.elastic.sockets import INSTEAD_OF_BBR, join_address, set_options, split_address
 from smolcluster.comm.elastic.tcp import Limits, TcpTransport

@@ -10,8 +10,8 @@ whose methods run on that thread and must not block. `Link.send` may be called f
                                                    Handler.received(link, message)
       Handler.unlinked(link, reason)  <-- end -->  Handler.unlinked(link, reason)
 
-Implementations: `tcp.TcpTransport` (asyncio, TLS 1.3 when there is a token), `memory.MemoryTransport`
-(one process, for tests, with faults on demand). `frames.py` has the bytes. torch is imported with the first payload.
+`tcp.TcpTransport` implements it: asyncio, TLS 1.3 when there is a token. `tools/memory_transport.py` does so inside one
+process, for tests. `frames.py` has the bytes. torch is imported with the first payload.
 """
 
 from __future__ import annotations

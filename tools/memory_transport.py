@@ -90,8 +90,8 @@ class Switchboard:
             self._cuts.pop(frozenset((a, b)), None)
         self.at(0, lambda: self._reconnect(a, b))
 
-    def drop(self, a: MemoryTransport, b: MemoryTransport, *, reason: str = "the connection was closed") -> None:
-        self.at(0, lambda: self._drop(a, b, reason))
+    def drop(self, a: MemoryTransport, b: MemoryTransport) -> None:
+        self.at(0, lambda: self._drop(a, b, "the connection was closed"))
 
     def delay(self, a: MemoryTransport, b: MemoryTransport, *, seconds: float) -> None:
         with self.lock:
