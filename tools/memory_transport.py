@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -199,15 +200,7 @@ class MemoryLink(Link):
         frame = frames.encode(message)
         meta = frames.decode_meta(frames.encode_meta(message.meta))
         payload = None if message.payload is None else message.payload.detach().clone()
-        copy = Message(
-            kind=message.kind,
-            step=message.step,
-            channel=message.channel,
-            epoch=message.epoch,
-            codec=message.codec,
-            meta=meta,
-            payload=payload,
-        )
+        copy = replace(message, meta=meta, payload=payload)
         network = self._network
         with network.lock:
             if not self._open:
@@ -274,17 +267,8 @@ class MemoryLink(Link):
         self._handler.received(self, message)
 
     def _copy_to_its_place(self, message: Message, payload: Tensor) -> Tensor:
-        head = Head(
-            kind=message.kind,
-            step=message.step,
-            channel=message.channel,
-            epoch=message.epoch,
-            codec=message.codec,
-            dtype=str(payload.dtype).removeprefix("torch."),
-            shape=tuple(payload.shape),
-            nbytes=payload.nbytes,
-            meta=message.meta,
-        )
+        dtype = str(payload.dtype).removeprefix("torch.")
+        head = Head.of(message, dtype=dtype, shape=tuple(payload.shape), nbytes=payload.nbytes)
         place = frames.checked_place(self._handler.place(self, head), head)
         memory(place)[:] = memory(payload)
         return place

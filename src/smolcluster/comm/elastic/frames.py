@@ -230,30 +230,15 @@ def encode(
     meta = encode_meta(message.meta)
     if len(meta) > meta_bytes:
         raise ValueError(f"{message.kind.name} with {len(meta)} bytes of meta; at most {meta_bytes} are allowed")
-    if message.payload is None:
-        return Frame(_header(message, meta, 0, (), 0, 0, cluster, run) + meta, None, checked)
-    from smolcluster.comm.elastic import payloads
+    dtype = 0
+    shape: tuple[int, ...] = ()
+    payload: memoryview | None = None
+    if message.payload is not None:
+        from smolcluster.comm.elastic import payloads
 
-    assert message.kind in WITH_PAYLOAD, f"{message.kind.name} has no payload"
-    payload = payloads.memory(message.payload)
-    dtype = 1 + DTYPE_NAMES.index(str(message.payload.dtype).removeprefix("torch."))
-    head = _header(message, meta, dtype, message.payload.shape, len(payload), CHECKED * checked, cluster, run) + meta
-    if len(payload) > payloads.JOINED_BYTES:
-        return Frame(head, payload, checked)
-    tail = crc32(payload).to_bytes(4, "little") if checked else b""
-    return Frame(b"".join((head, payload, tail)), None, checked)
-
-
-def _header(
-    message: Message,
-    meta: bytes,
-    dtype: int,
-    shape: tuple[int, ...],
-    nbytes: int,
-    flags: int,
-    cluster: bytes,
-    run: bytes,
-) -> bytes:
+        assert message.kind in WITH_PAYLOAD, f"{message.kind.name} has no payload"
+        dtype = 1 + DTYPE_NAMES.index(str(message.payload.dtype).removeprefix("torch."))
+        shape, payload = tuple(message.payload.shape), payloads.memory(message.payload)
     fields = HEADER.pack(
         MAGIC,
         VERSION,
@@ -261,20 +246,24 @@ def _header(
         dtype,
         CODECS.index(message.codec),
         len(shape),
-        flags,
+        CHECKED if checked and payload is not None else 0,
         message.epoch,
         cluster,
         run,
         message.step,
         message.channel,
         len(meta),
-        nbytes,
+        0 if payload is None else len(payload),
         *shape,
         *(0,) * (MAX_DIMS - len(shape)),
         crc32(meta),
         0,
     )
-    return fields[:-4] + crc32(fields[:-4]).to_bytes(4, "little")
+    head = fields[:-4] + crc32(fields[:-4]).to_bytes(4, "little") + meta
+    if payload is None or len(payload) > payloads.JOINED_BYTES:
+        return Frame(head, payload, checked)
+    tail = crc32(payload).to_bytes(4, "little") if checked else b""
+    return Frame(b"".join((head, payload, tail)), None, checked)
 
 
 # Reading
@@ -282,17 +271,15 @@ def _header(
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    kind: Kind
-    dtype: str  # empty: no payload
-    codec: str
-    shape: tuple[int, ...]
-    checked: bool
-    epoch: int
-    step: int
-    channel: int
+    """What a header says: of a message that has no meta and no payload yet, and of these two."""
+
+    message: Message
     meta_bytes: int
-    payload_bytes: int
     meta_crc: int
+    dtype: str = ""  # empty: no payload
+    shape: tuple[int, ...] = ()
+    payload_bytes: int = 0
+    checked: bool = False
 
 
 def _nowhere(_: Head) -> None:
@@ -381,19 +368,13 @@ class Parser:
                 large = bytearray(header.meta_bytes)
                 yield from self._fill(memoryview(large))
                 data = bytes(large)
+            message = header.message
             if crc32(data) != header.meta_crc:
-                raise Corrupt(f"the meta of a {header.kind.name} was damaged on the way")
-            message = Message(
-                kind=header.kind,
-                step=header.step,
-                channel=header.channel,
-                epoch=header.epoch,
-                codec=header.codec,
-                meta=decode_meta(data),
-            )
-
+                raise Corrupt(f"the meta of a {message.kind.name} was damaged on the way")
+            message.meta = decode_meta(data)
             if header.dtype:
-                message.payload = self._placed(header, message.meta)
+                head = Head.of(message, dtype=header.dtype, shape=header.shape, nbytes=header.payload_bytes)
+                message.payload = checked_place(self._place(head), head)
                 yield from self._receive_payload(header, message.payload)
             yield message
 
@@ -406,29 +387,16 @@ class Parser:
             yield from self._wait_for(4)
             rest = target[len(target) - len(target) % payloads.BLOCK_BYTES :]
             if checksum.value(rest) != int.from_bytes(self._take(4), "little"):
-                raise Corrupt(f"the payload of a {header.kind.name} was damaged on the way")
+                raise Corrupt(f"the payload of a {header.message.kind.name} was damaged on the way")
         if header.dtype == "bool" and not payloads.are_booleans(target):
             raise Malformed("a boolean that is neither true nor false")
 
     def _check(self, data: bytes) -> _Header:
         """Everything a header can be wrong about."""
-        (
-            _,
-            _,
-            kind,
-            dtype,
-            codec,
-            ndim,
-            flags,
-            epoch,
-            cluster,
-            run,
-            step,
-            channel,
-            meta_bytes,
-            payload_bytes,
-            *rest,
-        ) = HEADER.unpack(data)
+        # Magic and version were checked before the rest was read.
+        kind, dtype, codec, ndim, flags, epoch, cluster, run, step, channel, meta_bytes, payload_bytes, *rest = (
+            HEADER.unpack(data)[2:]
+        )
         shape, meta_crc, header_crc = tuple(rest[:ndim]), rest[-2], rest[-1]
         if crc32(data[:-4]) != header_crc:
             raise Corrupt("a header was damaged on the way")
@@ -455,10 +423,11 @@ class Parser:
             raise Malformed(f"{name} with codec number {codec}")
         if ndim > MAX_DIMS or any(rest[ndim:MAX_DIMS]):
             raise Malformed(f"{name} with a shape that says {ndim} dimensions and has others")
+        message = Message(kind=kind, step=step, channel=channel, epoch=epoch, codec=CODECS[codec])
         if dtype == 0:
             if payload_bytes or ndim or flags:
                 raise Malformed(f"{name} with a payload of no type")
-            return _Header(kind, "", CODECS[codec], (), False, epoch, step, channel, meta_bytes, 0, meta_crc)
+            return _Header(message, meta_bytes, meta_crc)
 
         if kind not in WITH_PAYLOAD:
             raise Malformed(f"{name} with a payload")
@@ -468,32 +437,14 @@ class Parser:
             raise TooLarge(f"{name} with a payload of {payload_bytes} bytes; at most {self._payload_bytes} are allowed")
         dtype_name = DTYPE_NAMES[dtype - 1]
         itemsize = ITEM_BYTES[dtype_name]
-        if (
-            math.prod(size or 1 for size in shape) * itemsize > self._payload_bytes
-        ):  # an empty tensor can be too large too
+        # An empty tensor can be too large too.
+        if math.prod(size or 1 for size in shape) * itemsize > self._payload_bytes:
             raise TooLarge(f"{name} of shape {list(shape)}")
         if math.prod(shape) * itemsize != payload_bytes:
             raise Malformed(f"{name}: {dtype_name} of shape {list(shape)} does not take {payload_bytes} bytes")
         if flags & ~CHECKED or (self._checked and not flags & CHECKED):
             raise Malformed(f"{name} with flags {flags:#x}")
-        checked = bool(flags & CHECKED)
-        return _Header(
-            kind, dtype_name, CODECS[codec], shape, checked, epoch, step, channel, meta_bytes, payload_bytes, meta_crc
-        )
-
-    def _placed(self, header: _Header, meta: Mapping[str, Any]) -> Tensor:
-        head = Head(
-            kind=header.kind,
-            step=header.step,
-            channel=header.channel,
-            epoch=header.epoch,
-            codec=header.codec,
-            dtype=header.dtype,
-            shape=header.shape,
-            nbytes=header.payload_bytes,
-            meta=meta,
-        )
-        return checked_place(self._place(head), head)
+        return _Header(message, meta_bytes, meta_crc, dtype_name, shape, payload_bytes, bool(flags & CHECKED))
 
     # Bytes
 

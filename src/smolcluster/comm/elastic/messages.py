@@ -115,3 +115,18 @@ class Head:
     shape: tuple[int, ...]
     nbytes: int
     meta: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, message: Message, *, dtype: str, shape: tuple[int, ...], nbytes: int) -> Head:
+        """Describe a message whose payload, of this type and size, is still to come."""
+        return cls(
+            kind=message.kind,
+            step=message.step,
+            channel=message.channel,
+            epoch=message.epoch,
+            codec=message.codec,
+            dtype=dtype,
+            shape=shape,
+            nbytes=nbytes,
+            meta=message.meta,
+        )
