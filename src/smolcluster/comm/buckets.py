@@ -38,9 +38,8 @@ class _Slot:
     used: Tensor  # for each parameter, whether this rank used it
     stop_count: Tensor
     unused: set[int] = field(default_factory=set)  # parameters that this rank did not use
-    mine: list[Tensor] = field(
-        default_factory=list
-    )  # with `keep`: my part of each bucket, which `views` then point into
+    # With `keep`: my part of each bucket, which `views` then point into.
+    mine: list[Tensor] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
 
@@ -53,7 +52,6 @@ class GradientBuckets:
         bucket_bytes: int,
         first_bucket_bytes: int = 2**20,
         num_slots: int = 1,
-        buffer_device: torch.device | None = None,
         keep: bool = False,
     ) -> None:
         self.group = group
@@ -61,7 +59,7 @@ class GradientBuckets:
         self._parameters = list(parameters)
         self._parts = [local(p.detach()) for p in self._parameters]  # of each, what this rank has
         device = self._parts[0].device
-        self._home = group.buffer_device(device) if buffer_device is None else buffer_device
+        self._home = group.buffer_device(device)
         self._staged = self._home != device  # a backend that cannot reach the device gets copies
         self._bucket_of, self._num_buckets = assign_buckets(
             [(p.dtype, p.nbytes) for p in self._parts],

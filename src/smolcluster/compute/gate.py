@@ -19,9 +19,8 @@ HISTORY = 64
 ENOUGH = 5
 STUBBORN = 8  # refusals in a row, without a gradient that is accepted
 TRIES = 20  # attempts in a row at a step of which no gradient counted
-PATIENCE = (
-    5  # refusals in a row of one member while gradients of others count, before it is the cause and not its samples
-)
+# Refusals in a row of one member while gradients of others count, before it is the cause and not its samples.
+PATIENCE = 5
 
 
 class GradientGate:
@@ -33,9 +32,8 @@ class GradientGate:
         self._failed = 0  # attempts in a row of which nothing counted
         self.last_refusal = ""  # whose gradient, and why; since one was accepted
         self._num_accepted = 0
-        self._members: dict[
-            str, tuple[int, int]
-        ] = {}  # instance -> its refusals in a row, and `_num_accepted` at the last
+        # Instance -> its refusals in a row, and `_num_accepted` at the last.
+        self._members: dict[str, tuple[int, int]] = {}
 
     def objection(self, norm: float) -> str | None:
         """Why a gradient of this norm may not count; None when it may."""

@@ -81,9 +81,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._set(number, self._rounded(storage.nbytes()))
             return result
 
-        self._propagate = propagate = getattr(
-            ShardingPropagator, _ASK, None
-        )  # older versions have a mode of their own for it
+        # Older versions have a mode of their own for it.
+        self._propagate = propagate = getattr(ShardingPropagator, _ASK, None)
 
         def asking(*args: Any, **kwargs: Any) -> Any:
             assert propagate is not None

@@ -65,9 +65,8 @@ class AgreedScale(LossScale):
     """
 
     commits: int = 0
-    overflows: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # instance -> how many in a row, and when the last
+    # Instance -> how many in a row, and when the last.
+    overflows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def overflowed(self, instance: str, used: Any) -> bool:
         """A member's gradient is not finite; `used` is the scale it reports. Returns whether the scale is the cause."""

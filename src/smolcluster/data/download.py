@@ -23,6 +23,7 @@ from smolcluster.errors import UserError
 
 BLOCK_BYTES = 256 * 1024
 MAX_BYTES = 2 * 1024**3
+TIMEOUT_S = 30.0
 
 
 class _BadMirror(Exception):
@@ -46,7 +47,6 @@ def fetch(
     *,
     sha256: str,
     progress: Progress | None = None,
-    timeout_s: float = 30,
     max_bytes: int = MAX_BYTES,
 ) -> Path:
     """Make sure that `target` is the file with this checksum; download it if it is not."""
@@ -59,9 +59,7 @@ def fetch(
         reasons = []
         for url in urls:
             try:
-                _fetch_one(
-                    url, target, sha256=sha256, progress=progress, timeout_s=timeout_s, max_bytes=max_bytes, beat=beat
-                )
+                _fetch_one(url, target, sha256=sha256, progress=progress, max_bytes=max_bytes, beat=beat)
                 return target
             except NETWORK_ERRORS as error:
                 reasons.append(f"  {url}: {error or type(error).__name__}")
@@ -85,12 +83,11 @@ def _fetch_one(
     *,
     sha256: str,
     progress: Progress | None,
-    timeout_s: float,
     max_bytes: int,
     beat: Callable[[], None],
 ) -> None:
     request = urllib.request.Request(url, headers={"User-Agent": "smolcluster"})
-    with urllib.request.urlopen(request, timeout=timeout_s) as response, replacing(target) as file:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, replacing(target) as file:
         length = response.headers.get("Content-Length", "")
         total = int(length) if length.isdigit() else None
         digest, done = hashlib.sha256(), 0

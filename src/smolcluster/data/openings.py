@@ -10,11 +10,12 @@ from smolcluster.data.sources import find_sources
 from smolcluster.errors import SmolclusterError
 
 _READ = 200_000  # characters of the text that are looked at
+_COUNT = 3
 _WORDS, _LEAST = 5, 60  # words of an opening; characters of a paragraph that is worth one
 _PROSE = re.compile(rf"[A-Z][a-z]*(?: [a-z]+){{{_WORDS - 1}}}")
 
 
-def openings(data: DataConfig, *, count: int = 3) -> list[str]:
+def openings(data: DataConfig) -> list[str]:
     """Return the first words of a few paragraphs of the text that `data` names. Empty where it is not here."""
     if data.name.startswith(HF_PREFIX):
         return []
@@ -27,7 +28,7 @@ def openings(data: DataConfig, *, count: int = 3) -> list[str]:
     except (SmolclusterError, OSError, ValueError):
         return []
     found = list(dict.fromkeys(filter(None, map(_opening, re.split(r"\n\s*\n", text)))))
-    return found[:: max(1, len(found) // count)][:count]
+    return found[:: max(1, len(found) // _COUNT)][:_COUNT]
 
 
 def _opening(paragraph: str) -> str | None:

@@ -22,10 +22,8 @@ from smolcluster.errors import MissingExtra, UserError, unknown_name
 
 TOKENIZERS = ("bytes", "chars", "gpt2")
 GPT2_NAMES = ("gpt2", "openai-community/gpt2")
-GPT2_FILES = (
-    ("encoder.json", "vocab.bpe"),
-    ("vocab.json", "merges.txt"),
-)  # OpenAI's names, and Hugging Face's for the same two
+# OpenAI's names, and Hugging Face's for the same two.
+GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # How GPT-2 cuts text before merging: contractions, words with their leading space, numbers, signs, and runs of blanks

@@ -50,6 +50,8 @@ __all__ = [
     "weights_sha256",
 ]
 
+logger = logging.getLogger(__name__)
+
 _POINTER_LIMIT_BYTES = 256
 
 
@@ -60,15 +62,12 @@ def folder_name(step: int) -> str:
 class CheckpointStore:
     """The checkpoints in one folder. One process writes; any number may read."""
 
-    def __init__(
-        self, folder: Path, *, keep: int, files: Files | None = None, log: logging.Logger | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *, keep: int, files: Files | None = None) -> None:
         if keep < 1:
             raise UserError(f"max_checkpoints_to_keep is {keep}; keep at least 1")
         self.folder = folder
         self.keep = keep
         self._files = files or Files()
-        self._log = log or logging.getLogger(__name__)
 
     # Saving
 
@@ -85,7 +84,7 @@ class CheckpointStore:
                 self._clear_unfinished()
             final = self.folder / folder_name(snapshot.step)
             if self._is_good(final):
-                self._log.info("%s exists and is good: kept, not written again", final.name)
+                logger.info("%s exists and is good: kept, not written again", final.name)
             else:
                 self._write(final, encoded, others)
             self._point("latest", self.list()[-1].name)
@@ -109,7 +108,7 @@ class CheckpointStore:
                     self._point(pointer, target.name)
                 else:
                     self._files.remove(self.folder / pointer)
-        self._log.warning("going back to step %d: %s moved aside", step, ", ".join(path.name for path in later))
+        logger.warning("going back to step %d: %s moved aside", step, ", ".join(path.name for path in later))
         return moved
 
     def size_bytes(self, path: Path) -> int:
@@ -138,7 +137,7 @@ class CheckpointStore:
         try:
             verify(path)
         except DamagedCheckpoint as damage:
-            self._log.error("checkpoint %s is damaged and will be written again: %s", path, damage)
+            logger.error("checkpoint %s is damaged and will be written again: %s", path, damage)
             return False
         return True
 
@@ -168,7 +167,7 @@ class CheckpointStore:
                 self._files.rename(path, unfinished)
             self._files.fsync_folder(self.folder)
         except OSError as error:
-            self._log.warning("cannot remove old checkpoints: %s", error)
+            logger.warning("cannot remove old checkpoints: %s", error)
             return
         self._remove(doomed.values())
 
@@ -177,7 +176,7 @@ class CheckpointStore:
             try:
                 self._files.remove(path)
             except OSError as error:
-                self._log.warning("cannot remove %s (the next save tries again): %s", path, error)
+                logger.warning("cannot remove %s (the next save tries again): %s", path, error)
 
     # Loading
 
@@ -204,7 +203,7 @@ class CheckpointStore:
             try:
                 return path, self._load(path, optimizer=optimizer, lazily=lazily)
             except DamagedCheckpoint as damage:
-                self._log.error("checkpoint %s is damaged, trying the one before it: %s", path, damage)
+                logger.error("checkpoint %s is damaged, trying the one before it: %s", path, damage)
                 damages.append(str(damage))
         if damages:
             raise DamagedCheckpoint(

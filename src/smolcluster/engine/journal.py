@@ -55,6 +55,8 @@ from smolcluster.engine.tensorfile import tensor_bytes
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 
+logger = logging.getLogger(__name__)
+
 _OPEN, _RECORD, _SEAL = b"SJ1O", b"SJ1R", b"SJ1S"
 _HEAD = struct.Struct("<4sIQQI")
 _CRC = struct.Struct("<I")
@@ -113,18 +115,14 @@ class Journal:
         sync_s: float | None = 0.2,
         snapshot_bytes: int = SNAPSHOT_BYTES,
         snapshot_ratio: float = SNAPSHOT_RATIO,
-        snapshot_records: int = SNAPSHOT_RECORDS,
-        log: logging.Logger | None = None,
     ) -> None:
         """Raises UserError when another process has this journal. `sync_s` None: only `sync` flushes."""
         self.folder = folder
         self._files = files or Files()
         self._sync_s, self._snapshot_bytes, self._snapshot_ratio = sync_s, snapshot_bytes, snapshot_ratio
-        self._snapshot_records = snapshot_records
         self._disk_bytes: int | None = None
-        self._log = log or logging.getLogger(__name__)
         self._closing = contextlib.ExitStack()
-        self._store = _Snapshots(folder / "snapshots", self, files=self._files, log=self._log)
+        self._store = _Snapshots(folder / "snapshots", self, files=self._files)
         self._saver = Saver(self._store, on_saved=self._snapshot_saved, on_failed=self._snapshot_failed)
 
         self._lock = threading.Lock()  # guards what the three threads share: the caller, the flusher, the saver
@@ -138,11 +136,8 @@ class Journal:
 
         self._log_bytes = 0  # since the last snapshot that was not given up was begun
         self._log_records = 0
-        self._replaced = (
-            0,
-            0,
-            False,
-        )  # what these were when it was begun, and whether it was wanted for another reason
+        # What these were when it was begun, and whether it was wanted for another reason.
+        self._replaced = (0, 0, False)
         self._failures = 0  # snapshots in a row
         self._retry_at = 0  # records: no other is begun before
         self._state_bytes = 0  # of the last snapshot
@@ -202,7 +197,7 @@ class Journal:
             if segment.trouble or not follows:
                 broken = broken or segment.path
                 bad = segment.trouble == "damaged" or (segment.records and not follows)
-                self._log.log(
+                logger.log(
                     logging.ERROR if bad else logging.WARNING,
                     "%s: %s; %d records kept of its %d bytes",
                     segment.path,
@@ -336,9 +331,7 @@ class Journal:
                 failing = False
             except OSError as error:
                 if not failing:
-                    self._log.error(
-                        "%s: a power cut could lose committed steps, flushing fails: %s", self.folder, error
-                    )
+                    logger.error("%s: a power cut could lose committed steps, flushing fails: %s", self.folder, error)
                 failing = True
             self._stopping.wait(self._sync_s)
 
@@ -392,7 +385,7 @@ class Journal:
         does not fill; in records, so that replaying them is quick and takes little memory."""
         if self._snapshot_running or self._records < self._retry_at:
             return False
-        return self._snapshot_wanted or self._log_bytes > self._log_limit or self._log_records >= self._snapshot_records
+        return self._snapshot_wanted or self._log_bytes > self._log_limit or self._log_records >= SNAPSHOT_RECORDS
 
     def bound_disk(self, num_bytes: int) -> None:
         """Take no more than so many bytes: a shorter log, more snapshots."""
@@ -428,7 +421,7 @@ class Journal:
                 failure = self._full("a snapshot cannot be begun", error)
                 if wait:
                     raise failure from error
-                self._log.error("%s; the log goes on growing", failure)
+                logger.error("%s; the log goes on growing", failure)
                 return
         copies = self._saver.snapshot_tensors(tensors)
         self._snapshot_running, self._snapshot_error = True, ""
@@ -457,7 +450,7 @@ class Journal:
         with self._lock:
             self._give_up_snapshot()
         self._snapshot_running = False
-        self._log.error("%s; the log goes on growing", self._snapshot_error)
+        logger.error("%s; the log goes on growing", self._snapshot_error)
 
     def _forget(self, number: int) -> None:
         """Removes the log files that snapshot `number` replaces. One that stays costs space, and the next time it goes."""
@@ -470,7 +463,7 @@ class Journal:
                 try:
                     self._files.remove(path)
                 except OSError as error:
-                    self._log.warning("cannot remove %s: %s", path, error)
+                    logger.warning("cannot remove %s: %s", path, error)
 
     # The end
 
@@ -487,7 +480,7 @@ class Journal:
                 try:
                     self._flush()
                 except OSError as error:
-                    self._log.error("%s: cannot be flushed: %s", self.folder, error)
+                    logger.error("%s: cannot be flushed: %s", self.folder, error)
                 with self._lock:
                     self._retire()
                     self._discard(self._retired)
@@ -507,7 +500,7 @@ class Journal:
                 f"another server is using the journal {self.folder}; stop it, or choose another --run-dir"
             ) from error
         if not alone:
-            self._log.warning("%s: no locks on this file system; make sure that only one server runs", self.folder)
+            logger.warning("%s: no locks on this file system; make sure that only one server runs", self.folder)
 
     def _check_ready(self) -> None:
         assert self._number >= 0, "recover first"
@@ -528,8 +521,8 @@ class Journal:
 class _Snapshots(CheckpointStore):
     """The snapshots of a journal: checkpoints whose number is that of the log file that follows."""
 
-    def __init__(self, folder: Path, journal: Journal, *, files: Files, log: logging.Logger) -> None:
-        super().__init__(folder, keep=1, files=files, log=log)
+    def __init__(self, folder: Path, journal: Journal, *, files: Files) -> None:
+        super().__init__(folder, keep=1, files=files)
         self._journal = journal
 
     def save(self, snapshot: Snapshot, *, best: bool = False, others: Others | None = None) -> Path:

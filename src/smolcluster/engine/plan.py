@@ -133,9 +133,8 @@ class Subject:
     def scene(self, choice: Choice) -> Scene:
         """Raises UserError where the strategy cannot run like this."""
         section = self.config.strategy.saying(choice.options, name=choice.strategy)
-        if (
-            section.said().get("layer_distribution") == "auto"
-        ):  # measured when a run begins; about even where machines are alike
+        # Measured when a run begins; about even where machines are alike.
+        if section.said().get("layer_distribution") == "auto":
             section = section.saying({"layer_distribution": None})
         strategy = find_strategy(choice.strategy, plane=choice.plane)
         options, _ = read_options(strategy, section)
@@ -307,12 +306,11 @@ def make_plan(
     asked: Sequence[Choice],
     *,
     limit: int | None = None,
-    ways: Sequence[Way] = WAYS,
     rows: Callable[[Sequence[Choice], Sequence[Way]], list[Forecast]] | None = None,
 ) -> Plan:
     """`rows` makes the forecasts, by default here and one after the other."""
     configured = Way(checkpointing=subject.config.training.gradient_checkpointing)
-    ways = [configured, *(way for way in ways if way != configured)]
+    ways = [configured, *(way for way in WAYS if way != configured)]
     there, words = limit_per_rank(subject.device, len(subject.nodes), limit)
     made = rows(asked, ways) if rows else [forecast(subject, choice, ways=ways) for choice in asked]
     return Plan(

@@ -39,11 +39,10 @@ class RunRecord:
         world_size: int,
         saver: Saver | None,
         traffic: Callable[[], Traffic],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """`saver` None: another process saves, or nobody. `traffic`: what this process has moved."""
         self.saver, self._context, self._host = saver, context, host
-        self._traffic, self._clock = traffic, clock
+        self._traffic = traffic
         self.meter = Meter(context.device)
         self.best = Best(context.config.training.best)
         self.last_evaluation: dict[str, float] = {}
@@ -66,7 +65,7 @@ class RunRecord:
             rank=seat.rank,
             role=seat.role,
             host=self._host,
-            time=self._clock(),
+            time=time.time(),
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
             staleness_max=self.meter.staleness_max,

@@ -91,9 +91,7 @@ def forecast_all(
                 results[number] = one(choice, once)
         except SmolclusterError as error:
             failed.append(error)
-        except (
-            Exception
-        ) as error:  # a child that ended, or said what it should not; never a thread that ends without a word
+        except Exception as error:  # a child that ended or answered nonsense: no thread ends without a report
             log.debug("a rehearsal failed", exc_info=error)
             failed.append(SmolclusterError(f"a rehearsal failed: {type(error).__name__}: {error}"))
 

@@ -43,6 +43,7 @@ from smolcluster.engine.files import Files
 from smolcluster.engine.stored import FileEntry, Size, StoredTensors
 from smolcluster.engine.tensorfile import HashedFile, TensorFile
 from smolcluster.errors import DamagedCheckpoint, UserError
+from smolcluster.models.parts import first_of
 from smolcluster.parallel.stages import COPY
 from smolcluster.strategies.base import IN_FLIGHT, State
 
@@ -312,7 +313,7 @@ def check_compatible(snapshot: Snapshot, model_state: Mapping[str, Tensor]) -> N
     missing = [f"{name} {model[name]}" for name in sorted(model.keys() - saved.keys())]
     unexpected = [f"{name} {saved[name]}" for name in sorted(saved.keys() - model.keys())]
     kinds = {"of another shape": different, "missing": missing, "not in the model": unexpected}
-    found = [f"{len(names)} {kind}: {_first(names)}" for kind, names in kinds.items() if names]
+    found = [f"{len(names)} {kind}: {first_of(names)}" for kind, names in kinds.items() if names]
     if found:
         raise UserError(
             f"the checkpoint of step {snapshot.step} is of another model ({'; '.join(found)}); "
@@ -334,12 +335,8 @@ def check_whole(snapshot: Snapshot, replica: Replica) -> None:
     if without and snapshot.optimizer and lent and record is not None and record.assembled:
         raise UserError(
             f"the checkpoint of step {snapshot.step} has no optimizer state for {len(without)} parameters: "
-            f"{_first(without)}; a worker was lost while it was saved: name another with --resume FOLDER"
+            f"{first_of(without)}; a worker was lost while it was saved: name another with --resume FOLDER"
         )
-
-
-def _first(names: list[str], limit: int = 3) -> str:
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
 
 
 def _with_digest(raw: bytes, digest: str) -> bytes:

@@ -81,10 +81,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer = config, layer
-        self.num_heads, self.num_kv_heads = (
-            config.num_heads,
-            config.num_kv_heads,
-        )  # of this rank, where they are shared out
+        # Of this rank, where they are shared out.
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.gather: Callable[[Tensor], Tensor] | None = None  # of pieces of a sequence
         self.qkv = Linear(config.model_dim, config.qkv_dim, bias=bool(config.qkv_bias))
         # Over each head; the weight is the same for all.
@@ -317,12 +315,10 @@ class GPT(nn.Module):
             if isinstance(block, Attention):
                 block.gather = gather
 
-    def new_cache(
-        self, batch: int, max_len: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> KVCache:
+    def new_cache(self, batch: int, max_len: int, *, dtype: torch.dtype | None = None) -> KVCache:
         """An empty cache. It takes the device of the weights, and the type that attention computes in here."""
         weight = self.token_embedding.weight
-        device = weight.device if device is None else device
+        device = weight.device
         if dtype is None:
             autocast = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype

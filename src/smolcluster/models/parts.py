@@ -8,7 +8,7 @@ last                    norm...., lm_head.weight; where the head is tied, token_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -86,6 +86,5 @@ def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def first_of(names: Iterable[str], limit: int = 3) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+def first_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

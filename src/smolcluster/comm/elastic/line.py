@@ -63,9 +63,7 @@ class Line:
         address: str,
         *,
         stop_requested: Callable[[], bool] = lambda: False,
-        patience_s: float | None = None,
     ) -> None:
-        """`patience_s`: how long to do without the server before giving up; None: for ever."""
         self.transport, self.address = transport, address
         self.leases: deque[Lease] = deque()
         self.join: Callable[[], dict[str, Any]] | None = None  # what to say in JOIN, once there is something to say
@@ -73,8 +71,7 @@ class Line:
         self._mailbox = Mailbox()
         self._link: Link | None = None
         self._kept: Message | None = None  # read, and not yet answered for
-        self._stop_requested, self._patience_s = stop_requested, patience_s
-        self._away_since = time.monotonic()
+        self._stop_requested = stop_requested
         self._dialer = transport.dial(address, self._mailbox)
 
     # Sending
@@ -142,7 +139,6 @@ class Line:
             if event is None:
                 if deadline is not None and time.monotonic() >= deadline:
                     return None
-                self._check_patience()
                 continue
             opened = self._handle(event)
             if opened is not None:
@@ -166,7 +162,6 @@ class Line:
         match event:
             case Linked(link):
                 self._link = link
-                self._away_since = float("inf")
                 if self.join is not None:
                     link.send(Message(kind=Kind.JOIN, meta=self.join()))
                 else:
@@ -174,7 +169,7 @@ class Line:
             case Unlinked(link, reason):
                 if link is self._link:
                     self.losses += 1
-                    self._link, self._away_since = None, time.monotonic()
+                    self._link = None
                     log.warning("lost the server at %s: %s; trying again", self.address, reason)
             case Refused(_, reason):
                 raise UserError(f"the server at {self.address} refuses this worker: {reason}")
@@ -198,11 +193,6 @@ class Line:
                 f"the server at {self.address} sent a lease that cannot be read: {error!r}"[:MAX_REASON]
             ) from error
         return message
-
-    def _check_patience(self) -> None:
-        away_s = time.monotonic() - self._away_since
-        if self._patience_s is not None and away_s > self._patience_s:
-            raise PeerLost(f"no server at {self.address} for {away_s:.0f} s")
 
     def close(self) -> None:
         self._dialer.close()

@@ -60,9 +60,8 @@ class Kind(enum.IntEnum):
     # Inference.
     LAYERS = 80  # front: hold these layers of the model; step numbers the assignment
     HELD = 81  # stage: I hold them, or why not, or that I need their weights
-    ROWS = (
-        82  # a batch on its way: tokens or activations (payload, encoded); step is its number, meta its rows and route
-    )
+    # A batch on its way: tokens or activations (payload, encoded); step is its number, meta its rows and route.
+    ROWS = 82
     CHOSEN = 83  # last stage: the next token of each sequence in the batch, and where its time went
     FAILED = 84  # stage: this batch ends here, and why
     FORGET = 85  # front: these sequences are over

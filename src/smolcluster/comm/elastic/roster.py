@@ -118,13 +118,12 @@ class Roster:
         on_event: Callable[[Member, Mapping[str, Any]], None],
         on_change: Callable[[str, Member, str], None],
         epoch: int = 0,
-        joins: JoinLimit | None = None,
     ) -> None:
         """`admit` reads a JOIN and makes the member, or raises Refusal. `on_change` hears joined, left, evicted, paused."""
         self.members: dict[int, Member] = {}
         self.newcomers: list[Member] = []
         self._reports: dict[int, dict[str, Any]] = {}  # of members that have left in good order, the last of each rank
-        self._joins = joins or JoinLimit()
+        self._joins = JoinLimit()
         self.paused: list[Member] = []
         self.patience_s = 0.0  # pause a silent member no sooner; to wait for about a step costs less than to go on
         self.epoch = epoch

@@ -124,9 +124,8 @@ class TcpDialer(Dialer):
                 link.refusal = problem
             return isinstance(error, ssl.SSLCertVerificationError)
         except ConnectionError as error:
-            problem = (
-                os.strerror(error.errno) if error.errno else str(error)
-            )  # asyncio puts its own words into strerror
+            # asyncio puts its own words into strerror.
+            problem = os.strerror(error.errno) if error.errno else str(error)
         except OSError as error:
             problem = error.strerror or str(error)
         finally:
@@ -283,6 +282,5 @@ def _new_loop(uvloop: bool) -> asyncio.AbstractEventLoop:
             from uvloop import new_event_loop
 
             return new_event_loop()
-    return (
-        asyncio.SelectorEventLoop()
-    )  # also on Windows: the other kind there cannot watch a socket that is not its own
+    # Also on Windows: the other kind there cannot watch a socket that is not its own.
+    return asyncio.SelectorEventLoop()
