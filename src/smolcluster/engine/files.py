@@ -15,7 +15,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 if sys.platform == "win32":
     import msvcrt
@@ -28,7 +28,20 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, err
 TEMPORARY = ".tmp-"  # every unfinished file or folder starts with this
 
 
-class OutputFile:
+class Closing:
+    """Base of what a `with` block closes."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class OutputFile(Closing):
     """A new file, written front to back without a buffer of ours. Use it in a `with` block."""
 
     def __init__(self, path: Path) -> None:
@@ -52,12 +65,6 @@ class OutputFile:
 
     def close(self) -> None:
         self._raw.close()
-
-    def __enter__(self) -> OutputFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 class Files:

@@ -29,10 +29,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+
+from smolcluster.engine.files import Closing
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ Line = Begin | Commit | Member
 _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
 
 
-class History:
+class History(Closing):
     """Writes history.jsonl. A line is in the file, as far as the kernel goes, when `add` returns.
 
     A line that cannot be written (the disk is full) is an error in the log and is kept for the next attempt: training
@@ -197,12 +198,6 @@ class History:
             self._write()
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> History:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def _write(self) -> None:
         try:

@@ -41,14 +41,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from smolcluster.engine.checkpoint import CheckpointStore
-from smolcluster.engine.files import Files, OutputFile, ensure_folder
+from smolcluster.engine.files import Closing, Files, OutputFile, ensure_folder
 from smolcluster.engine.saver import Saver
 from smolcluster.engine.snapshot import Others, Snapshot
 from smolcluster.engine.tensorfile import tensor_bytes
@@ -104,7 +103,7 @@ class Recovered:
     records: list[Record]
 
 
-class Journal:
+class Journal(Closing):
     """One server's log. `recover` comes first, once; `append` and `snapshot` belong to one thread."""
 
     def __init__(
@@ -484,12 +483,6 @@ class Journal:
                 with self._lock:
                     self._retire()
                     self._discard(self._retired)
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def _take_lock(self) -> None:
         ensure_folder(self.folder, files=self._files)

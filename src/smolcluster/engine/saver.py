@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from smolcluster.engine.files import Closing
 from smolcluster.engine.snapshot import Snapshot
 from smolcluster.engine.tensorfile import find_aliases
 from smolcluster.errors import SmolclusterError
@@ -42,7 +42,7 @@ class Store(Protocol):
     def size_bytes(self, path: Path) -> int: ...
 
 
-class Saver:
+class Saver(Closing):
     """Writes snapshots to a store in the background: at most one being written and one waiting.
 
     When a snapshot arrives while another waits, the newer one takes its place. But a waiting `best` gives way only to a
@@ -123,12 +123,6 @@ class Saver:
             self.wait()
         finally:
             self._executor.shutdown(wait=True)
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def _raise_bug(self) -> None:
         if self._bug is not None:
