@@ -18,52 +18,31 @@ from smolcluster.observe.jsonl import truncate_metrics
 RUNS = Path("runs")
 
 
+class _Inside:
+    """The path of a file or folder in a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, _: object = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Its own copy of the tokenizer's files and the chat template; not there where the tokenizer has no files."""
-        return self.path / "tokenizer"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def journal(self) -> Path:
-        """What a server of the elastic plane has committed; gone after a good end."""
-        return self.path / "journal"
-
-    @property
-    def own(self) -> Path:
-        """What workers of the elastic plane keep on their own machines (`engine/elastic/own_state.py`)."""
-        return self.path / "own"
-
-    @property
-    def history(self) -> Path:
-        return self.path / "history.jsonl"
-
-    @property
-    def run_id(self) -> Path:
-        return self.path / "run-id"
+    config = _Inside("config.yaml")
+    metrics = _Inside("metrics.jsonl")
+    summary = _Inside("summary.json")
+    checkpoints = _Inside("checkpoints")
+    tokenizer = _Inside("tokenizer")  # copies of its files and the chat template, where it has files
+    logs = _Inside("logs")
+    journal = _Inside("journal")  # what a server of the elastic plane has committed; gone after a good end
+    own = _Inside("own")  # what workers of the elastic plane keep on their own machines
+    history = _Inside("history.jsonl")
+    run_id = _Inside("run-id")
+    _lock_file = _Inside(".lock")
 
     def holds_a_run(self) -> bool:
         return any(p.exists() for p in (self.config, self.metrics, self.summary, self.checkpoints))
@@ -166,10 +145,6 @@ class RunDir:
     def _make(self) -> None:
         """Make the folder, for its owner alone: logs and samples may hold what others must not read."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    @property
-    def _lock_file(self) -> Path:
-        return self.path / ".lock"
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
