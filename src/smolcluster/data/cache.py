@@ -16,19 +16,16 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from smolcluster.data.once import once
 from smolcluster.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FORMAT_VERSION = 1
 HEAD_BYTES = 65536

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from smolcluster.data.cache import cache_root
+from smolcluster.data.cache import Encoder, cache_root
 from smolcluster.errors import MissingExtra, UserError, unknown_name
 
 TOKENIZERS = ("bytes", "chars", "gpt2")
@@ -31,28 +31,12 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-class Tokenizer(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    def encode(self, text: str) -> npt.NDArray[Any]: ...
-
+class Tokenizer(Encoder, Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class Spelled(Protocol):
+class Spelled(Encoder, Protocol):
     """A tokenizer whose every token is the same bytes wherever it stands: all here but Hugging Face's."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode(self, text: str) -> npt.NDArray[Any]: ...
 
     def token_bytes(self, token: int) -> bytes: ...
 

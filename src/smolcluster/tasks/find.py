@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from smolcluster.config.schema import Config
+from smolcluster.data.cache import Progress
 from smolcluster.errors import UserError, unknown_name
 from smolcluster.tasks.base import Task
 
 
-def find_task(config: Config, *, progress: Callable[[str, int, int | None], None] | None = None) -> Task:
+def find_task(config: Config, *, progress: Progress | None = None) -> Task:
     """The user's own task if one is named; otherwise by the data: MNIST is classified, text is continued."""
     if config.task is not None:
         return load_task_class(config.task)(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -12,14 +11,13 @@ from torch import Tensor, nn
 
 from smolcluster.config.schema import Config
 from smolcluster.config.shape import shape_of
+from smolcluster.data.cache import Progress
 from smolcluster.data.text import TextData, open_text
 from smolcluster.errors import UserError
 from smolcluster.models import next_token_loss
 from smolcluster.models.protocols import CompiledByBlock, Generative
 from smolcluster.models.registry import build
 from smolcluster.tasks.base import Task
-
-Progress = Callable[[str, int, int | None], None]
 
 
 class GPTTask(Task):

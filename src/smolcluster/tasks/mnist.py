@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smolcluster.config.schema import Config
+from smolcluster.data.cache import Progress
 from smolcluster.data.mnist import open_mnist
 from smolcluster.models.simple_nn import SimpleNN
 from smolcluster.tasks.base import Task
@@ -31,7 +31,7 @@ class Classification(Task):
 
 
 class MnistTask(Classification):
-    def __init__(self, config: Config, *, progress: Callable[[str, int, int | None], None] | None = None) -> None:
+    def __init__(self, config: Config, *, progress: Progress | None = None) -> None:
         super().__init__(config)
         self._progress = progress
 
