@@ -27,7 +27,7 @@ import math
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.models.architecture import Architecture, Layout
-from smolcluster.models.parts import Shape, cast, check_depth, check_shapes, part_of
+from smolcluster.models.parts import cast, check_depth, check_shapes, part_of, their_names, their_shapes
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES, fields_of
 
@@ -150,7 +150,7 @@ class GGUF:
     def _parameter(self, name: str, dtype: torch.dtype) -> Tensor:
         result = torch.empty(self._shapes[name], dtype=dtype)
         row = 0
-        for theirs in self._their_names(name):
+        for theirs in their_names(self._layout.names, name):
             stored = self.tensors[theirs]
             into = result[row : row + stored.shape[0]]
             self._unpack(stored, into)
@@ -176,12 +176,8 @@ class GGUF:
 
     def _check(self) -> None:
         """Names, shapes and types of all tensors, whatever part will be loaded."""
-        wanted: dict[str, Shape] = {}
-        for name, shape in self._shapes.items():
-            theirs = self._their_names(name)
-            rows = self.config.cuts(name) if len(theirs) > 1 else [shape[0]]
-            wanted |= {their: (count, *shape[1:]) for their, count in zip(theirs, rows, strict=True)}
-        check_shapes({name: stored.shape for name, stored in self.tensors.items()}, wanted)
+        found = {name: stored.shape for name, stored in self.tensors.items()}
+        check_shapes(found, their_shapes(self._layout.names, self.config))
         for stored in self.tensors.values():
             if stored.kind not in KNOWN_TYPES:
                 raise ValueError(
@@ -189,12 +185,6 @@ class GGUF:
                     "convert the model's original weights to one of them, such as with: "
                     "llama-quantize --pure MODEL.gguf OUT.gguf Q8_0"
                 )
-
-    def _their_names(self, name: str) -> list[str]:
-        parts = name.split(".")
-        number = parts[1] if parts[0] == "blocks" else ""
-        module = ".".join([parts[0], "N", *parts[2:-1]] if number else parts[:-1])
-        return [f"{their}.{parts[-1]}".replace(".N.", f".{number}.") for their in self._layout.names[module]]
 
 
 # The header
@@ -320,9 +310,7 @@ def _place(found: list[Stored], *, begin: int, size: int, alignment: int) -> dic
         end = offset + tensor.size
         if end > size:
             raise ValueError(f"{tensor.name} is cut off: it ends at byte {end} of a file of {size}")
-        placed[tensor.name] = Stored(
-            name=tensor.name, kind=tensor.kind, shape=tensor.shape, offset=offset, size=tensor.size
-        )
+        placed[tensor.name] = replace(tensor, offset=offset)
     return placed
 
 
@@ -459,7 +447,7 @@ def _unpack(packed: npt.NDArray[np.uint8], kind: str) -> npt.NDArray[np.float32]
         return _finite(packed.view("<f4" if kind == "F32" else "<f2").astype(np.float32))
     if kind == "BF16":
         return _finite((packed.view("<u2").astype(np.uint32) << 16).view(np.float32))
-    blocks = packed.reshape(-1, {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q6_K": 210}[kind])
+    blocks = packed.reshape(-1, next(size for called, _, size in _TYPES.values() if called == kind))
     weights = _unpack_k6(blocks) if kind == "Q6_K" else _unpack_32(blocks, kind)
     return weights.reshape(len(packed), -1)
 

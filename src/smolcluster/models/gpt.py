@@ -32,7 +32,7 @@ from smolcluster.models.attention import Rope, attend, rope_at, rotate, without_
 from smolcluster.models.gpt_config import GPTConfig
 from smolcluster.models.gpt_tensor import STYLES, fused, must_divide
 from smolcluster.models.protocols import CachedPiece, TensorStyles
-from smolcluster.models.ragged import embed_pieces, run_pieces
+from smolcluster.models.ragged import positions, run_pieces
 
 
 @dataclass
@@ -265,8 +265,7 @@ class GPT(nn.Module):
     def forward(self, tokens_BT: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Logits B x T x V. With a cache, the tokens follow those it holds, and join them."""
         if cache is None:
-            x_BTD = self.embed(tokens_BT, self.piece * tokens_BT.size(1))
-            return self.head(self.run_blocks(x_BTD, self.blocks))
+            return self.head(hidden_states(self, tokens_BT))
         cache.check(tokens_BT)
         x_BTD = self.run_blocks(self.embed(tokens_BT, cache.length), self.blocks, cache=cache)
         cache.length += tokens_BT.size(1)
@@ -278,7 +277,10 @@ class GPT(nn.Module):
 
     def embed_pieces(self, tokens_N: Tensor, pieces: Sequence[CachedPiece]) -> Tensor:
         """Token embeddings, plus learned positions, of pieces of many sequences (`ragged.py`)."""
-        return embed_pieces(self, tokens_N, pieces)
+        x_ND: Tensor = self.token_embedding(tokens_N)
+        if self.position_embedding is not None:
+            x_ND = x_ND + self.position_embedding(positions(pieces, device=tokens_N.device))
+        return x_ND
 
     def run_pieces(self, x_ND: Tensor, pieces: Sequence[CachedPiece]) -> Tensor:
         """The blocks over pieces of many sequences (`ragged.py`)."""

@@ -52,6 +52,8 @@ LLAMA_DEFAULTS = {
 }
 
 
+LLAMA_NO_WEIGHTS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+
 # In GGUF files
 
 _GGUF = {
@@ -120,25 +122,23 @@ GPT = Architecture(
             model_type="llama",
             parts=LLAMA_PARTS,
             biases=("none", "everywhere"),
-            grouped_heads=True,
             names=LLAMA_NAMES,
             keys=LLAMA_KEYS | {"attention_bias": "qkv_bias", "mlp_bias": "bias"},
             defaults=LLAMA_DEFAULTS | {"attention_bias": False, "mlp_bias": False},
             choices={"hidden_act": ("silu", "swish")},
-            no_weights=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+            no_weights=LLAMA_NO_WEIGHTS,
         ),
         Family(
             architecture="Qwen2ForCausalLM",
             model_type="qwen2",
             parts=LLAMA_PARTS,
             biases=("on q, k, v",),
-            grouped_heads=True,
             names=LLAMA_NAMES,
             keys=LLAMA_KEYS,
             defaults=LLAMA_DEFAULTS,
             fields={"bias": False, "qkv_bias": True},
             choices={"hidden_act": ("silu", "swish"), "use_sliding_window": (False,)},
-            no_weights=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+            no_weights=LLAMA_NO_WEIGHTS,
         ),
     ),
     layouts=(

@@ -32,7 +32,10 @@ from smolcluster.models.parts import (
     check_shapes,
     check_values,
     first_of,
+    is_under,
     part_of,
+    their_names,
+    their_shapes,
 )
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES, architecture_of
@@ -82,33 +85,14 @@ def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict
     check_shapes(_shapes_of(weights), config.shapes())
     result: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        theirs, transposed = _their_names(family, name)
+        theirs, transposed = their_names(family.names, name), is_under(name, family.transposed)
         pieces = tensor.split_with_sizes(config.cuts(name)) if len(theirs) > 1 else (tensor,)
         result |= {their: piece.t() if transposed else piece for their, piece in zip(theirs, pieces, strict=True)}
     return result
 
 
-def _their_shapes(family: Family, config: DecoderConfig) -> dict[str, Shape]:
-    result: dict[str, Shape] = {}
-    for name, shape in config.shapes().items():
-        theirs, transposed = _their_names(family, name)
-        for their, rows in zip(theirs, config.cuts(name) if len(theirs) > 1 else [shape[0]], strict=True):
-            piece = (rows, *shape[1:])
-            result[their] = piece[::-1] if transposed else piece
-    return result
-
-
 def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _their_names(family: Family, name: str) -> tuple[list[str], bool]:
-    """Their names for one of our parameters, and whether its matrices are transposed."""
-    layer = re.match(r"blocks\.(\d+)\.", name)
-    module, _, kind = re.sub(r"^blocks\.\d+\.", "blocks.N.", name).rpartition(".")
-    number = layer[1] if layer else ""
-    theirs = [f"{their}.{kind}".replace(".N.", f".{number}.") for their in family.names[module]]
-    return theirs, module.endswith(family.transposed)
 
 
 def _strange(config: DecoderConfig, family: Family) -> list[str]:
@@ -241,16 +225,16 @@ class _Weights:
         found = {name: stored[place] for name, place in names.items() if not (self._twins and name == head)}
         check_depth(config.num_layers, len(found), where=CONFIG)
         self.ours = list(config.shapes())
-        check_shapes(found, _their_shapes(family, config))
+        check_shapes(found, their_shapes(family.names, config, transposed=family.transposed))
 
     def read(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Some of ours, or all, in memory of their own."""
         return {name: self._join(name, read) for name in (self.ours if names is None else names)}
 
     def _join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        theirs, transposed = _their_names(self._family, name)
+        transposed = is_under(name, self._family.transposed)
         pieces = []
-        for their in theirs:
+        for their in their_names(self._family.names, name):
             piece = read(self._stored[their])
             check_values(their, piece)
             if self._twins and their == self._twins[0] and not torch.equal(piece, read(self._stored[self._twins[1]])):

@@ -8,11 +8,13 @@ last                    norm...., lm_head.weight; where the head is tied, token_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from smolcluster.models.architecture import Names
 from smolcluster.models.protocols import DecoderConfig
 
 Shape = tuple[int, ...]
@@ -40,6 +42,30 @@ def part_of(names: Iterable[str], config: DecoderConfig, layers: range, *, first
         return first if kind == "position_embedding" else last
 
     return [name for name in names if belongs(name)]
+
+
+def their_names(table: Names, name: str) -> list[str]:
+    """Return the names that one of our parameters has elsewhere, in the order in which ours joins them."""
+    layer = re.match(r"blocks\.(\d+)\.", name)
+    number = layer[1] if layer else ""
+    module, _, kind = re.sub(r"^blocks\.\d+\.", "blocks.N.", name).rpartition(".")
+    return [f"{their}.{kind}".replace(".N.", f".{number}.") for their in table[module]]
+
+
+def their_shapes(table: Names, config: DecoderConfig, *, transposed: tuple[str, ...] = ()) -> dict[str, Shape]:
+    """Return the shapes of all tensors under those names. `transposed`: endings of our modules."""
+    result: dict[str, Shape] = {}
+    for name, shape in config.shapes().items():
+        theirs = their_names(table, name)
+        for their, rows in zip(theirs, config.cuts(name) if len(theirs) > 1 else [shape[0]], strict=True):
+            piece = (rows, *shape[1:])
+            result[their] = piece[::-1] if is_under(name, transposed) else piece
+    return result
+
+
+def is_under(name: str, endings: tuple[str, ...]) -> bool:
+    """Return whether a parameter belongs to a module with one of these endings."""
+    return name.rpartition(".")[0].endswith(endings)
 
 
 def check_depth(num_layers: int, num_tensors: int, *, where: str) -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from smolcluster.models.architecture import Architecture, Family, Layout
 from smolcluster.models.gpt_config import GPTConfig
-from smolcluster.models.gpt_names import LLAMA_DEFAULTS, LLAMA_GGUF, LLAMA_KEYS, LLAMA_NAMES
+from smolcluster.models.gpt_names import LLAMA_DEFAULTS, LLAMA_GGUF, LLAMA_KEYS, LLAMA_NAMES, LLAMA_NO_WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,24 +51,17 @@ QWEN3 = Architecture(
             architecture="Qwen3ForCausalLM",
             model_type="qwen3",
             names=LLAMA_NAMES
-            | {
-                "blocks.N.attention.q_norm": ("model.layers.N.self_attn.q_norm",),
-                "blocks.N.attention.k_norm": ("model.layers.N.self_attn.k_norm",),
-            },
+            | {f"blocks.N.attention.{part}_norm": (f"model.layers.N.self_attn.{part}_norm",) for part in "qk"},
             keys=LLAMA_KEYS | {"head_dim": "head_dim"},
             defaults=LLAMA_DEFAULTS | {"head_dim": 128},
             choices={"hidden_act": ("silu", "swish"), "attention_bias": (False,), "use_sliding_window": (False,)},
-            no_weights=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+            no_weights=LLAMA_NO_WEIGHTS,
         ),
     ),
     layouts=(
         Layout(
             architecture="qwen3",
-            names=LLAMA_GGUF
-            | {
-                "blocks.N.attention.q_norm": ("blk.N.attn_q_norm",),
-                "blocks.N.attention.k_norm": ("blk.N.attn_k_norm",),
-            },
+            names=LLAMA_GGUF | {f"blocks.N.attention.{part}_norm": (f"blk.N.attn_{part}_norm",) for part in "qk"},
         ),
     ),
 )

@@ -18,7 +18,7 @@ Shapes as in `gpt.py`, and: N tokens of all pieces, L layers, R tokens that a ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -35,21 +35,6 @@ if TYPE_CHECKING:
 def positions(pieces: Iterable[CachedPiece], *, device: torch.device) -> Tensor:
     """Of each of the N tokens."""
     return torch.tensor([at for piece in pieces for at in range(piece.start, piece.start + piece.count)], device=device)
-
-
-class _Embeds(Protocol):
-    @property
-    def token_embedding(self) -> nn.Module: ...
-    @property
-    def position_embedding(self) -> nn.Module | None: ...
-
-
-def embed_pieces(model: _Embeds, tokens_N: Tensor, pieces: Iterable[CachedPiece]) -> Tensor:
-    """Token embeddings, plus learned positions."""
-    x_ND: Tensor = model.token_embedding(tokens_N)
-    if model.position_embedding is not None:
-        x_ND = x_ND + model.position_embedding(positions(pieces, device=tokens_N.device))
-    return x_ND
 
 
 @without_cudnn_attention()
