@@ -191,7 +191,7 @@ class MemoryLink(Link):
         self._held: deque[tuple[Message, int, Callable[[bool], None]]] = deque()  # sent, not yet received
         self._queued_bytes = 0
         self._last_due = 0.0
-        self._open = True
+        self.open = True
         self._reason = ""
         owner.links.append(self)
 
@@ -203,7 +203,7 @@ class MemoryLink(Link):
         copy = replace(message, meta=meta, payload=payload)
         network = self._network
         with network.lock:
-            if not self._open:
+            if not self.open:
                 if sent is not None:
                     network.at(0, partial(sent, False))
                 return _Lost(f"{self.peer.name}: {self._reason}")
@@ -222,15 +222,11 @@ class MemoryLink(Link):
     def silent_s(self) -> float:
         return self._network.silent_s(self.owner, self.twin.owner)
 
-    @property
-    def open(self) -> bool:
-        return self._open
-
     def close(self, reason: str) -> None:
         with self._network.lock:
-            if not self._open:
+            if not self.open:
                 return
-            self._open, self._reason = False, reason
+            self.open, self._reason = False, reason
             self._held.append((Message(kind=Kind.BYE, meta={"reason": reason}), frames.HEADER.size, _nothing))
             self._network.at(max(0.0, self._last_due - self._network.now), self._deliver)
 
@@ -251,7 +247,7 @@ class MemoryLink(Link):
         sent(True)
         if message.kind is Kind.BYE:
             self.end(message.meta["reason"])
-        elif twin._open and not twin.owner.dead:
+        elif twin.open and not twin.owner.dead:
             twin.traffic.bytes_received += nbytes
             twin.owner.moved.add(0, nbytes)
             twin._receive(message)
@@ -284,7 +280,7 @@ class MemoryLink(Link):
             if self not in self.owner.links:
                 return
             self.owner.links.remove(self)
-            self._open, self._reason = False, reason
+            self.open, self._reason = False, reason
             lost, self._queued_bytes = list(self._held), 0
             self._held.clear()
         if self.owner.dead:

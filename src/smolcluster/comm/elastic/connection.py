@@ -115,7 +115,6 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
             checked=not self._encrypted,
         )
         self._heard = self._heard_at_beat = time.monotonic()
-        self._stalled = False
         self._wake_at, self._can_wake_late = 1, True
         self._second, self._messages = 0, 0  # how many came in this second
         self._leaving = False  # we close; what still comes is not looked at
@@ -124,7 +123,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         self._lock = threading.Lock()  # over these
         self._queue: deque[tuple[Frame, _Sending | None]] = deque()
         self._awake = False  # the loop knows that there is something in the queue
-        self._accepting = False
+        self.open = False
         self._accepted_bytes = 0
         self._last: tuple[Kind, int, int, int] | None = None  # kind, epoch, step and channel of the last payload
         self._set_bytes = self._largest_set_bytes = 0
@@ -143,7 +142,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         frame = self._encode(message)
         work = _Sending(sent) if frame.payload is not None or sent is not None else None
         with self._lock:
-            accepting = self._accepting
+            accepting = self.open
             if accepting:
                 self._queue.append((frame, work))
                 self._accepted_bytes += frame.nbytes
@@ -185,19 +184,11 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
     def silent_s(self) -> float:
         return time.monotonic() - self._heard
 
-    @property
-    def stalled(self) -> bool:
-        return self._stalled
-
-    @property
-    def open(self) -> bool:
-        return self._accepting
-
     def close(self, reason: str) -> None:
         with self._lock:
-            if not self._accepting:
+            if not self.open:
                 return
-            self._accepting, self.reason = False, reason
+            self.open, self.reason = False, reason
         self._owner.post(self.leave, reason)
 
     # Life
@@ -223,8 +214,8 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
             self._heard = max(self._heard + stood_still_s, now - limits.silence_s / 2)
             self._taken_at = min(now, self._taken_at + stood_still_s)
         silent_s = now - self._heard
-        self._stalled = silent_s > limits.silence_s
-        if self._stalled and (silent_s > limits.stall_s or not self._kernel_answers()):
+        self.stalled = silent_s > limits.silence_s
+        if self.stalled and (silent_s > limits.stall_s or not self._kernel_answers()):
             self.end(f"silent for {silent_s:.1f} s")
         elif (stuck_s := self._stuck_s(now)) > limits.stuck_s:
             self.end(f"{self._too_slow()}, and none has left for {stuck_s:.1f} s")
@@ -353,7 +344,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         if self._handshake.peer is None:
             return
         self.peer, self.binding = self._handshake.peer, self._handshake.binding
-        self.linked = self._accepting = self._parser.authenticated = True
+        self.linked = self.open = self._parser.authenticated = True
         self._owner.links.add(self)
         self.decided.set_result(None)
         self._handler.linked(self)
@@ -367,7 +358,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         self._leaving = True
         frame = self._encode(Message(kind=Kind.BYE, meta={"reason": reason[:MAX_REASON]}))
         with self._lock:
-            self._accepting, self.reason = False, reason
+            self.open, self.reason = False, reason
             self._queue.append((frame, None))
             self._accepted_bytes += frame.nbytes
         self._pump()
@@ -410,7 +401,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
             return
         self.over.set_result(None)
         with self._lock:
-            self._accepting, self.reason = False, reason
+            self.open, self.reason = False, reason
             works = [*(work for _, work in self._handed), self._sending, *(work for _, work in self._queue)]
             self._queue.clear()
         self._handed.clear()
@@ -478,7 +469,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         return self._owner.waste if self._leaving or self.over.done() else self._parser.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._heard, self._stalled = time.monotonic(), False
+        self._heard, self.stalled = time.monotonic(), False
         self.traffic.bytes_received += nbytes
         if self._leaving or self.over.done():
             return

@@ -37,6 +37,8 @@ class Link(ABC):
     peer: Peer
     traffic: Traffic  # bytes that crossed the socket, headers included; with TLS, before encryption
     binding: bytes  # both ends know it, and no other connection has the same
+    open: bool  # `send` still accepts messages
+    stalled: bool = False  # the peer is silent, but may only be stopped or busy: its link is kept for a while
 
     @abstractmethod
     def send(self, message: Message, *, sent: Callable[[bool], None] | None = None) -> Work:
@@ -57,15 +59,6 @@ class Link(ABC):
     @abstractmethod
     def silent_s(self) -> float:
         """Seconds since the last byte from the peer."""
-
-    @property
-    def stalled(self) -> bool:
-        """The peer is silent, but its link is kept for a while: its process may be stopped or busy, and come back."""
-        return False
-
-    @property
-    @abstractmethod
-    def open(self) -> bool: ...
 
     @abstractmethod
     def close(self, reason: str) -> None:
