@@ -203,9 +203,4 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _held(by_kind: dict[Kind | None, int]) -> Held:
-    return Held(
-        parameters=by_kind.get("parameters", 0),
-        gradients=by_kind.get("gradients", 0),
-        optimizer=by_kind.get("optimizer", 0),
-        other=by_kind.get(None, 0),
-    )
+    return Held(**{kind or "other": size for kind, size in by_kind.items()})

@@ -35,6 +35,7 @@ from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 
 WAYS = (Way(), Way(True, False), Way(False, True))
+Ask = Callable[[Choice, int, Sequence[Way]], Rehearsed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,7 @@ def forecast(
     *,
     ways: Sequence[Way],
     every_seat: bool = False,
-    ask: Callable[[Choice, int, Sequence[Way]], Rehearsed] | None = None,
+    ask: Ask | None = None,
 ) -> Forecast:
     """`ask` rehearses one rank of a choice, perhaps elsewhere; by default here."""
     here = ask or (lambda c, rank, w: rehearse_rank(subject, c, rank, w))
@@ -181,7 +182,7 @@ def _mesh_seats(
     choice: Choice,
     scene: Scene,
     ways: Sequence[Way],
-    ask: Callable[[Choice, int, Sequence[Way]], Rehearsed],
+    ask: Ask,
     every_seat: bool,
 ) -> list[SeatMemory]:
     found = []
@@ -230,7 +231,7 @@ def _elastic_seats(
     subject: Subject,
     scene: Scene,
     ways: Sequence[Way],
-    ask: Callable[[Choice, int, Sequence[Way]], Rehearsed],
+    ask: Ask,
 ) -> list[SeatMemory]:
     """The formula, and the activations of a worker that is alone."""
     states = _by_formula(scene.placement.cost)
@@ -271,12 +272,7 @@ def _by_formula(cost: Cost) -> Held:
 
 def _with_activations(states: Held, alone: Peak) -> Peak:
     """Of the gradients it counts that nothing is there yet when activations are most: no more is sure of these strategies."""
-    each = Held(
-        parameters=states.parameters,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        other=alone.each.other,
-    )
+    each = dataclasses.replace(states, other=alone.each.other)
     return Peak(at=each, each=each)
 
 

@@ -19,13 +19,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from smolcluster.compute.device import choose_device
 from smolcluster.compute.ledger import Held, Peak
 from smolcluster.config.schema import Config
 from smolcluster.engine.choices import ALONE, Choice
-from smolcluster.engine.plan import Forecast, Subject, forecast, rehearse_rank
+from smolcluster.engine.plan import Ask, Forecast, Subject, forecast, rehearse_rank
 from smolcluster.engine.rehearsal import CannotRehearse, Rehearsed, Way
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.strategies.registry import find_strategy
@@ -33,7 +34,6 @@ from smolcluster.tasks.find import find_task
 
 log = logging.getLogger(__name__)
 
-Ask = Callable[[Choice, int, Sequence[Way]], Rehearsed]
 
 FEW = 3  # rehearsals that are done sooner here than a process starts
 
@@ -52,8 +52,9 @@ def forecast_all(
     lock = threading.Lock()
     alone: list[Rehearsed] = []  # one worker without others, which several choices ask for
     waits = threading.Lock()
+    idle: queue.SimpleQueue[Ask] = queue.SimpleQueue()
 
-    def one(choice: Choice, ask: Ask | None) -> Forecast:
+    def one(choice: Choice, ask: Ask | None = None) -> Forecast:
         nonlocal done
         made = forecast(subject, choice, ways=ways, ask=ask)
         with lock:
@@ -62,51 +63,36 @@ def forecast_all(
                 told(choice.label, done, len(asked))
         return made
 
-    if num == 1 or len(asked) < FEW:
-        return [one(choice, None) for choice in asked]
+    def once(ask: Ask, choice: Choice, rank: int, some: Sequence[Way]) -> Rehearsed:
+        if choice != ALONE:
+            return ask(choice, rank, some)
+        with waits:
+            if not alone:
+                alone.append(ask(choice, rank, some))
+            return alone[0]
 
+    def on_idle(choice: Choice) -> Forecast:
+        ask = idle.get()
+        try:
+            return one(choice, functools.partial(once, ask))
+        except SmolclusterError:
+            raise
+        except Exception as error:  # a child that ended, or answered nonsense
+            log.debug("a rehearsal failed", exc_info=error)
+            raise SmolclusterError(f"a rehearsal failed: {type(error).__name__}: {error}") from error
+        finally:
+            idle.put(ask)
+
+    if num == 1 or len(asked) < FEW:
+        return [one(choice) for choice in asked]
     for choice in asked:  # here: some of torch's modules cannot be imported by two threads at once
         find_strategy(choice.strategy, plane=choice.plane)
-    waiting: queue.SimpleQueue[tuple[int, Choice]] = queue.SimpleQueue()
-    for item in enumerate(asked):
-        waiting.put(item)
-    results: dict[int, Forecast] = {}
-    failed: list[SmolclusterError] = []
-
-    def work(ask: Ask) -> None:
-        def once(choice: Choice, rank: int, some: Sequence[Way]) -> Rehearsed:
-            if choice != ALONE:
-                return ask(choice, rank, some)
-            with waits:
-                if not alone:
-                    alone.append(ask(choice, rank, some))
-                return alone[0]
-
-        try:
-            while not failed:
-                try:
-                    number, choice = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                results[number] = one(choice, once)
-        except SmolclusterError as error:
-            failed.append(error)
-        except Exception as error:  # a child that ended or answered nonsense: no thread ends without a report
-            log.debug("a rehearsal failed", exc_info=error)
-            failed.append(SmolclusterError(f"a rehearsal failed: {type(error).__name__}: {error}"))
-
-    with contextlib.ExitStack() as children:
-        # All of them start before this process has threads, and begins itself: it has imported torch already.
-        asks = [children.enter_context(_child(subject)) for _ in range(num - 1)]
-        threads = [threading.Thread(target=work, args=(ask,), daemon=True) for ask in asks]
-        for thread in threads:
-            thread.start()
-        work(functools.partial(rehearse_rank, subject))
-        for thread in threads:
-            thread.join()
-    if failed:
-        raise failed[0]
-    return [results[number] for number in range(len(asked))]
+    with ThreadPoolExecutor(num) as pool, contextlib.ExitStack() as children:
+        # All of them start before this process has threads: it has imported torch already.
+        for ask in [children.enter_context(_child(subject)) for _ in range(num - 1)]:
+            idle.put(ask)
+        idle.put(functools.partial(rehearse_rank, subject))
+        return list(pool.map(on_idle, asked))
 
 
 @contextlib.contextmanager
