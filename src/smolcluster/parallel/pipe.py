@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from smolcluster.comm.group import Group, gather_json
 from smolcluster.comm.sharded import gradient, whole
+from smolcluster.compute.device import synchronize
 from smolcluster.compute.precision import autocast
 from smolcluster.compute.replica import Batch, to_device, zero_of
 from smolcluster.config.options import PipelineOptions
@@ -293,12 +294,10 @@ class Pipe:
         if self._worked is None:
             return work(number, *args, **kwargs)
         device = self._context.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         began = time.perf_counter()
         result = work(number, *args, **kwargs)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         if kind == "backward" and not kwargs.get("full_backward", True):
             kind = "input"
         self._worked.append(Worked(kind, stage, number, began - self._began, time.perf_counter() - self._began))
@@ -306,7 +305,7 @@ class Pipe:
 
     def _draw(self) -> None:
         assert self._worked is not None
-        everyone = gather_json(self._group, [piece.fields() for piece in self._worked])
+        everyone = gather_json(self._group, self._worked)
         self._worked = None
         ranks = [[Worked(*fields) for fields in rank] for rank in everyone]
         options, count = self._options, self._num_microbatches

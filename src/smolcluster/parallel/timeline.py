@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 # Fills with black text on them; alike in lightness, told apart by hue.
@@ -26,8 +26,7 @@ class Drawing:
     numbers: dict[str, Any]  # what it was drawn from
 
 
-@dataclass(frozen=True, slots=True)
-class Worked:
+class Worked(NamedTuple):
     """One piece of work; seconds since the step began."""
 
     kind: str
@@ -35,9 +34,6 @@ class Worked:
     microbatch: int
     start_s: float
     end_s: float
-
-    def fields(self) -> list[Any]:
-        return [self.kind, self.stage, self.microbatch, self.start_s, self.end_s]
 
 
 def idle_share(ranks: Sequence[Sequence[Worked]]) -> float:
