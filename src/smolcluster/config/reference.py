@@ -6,7 +6,7 @@ python -m smolcluster.config.reference docs    configuration.md, and the tables 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from smolcluster.config.describe import allowed, show
@@ -14,6 +14,7 @@ from smolcluster.config.load import builtin_configs
 from smolcluster.config.names import SECTIONS, SHORTHAND
 from smolcluster.config.schema import Config, HostConfig, LinkConfig, Section
 from smolcluster.config.strategies import ALIASES, BUILT_IN, Option, Record, built_in_options, options_of
+from smolcluster.config.tree import KeyPath
 
 _INTRO = """\
 # Configuration
@@ -119,44 +120,32 @@ def markdown() -> str:
     """The page of the whole schema."""
     builtin = ", ".join(f"`{name}`" for name in builtin_configs())
     parts = [_INTRO, f"Built-in configurations: {builtin}.\n"]
-    for name in SECTIONS:
-        parts.append(_section_table(name))
-        parts += [_inner_table(title, kind) for title, kind in _INNER.get(name, {}).items()]
+    for name, kind in SECTIONS.items():
+        parts.append(_described(f"## {name}", kind, (name,)))
+        parts += [
+            _described(f"### {path}", inner, tuple(path.split("."))) for path, inner in _INNER.get(name, {}).items()
+        ]
     others = [name for name in Config.model_fields if name not in SECTIONS]
-    parts.append("## Top level\n\n" + _table([(name,) for name in others]))
+    parts.append("## Top level\n\n" + _table(Config, others, ()))
     parts.append(_FLAT + "".join(f"| {written} | {meaning} |\n" for written, meaning in _FLAT_MEANINGS))
     parts.append(_ALIASES + "".join(f"| `{alias}` | `{name}` |\n" for alias, name in ALIASES.items()))
     return "\n".join(parts)
 
 
-def _section_table(section: str) -> str:
-    doc = SECTIONS[section].__doc__ or ""
-    about = " ".join(doc.split())
-    return f"## {section}\n\n{about}\n\n" + _table([(section, key) for key in SECTIONS[section].model_fields])
-
-
-def _inner_table(title: str, kind: type[Section]) -> str:
-    """What stands below a name that the user chooses."""
-    rows = ["| key | default | may be | meaning |", "|---|---|---|---|"]
-    section, holder, *_ = title.split(".")
-    for key, field in kind.model_fields.items():
-        default = show(field.get_default(call_default_factory=True)).replace("'", "")
-        rows.append(
-            f"| `{key}` | `{default}` | {allowed((section, holder, 'x', key))} | {_cell(field.description or '')} |"
-        )
+def _described(title: str, kind: type[Section], path: KeyPath) -> str:
     about = " ".join((kind.__doc__ or "").split())
-    return f"### {title}\n\n{about}\n\n" + "\n".join(rows) + "\n"
+    return f"{title}\n\n{about}\n\n" + _table(kind, kind.model_fields, path)
 
 
-def _table(paths: list[tuple[str, ...]]) -> str:
+def _table(kind: type[Section], keys: Iterable[str], path: KeyPath) -> str:
+    """The keys of the mapping at `path`."""
     rows = ["| key | default | may be | meaning |", "|---|---|---|---|"]
-    for path in paths:
-        section = SECTIONS[path[0]] if len(path) == 2 else Config
-        field = section.model_fields[path[-1]]
+    for key in keys:
+        field = kind.model_fields[key]
         default = f"`{show(field.get_default(call_default_factory=True))}`".replace("'", "")
-        if path[0] == "strategy" and path[-1] in built_in_options():  # null there: what the strategy has
-            default = _defaults(built_in_options()[path[-1]])
-        rows.append(f"| `{path[-1]}` | {default} | {allowed(path)} | {_cell(field.description or '')} |")
+        if path == ("strategy",) and key in built_in_options():  # null there: what the strategy has
+            default = _defaults(built_in_options()[key])
+        rows.append(f"| `{key}` | {default} | {allowed((*path, key))} | {_cell(field.description or '')} |")
     return "\n".join(rows) + "\n"
 
 
