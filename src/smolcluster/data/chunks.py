@@ -7,6 +7,7 @@ a line break would not do: a run of blanks is one token at the end of a text and
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -49,6 +50,17 @@ def file_blocks(path: Path) -> Iterator[bytes]:
                 yield block
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def hash_files(*files: Path) -> str:
+    """Over the hash of each file, so that moving text from one file to the next changes it."""
+    digest = hashlib.sha256()
+    for file in files:
+        content = hashlib.sha256()
+        for block in file_blocks(file):
+            content.update(block)
+        digest.update(content.digest())
+    return digest.hexdigest()
 
 
 def _last_word_end(data: bytes) -> int:

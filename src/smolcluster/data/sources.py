@@ -17,7 +17,7 @@ from typing import Any
 
 from smolcluster.config.schema import DataConfig
 from smolcluster.data.cache import Progress, cache_root
-from smolcluster.data.chunks import file_blocks, file_chunks, text_chunks
+from smolcluster.data.chunks import file_chunks, hash_files, text_chunks
 from smolcluster.data.download import Archive, fetch_members, missing_files
 from smolcluster.data.names import HF_PREFIX, TEXT_DATASETS, is_text
 from smolcluster.errors import MissingExtra, UserError
@@ -152,18 +152,7 @@ def _files(name: str, files: list[Path]) -> Source:
                 yield BETWEEN_FILES
             yield from file_chunks(file)
 
-    return Source(name=name, chunks=chunks, content_hash=lambda: _hash_files(files), total_bytes=_size(files))
-
-
-def _hash_files(files: Iterable[Path]) -> str:
-    """Over the hash of each file, so that moving text from one file to the next changes it."""
-    digest = hashlib.sha256()
-    for file in files:
-        content = hashlib.sha256()
-        for block in file_blocks(file):
-            content.update(block)
-        digest.update(content.digest())
-    return digest.hexdigest()
+    return Source(name=name, chunks=chunks, content_hash=lambda: hash_files(*files), total_bytes=_size(files))
 
 
 def _size(files: list[Path]) -> int:
@@ -195,7 +184,7 @@ def _snli(name: str, file: Path) -> Source:
     return Source(
         name=name,
         chunks=lambda: text_chunks(_snli_lines(file), place=str(file)),
-        content_hash=lambda: f"snli-lines-{_hash_files([file])}",
+        content_hash=lambda: f"snli-lines-{hash_files(file)}",
         total_bytes=None,
     )
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smolcluster.data.cache import Encoder, cache_root
+from smolcluster.data.chunks import hash_files
 from smolcluster.errors import MissingExtra, UserError, unknown_name
 
 TOKENIZERS = ("bytes", "chars", "gpt2")
@@ -139,7 +140,7 @@ class Gpt2Tokenizer:
         }
         self.vocab_size = max(self._bytes) + 1
         self.dtype = _dtype_for(self.vocab_size)
-        self.fingerprint = "gpt2-" + _hash_files(encoder_file, merges_file)
+        self.fingerprint = "gpt2-" + hash_files(encoder_file, merges_file)
 
     def encode(self, text: str) -> npt.NDArray[Any]:
         return np.array(self._encoding.encode_ordinary(text), dtype=self.dtype)
@@ -208,7 +209,7 @@ class HuggingFaceTokenizer:
         # Numbers may have holes, so the size is the largest number plus one.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
         self.dtype = _dtype_for(self.vocab_size)
-        self.fingerprint = "hf-" + _hash_files(file)
+        self.fingerprint = "hf-" + hash_files(file)
 
     def encode(self, text: str) -> npt.NDArray[Any]:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
@@ -216,10 +217,6 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
-
-
-def _hash_files(*files: Path) -> str:
-    return hashlib.sha256(b"".join(hashlib.sha256(f.read_bytes()).digest() for f in files)).hexdigest()
 
 
 def find_gpt2_files(*folders: Path | None) -> tuple[Path, Path] | None:
