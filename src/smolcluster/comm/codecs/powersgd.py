@@ -37,6 +37,7 @@ from smolcluster.comm.codecs.base import VALUES, Codec, check_choice, check_coun
 @dataclass(frozen=True)
 class PowerSGD(Codec):
     name = "powersgd"
+    feedback = True
     limit = 2.0**100
     rank: int = 2
     values: str = "bf16"
@@ -44,10 +45,6 @@ class PowerSGD(Codec):
     def __post_init__(self) -> None:
         check_count(self.name, "rank", self.rank)
         check_choice(self.name, "values", self.values, list(VALUES))
-
-    @property
-    def feedback(self) -> bool:
-        return True
 
     def nbytes(self, shape: Sequence[int]) -> int:
         rank = self._rank(shape)

@@ -63,10 +63,7 @@ class _Sparse(Codec):
 @dataclass(frozen=True)
 class TopK(_Sparse):
     name = "topk"
-
-    @property
-    def feedback(self) -> bool:
-        return True
+    feedback = True
 
     def nbytes(self, shape: Sequence[int]) -> int:
         count = math.prod(shape)
