@@ -99,7 +99,7 @@ def connect(
     if place.rank == 0 and announce is not None:
         announce(opened.port)
     store = _of_this_attempt(opened)
-    said = {**(versions or {}), **_said(place)}
+    said = {**(versions or {}), "world size": str(place.world_size)}
     me = Signature(host=socket.gethostname(), named=backend, gpu=gpu_for_nccl(device), said=said)
     backend = _checked(_wait_for_all(store, place, me, stop_requested), store, place)
     try:
@@ -249,10 +249,6 @@ def _twice(place: Place, other: Signature) -> UserError:
 
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def _said(place: Place) -> dict[str, str]:
-    return {"world size": str(place.world_size)}
 
 
 def _checked(signed: Sequence[Signature], store: Store, place: Place) -> str:

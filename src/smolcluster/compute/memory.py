@@ -65,8 +65,7 @@ def workspace_bytes(device: torch.device) -> int:
 
 def machine_bytes() -> int:
     """Of the machine, or what its control group leaves to this process."""
-    limits = [_total(), *_control_group()]
-    return min(limits)
+    return min([_total(), *_control_group()])
 
 
 def _total() -> int:

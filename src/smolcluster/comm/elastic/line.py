@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from smolcluster.comm.elastic.handshake import MAX_REASON
-from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Payload, Received, Refused, Unlinked
+from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Received, Refused, Unlinked
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.sockets import own_host
 from smolcluster.comm.elastic.transport import Link, Transport
@@ -68,11 +68,13 @@ class Line:
         self.leases: deque[Lease] = deque()
         self.join: Callable[[], dict[str, Any]] | None = None  # what to say in JOIN, once there is something to say
         self.losses = 0
-        self._mailbox = Mailbox()
+        self._mailbox = mailbox = Mailbox()
+        self.expect, self.allow = mailbox.expect, mailbox.allow
+        self.at_once, self.release = mailbox.at_once, mailbox.release
         self._link: Link | None = None
         self._kept: Message | None = None  # read, and not yet answered for
         self._stop_requested = stop_requested
-        self._dialer = transport.dial(address, self._mailbox)
+        self._dialer = transport.dial(address, mailbox)
 
     # Sending
 
@@ -112,18 +114,6 @@ class Line:
         return own_host(self.address)
 
     # Receiving
-
-    def expect(self, kind: Kind, payloads: Sequence[Payload]) -> None:
-        self._mailbox.expect(kind, payloads)
-
-    def allow(self, kind: Kind, *, most_bytes: int) -> None:
-        self._mailbox.allow(kind, most_bytes=most_bytes)
-
-    def at_once(self, kind: Kind | None, callback: Callable[[int], None]) -> None:
-        self._mailbox.at_once(kind, callback)
-
-    def release(self, payload: Tensor) -> None:
-        self._mailbox.release(payload)
 
     def get(self, timeout_s: float | None = None) -> Message | None:
         """The server's next message; None after `timeout_s`. Raises Stopped when this worker was asked to leave."""

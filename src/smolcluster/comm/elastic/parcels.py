@@ -6,6 +6,7 @@ payload's size is known before it comes. While one bucket is on its way the next
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -19,7 +20,7 @@ class Parcels:
     def __init__(self, layout: Sequence[tuple[str, tuple[int, ...]]], *, codec: Codec, bucket_bytes: int) -> None:
         self.codec = codec
         self.names = [name for name, _ in layout]
-        self._parts = [layout[i:j] for i, j in _cut([4 * _count(shape) for _, shape in layout], bucket_bytes)]
+        self._parts = [layout[i:j] for i, j in _cut([4 * math.prod(shape) for _, shape in layout], bucket_bytes)]
         self._packers = [Packer(part, codec) for part in self._parts]
 
     def __len__(self) -> int:
@@ -46,13 +47,6 @@ class Parcels:
     def decode(self, channel: int, payload: Tensor, out: Mapping[str, Tensor]) -> None:
         """Into `out[name]`, for the names of this bucket."""
         self._packers[channel].decode(payload, [out[name] for name, _ in self._parts[channel]])
-
-
-def _count(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:

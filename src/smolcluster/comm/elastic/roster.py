@@ -14,14 +14,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from smolcluster.comm.elastic.handshake import MAX_REASON, printable
-from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Payload, Received, Unlinked
+from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Received, Unlinked
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.transport import Link
 
@@ -130,6 +128,7 @@ class Roster:
         self.joined = self.lost = 0
         self.refused: Counter[str] = Counter()  # by peer name
         self._mailbox, self._plan, self._admit = mailbox, plan, admit
+        self.expect, self.allow, self.release = mailbox.expect, mailbox.allow, mailbox.release
         self._on_event, self._on_change = on_event, on_change
         self._links: set[Link] = set()
         self._answered: set[Link] = set()  # have asked, and know the plan
@@ -141,15 +140,6 @@ class Roster:
         return list(self._reports.values())
 
     # Receiving
-
-    def expect(self, kind: Kind, payloads: Sequence[Payload]) -> None:
-        self._mailbox.expect(kind, payloads)
-
-    def allow(self, kind: Kind, *, most_bytes: int) -> None:
-        self._mailbox.allow(kind, most_bytes=most_bytes)
-
-    def release(self, payload: Tensor) -> None:
-        self._mailbox.release(payload)
 
     def get(self, timeout_s: float | None = None) -> Said | Gone | None:
         """The next thing a member said or did; None after `timeout_s`, or when only newcomers changed."""
