@@ -59,7 +59,7 @@ def fetch(
         reasons = []
         for url in urls:
             try:
-                _fetch_one(url, target, sha256=sha256, progress=progress, max_bytes=max_bytes, beat=beat)
+                _fetch_one(url, target, sha256=sha256, progress=_with_beat(progress, beat), max_bytes=max_bytes)
                 return target
             except NETWORK_ERRORS as error:
                 reasons.append(f"  {url}: {error or type(error).__name__}")
@@ -77,15 +77,7 @@ def fetch(
         ) from error
 
 
-def _fetch_one(
-    url: str,
-    target: Path,
-    *,
-    sha256: str,
-    progress: Progress | None,
-    max_bytes: int,
-    beat: Callable[[], None],
-) -> None:
+def _fetch_one(url: str, target: Path, *, sha256: str, progress: Progress, max_bytes: int) -> None:
     request = urllib.request.Request(url, headers={"User-Agent": "smolcluster"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, replacing(target) as file:
         length = response.headers.get("Content-Length", "")
@@ -97,16 +89,14 @@ def _fetch_one(
                 raise _BadMirror(f"sends more than {max_bytes} bytes")
             digest.update(block)
             file.write(block)
-            beat()
-            if progress is not None and done != total:
+            if done != total:
                 progress(target.name, done, total)
         # The two ways to be wrong; leaving the block by an exception throws the temporary file away.
         if total is not None and done != total:
             raise _BadMirror(f"ended after {done} of {total} bytes")
         if digest.hexdigest() != sha256:
             raise _BadMirror(f"has the checksum {digest.hexdigest()}, not {sha256}")
-    if progress is not None:
-        progress(target.name, done, done)
+    progress(target.name, done, done)
 
 
 def hash_file(path: Path) -> str:

@@ -7,6 +7,7 @@ that has not changed are found in the cache without reading it as text.
 from __future__ import annotations
 
 import contextlib
+import csv
 import hashlib
 import json
 import os
@@ -194,38 +195,21 @@ def _snli_lines(file: Path) -> Iterator[bytes]:
 
     premise: A man inspects a uniform. hypothesis: The man is sleeping. label: contradiction
     """
-    read = _snli_from_json if file.suffix == ".jsonl" else _snli_from_table
     lines: list[str] = []
     with file.open(encoding="utf-8", newline="\n") as rows:
+        table = csv.DictReader(rows, delimiter="\t", quoting=csv.QUOTE_NONE)
+        pairs: Iterable[dict[str, str]] = map(json.loads, rows) if file.suffix == ".jsonl" else table
         try:
-            for premise, hypothesis, label in read(rows):
+            for pair in pairs:
+                premise, hypothesis, label = (pair[key].strip() for key in ("sentence1", "sentence2", "gold_label"))
                 if label != "-":
-                    lines.append(f"premise: {premise.strip()} hypothesis: {hypothesis.strip()} label: {label}\n")
+                    lines.append(f"premise: {premise} hypothesis: {hypothesis} label: {label}\n")
                 if len(lines) == 8192:
                     yield "".join(lines).encode()
                     lines = []
-        except (ValueError, KeyError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
             raise UserError(f"{file} is not an SNLI file ({type(error).__name__}: {error}); fetch it again") from error
     yield "".join(lines).encode()
-
-
-def _snli_from_json(rows: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    for row in rows:
-        pair = json.loads(row)
-        yield pair["sentence1"], pair["sentence2"], pair["gold_label"]
-
-
-def _snli_from_table(rows: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Columns apart by tabs, named in the first row."""
-    header: list[str] | None = None
-    for row in rows:
-        cells = row.rstrip("\r\n").split("\t")
-        if header is None:
-            header = cells
-            columns = [header.index(name) for name in ("sentence1", "sentence2", "gold_label")]
-            continue
-        premise, hypothesis, label = (cells[c] for c in columns)
-        yield premise, hypothesis, label
 
 
 # -- Hugging Face datasets
