@@ -25,25 +25,21 @@ def join_ranks(ranks: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]
     weight = sum(r["batch_samples"] for r in ranks)
     busy_s = max(r["busy_s"] for r in ranks)
     summary: dict[str, Any] = dict.fromkeys(FIELDS)
+    totals = ("samples", "tokens", "bytes_sent", "bytes_received", "stale_rejected")
+    summary |= {name: sum(r[name] for r in ranks) for name in totals}
+    most = ("staleness_max", "skipped", "peak_memory_bytes")  # all ranks skip the same steps
+    summary |= {name: max(r[name] for r in ranks) for name in most}
     summary |= {
         "workers": sum(r["role"] == "worker" for r in ranks),
         "world_size": len(ranks),
         "steps": max(r["step"] for r in ranks),
-        "samples": sum(r["samples"] for r in ranks),
-        "tokens": sum(r["tokens"] for r in ranks),
         "tokens_per_s": sum(r["own_tokens"] for r in ranks) / busy_s if busy_s else 0.0,
         "samples_per_s": sum(r["own_samples"] for r in ranks) / busy_s if busy_s else 0.0,
         "train_loss": sum(r["loss"] * r["batch_samples"] for r in ranks) / weight if weight else None,
-        "bytes_sent": sum(r["bytes_sent"] for r in ranks),
-        "bytes_received": sum(r["bytes_received"] for r in ranks),
         "staleness_mean": sum(r["staleness_sum"] for r in ranks) / steps if steps else 0.0,
-        "staleness_max": max(r["staleness_max"] for r in ranks),
-        "stale_rejected": sum(r["stale_rejected"] for r in ranks),
-        "skipped": max(r["skipped"] for r in ranks),  # all ranks skip the same steps
         "restarts": 0,
         "members_lost": 0,
         "members_joined": 0,
-        "peak_memory_bytes": max(r["peak_memory_bytes"] for r in ranks),
         "finished": time.time(),
     }
     return summary | fields

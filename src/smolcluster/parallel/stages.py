@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from smolcluster.config.options import PipelineOptions
 from smolcluster.errors import UserError
@@ -231,6 +231,4 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 def length_of(part: Any) -> int:
     """How many samples are in a batch."""
-    lengths: list[int] = []
-    tree_map_only(Tensor, lambda t: lengths.append(len(t)), part)
-    return lengths[0]
+    return next(len(leaf) for leaf in tree_leaves(part) if isinstance(leaf, Tensor))

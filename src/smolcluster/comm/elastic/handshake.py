@@ -17,6 +17,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from smolcluster.comm.elastic.transport import Kind, Message, Peer
@@ -130,14 +131,7 @@ class Handshake:
 
 def describe(me: Peer) -> dict[str, Any]:
     """A peer as HELLO and ACCEPT carry it."""
-    return {
-        "role": me.role,
-        "rank": me.rank,
-        "host": me.host,
-        "instance": me.instance,
-        "run": me.run,
-        "versions": dict(me.versions),
-    }
+    return asdict(me)
 
 
 def read_peer(meta: Mapping[str, Any]) -> Peer:
