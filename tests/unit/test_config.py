@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tools.reference import pages
 
 from smolcluster.config import FLAGS, Config, builtin_configs, canonical_strategy, dump, flag_sets, load_config, resolve
 from smolcluster.config.checks import conflicts
 from smolcluster.config.names import FLAT, known_keys, nearest
-from smolcluster.config.reference import pages
 from smolcluster.config.tree import to_yaml
 from smolcluster.errors import UserError
 
@@ -647,7 +647,7 @@ def test_eval_batches_and_eval_samples_in_one_file_are_refused(tmp_path: Path) -
 @pytest.mark.parametrize("page", pages(ROOT / "docs"), ids=lambda page: page.stem)
 def test_generated_pages_are_up_to_date(page: Path) -> None:
     now, then = page.read_text(encoding="utf-8"), pages(ROOT / "docs")[page]
-    assert now == then, "run: python -m smolcluster.config.reference docs"
+    assert now == then, "run: python -m tools.reference docs"
 
 
 # Flags
@@ -669,7 +669,7 @@ def test_a_flag_of_zero_is_given() -> None:
 
 
 def test_configuration_does_not_import_torch() -> None:
-    code = "import sys, smolcluster.config, smolcluster.config.reference; sys.exit('torch' in sys.modules)"
+    code = "import sys, smolcluster.config, tools.reference; sys.exit('torch' in sys.modules)"
     paths = [str(ROOT / "src"), *sys.path]
     run = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {code}"], timeout=60)
     assert run.returncode == 0

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from tools.reference import markdown
 
 from smolcluster.config import Config, dump, load_config, resolve, strategies
 from smolcluster.config.describe import schema_for_editors
 from smolcluster.config.options import Options
-from smolcluster.config.reference import markdown
 from smolcluster.config.schema import StrategyConfig
 from smolcluster.config.strategies import (
     BUILT_IN,

@@ -2,7 +2,7 @@
 
 A `Config` is what a run starts from: YAML files and command-line overrides merge into it (`load.py`). `None` means
 automatic; `resolve.py` turns what it can into numbers before anything starts, so that `config.yaml` in the run
-directory says what really ran. The field descriptions are the reference documentation (`reference.py`).
+directory says what really ran. The field descriptions are the reference documentation (`tools/reference.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pages of the documentation that are written from the schema and from the records of the strategies.
 
-python -m smolcluster.config.reference docs    configuration.md, and the tables in strategies/
+python -m tools.reference docs    configuration.md, and the tables in strategies/
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smolcluster.config.tree import KeyPath
 _INTRO = """\
 # Configuration
 
-<!-- Written by `python -m smolcluster.config.reference docs`; change the schema, not this page. -->
+<!-- Written by `python -m tools.reference docs`; change the schema, not this page. -->
 
 A configuration is YAML. `smolcluster train` takes files and built-in names, merged left to right, then overrides:
 
@@ -71,7 +71,7 @@ not matter.
 """
 
 
-_BEGIN = "<!-- Written by `python -m smolcluster.config.reference docs`; change the record, not this table. -->\n"
+_BEGIN = "<!-- Written by `python -m tools.reference docs`; change the record, not this table. -->\n"
 _END = "<!-- end -->\n"
 
 
