@@ -227,7 +227,10 @@ def _wait_for_all(store: Store, place: Place, me: Signature, stop_requested: Cal
         else:
             signed = [Signature(**line) for line in json.loads(store.get(_ROLL))]
             if signed[place.rank] != me:
-                raise _twice(place, signed[place.rank])
+                raise UserError(
+                    f"rank {place.rank} is there twice: another process, on {signed[place.rank].host}, came with that number; "
+                    "give every process a --rank of its own"
+                )
             return signed
         store.set(_MISSING, "")  # one that came later need not wait as long again
         _leave_together(store, place, [rank for rank in range(place.world_size) if rank not in missing])
@@ -237,13 +240,6 @@ def _wait_for_all(store: Store, place: Place, me: Signature, stop_requested: Cal
     raise UserError(
         f"{_ranks(missing)} of {place.world_size} did not come to {where} "
         f"within {place.join_timeout_s:g} s (cluster.join_timeout); start them with the same --master-addr and --master-port"
-    )
-
-
-def _twice(place: Place, other: Signature) -> UserError:
-    return UserError(
-        f"rank {place.rank} is there twice: another process, on {other.host}, came with that number; "
-        "give every process a --rank of its own"
     )
 
 

@@ -153,11 +153,8 @@ def _files(name: str, files: list[Path]) -> Source:
                 yield BETWEEN_FILES
             yield from file_chunks(file)
 
-    return Source(name=name, chunks=chunks, content_hash=lambda: hash_files(*files), total_bytes=_size(files))
-
-
-def _size(files: list[Path]) -> int:
-    return sum(f.stat().st_size for f in files) + len(BETWEEN_FILES) * (len(files) - 1)
+    size = sum(f.stat().st_size for f in files) + len(BETWEEN_FILES) * (len(files) - 1)
+    return Source(name=name, chunks=chunks, content_hash=lambda: hash_files(*files), total_bytes=size)
 
 
 def _find_split(

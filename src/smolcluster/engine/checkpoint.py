@@ -81,7 +81,8 @@ class CheckpointStore:
         ensure_folder(self.folder, files=self._files)
         with self._files.lock(self.folder / ".lock") as alone:
             if alone:
-                self._clear_unfinished()
+                # What crashes have left: with the lock, nobody is still writing it.
+                self._remove([path for path in self.folder.iterdir() if path.name.startswith(TEMPORARY)])
             final = self.folder / folder_name(snapshot.step)
             if self._is_good(final):
                 logger.info("%s exists and is good: kept, not written again", final.name)
@@ -149,10 +150,6 @@ class CheckpointStore:
     def _point(self, pointer: str, name: str) -> None:
         if self._target(pointer) != name:
             atomic_write_text(self.folder / pointer, f"{name}\n", files=self._files)
-
-    def _clear_unfinished(self) -> None:
-        """Removes what crashes have left. We hold the lock, so no one is still writing it."""
-        self._remove([path for path in self.folder.iterdir() if path.name.startswith(TEMPORARY)])
 
     def _prune(self, saved: str) -> None:
         """Keeps the last `keep` and the best. A failure here costs space, not the checkpoint, so it is only logged."""

@@ -124,7 +124,7 @@ class Encoded:
             self.tensor_files[EXTRA] = TensorFile.plan(snapshot.extra)
         if snapshot.wholes is not None:
             files = self.tensor_files.items()
-            self.tensor_files = {_part_name(name, snapshot.part): plan for name, plan in files if plan.tensors}
+            self.tensor_files = {name.replace(".", f"-{snapshot.part}."): plan for name, plan in files if plan.tensors}
         self.state = json.dumps(_checked(snapshot.state, "state")).encode("utf-8")
         # JSON has no NaN and no infinity, and other tools read the manifest: they become strings.
         self.metrics = {
@@ -341,10 +341,6 @@ def check_whole(snapshot: Snapshot, replica: Replica) -> None:
 
 def _with_digest(raw: bytes, digest: str) -> bytes:
     return raw[:_DIGEST_AT] + digest.encode() + raw[_DIGEST_AT + len(digest) :]
-
-
-def _part_name(name: str, part: int) -> str:
-    return name.replace(".", f"-{part}.")
 
 
 def _write_file(path: Path, contents: bytes | TensorFile, *, files: Files) -> dict[str, Any]:

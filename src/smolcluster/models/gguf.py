@@ -346,7 +346,8 @@ def _config(
         "tie_head": "output.weight" not in tensors,
     }
     # The sizes are held against the tensors, which are in the file, before a model of such a size is laid out.
-    _check_size("block_count", fields["num_layers"], _count_blocks(tensors))
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    _check_size("block_count", fields["num_layers"], len(blocks))
     check_depth(fields["num_layers"], len(tensors), where="block_count")
     _check_size("vocab_size", fields["vocab_size"], tensors["token_embd.weight"].shape[0])
     _check_size("embedding_length", fields["model_dim"], tensors["token_embd.weight"].shape[1])
@@ -416,10 +417,6 @@ class _Given:
                 raise ValueError(
                     f"{self._architecture}.{key} is {_short(value)}, which is not supported: only {known[0]!r}"
                 )
-
-
-def _count_blocks(tensors: Mapping[str, Stored]) -> int:
-    return len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
 
 
 def _check_size(key: str, said: int, found: int) -> None:

@@ -31,12 +31,11 @@ from smolcluster.comm.elastic.frames import Frame, FrameError, Parser
 from smolcluster.comm.elastic.handshake import MAX_REASON, Handshake, Refusal, printable
 from smolcluster.comm.elastic.security import Credentials, Refused, open_credentials
 from smolcluster.comm.elastic.sockets import set_options, unanswered_s, wake_at
-from smolcluster.comm.elastic.transport import Handler, Head, Kind, Link, Message
+from smolcluster.comm.elastic.transport import Handler, Kind, Link, Message
 from smolcluster.comm.pending import Candidate
 from smolcluster.comm.work import Done, PeerLost, Traffic, Work
 
 if TYPE_CHECKING:
-    from torch import Tensor
 
     from smolcluster.comm.elastic.tcp import TcpTransport
 
@@ -107,7 +106,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._handshake: Handshake | None = None
         self._parser = Parser(
-            place=self._place,
+            place=lambda head: handler.place(self, head),
             run=lambda: owner.run,
             cluster=None,
             meta_bytes=owner.limits.meta_bytes,
@@ -300,9 +299,6 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         self._settle(self._transport)
 
     # Reading
-
-    def _place(self, head: Head) -> Tensor | None:
-        return self._handler.place(self, head)
 
     def _wait_for_more(self) -> None:
         """Sleep until a good part of the payload under way is here; between payloads, until anything is."""
