@@ -1,4 +1,4 @@
-"""What an address says by itself, and a plain connection to it."""
+"""What follows from an address by itself, and a plain connection to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_address(host: str) -> bool:
 
 
 def reach(host: str, port: int, *, within_s: float) -> socket.socket:
-    """To somebody who listens there."""
+    """Connect; a connection to itself counts as refused."""
     sock = socket.create_connection((host, port), timeout=within_s)
     try:
         refuse_itself(sock)

@@ -13,7 +13,7 @@ from smolcluster.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What one rank says before a backend is chosen."""
+    """What one rank reports before a backend is chosen."""
 
     host: str
     named: str | None  # by its user

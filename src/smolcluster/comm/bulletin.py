@@ -26,7 +26,7 @@ class Bulletin(Protocol):
     def remove(self, key: str) -> None: ...
 
     def close(self) -> None:
-        """Ends whoever waits. From any thread."""
+        """End every `read` that waits. From any thread."""
 
 
 class StoreBulletin:

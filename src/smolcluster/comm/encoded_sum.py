@@ -166,7 +166,7 @@ class EncodedSum(Combination):
             return packer.encode([mean.clamp(-limit, limit)], data, key=key)
 
     def _decode(self, means: Means) -> list[Tensor | None]:
-        """Raises Unreadable where an owner sent what cannot be read, or says so of another member."""
+        """Raises Unreadable where an owner sent what cannot be read, or reports that of another member."""
         sums: list[Tensor | None] = [None] * len(self._parts.packers)
         for place, data in sorted(means.messages.items()):
             layout = self._layouts[place]

@@ -47,7 +47,7 @@ class RehearsalGroup(Group):
         return Done()
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Everybody says the same."""
+        """Return this rank's value for every rank."""
         return [value] * self.size
 
     def sub(self, ranks: Sequence[int]) -> Group | None:

@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 EXCHANGE_TIMEOUT_S = 600.0
 _LOOK_S = 0.02
-TELL_S = 3.0  # whoever waits longer is told for whom
+TELL_S = 3.0  # after that, log which ranks are missing
 _SAME = {"world size": "say the same --world-size on every machine"}
 _ROLL = "roll"
-_MISSING = "missing"  # in the store: somebody did not come
+_MISSING = "missing"  # in the store: a rank did not come
 LEAVE_S = 5.0
 BACKLOG = 1024
 # Before torch 2.8 libuv's store refuses a socket that it is given; the legacy backend takes it.
@@ -119,7 +119,7 @@ def connect(
 
 
 def _wait_for_rank_0(place: Place, stop_requested: Callable[[], bool]) -> None:
-    """Until somebody listens there. The store's own waiting could be neither interrupted nor told of in a sentence."""
+    """Wait until rank 0 listens. The store's own waiting can be neither interrupted nor reported in a sentence."""
     where = f"{place.master_addr}:{place.master_port}"
     began, told = time.monotonic(), False
     while True:
@@ -198,10 +198,10 @@ def _of_this_attempt(store: TCPStore) -> Store:
 
 
 def _wait_for_all(store: Store, place: Place, me: Signature, stop_requested: Callable[[], bool]) -> list[Signature]:
-    """Everybody signs in, so that whoever does not come can be named. Returns what each has signed.
+    """Every rank signs in, so that those that do not come can be named. Returns what each has signed.
 
-    When all are there rank 0 makes a roll of them, and whoever is not on it had come with another's number. One that is started
-    again before that takes its own place.
+    When all are there rank 0 makes a roll of them, and a process that is not on it had come with another's number. One that is
+    started again before that takes its own place.
     """
     keys = [f"joined/{rank}" for rank in range(place.world_size)]
     began, told = time.monotonic(), False

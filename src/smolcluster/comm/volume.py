@@ -42,5 +42,5 @@ def moved(kind: Exchange, whole_bytes: int, *, rank: int, size: int, backend: st
 
 
 def num_children(place: int, size: int) -> int:
-    """In a binomial tree of `size` places: whoever has it hands it to the place 1, 2, 4, ... further on."""
+    """In a binomial tree of `size` places: a place that has it hands it to the places 1, 2, 4, ... further on."""
     return sum(1 for bit in range(size.bit_length()) if place < 2**bit and place + 2**bit < size)

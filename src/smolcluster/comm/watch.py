@@ -29,7 +29,7 @@ class Watch:
         OSError when rank 0 cannot listen there, or does not answer.
         """
         self._host, self._on_lost = host, on_lost
-        self._ended = threading.Lock()  # taken by whoever ends the process: the rank itself, or the watch
+        self._ended = threading.Lock()  # taken by the one that ends the process: the rank itself, or the watch
         self._done = False
         self._server: MembershipServer | None = None
         secret, address, problem = secrets.token_bytes(16), "", ""

@@ -1,7 +1,7 @@
 """Which gradients may count: finite ones, of a size like those before.
 
 One broken machine must not spoil the model of all. A gradient whose norm is not a number, or thousands of times the usual,
-is refused; who sent it is told and counted. When nothing but such large gradients comes, several in a row, they are the
+is refused, reported to its sender and counted. When nothing but such large gradients comes, several in a row, they are the
 usual from then on: training has changed, not a machine.
 
 When no gradient of a step counts, TRIES times in a row, the run ends with the reason: the next attempt would fail as these.

@@ -238,7 +238,7 @@ def _validate(known: Node) -> tuple[Config | None, list[Problem]]:
         return Config.model_validate(known.plain()), []
     except ValidationError as error:
         # Several errors may lie inside one value, such as a list that is too short; one message per value is enough. A key
-        # of several types has an error for each: the one that is most precise is told.
+        # of several types has an error for each: the most precise one is reported.
         found = error.errors()
         strange = [known.reach(part["loc"]) for part in found if part["type"] == "extra_forbidden"]
         bad = dict(known.reach(part["loc"]) for part in found if part["type"] != "extra_forbidden")

@@ -154,7 +154,7 @@ def parse(text: str, *, place: Place, name: str = "") -> tuple[Node, list[Proble
 
 
 def _count(root: yaml.Node) -> int:
-    """How many values there are when every alias is filled in. One that contains itself counts once: it is told later."""
+    """How many values there are when every alias is filled in. One that contains itself counts once: it is reported later."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:

@@ -2,7 +2,7 @@
 
 `sampler.py` makes all samples one infinite stream. A worker is granted ranges of it for one step. When that step is
 committed the ranges are settled, for good; when the worker dies they return, and go out again before anything fresh does.
-When its gradient is refused they are set aside: whoever read them next might fail in the same way. So each position below
+When its gradient is refused they are set aside: the next reader might fail in the same way. So each position below
 the frontier is in exactly one place:
 
     0                                                            frontier

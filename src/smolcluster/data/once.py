@@ -2,7 +2,7 @@
 
 Several workers of one machine start at the same moment and want the same download or token file. The first to create
 the lock file works; the rest wait until the result is there. The lock only saves work. That the result is right never
-depends on it: whoever works writes a temporary file and renames it, and every worker would write the same bytes. So a
+depends on it: the one that works writes a temporary file and renames it, and every worker would write the same bytes. So a
 lock may be taken over generously, and no platform's own file locking is needed.
 
 A lock is stale when its owner is gone (same host), or when its owner has not touched it for STALE_S (any host).

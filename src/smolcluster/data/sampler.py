@@ -112,7 +112,7 @@ class ShardedSampler:
                 f"the checkpoint's data position {state['position']} is negative; resume from another checkpoint"
             )
         if state.get("holes"):
-            # An elastic run was stopped in the middle of steps: what it had lent and not counted.
+            # An elastic run was stopped in the middle of steps: what it had leased and not counted.
             missed = sum(int(count) for _, count in state["holes"])
             logger.warning("%d samples that the run before had not counted are left out", missed)
         self._position = state["position"]

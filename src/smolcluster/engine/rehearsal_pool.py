@@ -46,7 +46,7 @@ def forecast_all(
     told: Callable[[str, int, int], None] | None = None,
     processes: int | None = None,
 ) -> list[Forecast]:
-    """A forecast of every choice, in their order. `told` hears the label of each that is done, and how far it is."""
+    """A forecast of every choice, in their order. `told` receives the label of each that is done, and how far it is."""
     num = min(processes or os.cpu_count() or 1, len(asked), 8)
     done = 0
     lock = threading.Lock()

@@ -107,7 +107,7 @@ class RunDir:
                     raise
         except UserError as error:
             if not (self.holds_a_run() or isinstance(error.__cause__, BlockingIOError)):
-                with contextlib.suppress(OSError):  # it was never made, or somebody else has put something there
+                with contextlib.suppress(OSError):  # it was never made, or another process has put something there
                     self._lock_file.unlink(missing_ok=True)
                     for folder in made:
                         folder.rmdir()

@@ -327,12 +327,12 @@ def check_whole(snapshot: Snapshot, replica: Replica) -> None:
     Elsewhere such a parameter may be one that never had a gradient. A strategy whose state is put together from its members'
     parts on the elastic plane gives each one in every step.
     """
-    lent = "holes" in (snapshot.state.get("sampler") or {})  # as the elastic plane lends samples
+    leased = "holes" in (snapshot.state.get("sampler") or {})  # as the elastic plane leases samples
     record = find_record(str(snapshot.info.get("strategy", "")))
     without = [
         name for name in without_state(replica.model, replica.optimizer, snapshot.optimizer) if not name.endswith(COPY)
     ]
-    if without and snapshot.optimizer and lent and record is not None and record.assembled:
+    if without and snapshot.optimizer and leased and record is not None and record.assembled:
         raise UserError(
             f"the checkpoint of step {snapshot.step} has no optimizer state for {len(without)} parameters: "
             f"{first_of(without)}; a worker was lost while it was saved: name another with --resume FOLDER"

@@ -58,7 +58,7 @@ class KVCache:
     def append(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
         """Store this call's keys and values; return those of all S tokens, in the type these came in.
 
-        `length` stays: whoever runs the layers moves it once all of them have appended.
+        `length` stays: the caller moves it once all layers have appended.
         """
         end = self.length + k_BKTE.size(2)
         keys, values = self.layers[layer]

@@ -53,7 +53,7 @@ class OwnedSum(Combination):
             ) from error
         before = owners(self._sizes, len(established))
 
-        # A step that was committed while somebody died: its parameters, from whoever has them.
+        # A step that was committed while a member died: its parameters, from the member that has them.
         unfinished = torch.tensor([float(self._unfinished)])
         group.all_reduce(unfinished).wait()
         if unfinished.item():
@@ -177,7 +177,7 @@ class OwnedSum(Combination):
             sums.wait()
 
     def _pass_on(self, slot: int) -> None:
-        """My sums to my buddy."""
+        """Send my sums to my backup."""
         sums, n, me = self._slot(slot), self._group.size, self._group.rank
         sums.wait()
         sums.passed_on = True
@@ -214,7 +214,7 @@ class OwnedSum(Combination):
         self._drop_foreign_state()
 
     def _drop_foreign_state(self) -> None:
-        """A step was committed in this view, so whoever should have what I no longer own has it."""
+        """A step was committed in this view, so what I no longer own has reached its new owner."""
         n, me = self._group.size, self._group.rank
         held = {self._replica.parameters[j] for place in (me, ward(me, n)) for j in self._rows[place]}
         for parameter in [p for p in self._replica.optimizer.state if p not in held]:

@@ -3,7 +3,7 @@
 A codec turns one float32 tensor into bytes and back. How many bytes is known from the shape alone, so a receiver checks a
 length before it allocates, and memory is reused from step to step. Numbers are little-endian and may lie at any offset.
 
-Lossy codecs carry finite numbers only: `encode` refuses the others, and so does `decode`, whoever made the bytes.
+Lossy codecs carry finite numbers only: `encode` refuses the others, and so does `decode`, wherever the bytes came from.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     bf16    2 bytes per number    |x - decoded| <= max(2^-8 |x|, 2^-126)     |x| <= 3.39e38
 
 Rounding is to nearest, ties to even. A number beyond the range is refused, not clipped: a clipped gradient points elsewhere,
-and whoever sees the error can use bf16 or drop the step. Below 2^-126 some processors round to zero.
+and the caller can use bf16 or drop the step. Below 2^-126 some processors round to zero.
 
 Mixed precision: Micikevicius et al., "Mixed precision training", 2018; bf16: Kalamkar et al., "A study of BFLOAT16 for deep
 learning training", 2019.

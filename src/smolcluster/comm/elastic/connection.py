@@ -12,7 +12,7 @@ Too slow. What waits is memory of ours, so there is a limit to it. A state is se
 fixed number: a link may have as much as several of the largest set that it was given, where a set is what one sender
 would call one thing, messages of one kind and step with rising channels. A peer that takes nothing at all is given up too.
 
-The end. `close` says BYE behind what is queued, and the other side hangs up. A fault on either side ends it at once.
+The end. `close` sends BYE behind what is queued, and the other side hangs up. A fault on either side ends it at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from smolcluster.comm.pending import Candidate
 from smolcluster.comm.work import Done, PeerLost, Traffic, Work
 
 if TYPE_CHECKING:
-
     from smolcluster.comm.elastic.tcp import TcpTransport
 
 LINGER_S = 1.0  # a link that is being closed ends when nothing has moved for so long
@@ -86,7 +85,7 @@ class _Sending:
 
 
 class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
-    """A stranger's until the handshake is done; then `linked` is set and the handler is told.
+    """Unauthenticated until the handshake is done; then `linked` is set and the handler notified.
 
     Everything that is not said to be for any thread belongs to the transport's.
     """
@@ -161,7 +160,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         return work if work is not None else Done()
 
     def _add_to_set(self, message: Message, nbytes: int) -> None:
-        """Whoever sends the same thing twice begins a new set: a peer that asks again and again is not given room for it."""
+        """The same message again begins a new set: a peer that asks again and again is not given room for it."""
         this = (message.kind, message.epoch, message.step, message.channel)
         goes_on = self._last is not None and this[:3] == self._last[:3] and this[3] > self._last[3]
         self._set_bytes = nbytes + (self._set_bytes if goes_on else 0)
@@ -392,7 +391,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
             self.end(str(error), flush=foreign)
 
     def end(self, reason: str, *, flush: bool = False) -> None:
-        """At once. Whoever waits for a payload of this link is told, and so is the handler. `flush`: after our last words."""
+        """End it at once: `wait` of its payloads raises PeerLost, the handler is notified. `flush`: after our last words."""
         if self.over.done():
             return
         self.over.set_result(None)
@@ -486,7 +485,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._paused = False
         if self._transport is not None:
-            self._settle(self._transport)  # first: whoever was waiting for that may have more to send
+            self._settle(self._transport)  # first: the sender that waited for it may have more to send
         self._pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -509,7 +508,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Leave no circle behind: a million strangers may come, and none of them waits for the garbage collector."""
+        """Leave no circle behind: a million pending connections may come, and none waits for the garbage collector."""
         self._parser.close()
         self._transport = self._handshake = None
         if self._put_out is not None:

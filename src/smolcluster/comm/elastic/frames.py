@@ -289,7 +289,7 @@ def _nowhere(_: Head) -> None:
 class Parser:
     """Messages out of a stream of bytes, whatever pieces it comes in.
 
-    The one who reads asks for `buffer`, puts bytes there, and says how many by `fed`, which gives the messages that are
+    The reader asks for `buffer`, puts bytes there, and reports how many with `fed`, which gives the messages that are
     complete now. While a payload is under way `buffer` is the rest of the tensor that `place` named; otherwise a small
     buffer that may take in several small frames at once. After a FrameError the stream is of no use any more.
     """
@@ -309,7 +309,7 @@ class Parser:
         self.authenticated = False  # before that, only the handshake is listened to
         self._place, self._run = place, run
         self._meta_bytes, self._payload_bytes, self._checked = meta_bytes, payload_bytes, checked
-        self._staging: memoryview | None = None  # made when the first byte comes: most idle strangers never send one
+        self._staging: memoryview | None = None  # made when the first byte comes: most idle connections never send one
         self._start = self._end = 0  # what of it is read and not yet used
         self._target: memoryview | None = None
         self._filled = 0

@@ -1,4 +1,4 @@
-"""How two peers make each other's acquaintance: a state machine that is told what came and says what to send.
+"""The handshake of two peers: a state machine that takes what was received and returns what to send.
 
     client (dialled)                              server (listened)
       HELLO  who I am, a nonce            ---->     finds the token that the header's cluster id names
@@ -7,8 +7,8 @@
                                           <----   PROOF  over both nonces;  ACCEPT  who I am
       checks it: the link is up                     the link is up
 
-A proof is good for one connection only, since both nonces are new: a recorded handshake cannot be played again. Whoever fails
-is told REFUSE with a reason that is the same for a wrong token, an unknown one and none.
+A proof is good for one connection only, since both nonces are new: a recorded handshake cannot be played again. A peer that
+fails receives REFUSE with a reason that is the same for a wrong token, an unknown one and none.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Handshake:
         self.peer: Peer | None = None
         self._me, self._credentials, self._find = me, credentials, find
         self._mine, self._theirs = secrets.token_bytes(NONCE_BYTES), b""
-        self._claimed: Peer | None = None  # what the client says of itself
+        self._claimed: Peer | None = None  # what the client reports of itself
         self._next = Kind.HELLO
 
     @property

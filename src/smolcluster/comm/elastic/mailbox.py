@@ -69,7 +69,7 @@ class Mailbox:
 
     def __init__(self, *, unread_bytes: int = 4 << 30) -> None:
         """`unread_bytes`: how much may always wait to be read; more if what is expected or allowed needs more."""
-        self.num_senders = 1  # that send what is expected; whoever knows better says so
+        self.num_senders = 1  # that send what is expected; set by the roster
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._expected: dict[Kind, Sequence[Payload]] = {}
         self._allowed: dict[Kind, int] = {}

@@ -210,7 +210,7 @@ class Peers:
         self._shown.pop(link, None)
         if link in self._unproven:
             del self._unproven[link]
-            self._check_links_later()  # whoever it was: the member itself may come yet
+            self._check_links_later()  # the member itself may still connect
             return
         was_used = self._wires.uses(link)
         self._wires.remove(link)
@@ -379,7 +379,7 @@ class Peers:
             dialer.close()
 
     def answered(self, member: Member, link: Link) -> None:
-        """Somebody is at the address of a member: the one we meant, or a process that has its address now."""
+        """A process answers at the address of a member: the member, or another that has its address now."""
         if link.peer.instance == member.instance:
             self.linked(link)
         else:
@@ -394,7 +394,7 @@ class Peers:
     def _check_links(self, exchange: Exchange) -> None:
         """Report members without a link. One that is connected and unproven may still be computing in the last view.
 
-        Somebody else in its place hides nothing: the member that dials a pair's link reports it, and needs no proof to.
+        Another process in its place hides nothing: the member that dials a pair's link reports it, and needs no proof to.
         """
         if exchange is not self._exchange or exchange.error is not None:
             return

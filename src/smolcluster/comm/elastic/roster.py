@@ -5,7 +5,7 @@
     link lost or closed                the member is gone, and its lease comes back
     link silent                        the member is paused: as gone, but its link is kept. Heard again, it is a newcomer
 
-Every change raises the epoch. The server's thread calls `get` and hears only of members: their messages, their going.
+Every change raises the epoch. The server's thread calls `get` and receives only what concerns members: messages and losses.
 What is not in order is refused, counted and logged with the peer's name, and nobody else is disturbed.
 """
 
@@ -117,7 +117,7 @@ class Roster:
         on_change: Callable[[str, Member, str], None],
         epoch: int = 0,
     ) -> None:
-        """`admit` reads a JOIN and makes the member, or raises Refusal. `on_change` hears joined, left, evicted, paused."""
+        """`admit` reads a JOIN and makes the member, or raises Refusal. `on_change` receives joined, left, evicted, paused."""
         self.members: dict[int, Member] = {}
         self.newcomers: list[Member] = []
         self._reports: dict[int, dict[str, Any]] = {}  # of members that have left in good order, the last of each rank
@@ -159,7 +159,7 @@ class Roster:
                     return said
             case _:
                 pass
-        # A going is told before anything else: whoever joins again is welcomed only after it.
+        # A loss is reported before anything else: a member that joins again is welcomed only after it.
         return self._news.popleft() if self._news else None
 
     def _received(self, link: Link, message: Message) -> Said | None:
@@ -195,7 +195,7 @@ class Roster:
         known = [*self.members.values(), *self.newcomers, *self.paused]
         holder = next((m for m in known if m.rank == peer.rank), None)
         twin = next((m for m in known if m.instance == peer.instance and m.rank != peer.rank), None)
-        if twin is not None:  # what is lent and who holds what is kept by instance
+        if twin is not None:  # leases and holdings are kept by instance
             self.refuse(link, f"it calls itself instance {peer.instance}, as {twin.name} does")
             return
         if holder is not None and holder.instance != peer.instance and holder.link.open:
@@ -313,7 +313,7 @@ class Roster:
         return [self.members[rank] for rank in sorted(self.members)]
 
     def send(self, members: Iterable[Member], message: Message) -> None:
-        """To each of these. A link that has just ended drops it: the loss is told by `get`."""
+        """To each of these. A link that has just ended drops it: `get` reports the loss."""
         for member in members:
             member.link.send(message)
 

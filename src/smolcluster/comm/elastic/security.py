@@ -16,8 +16,8 @@ How two machines meet:
       HELLO with a nonce                      <-->  HELLO with a nonce
       PROOF as "client"                       <-->  PROOF as "server"
 
-Each end trusts the one certificate and nothing else, and its key cannot be had without the token. So whoever stands between
-two machines can speak for neither, and nobody without a token gets past TLS: the parsers behind it hear members only. Tokens
+Each end trusts the one certificate and nothing else, and its key cannot be had without the token. So a man in the middle
+can speak for neither, and nobody without a token gets past TLS: the parsers behind it hear members only. Tokens
 are only ever random: the public id would let anybody try guesses at a password.
 """
 
@@ -74,7 +74,7 @@ def new_token() -> str:
 
 
 def read_secret(token: str, *, where: str = "token") -> bytes:
-    """The secret in a token. A mistake is told without repeating the token: messages end up in logs."""
+    """The secret in a token. A mistake is reported without repeating the token: messages end up in logs."""
     if not token.startswith(PREFIX):
         raise UserError(
             f"{where}: this is not a cluster token: one starts with {PREFIX} and is made by `smolcluster token new`"
@@ -267,7 +267,7 @@ class Keyring:
     def server_context(self) -> ssl.SSLContext:
         """For listeners: shows the certificate of the token that the client names."""
         contexts = {known.server_name: known.server_context() for known in self.credentials}
-        # Somebody of another cluster sees a certificate that cannot be right, and knows what is wrong: ending the handshake
+        # A client of another cluster sees a certificate that cannot be right, and knows what is wrong: ending the handshake
         # would look like a broken line, since asyncio closes without sending the alert.
         stranger = Credentials(new_token()).server_context()
 

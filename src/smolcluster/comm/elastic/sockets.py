@@ -149,7 +149,7 @@ def _listener(family: int, kind: int, protocol: int, name: Any, buffer_size: int
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if buffer_size is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_size)  # a peer is told of it when it connects
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_size)  # a peer learns it when it connects
         sock.bind(name)
         sock.listen(BACKLOG)
         sock.setblocking(False)
@@ -160,7 +160,7 @@ def _listener(family: int, kind: int, protocol: int, name: Any, buffer_size: int
 
 
 async def dial(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
-    """Connected to whoever listens at one of the addresses that `host` stands for, the first first."""
+    """Connect to the first of the addresses of `host` that accepts."""
     problem: OSError | None = None
     for family, kind, protocol, _, name in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)

@@ -60,7 +60,7 @@ class Transfer:
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Until all of it has left; the member says by itself that it has it."""
+        """Return when all of it has left; the member reports by itself that it has it."""
         while not self._over.is_set():
             left_s = self._moved + self._timeout_s - time.monotonic()
             if left_s <= 0:

@@ -1,7 +1,7 @@
 """How typed messages move between processes of the elastic plane.
 
-A `Transport` owns links. It works on a thread of its own, beside training; everything above it is told by a `Handler`,
-whose methods run on that thread and must not block. `Link.send` may be called from any thread.
+A `Transport` owns links. It works on a thread of its own, beside training; everything above it is notified through a
+`Handler`, whose methods run on that thread and must not block. `Link.send` may be called from any thread.
 
     worker                                         server
       dial(address) ---- connect, handshake ---->  listen(address)
@@ -44,7 +44,7 @@ class Link(ABC):
     def send(self, message: Message, *, sent: Callable[[bool], None] | None = None) -> Work:
         """Queue a message; returns at once. The work is done when the payload's memory may be changed again.
 
-        On a link that has ended nothing happens, and `wait` raises PeerLost: whoever needs to know was told by `unlinked`.
+        On a link that has ended nothing happens, and `wait` raises PeerLost: the handler was notified by `unlinked`.
 
         `sent` is called once, on the transport's thread and never from within `send`, when nobody reads that memory any
         more: with True when all of the message has left, with False when the link ended first (before `unlinked`).

@@ -1,4 +1,4 @@
-"""Who takes part, from which step on: the coordinator's word, as every member hears it.
+"""Who takes part, from which step on: as the coordinator decides it and every member receives it.
 
 A view has an epoch, one more than the last one's. Members stand in the order of their ranks; a member's place in that order
 is its rank in the group of the view, so groups are dense although ranks have holes after a loss.
