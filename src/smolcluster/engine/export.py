@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from smolcluster.compute.precision import DTYPES
 from smolcluster.config import load_config
 from smolcluster.config.schema import Config
 from smolcluster.config.shape import shape_of
@@ -33,8 +34,6 @@ from smolcluster.models.hugging_face import CONFIG, WEIGHTS, export_config, expo
 from smolcluster.models.parts import vocabulary
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)

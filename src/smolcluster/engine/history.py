@@ -501,11 +501,8 @@ def _text(fields: Mapping[str, Any]) -> str:
 
 def _is_beyond(fields: Mapping[str, Any], next_step: int) -> bool:
     """Whether a line says that `next_step` was committed."""
-    committed = fields.get("step") if fields.get("kind") == "commit" else None
-    following = fields.get("next_step") if fields.get("kind") == "begin" else None
-    return (isinstance(committed, int) and committed >= next_step) or (
-        isinstance(following, int) and following > next_step
-    )
+    step = _step_of(fields)
+    return step is not None and step >= next_step
 
 
 def main(arguments: Sequence[str]) -> int:

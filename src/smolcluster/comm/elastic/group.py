@@ -35,7 +35,7 @@ from smolcluster.comm.elastic.payloads import DTYPES
 from smolcluster.comm.elastic.schedule import MOST_PIECE_BYTES, Act, Plan, Verb
 from smolcluster.comm.elastic.transport import Head, Kind, Link, Message
 from smolcluster.comm.elastic.view import View
-from smolcluster.comm.elastic.wires import Wires
+from smolcluster.comm.elastic.wires import Wires, nothing
 from smolcluster.comm.group import Group, PeerLost, Traffic, Work
 
 WAITING_S = 1.0  # a wait that takes longer is reported, and then as often
@@ -53,17 +53,13 @@ class Key(NamedTuple):
     number: int
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass(slots=True)
 class Landing:
     """Where a payload goes, and what happens when it is there, or will never be."""
 
     tensor: Tensor
-    arrived: Callable[[], None] = _nothing
-    lost: Callable[[], None] = _nothing
+    arrived: Callable[[], None] = nothing
+    lost: Callable[[], None] = nothing
     callers_memory: bool = False
 
 
@@ -75,7 +71,7 @@ class Exchange:
     ) -> None:
         """`on_waiting`: called every `WAITING_S` by a thread that waits for an operation."""
         self.wires, self.view, self.timeout_s = wires, view, timeout_s
-        self.on_waiting = on_waiting or _nothing
+        self.on_waiting = on_waiting or nothing
         self.error: Exception | None = None
         self.heard = time.monotonic()  # when something last came or went
         self._lock = threading.Lock()

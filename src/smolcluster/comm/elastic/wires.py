@@ -24,7 +24,7 @@ SMALL_BYTES = 16 << 10  # a payload up to here is copied: then its memory is fre
 KEPT_OVERHEAD_BYTES = 512  # of every piece that is kept, however small
 
 
-def _nothing() -> None:
+def nothing() -> None:
     return None
 
 
@@ -160,7 +160,7 @@ class Wires:
         small = payload is not None and payload.nbytes <= SMALL_BYTES
         if payload is not None and small:
             message.payload = payload.clone()
-            item = _Waiting(order, next(self._numbers), message, _nothing, _nothing)
+            item = _Waiting(order, next(self._numbers), message, nothing, nothing)
         else:
             item = _Waiting(order, next(self._numbers), message, left, left if lost is None else lost)
         outlet = self._outlet(member.instance)
