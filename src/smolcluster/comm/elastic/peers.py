@@ -84,7 +84,7 @@ class Peers:
         self._unproven: dict[Link, Message | None] = {}  # links that prove nothing yet, and what they have sent
         self._shown: dict[Link, bytes] = {}  # the key with which I have proved who I am
         self._landings: dict[Link, Landing] = {}
-        self._ahead: dict[int, list[tuple[Link, Head, Tensor]]] = {}  # chunks by epoch
+        self._ahead: list[tuple[Link, Head, Tensor]] = []  # chunks of later views
         self._settling: _Settling | None = None
         self._expected: Layout | None = None
         self._incoming: dict[Link, IncomingState] = {}
@@ -278,24 +278,21 @@ class Peers:
         return keep(self._wires, head, lambda tensor: self._keep(link, head, tensor))
 
     def _kept_for(self, link: Link) -> int:
-        return sum(tensor.nbytes for kept in self._ahead.values() for who, _, tensor in kept if who is link)
+        return sum(tensor.nbytes for who, _, tensor in self._ahead if who is link)
 
     def _forget(self, link: Link) -> None:
         """What was kept for a peer that is gone."""
-        for epoch, kept in list(self._ahead.items()):
-            for who, _, tensor in kept:
-                if who is link:
-                    self._wires.release(tensor.nbytes)
-            self._ahead[epoch] = [chunk for chunk in kept if chunk[0] is not link]
-            if not self._ahead[epoch]:
-                del self._ahead[epoch]
+        for who, _, tensor in self._ahead:
+            if who is link:
+                self._wires.release(tensor.nbytes)
+        self._ahead = [chunk for chunk in self._ahead if chunk[0] is not link]
 
     def _keep(self, link: Link, head: Head, tensor: Tensor) -> None:
         """The view of this chunk had not been formed when it began to come; perhaps it has been since."""
         exchange = self._exchange
         current = -1 if exchange is None else exchange.view.epoch
         if head.epoch > current:
-            self._ahead.setdefault(head.epoch, []).append((link, head, tensor))
+            self._ahead.append((link, head, tensor))
         else:
             self._adopt(link, head, tensor)
 
@@ -333,9 +330,9 @@ class Peers:
         self._check_links_later()
 
         # Chunks that were ahead of us.
-        for epoch in sorted(epoch for epoch in self._ahead if epoch <= view.epoch):
-            for chunk in self._ahead.pop(epoch):
-                self._adopt(*chunk)
+        kept, self._ahead = self._ahead, [chunk for chunk in self._ahead if chunk[1].epoch > view.epoch]
+        for chunk in sorted((c for c in kept if c[1].epoch <= view.epoch), key=lambda c: c[1].epoch):
+            self._adopt(*chunk)
 
         # The memory of the view before is its owner's again when nothing is being received into it, or sent from it.
         # All chunks on their way out are of that view: what no link had accepted was cancelled when it was aborted.
