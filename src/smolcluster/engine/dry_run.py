@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from smolcluster.comm.backends import Wish, agree, check_backend, gpu_for_nccl
 from smolcluster.compute.device import choose_device
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
-from smolcluster.engine.checks import batch_size_of, check_enough_samples
+from smolcluster.engine.checks import check_enough_samples
 from smolcluster.engine.choices import as_configured
 from smolcluster.engine.length import last_step
-from smolcluster.engine.plan import SeatMemory, Subject, forecast, limit_per_rank
-from smolcluster.engine.rehearsal import Way
+from smolcluster.engine.plan import SeatMemory, Subject, forecast, limit_per_rank, nodes_of
+from smolcluster.engine.rehearsal import Way, samples_per_step
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.observe.text import size
-from smolcluster.parallel.placement import Node
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
@@ -27,22 +27,15 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     device = choose_device(config.training.device)
     strategy = find_strategy(config.strategy.name, plane=plane)
     options, ignored = read_options(strategy, config.strategy, plane=plane)
-    names = [*config.cluster.workers, *(f"worker-{rank}" for rank in range(workers))]
     named = len(config.cluster.workers)
     nodes = [
-        Node(
-            name=names[rank],
-            batch_size=batch_size_of(config, rank),
-            machine=names[rank] if rank < named else "this machine",
-            stays=plane != "elastic",
-        )
-        for rank in range(workers)
+        replace(node, machine=node.name if rank < named else "this machine", stays=plane != "elastic")
+        for rank, node in enumerate(nodes_of(config, workers))
     ]
     seats = strategy.plan(options, nodes, None).checked().seats
     task = find_task(config)
     samples = len(as_dataset(task.train_data()))
-    sizes = {s.shard: nodes[s.rank].batch_size for s in seats if s.shard is not None}
-    counts = [size * config.training.grad_accumulation for size in sizes.values()]
+    counts = samples_per_step(config, nodes, seats)
     check_enough_samples(samples, counts)
     steps = last_step(config.training, samples=samples, batch=sum(counts))
     subject = Subject.open(config, task, num_ranks=workers, device=device)

@@ -114,7 +114,6 @@ class Subject:
 
     @classmethod
     def open(cls, config: Config, task: Task, *, num_ranks: int, device: torch.device) -> Subject:
-        names = [*config.cluster.workers, *(f"worker-{rank}" for rank in range(num_ranks))]
         data = as_dataset(task.train_data())
         try:
             with torch.device("meta"):
@@ -128,7 +127,7 @@ class Subject:
             part=lambda size: data.batch(np.arange(size) % len(data)),
             shape=Shape.of(model, config.training),
             device=device,
-            nodes=[Node(name=names[rank], batch_size=batch_size_of(config, rank)) for rank in range(num_ranks)],
+            nodes=nodes_of(config, num_ranks),
         )
 
     def scene(self, choice: Choice) -> Scene:
@@ -151,6 +150,11 @@ class Subject:
             placement=strategy.plan(options, nodes, self.shape).checked(),
             device=self.device,
         )
+
+
+def nodes_of(config: Config, num_ranks: int) -> list[Node]:
+    names = [*config.cluster.workers, *(f"worker-{rank}" for rank in range(num_ranks))]
+    return [Node(name=names[rank], batch_size=batch_size_of(config, rank)) for rank in range(num_ranks)]
 
 
 def forecast(

@@ -34,7 +34,7 @@ from smolcluster.config.schema import Config
 from smolcluster.engine.no_memory import NoMemory, moving, no_vote, quietly
 from smolcluster.errors import SmolclusterError
 from smolcluster.models.protocols import Recomputable
-from smolcluster.parallel.placement import Node, Placement
+from smolcluster.parallel.placement import Node, Placement, Seat
 from smolcluster.strategies.base import Context, Strategy
 from smolcluster.tasks.base import Task
 
@@ -96,7 +96,7 @@ def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Way]) -> Rehe
             group=group,
             device=scene.device,
             total_steps=10,
-            samples_per_step=_samples_per_step(scene),
+            samples_per_step=samples_per_step(scene.config, scene.nodes, scene.placement.seats),
             stop_requested=lambda: False,
             warn=lambda _: None,
             example=lambda count: tree_map_only(Tensor, lambda t: t[:count] if t.ndim else t, part),
@@ -194,6 +194,7 @@ def _without_values(config: Config) -> Config:
     return config
 
 
-def _samples_per_step(scene: Scene) -> list[int]:
-    shards = {s.shard: scene.nodes[s.rank].batch_size for s in scene.placement.seats if s.shard is not None}
-    return [shards[shard] * scene.config.training.grad_accumulation for shard in sorted(shards)]
+def samples_per_step(config: Config, nodes: Sequence[Node], seats: Sequence[Seat]) -> list[int]:
+    """Of each data shard."""
+    shards = {s.shard: nodes[s.rank].batch_size for s in seats if s.shard is not None}
+    return [shards[shard] * config.training.grad_accumulation for shard in sorted(shards)]
