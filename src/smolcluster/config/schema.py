@@ -22,6 +22,7 @@ from smolcluster.config.types import (
     Natural,
     NonNegative,
     Number,
+    Port,
     Positive,
     Seed,
     Upper,
@@ -220,7 +221,7 @@ class LoggingConfig(Section):
         description="push logs to this Loki server, such as http://127.0.0.1:3100; a login is better given in "
         "SMOLCLUSTER_LOKI_AUTH",
     )
-    prometheus_port: Annotated[int, Field(ge=0, le=65535), Number] | None = Field(
+    prometheus_port: Port | None = Field(
         None, description="serve metrics of every process for Prometheus, from this port on; null or 0: off"
     )
     prometheus_host: str = Field("127.0.0.1", description="address that the metrics are served on")
@@ -287,7 +288,7 @@ class RunConfig(Section):
     replicas: Count = Field(1, description="serve: workers that hold each part alike")
     layers: str | None = Field(None, description="serve: layers of each part, as 10,10,10, or auto; null: evenly")
     bind: str = Field("127.0.0.1", description="serve: address of the page and the API on the server's machine")
-    page_port: Annotated[int, Field(ge=0, le=65535), Number] = Field(5050, description="serve: port of the page")
+    page_port: Port = Field(5050, description="serve: port of the page")
 
 
 def _host(value: Any) -> Any:
@@ -307,9 +308,7 @@ class ClusterConfig(Section):
     )
     links: dict[str, LinkConfig] = Field(default_factory=dict, description="networks between them; see below")
     host_ip: dict[str, str] = Field(default_factory=dict, description="host name -> address")
-    port: Annotated[int, Field(ge=0, le=65535), Number] = Field(
-        65432, description="TCP port of the server or coordinator"
-    )
+    port: Port = Field(65432, description="TCP port of the server or coordinator")
     bind: str = Field("127.0.0.1", description="address to listen on; beyond loopback a token is needed")
     plane: Annotated[Literal["mesh", "elastic"], Lower] | None = Field(
         None,

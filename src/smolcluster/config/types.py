@@ -28,6 +28,7 @@ Upper = BeforeValidator(_upper)
 
 Count = Annotated[int, Field(ge=1), Number]
 Natural = Annotated[int, Field(ge=0), Number]
+Port = Annotated[int, Field(ge=0, le=65535), Number]
 Seed = Annotated[int, Field(ge=0, lt=2**63), Number]
 Positive = Annotated[float, Field(gt=0.0), Number]
 NonNegative = Annotated[float, Field(ge=0.0), Number]

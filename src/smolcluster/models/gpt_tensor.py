@@ -37,11 +37,8 @@ STYLES = {
 
 def fused(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Layers whose outputs are several things one after the other: each of them is dealt out by itself."""
-    queries, others = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    found: dict[str, tuple[int, ...]] = {"blocks.*.attention.qkv": (queries, others, others)}
-    if config.activation == "swiglu":
-        found["blocks.*.mlp.up"] = (config.ff_dim, config.ff_dim)
-    return found
+    names = ("attention.qkv", "mlp.up") if config.activation == "swiglu" else ("attention.qkv",)
+    return {f"blocks.*.{name}": tuple(config.cuts(f"{name}.weight")) for name in names}
 
 
 def must_divide(config: GPTConfig) -> dict[str, int]:
