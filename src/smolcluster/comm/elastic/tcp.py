@@ -179,14 +179,9 @@ class TcpTransport(Transport):
         self._thread.start()
 
     @property
-    def me(self) -> Peer:
-        return self._me
-
-    @me.setter
-    def me(self, peer: Peer) -> None:
-        """A worker that learns its run says so here; from then on frames of other runs are refused."""
-        self._me = peer
-        self.run = frames.run_bytes(peer.run)
+    def run(self) -> bytes:
+        """The run id in frames. A worker that learns its run sets `me`; from then on frames of other runs are refused."""
+        return frames.run_bytes(self.me.run)
 
     @property
     def traffic(self) -> Traffic:
