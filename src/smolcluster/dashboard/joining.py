@@ -42,9 +42,7 @@ class Joined:
         self._closed = -1
         self._began = math.inf  # when the first row came: whoever has sent none by then is not waited for without end
         self.last: dict[str, Any] = {}  # the latest step that is drawn, and the latest evaluation
-        self.recent: deque[dict[str, Any]] = deque(
-            maxlen=RECENT
-        )  # steps as they were drawn: a point may stand for thousands
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)  # steps as drawn: a point may stand for thousands
         self.last_val: dict[str, Any] = {}
 
     def add(self, row: dict[str, Any], *, num_workers: int | None, pause_s: float = 0.0) -> None:

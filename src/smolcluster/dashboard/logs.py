@@ -115,9 +115,7 @@ def _lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
                         yield Raw(path.name, at, text)
                     at -= 1
                 end = start
-            if (
-                rest and not found
-            ):  # of a line that is longer than a page may cost, its end: or nobody would come past it
+            if rest and not found:  # the end of a line longer than a page may cost: so that a reader gets past it
                 yield Raw(path.name, end, rest)
     except OSError:
         return

@@ -96,9 +96,7 @@ class RunReader:
         self._new_rows = self._num_running = 0
         self._diverged: set[int] = set()
         self._servers = 0
-        self._deaths: dict[
-            int, tuple[float, str]
-        ] = {}  # by rank: when and how its process ended, as the launcher saw it
+        self._deaths: dict[int, tuple[float, str]] = {}  # by rank: when and how its process ended, by the launcher
         self._named_in_logs: dict[int, tuple[str, str]] = {}  # rank: role, host
         self._metrics = LineFollower(self.path / "metrics.jsonl", skip_to_last=self._last_bytes)
         self._history = LineFollower(self.path / "history.jsonl", skip_to_last=self._last_bytes)
@@ -317,10 +315,8 @@ class RunReader:
     def _take_member(self, machine: Machine, event: str, when: float, reason: str) -> None:
         match event:
             case "joined":
-                since, killed = (
-                    machine.gone_since,
-                    f"; {machine.reason}" if machine.reason.startswith("killed") else "",
-                )
+                since = machine.gone_since
+                killed = f"; {machine.reason}" if machine.reason.startswith("killed") else ""
                 again = f"{machine.name} is back" + ("" if since is None else f" after {when - since:.0f} s{killed}")
                 text = again if machine.spans else f"{machine.name} joined"
                 machine.joined(when)

@@ -241,8 +241,6 @@ def _lock(fd: int) -> bool:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except (
-        OSError
-    ):  # a file system without locks: two readers would send the same entries, which are dropped as duplicates
+    except OSError:  # a file system without locks: entries that two readers send are dropped as duplicates
         pass
     return True

@@ -136,9 +136,7 @@ def _gpu_by_torch(index: int) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         known = {"device_name": name, "device_memory_used_bytes": total - free, "device_memory_total_bytes": total}
-        with contextlib.suppress(
-            ImportError, RuntimeError, AttributeError
-        ):  # asks a library of NVIDIA's that may be missing
+        with contextlib.suppress(ImportError, RuntimeError, AttributeError):  # NVIDIA's library may be missing
             known["device_temperature_c"] = float(torch.cuda.temperature(index))
         return known
     return {}

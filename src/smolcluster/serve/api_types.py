@@ -52,9 +52,8 @@ NOT_HERE: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_OF_MESSAGES = frozenset(
-    {"name", "refusal", "annotations", "audio", "function_call", "tool_calls"}
-)  # null, empty or a name
+# Fields of a message that may be there: null, empty or a name.
+_OF_MESSAGES = frozenset({"name", "refusal", "annotations", "audio", "function_call", "tool_calls"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

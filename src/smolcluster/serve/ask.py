@@ -23,9 +23,7 @@ class Sampling:
     temperature: float = 1.0  # 0: the likeliest token, whatever else is said here but the penalties
     top_k: int | None = None
     top_p: float = 1.0
-    repetition_penalty: float = (
-        1.0  # of tokens seen, prompt included: positive logits divided by it, negative multiplied
-    )
+    repetition_penalty: float = 1.0  # of tokens seen, the prompt's too: divides positive logits, multiplies negative
     presence_penalty: float = 0.0  # subtracted once from every token generated so far
     frequency_penalty: float = 0.0  # subtracted for each time that it was generated
     seed: int = 0  # the choice at a position depends on this, the position and the logits, and on nothing else

@@ -25,12 +25,8 @@ _SOURCE_LIMIT = 1 << 20
 _TEXT_LIMIT = 4 << 20
 _RANGE_LIMIT = 10_000
 _SHORT = 64  # characters of a form for dates, and of what tojson puts between values
-_NOT_HERE = (
-    "pprint",
-    "urlize",
-    "wordwrap",
-    "xmlattr",
-)  # filters that no template needs and that could grow without bounds
+# Filters that no template needs and that could grow without bounds.
+_NOT_HERE = ("pprint", "urlize", "wordwrap", "xmlattr")
 
 
 class TemplateFailed(UserError):

@@ -52,9 +52,7 @@ class Ways:
 
     stages: tuple[tuple[str, ...], ...] = ()
     width: int = 1
-    room: Mapping[str, int] = field(
-        default_factory=dict
-    )  # tokens of all sequences on a machine; one not named: any number
+    room: Mapping[str, int] = field(default_factory=dict)  # tokens on a machine; one not named: any number
     coming: bool = False  # those that are to hold the missing layers are there, and load them
 
     @property
@@ -108,9 +106,7 @@ class Scheduler:
     limits: Limits = field(default_factory=Limits)
     ways: Ways = field(default_factory=Ways)
     under_way: dict[int, Sent] = field(default_factory=dict)
-    over: list[tuple[int, Way]] = field(
-        default_factory=list
-    )  # numbers that the machines may forget; the caller empties it
+    over: list[tuple[int, Way]] = field(default_factory=list)  # to be forgotten by the machines; the caller empties it
     _waiting: deque[Story] = field(default_factory=deque)
     _running: dict[int, Story] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -156,9 +152,7 @@ class Scheduler:
     def set_ways(self, ways: Ways, *, now: float) -> None:
         """From now on these. Sequences whose way is not among them begin again, and their batches are waited for no longer:
         a machine that comes back is the same one to us, and has forgotten them."""
-        if self.ways.coming and not (
-            ways.open or ways.coming
-        ):  # whoever waited for them has all his patience for the next
+        if self.ways.coming and not (ways.open or ways.coming):  # the wait for the next machine begins now
             for story in self._waiting:
                 story.lost_at = now
         self.ways = ways

@@ -51,9 +51,8 @@ REMEMBERED = 65536  # sequences that are over
 DIAL_S = 1.5  # for a machine that comes next
 PASSED_ON = 64  # batches, of which none is under way any more when so many others have followed
 EARLY_S = 0.05  # a timer may be early by a little
-FOR_CACHES = (
-    0.75  # of the memory that is left: one that grows is there twice for a moment, and has room beyond its tokens
-)
+# Of the memory that is left: a cache that grows is there twice for a moment, and has room beyond its tokens.
+FOR_CACHES = 0.75
 PROBES = 8
 QUICK_TOKENS, QUICK_S = 64, 0.15
 
@@ -90,9 +89,7 @@ class Holder:
         self._source = source
         self._files = None if files is None else files.resolve()
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._put = self._done = (
-            0  # tasks; the one is counted by the transport's thread, the other by the one that computes
-        )
+        self._put = self._done = 0  # tasks: counted by the transport's thread, and by the one that computes
         self._lasted = (1, math.inf)  # the last batch of these layers: its tokens, and seconds
         self._front: Link | None = None
         self._ending = False
@@ -454,9 +451,7 @@ class Holder:
         if message.kind is Kind.ROWS:
             instance, address = batch.route[0]
             link = self._links.get(instance)
-            if (
-                link is not None and link.open
-            ):  # straight from here: waking the transport's thread twice would take longer
+            if link is not None and link.open:  # from this thread: waking the transport's would take longer
                 self._pass_on(link, message)
             else:
                 self._transport.call_later(0.0, lambda: self._send_next(instance, address, message))
