@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -20,14 +19,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from smolcluster.comm.addresses import is_loopback
 from smolcluster.dashboard.app import make_app, needed
 from smolcluster.dashboard.hub import Hub
 from smolcluster.dashboard.runs import Runs
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.processes import APART
 from smolcluster.web import server as web
-from smolcluster.web.guard import check_token
+from smolcluster.web.guard import choose_token
 from smolcluster.web.server import url_of
 
 PORT = 8265
@@ -51,13 +49,7 @@ class Place:
     allow_hosts: tuple[str, ...] = ()
 
     def checked(self) -> Place:
-        """Beyond loopback there is always a token: the one that was given, or a new one."""
-        token = self.token
-        if token is not None:
-            check_token(token)
-        elif not is_loopback(self.bind):
-            token = secrets.token_urlsafe(24)
-        return dataclasses.replace(self, token=token)
+        return dataclasses.replace(self, token=choose_token(self.token, bind=self.bind))
 
 
 def choose(run_dir: Path | None, runs: Path) -> tuple[Path, str | None]:

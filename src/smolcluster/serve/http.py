@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import secrets
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from smolcluster.comm.addresses import is_loopback
 from smolcluster.serve.api import Api, told
 from smolcluster.serve.service import Service
 from smolcluster.web import server
-from smolcluster.web.guard import check_token
+from smolcluster.web.guard import choose_token
 
 PORT = 5050
 PORTS_TRIED = 10  # from PORT on, when nobody asked for a certain one
@@ -34,13 +32,7 @@ class Place:
     patience: server.Patience = dataclasses.field(default_factory=server.Patience)
 
     def checked(self) -> Place:
-        """Beyond loopback there is always a key: the one that was given, or a new one."""
-        key = self.key
-        if key is not None:
-            check_token(key, "--api-key")
-        elif not is_loopback(self.bind):
-            key = secrets.token_urlsafe(24)
-        return dataclasses.replace(self, key=key)
+        return dataclasses.replace(self, key=choose_token(self.key, bind=self.bind, option="--api-key"))
 
 
 def open_port(place: Place) -> socket.socket:

@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +166,13 @@ def check_token(token: str, option: str = "--token") -> str:
     if len(token) < LEAST_TOKEN:
         raise UserError(f"{option} has {len(token)} characters; give at least {LEAST_TOKEN}, or none to have one made")
     return token
+
+
+def choose_token(given: str | None, *, bind: str, option: str = "--token") -> str | None:
+    """Beyond loopback there is always a token: the one that was given, or a new one."""
+    if given is not None:
+        return check_token(given, option)
+    return None if is_loopback(bind) else secrets.token_urlsafe(24)
 
 
 def _same_address(name: str, address: str) -> bool:
