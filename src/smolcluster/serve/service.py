@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import printable
@@ -28,7 +28,7 @@ from smolcluster.serve.ask import Ask, Busy, Engine, Finish, NobodyThere, Sampli
 from smolcluster.serve.chat_template import TemplateFailed
 from smolcluster.serve.limits import Limits
 from smolcluster.serve.metrics import Metrics
-from smolcluster.serve.text import StopStrings
+from smolcluster.serve.text import StopStrings, Text
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _LEAST_P = 1e-9
 _BUSY = "as many sequences as may run and wait already"
 
 
-# What is asked for, and of whom
+# What is asked for
 
 
 class BadRequest(SmolclusterError):
@@ -73,30 +73,6 @@ class Request:
     logprobs: int | None = None
     max_tokens_field: str = "max_tokens"  # how the request called these
     logprobs_field: str = "logprobs"
-
-
-class Detokenizer(Protocol):
-    def push(self, token: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-class Text(Protocol):
-    """`text.py`'s. Pure: it is asked from several threads at once. A UserError means that the words do not fit the model."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def stop_tokens(self) -> frozenset[int]: ...
-
-    def prompt(self, text: str) -> list[int]: ...
-
-    def chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]: ...
-
-    def detokenizer(self, *, begins: bool = True) -> Detokenizer: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
 
 
 # What comes back

@@ -31,7 +31,7 @@ _PRIVATE = range(0xE000, 0xF900)  # code points that mean nothing to anybody
 
 
 class Text:
-    """What a model reads and writes. It has no state: any thread may ask."""
+    """What a model reads and writes. It has no state: any thread may ask. A UserError means that the text does not fit it."""
 
     def __init__(
         self,
