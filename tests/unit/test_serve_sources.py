@@ -28,7 +28,6 @@ from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import Folder, export_config, export_weights
 from smolcluster.serve import sources
-from smolcluster.serve.front import sizes_of
 from smolcluster.serve.sources import Source, find_source, open_source
 
 pytest.importorskip("tokenizers", reason="pip install 'smolcluster[serve]'")
@@ -107,7 +106,7 @@ def test_every_form_holds_the_same_model(model: ModelConfig, tmp_path: Path) -> 
             expected = sizes.layers[layer] + first * sizes.embedding + last * sizes.head
             assert sum(tensor.nbytes for tensor in part.values()) == expected
             joined |= part
-        both = sizes_of(source, torch.float32).of(range(LAYERS))
+        both = sizes.of(range(LAYERS))
         assert both == sum(tensor.nbytes for tensor in whole(source).values())
         assert same_bits(joined, weights)
         assert all(tensor.is_contiguous() for tensor in joined.values())

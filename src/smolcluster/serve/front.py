@@ -35,7 +35,7 @@ from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import printable
 from smolcluster.serve import wire
 from smolcluster.serve.ask import Ask, Busy, NobodyThere, Token
-from smolcluster.serve.layout import Layout, Sizes, Wish, check_wish, mend, plan, renew, smaller, welcome
+from smolcluster.serve.layout import Layout, Wish, check_wish, mend, plan, renew, smaller, welcome
 from smolcluster.serve.scheduler import Limits, Scheduler, Sent, Told, Ways, width_of
 from smolcluster.serve.sources import Source
 from smolcluster.serve.wire import Assignment, Batch, Model, Offer, Spent
@@ -100,7 +100,7 @@ class Front:
             reference=source.reference,
             codec=codec,
         )
-        self._sizes = sizes_of(source, dtype)
+        self._sizes = source.layer_bytes(dtype)
         self._scheduler = Scheduler(limits or Limits())
         self._machines: dict[str, Machine] = {}  # by instance
         self._layout: Layout | None = None
@@ -547,8 +547,3 @@ class _Begun:
         if self._story is not None:
             self._scheduler.cancel(self._story)
             self._pump()
-
-
-def sizes_of(source: Source, dtype: torch.dtype) -> Sizes:
-    """Bytes of weights, from the shape alone."""
-    return Sizes(**dataclasses.asdict(source.layer_bytes(dtype)), weight_bytes=dtype.itemsize)

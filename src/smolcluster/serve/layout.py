@@ -59,8 +59,8 @@ class Sizes:
 
     layers: tuple[int, ...]
     embedding: int
-    head: int
-    tied: int = 0  # of the head, is there already where the embedding is
+    head: int  # with a tied head: the embedding once more
+    tied: int = 0  # so much of it is there already where the embedding is
     weight_bytes: int = 4
 
     def of(self, layers: range) -> int:

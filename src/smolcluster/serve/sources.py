@@ -19,7 +19,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from smolcluster.models.hugging_face import CONFIG, Folder, read_json
 from smolcluster.models.parts import cast, check_depth, check_shapes, check_values, part_of, vocabulary
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES
+from smolcluster.serve.layout import Sizes
 from smolcluster.serve.text import Text
 from smolcluster.serve.vocabulary import Defined, Spelled, definition_from_gguf, flag, from_gguf
 
@@ -63,16 +64,6 @@ _ENDS = (
     "<end_of_turn>",
     "</s>",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
-    """Memory for the weights, at some type."""
-
-    layers: tuple[int, ...]
-    embedding: int
-    head: int  # with a tied head: the embedding once more
-    tied: int  # so much of it is there already where the embedding is
 
 
 class Source(ABC):
@@ -117,8 +108,8 @@ class Source(ABC):
         self, layers: range, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]: ...
 
-    def layer_bytes(self, dtype: torch.dtype) -> LayerBytes:
-        """Memory for each layer, the embedding and the head."""
+    def layer_bytes(self, dtype: torch.dtype) -> Sizes:
+        """Return the memory for each layer, the embedding and the head, from the shape alone."""
         sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in self.config.shapes().items()}
         none = range(0)
 
@@ -126,11 +117,12 @@ class Source(ABC):
             return sum(sizes[name] for name in part_of(sizes, self.config, layers, first=first, last=last))
 
         embedding, head = total(none, first=True, last=False), total(none, first=False, last=True)
-        return LayerBytes(
+        return Sizes(
             layers=tuple(total(range(n, n + 1), first=False, last=False) for n in range(self.config.num_layers)),
             embedding=embedding,
             head=head,
             tied=embedding + head - total(none, first=True, last=True),
+            weight_bytes=dtype.itemsize,
         )
 
     def _checked(self, text: Text) -> Text:
