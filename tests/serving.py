@@ -23,7 +23,7 @@ from smolcluster.serve.front import LINKS, Front
 from smolcluster.serve.layout import Wish
 from smolcluster.serve.scheduler import Limits
 from smolcluster.serve.sources import Source
-from smolcluster.serve.stage import Holder, run_in_thread
+from smolcluster.serve.stage import Holder
 from smolcluster.serve.text import Text
 from tests.e2e.command import eventually
 
@@ -105,7 +105,9 @@ class Cluster:
             memory_bytes=memory_bytes,
             source=self.source if files else None,
         )
-        self.stages[name] = (holder, transport, run_in_thread(holder))
+        thread = threading.Thread(target=holder.run, name="smolcluster-stage", daemon=True)
+        thread.start()
+        self.stages[name] = (holder, transport, thread)
 
     def remove(self, name: str) -> None:
         holder, transport, thread = self.stages.pop(name)

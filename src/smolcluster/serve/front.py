@@ -36,7 +36,7 @@ from smolcluster.observe.text import printable
 from smolcluster.serve import wire
 from smolcluster.serve.ask import Ask, Busy, NobodyThere, Token
 from smolcluster.serve.layout import Layout, Wish, check_wish, mend, plan, renew, smaller, welcome
-from smolcluster.serve.scheduler import Limits, Scheduler, Sent, Told, Ways, width_of
+from smolcluster.serve.scheduler import Limits, Scheduler, Sent, Story, Told, Ways, width_of
 from smolcluster.serve.sources import Source
 from smolcluster.serve.wire import Assignment, Batch, Model, Offer, Spent
 
@@ -135,7 +135,7 @@ class Front:
             with contextlib.suppress(RuntimeError):  # its loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(told.put_nowait, item)
 
-        begun = self._begin(ask, tell)
+        cancel = self._begin(ask, tell)
         try:
             while True:
                 item = await told.get()
@@ -145,7 +145,7 @@ class Front:
                 if item.finish is not None:
                     return
         finally:
-            self._transport.call_later(0.0, begun.cancel)
+            self._transport.call_later(0.0, cancel)
 
     def state(self) -> dict[str, Any]:
         """A picture for people, made where it is asked for: numbers may be of neighbouring moments."""
@@ -218,17 +218,26 @@ class Front:
             "state": _state_of(machine),
         }
 
-    def _begin(self, ask: Ask, tell: Callable[[Told], None]) -> _Begun:
-        begun = _Begun(self._scheduler, self._pump)
+    def _begin(self, ask: Ask, tell: Callable[[Told], None]) -> Callable[[], None]:
+        """Submit a sequence on the transport's thread. Returns what cancels it there, to be called later on that thread."""
+        story: Story | None = None
 
         def submit() -> None:
+            nonlocal story
             try:
-                begun.submit(ask, lambda told: self._news.append((tell, told)))
+                story = self._scheduler.submit(ask, lambda told: self._news.append((tell, told)))
             except (Busy, NobodyThere) as error:
                 tell(error)
+            else:
+                self._pump()
+
+        def cancel() -> None:
+            if story is not None:
+                self._scheduler.cancel(story)
+                self._pump()
 
         self._transport.call_later(0.0, submit)
-        return begun
+        return cancel
 
     # Links
 
@@ -317,10 +326,9 @@ class Front:
     def _settle(self, layout: Layout) -> None:
         """From now on this, or better. Machines whose layers change are told so; ways lead through those that hold theirs."""
         self._layout = layout = renew(layout, self._wish, self._offers(), self._sizes)
-        ends = {len(layout.stages) - 1}
-        for place, stage in enumerate(layout.stages):
-            behind = layout.stages[place + 1].machines if place not in ends else ()
-            hops = tuple((m, self._machines[m].offer.address) for m in behind)  # type: ignore[union-attr]
+        offers = self._offers()
+        for stage, behind in zip(layout.stages, (*layout.stages[1:], None), strict=True):
+            hops = tuple((m, offers[m].address) for m in behind.machines) if behind is not None else ()
             for instance in stage.machines:
                 machine = self._machines[instance]
                 if machine.layers != stage.layers:
@@ -488,7 +496,7 @@ class Front:
         elif any(token.token >= self._source.config.vocab_size for token in chosen.values()):
             link.close("a token that the model does not have")
         elif message.kind is Kind.CHOSEN:
-            self._came_back(message.step, spent)
+            self._count(sent, spent)
             self._scheduler.chosen(message.step, chosen)
             self._pump()
         else:
@@ -497,10 +505,8 @@ class Front:
             self._scheduler.lost(message.step, now=time.monotonic(), why=why)
             self._pump()
 
-    def _came_back(self, number: int, spent: list[Spent]) -> None:
-        sent = self._scheduler.under_way.get(number)
-        if sent is None:
-            return
+    def _count(self, sent: Sent, spent: list[Spent]) -> None:
+        """Note how long a batch took, and where."""
         now, tokens = time.monotonic(), sum(row.count for row in sent.rows)
         self.hops.append((now - sent.at, tuple(spent)))
         for instance, one in zip(sent.way, spent, strict=False):
@@ -527,23 +533,3 @@ def _state_of(machine: Machine) -> str:
     if machine.problem:
         return "failed"
     return "spare" if machine.layers is None else "loading"
-
-
-class _Begun:
-    """A story that may be called off before it has begun."""
-
-    def __init__(self, scheduler: Scheduler, pump: Callable[[], None]) -> None:
-        self._scheduler, self._pump = scheduler, pump
-        self._story: Any = None
-        self._cancelled = False
-
-    def submit(self, ask: Ask, tell: Callable[[Told], None]) -> None:
-        if not self._cancelled:
-            self._story = self._scheduler.submit(ask, tell)
-            self._pump()
-
-    def cancel(self) -> None:
-        self._cancelled = True
-        if self._story is not None:
-            self._scheduler.cancel(self._story)
-            self._pump()

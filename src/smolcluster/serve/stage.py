@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import queue
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -55,10 +54,6 @@ EARLY_S = 0.05  # a timer may be early by a little
 FOR_CACHES = 0.75
 PROBES = 8
 QUICK_TOKENS, QUICK_S = 64, 0.15
-
-
-class Unusable(SmolclusterError):
-    """These layers cannot be held here."""
 
 
 class Holder:
@@ -106,7 +101,6 @@ class Holder:
         # Of the thread that computes, or of the transport's while that has nothing to do.
         self._model: Model | None = None
         self._weights: dict[str, Tensor] = {}
-        self._held: tuple[range, bool, bool] | None = None
         self._part: Part | None = None
         self._choosers: dict[int, Chooser] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
@@ -306,15 +300,14 @@ class Holder:
         link.send(message, sent=sent)
 
     def _failed(self, number: int, why: str) -> None:
-        if self._front is not None:
-            self._front.send(Message(kind=Kind.FAILED, step=number, meta={"why": why[:500]}))
+        self._tell(Kind.FAILED, step=number, meta={"why": why[:500]})
 
     # Done, on this thread
 
     def _offer(self, model: Model) -> None:
         """Say what is here for this model."""
         if self._model is not None and self._model.fingerprint != model.fingerprint:
-            self._part, self._held, self._weights = None, None, {}
+            self._part, self._weights = None, {}
         self._forget_all()
         self._model = model
         held = sum(tensor.nbytes for tensor in self._weights.values())  # what is free now, it has taken already
@@ -335,27 +328,34 @@ class Holder:
     def _type(self) -> torch.dtype:
         return self._dtype or (torch.float32 if self._device.type == "cpu" else torch.bfloat16)
 
-    def _hold(self, number: int, assignment: Assignment) -> None:
-        model = self._model
+    def _hold(self, number: int, assignment: Assignment, sent: dict[str, Tensor] | None = None) -> None:
+        """`sent`: the weights, where they have come from the front."""
+        model, layers = self._model, assignment.layers
         assert model is not None
         if assignment.name != self._name:
             log.info("the server calls this stage %s: there is another %s", printable(assignment.name), self._name)
             self._name = assignment.name
-        layers = range(assignment.first_layer, assignment.first_layer + assignment.num_layers)
         try:
-            if self._held != (layers, assignment.first, assignment.last):
-                weights = self._load(model, layers, assignment)
+            if not self._holds(assignment):
+                weights = self._load(model, assignment) if sent is None else self._moved(sent)
                 if weights is None:
-                    self._part, self._held, self._weights = None, None, {}  # their memory goes before the others' comes
+                    self._part, self._weights = None, {}  # their memory goes before the others' comes
                     self._wanted = (number, assignment)
                     self._tell(Kind.HELD, step=number, meta={"need": type_name(self._type())})
                     return
-                self._build(model.config, layers, assignment, weights)
+                self._build(model.config, assignment, weights)
             self._say_held(number)
         except (SmolclusterError, ValueError, OSError, RuntimeError) as error:  # RuntimeError: no memory on the device
             log.error("layers %d to %d cannot be held: %s", layers.start, layers.stop - 1, error)
-            self._part, self._held, self._weights = None, None, {}
+            self._part, self._weights = None, {}
             self._tell(Kind.HELD, step=number, meta={"why": str(error)[:500] or type(error).__name__})
+
+    def _holds(self, assignment: Assignment) -> bool:
+        part, wanted = self._part, (assignment.layers, assignment.first, assignment.last)
+        return part is not None and (part.layers, part.first, part.last) == wanted
+
+    def _moved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self._device, self._type()) for name, tensor in tensors.items()}
 
     def _say_held(self, number: int) -> None:
         self._forget_all()
@@ -372,17 +372,17 @@ class Holder:
             free = min(free, self._memory_bytes - sum(tensor.nbytes for tensor in self._weights.values()))
         return max(0, int(FOR_CACHES * free)) // (len(part.layers) * cache_bytes_per_token(part.config, part.dtype))
 
-    def _load(self, model: Model, layers: range, assignment: Assignment) -> dict[str, Tensor] | None:
+    def _load(self, model: Model, assignment: Assignment) -> dict[str, Tensor] | None:
         """What is not here yet, from files; None when this machine has none of them."""
-        source = self._find(model)
+        source, layers = self._find(model), assignment.layers
         if source is None:
             return None
         names = part_of(self._weights, model.config, layers, first=assignment.first, last=assignment.last)
         kept = {name: self._weights[name] for name in names}
         missing = [n for n in layers if not part_of(kept, model.config, range(n, n + 1), first=False, last=False)]
-        had = self._held or (range(0), False, False)
-        first, last = assignment.first and not had[1], assignment.last and not had[2]
-        self._part, self._held, self._weights = None, None, kept  # what is not kept makes room for what comes
+        first = assignment.first and not (self._part is not None and self._part.first)
+        last = assignment.last and not (self._part is not None and self._part.last)
+        self._part, self._weights = None, kept  # what is not kept makes room for what comes
         spans = _spans(missing) or [range(layers.start, layers.start)]
         for place, span in enumerate(spans):
             kept |= source.load(
@@ -422,18 +422,17 @@ class Holder:
         except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links
             return False
 
-    def _build(self, config: DecoderConfig, layers: range, assignment: Assignment, weights: dict[str, Tensor]) -> None:
+    def _build(self, config: DecoderConfig, assignment: Assignment, weights: dict[str, Tensor]) -> None:
         self._part = Part(
             config,
-            layers,
+            assignment.layers,
             first=assignment.first,
             last=assignment.last,
             weights=weights,
             device=self._device,
             dtype=self._type(),
         )
-        self._weights, self._held = weights, (layers, assignment.first, assignment.last)
-        self._lasted = (1, math.inf)
+        self._weights, self._lasted = weights, (1, math.inf)
 
     def _work(self, number: int, batch: Batch, payload: Tensor, codec: str, arrived: float) -> None:
         """One batch: through the layers, then to the next stage or back to the front."""
@@ -446,7 +445,7 @@ class Holder:
             log.warning("batch %d ends here: %s", number, error)
             for row in batch.rows:
                 self._drop(row.sequence)
-            self._tell_failed(number, f"{self._name}: {error}")
+            self._failed(number, f"{self._name}: {error}")
             return
         if message.kind is Kind.ROWS:
             instance, address = batch.route[0]
@@ -458,16 +457,15 @@ class Holder:
 
     def _run(self, number: int, batch: Batch, payload: Tensor, codec: str, arrived: float, began: float) -> Message:
         part, model = self._part, self._model
-        if part is None or model is None or self._held is None:
+        if part is None or model is None:
             raise ValueError("no layers are held here")
-        _, first, last = self._held
-        if first != (payload.dtype == torch.int64) or last == bool(batch.route):
+        if part.first != (payload.dtype == torch.int64) or part.last == bool(batch.route):
             raise ValueError("this batch is not for the layers that are held here")
         width = model.config.model_dim
-        x = payload if first else wire.decode(payload, codec, num_tokens=batch.num_tokens, width=width)
+        x = payload if part.first else wire.decode(payload, codec, num_tokens=batch.num_tokens, width=width)
         rows, x = self._still_wanted(batch.rows, x)
         out = part.run(rows, x.to(self._device)) if rows else x
-        if not last:
+        if not part.last:
             encoded, used = wire.encode(out, model.codec) if rows else (payload, codec)
             synchronize(self._device)
             spent = (*batch.spent, self._spent(rows, arrived, began))
@@ -530,9 +528,6 @@ class Holder:
         if front is not None:
             front.send(Message(kind=kind, step=step, meta=dict(meta)))
 
-    def _tell_failed(self, number: int, why: str) -> None:
-        self._tell(Kind.FAILED, step=number, meta={"why": why[:500]})
-
     # Weights that come from the front
 
     def _state(self, message: Message) -> None:
@@ -549,19 +544,7 @@ class Holder:
             tensors, wanted = self._incoming.tensors, self._wanted
             self._incoming, self._wanted = None, None
             assert wanted is not None
-            self._later(lambda: self._hold_sent(*wanted, tensors))
-
-    def _hold_sent(self, number: int, assignment: Assignment, tensors: dict[str, Tensor]) -> None:
-        model = self._model
-        assert model is not None
-        layers = range(assignment.first_layer, assignment.first_layer + assignment.num_layers)
-        try:
-            moved = {name: tensor.to(self._device, self._type()) for name, tensor in tensors.items()}
-            self._build(model.config, layers, assignment, moved)
-            self._say_held(number)
-        except (ValueError, RuntimeError) as error:
-            self._part, self._held, self._weights = None, None, {}
-            self._tell(Kind.HELD, step=number, meta={"why": str(error)[:500]})
+            self._later(lambda: self._hold(*wanted, tensors))
 
 
 class _Front:
@@ -626,9 +609,3 @@ def probe(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> fl
         synchronize(device)
         times.append(time.perf_counter() - began)
     return min(times)
-
-
-def run_in_thread(holder: Holder) -> threading.Thread:
-    thread = threading.Thread(target=holder.run, name="smolcluster-stage", daemon=True)
-    thread.start()
-    return thread

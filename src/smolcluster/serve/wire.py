@@ -95,6 +95,10 @@ class Assignment:
     name: str  # what this machine is called there: two may have come with the same
     next: tuple[tuple[str, str], ...] = ()  # instance and address of those that may come next: they are dialled early
 
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
