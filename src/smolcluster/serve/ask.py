@@ -9,25 +9,38 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field
 
 from smolcluster.errors import SmolclusterError
 
 Finish = Literal["stop", "length"]
+
+# Fields of values that come over the network. Strict: no text is taken for a number, and no true for 1.
+MOST_NAME = 200
+Name = Annotated[str, Field(strict=True, max_length=MOST_NAME)]
+Flag = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Positive = Annotated[int, Field(strict=True, ge=1)]
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Amount = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a token is chosen from the logits. The defaults are the model's own distribution."""
 
-    temperature: float = 1.0  # 0: the likeliest token, whatever else is said here but the penalties
-    top_k: int | None = None
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0  # of tokens seen, the prompt's too: divides positive logits, multiplies negative
-    presence_penalty: float = 0.0  # subtracted once from every token generated so far
-    frequency_penalty: float = 0.0  # subtracted for each time that it was generated
-    seed: int = 0  # the choice at a position depends on this, the position and the logits, and on nothing else
-    logprobs: int | None = None  # of the chosen token and so many of the likeliest; None: none
+    temperature: Amount = 1.0  # 0: the likeliest token, whatever else is said here but the penalties
+    top_k: Positive | None = None
+    top_p: Amount = 1.0
+    repetition_penalty: Amount = 1.0  # of tokens seen, the prompt's too: divides positive logits, multiplies negative
+    presence_penalty: Real = 0.0  # subtracted once from every token generated so far
+    frequency_penalty: Real = 0.0  # subtracted for each time that it was generated
+    seed: Annotated[int, Field(strict=True, ge=-(2**63))] = (
+        0  # the choice at a position depends on this, the position and the logits, and on nothing else
+    )
+    logprobs: Whole | None = None  # of the chosen token and so many of the likeliest; None: none
 
     @property
     def looks_back(self) -> bool:

@@ -34,7 +34,7 @@ from smolcluster.comm.elastic.transport import Link, Transport
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import printable
 from smolcluster.serve import wire
-from smolcluster.serve.ask import Ask, Busy, NobodyThere, Token
+from smolcluster.serve.ask import MOST_NAME, Ask, Busy, NobodyThere, Token
 from smolcluster.serve.layout import Layout, Wish, check_wish, mend, plan, renew, smaller, welcome
 from smolcluster.serve.scheduler import Limits, Scheduler, Sent, Story, Told, Ways, width_of
 from smolcluster.serve.sources import Source
@@ -94,7 +94,7 @@ class Front:
             raise UserError(f"unknown codec '{codec}'; known: {', '.join(wire.CODECS)}")
         self._transport, self._source, self._wish = transport, source, wish
         self._model = Model(
-            name=source.name[-wire.MOST_NAME :],
+            name=source.name[-MOST_NAME:],
             config=source.config,
             fingerprint=source.fingerprint,
             reference=source.reference,

@@ -14,9 +14,9 @@
       FAILED                             ->
                                          <-       FORGET    sequences that are over
 
-Nothing that comes in is believed: `read` gives a value or raises ValueError, which ends the link it came over. A batch is
-taken only from who knows the secret of the front, which those alone are told that hold layers: whoever else is linked to a
-stage could otherwise write into the caches of sequences that are not his.
+Nothing that comes in is trusted: `read` gives a value or raises ValueError, which ends the link it came over. A batch is taken
+only from a peer that knows the secret of the front, which the front sends to those that hold layers: any other peer of a stage
+could write into the caches of sequences of others.
 
 Activations travel in a codec. What one number loses:
 
@@ -29,13 +29,14 @@ A batch whose activations do not fit fp16 goes as bf16: a model may have a few v
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from torch import Tensor
 
 from smolcluster.comm.codecs import CodecError, make_codec
@@ -43,16 +44,16 @@ from smolcluster.comm.elastic.messages import Head
 from smolcluster.models.parts import type_name
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import architecture_of, from_plain, to_plain
-from smolcluster.serve.ask import Sampling, Token
+from smolcluster.serve.ask import Amount, Flag, Name, Positive, Real, Sampling, Token, Whole
 from smolcluster.serve.part import Row
 
 CODECS = ("fp32", "bf16", "fp16", "int8")
 TYPES = {type_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 MOST_TOKENS = 1 << 16  # of a batch
-MOST_NAME = 200
 FP16_LARGEST = 65504.0
 
 T = TypeVar("T")
+Hop = tuple[Name, Name]  # instance and address of a stage
 
 
 # Values
@@ -73,27 +74,27 @@ class Model:
 class Offer:
     """What a machine has for the layers of this model."""
 
-    name: str
-    host: str  # several stages may be on one
-    address: str  # where other stages find it
-    device: str
-    cores: int  # that it computes with at once
-    host_cores: int
-    memory_bytes: int
-    layer_s: float  # a token through one layer
-    weight_bytes: int = 4  # of one number, as it holds them
-    shared_bytes: int = 0  # built into its host, or its GPU: what all processes there have together; 0: nobody knows
+    name: Name
+    host: Name  # several stages may be on one
+    address: Name  # where other stages find it
+    device: Name
+    cores: Positive  # that it computes with at once
+    host_cores: Positive
+    memory_bytes: Whole
+    layer_s: Amount  # a token through one layer
+    weight_bytes: Positive = 4  # of one number, as it holds them
+    shared_bytes: Whole = 0  # built into its host, or its GPU: what all processes there have together; 0: nobody knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    first_layer: int
-    num_layers: int
-    first: bool
-    last: bool
-    secret: str = field(repr=False)  # of the front: what its batches carry
-    name: str  # what this machine is called there: two may have come with the same
-    next: tuple[tuple[str, str], ...] = ()  # instance and address of those that may come next: they are dialled early
+    first_layer: Whole
+    num_layers: Positive
+    first: Flag
+    last: Flag
+    secret: Name = field(repr=False)  # of the front: what its batches carry
+    name: Name  # what this machine is called there: two may have come with the same
+    next: tuple[Hop, ...] = ()  # those that may come next: they are dialled early
 
     @property
     def layers(self) -> range:
@@ -106,7 +107,7 @@ class Batch:
 
     rows: tuple[Row, ...]
     secret: str = field(default="", repr=False)
-    route: tuple[tuple[str, str], ...] = ()  # instance and address of each stage still to come
+    route: tuple[Hop, ...] = ()  # the stages still to come
     samplings: Mapping[int, Opening] = field(default_factory=dict)  # of sequences whose first answer this is
     spent: tuple[Spent, ...] = ()
 
@@ -138,78 +139,102 @@ class Spent:
 # To meta and back
 
 
+class _ModelMeta(BaseModel):
+    name: Name
+    architecture: Name
+    config: dict[str, Any]
+    fingerprint: Name
+    reference: dict[str, str]
+    codec: Name
+
+
+class _BatchMeta(BaseModel):
+    """A batch as it travels: lists of fields in the order of their classes, without their names."""
+
+    rows: list[tuple[Whole, Whole, Positive, Whole]]
+    secret: Name
+    route: tuple[Hop, ...]
+    samplings: list[tuple[Whole, Sampling, Whole, tuple[Whole, ...], Whole]] = []
+    spent: list[tuple[Name, Real, Real]] = []
+
+
+class _ChosenMeta(BaseModel):
+    rows: list[tuple[Whole, Whole, Real | None, tuple[tuple[Whole, Real], ...]]]
+    spent: list[tuple[Name, Real, Real]] = []
+
+
+class _Room(BaseModel):
+    room: Whole
+
+
+class _Need(BaseModel):
+    need: Name
+
+
+class _Forgotten(BaseModel):
+    sequences: list[Whole]
+
+
+_adapter = functools.cache(TypeAdapter)
+
+
+def _read(kind: type[T], meta: Mapping[str, Any]) -> T:
+    """Return a value of this class, or raise a ValueError that names the first field that does not fit."""
+    try:
+        found: T = _adapter(kind).validate_python(meta)
+        return found
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    place, least = ".".join(map(str, first["loc"])), first.get("ctx", {}).get("ge")
+    if first["type"] == "int_type" or isinstance(least, int):
+        raise ValueError(f"{place[:80]} is not a whole number" + ("" if least is None else f", at least {least}"))
+    raise ValueError(f"{place[:80]}: {first['msg']}")
+
+
 def model_meta(model: Model) -> dict[str, Any]:
-    config = model.config
-    return {
-        **_plain(model),
-        "architecture": architecture_of(config).name,
-        "config": to_plain(config),
-        "reference": dict(model.reference),
-    }
+    architecture = architecture_of(model.config).name
+    return {**asdict(model), "architecture": architecture, "config": to_plain(model.config)}
 
 
 def read_model(meta: Mapping[str, Any]) -> Model:
-    shape = from_plain(_text(meta, "architecture"), _mapping(meta, "config"))
-    codec = _text(meta, "codec")
-    if codec not in CODECS:
-        raise ValueError(f"unknown codec {codec[:20]!r}")
-    reference = {str(key): str(value) for key, value in _mapping(meta, "reference").items()}
+    told = _read(_ModelMeta, meta)
+    config = from_plain(told.architecture, told.config)
+    if told.codec not in CODECS:
+        raise ValueError(f"unknown codec {told.codec[:20]!r}")
     return Model(
-        name=_text(meta, "name"),
-        config=shape,
-        fingerprint=_text(meta, "fingerprint"),
-        reference=reference,
-        codec=codec,
+        name=told.name, config=config, fingerprint=told.fingerprint, reference=told.reference, codec=told.codec
     )
 
 
 def offer_meta(offer: Offer) -> dict[str, Any]:
-    return _plain(offer)
+    return asdict(offer)
 
 
 def read_offer(meta: Mapping[str, Any]) -> Offer:
-    return Offer(
-        name=_text(meta, "name"),
-        host=_text(meta, "host"),
-        address=_text(meta, "address"),
-        device=_text(meta, "device"),
-        cores=_whole(meta, "cores", least=1),
-        host_cores=_whole(meta, "host_cores", least=1),
-        memory_bytes=_whole(meta, "memory_bytes"),
-        layer_s=_number(meta, "layer_s"),
-        weight_bytes=_whole(meta, "weight_bytes", least=1),
-        shared_bytes=_whole(meta, "shared_bytes"),
-    )
+    return _read(Offer, meta)
 
 
 def assignment_meta(assignment: Assignment) -> dict[str, Any]:
-    return {**_plain(assignment), "next": [list(hop) for hop in assignment.next]}
+    return asdict(assignment)
 
 
 def read_assignment(meta: Mapping[str, Any], *, num_layers: int) -> Assignment:
-    start, count = _whole(meta, "first_layer"), _whole(meta, "num_layers", least=1)
-    if start + count > num_layers:
-        raise ValueError(f"layers {start} to {start + count - 1} of a model that has {num_layers}")
-    return Assignment(
-        first_layer=start,
-        num_layers=count,
-        first=_flag(meta, "first"),
-        last=_flag(meta, "last"),
-        secret=_text(meta, "secret"),
-        name=_text(meta, "name"),
-        next=_hops(meta, "next"),
-    )
+    assignment = _read(Assignment, meta)
+    layers = assignment.layers
+    if layers.stop > num_layers:
+        raise ValueError(f"layers {layers.start} to {layers.stop - 1} of a model that has {num_layers}")
+    return assignment
 
 
 def batch_meta(batch: Batch) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "rows": [[row.sequence, row.start, row.count, int(row.answer)] for row in batch.rows],
         "secret": batch.secret,
-        "route": [list(hop) for hop in batch.route],
+        "route": batch.route,
     }
     if batch.samplings:
         meta["samplings"] = [
-            [sequence, _plain(opening.sampling), opening.position, list(opening.tokens), opening.prompt]
+            [sequence, asdict(opening.sampling), opening.position, opening.tokens, opening.prompt]
             for sequence, opening in batch.samplings.items()
         ]
     if batch.spent:
@@ -218,91 +243,53 @@ def batch_meta(batch: Batch) -> dict[str, Any]:
 
 
 def read_batch(meta: Mapping[str, Any]) -> Batch:
-    rows = tuple(
-        Row(sequence=_count(row, 0), start=_count(row, 1), count=_count(row, 2, least=1), answer=bool(_count(row, 3)))
-        for row in _lists(meta, "rows", width=4)
-    )
+    told = _read(_BatchMeta, meta)
     batch = Batch(
-        rows=rows,
-        secret=_text(meta, "secret"),
-        route=_hops(meta, "route"),
-        samplings=dict(_openings(meta)),
-        spent=tuple(_spent(meta.get("spent", []))),
+        rows=tuple(Row(sequence=s, start=start, count=n, answer=bool(a)) for s, start, n, a in told.rows),
+        secret=told.secret,
+        route=told.route,
+        samplings={
+            sequence: Opening(sampling=sampling, position=position, tokens=tokens, prompt=prompt)
+            for sequence, sampling, position, tokens, prompt in told.samplings
+        },
+        spent=tuple(_spent(told.spent)),
     )
-    if not rows or len({row.sequence for row in rows}) != len(rows) or batch.num_tokens > MOST_TOKENS:
+    sequences = {row.sequence for row in batch.rows}
+    if not sequences or len(sequences) != len(batch.rows) or batch.num_tokens > MOST_TOKENS:
         raise ValueError(f"a batch has rows of different sequences, and at most {MOST_TOKENS} tokens")
     return batch
 
 
-def _openings(meta: Mapping[str, Any]) -> list[tuple[int, Opening]]:
-    found = []
-    for entry in _lists(meta, "samplings", width=5) if "samplings" in meta else ():
-        sampling, tokens = entry[1], entry[3]
-        if not isinstance(sampling, dict) or not isinstance(tokens, list):
-            raise ValueError("a sampling is a table, and the tokens before it a list")
-        opening = Opening(
-            sampling=read_sampling(sampling),
-            position=_count(entry, 2),
-            tokens=tuple(_count(tokens, i) for i in range(len(tokens))),
-            prompt=_count(entry, 4),
-        )
-        found.append((_count(entry, 0), opening))
-    return found
-
-
-def read_sampling(meta: Mapping[str, Any]) -> Sampling:
-    return Sampling(
-        temperature=_number(meta, "temperature"),
-        top_k=None if meta.get("top_k") is None else _whole(meta, "top_k", least=1),
-        top_p=_number(meta, "top_p"),
-        repetition_penalty=_number(meta, "repetition_penalty"),
-        presence_penalty=_number(meta, "presence_penalty", least=-math.inf),
-        frequency_penalty=_number(meta, "frequency_penalty", least=-math.inf),
-        seed=_whole(meta, "seed", least=-(2**63)),
-        logprobs=None if meta.get("logprobs") is None else _whole(meta, "logprobs"),
-    )
-
-
 def chosen_meta(chosen: Mapping[int, Token], spent: Sequence[Spent]) -> dict[str, Any]:
-    rows = [[s, t.token, t.logprob, [list(pair) for pair in t.top]] for s, t in chosen.items()]
+    rows = [[sequence, token.token, token.logprob, token.top] for sequence, token in chosen.items()]
     return {"rows": rows, "spent": [[one.name, one.waited_s, one.computed_s] for one in spent]}
 
 
 def read_chosen(meta: Mapping[str, Any]) -> tuple[dict[int, Token], list[Spent]]:
-    chosen = {}
-    for row in _lists(meta, "rows", width=4):
-        likeliest = _lists({"top": row[3]}, "top", width=2)
-        top = tuple((_count(pair, 0), _real(pair, 1)) for pair in likeliest)
-        logprob = None if row[2] is None else _real(row, 2)
-        chosen[_count(row, 0)] = Token(token=_count(row, 1), logprob=logprob, top=top)
-    return chosen, list(_spent(meta.get("spent", [])))
+    told = _read(_ChosenMeta, meta)
+    chosen = {s: Token(token=token, logprob=logprob, top=top) for s, token, logprob, top in told.rows}
+    return chosen, _spent(told.spent)
+
+
+def _spent(entries: list[tuple[str, float, float]]) -> list[Spent]:
+    return [Spent(name=name, waited_s=waited, computed_s=computed) for name, waited, computed in entries]
 
 
 def read_room(meta: Mapping[str, Any]) -> int:
     """Tokens that a machine has room for, of HELD."""
-    return _whole(meta, "room")
+    return _read(_Room, meta).room
 
 
 def read_type(meta: Mapping[str, Any]) -> torch.dtype:
     """Of the weights that a machine needs, of HELD."""
-    name = _text(meta, "need")
+    name = _read(_Need, meta).need
     if name not in TYPES:
         raise ValueError(f"weights of the type {name[:20]!r}")
     return TYPES[name]
 
 
 def read_sequences(meta: Mapping[str, Any]) -> list[int]:
-    numbers = meta.get("sequences")
-    if not isinstance(numbers, list):
-        raise ValueError("sequences is not a list")
-    return [_count(numbers, place) for place in range(len(numbers))]
-
-
-def _spent(entries: Any) -> list[Spent]:
-    return [
-        Spent(name=str(entry[0])[:MOST_NAME], waited_s=_real(entry, 1), computed_s=_real(entry, 2))
-        for entry in _lists({"spent": entries}, "spent", width=3)
-    ]
+    return _read(_Forgotten, meta).sequences
 
 
 # Activations
@@ -360,73 +347,3 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def _int8(width: int) -> Any:
     """One scale for each token: what one of them holds does not touch the others."""
     return make_codec("int8", block=width)
-
-
-# Reading
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    return asdict(value)
-
-
-def _mapping(meta: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = meta.get(key)
-    if not isinstance(value, dict):
-        raise ValueError(f"{key} is not a table")
-    return value
-
-
-def _text(meta: Mapping[str, Any], key: str) -> str:
-    value = meta.get(key)
-    if not isinstance(value, str) or len(value) > MOST_NAME:
-        raise ValueError(f"{key} is not a short text")
-    return value
-
-
-def _whole(meta: Mapping[str, Any], key: str, *, least: int = 0) -> int:
-    value = meta.get(key)
-    if type(value) is not int or value < least:
-        raise ValueError(f"{key} is not a whole number, at least {least}")
-    return value
-
-
-def _number(meta: Mapping[str, Any], key: str, *, least: float = 0.0) -> float:
-    value = meta.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-        raise ValueError(f"{key} is not a number, at least {least:g}")
-    return float(value)
-
-
-def _flag(meta: Mapping[str, Any], key: str) -> bool:
-    value = meta.get(key)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} is not true or false")
-    return value
-
-
-def _lists(meta: Mapping[str, Any], key: str, *, width: int) -> list[list[Any]]:
-    value = meta.get(key)
-    if not isinstance(value, list) or not all(isinstance(entry, list) and len(entry) == width for entry in value):
-        raise ValueError(f"{key} is not a list of {width} things each")
-    return value
-
-
-def _count(entry: Sequence[Any], place: int, *, least: int = 0) -> int:
-    value = entry[place]
-    if type(value) is not int or value < least:
-        raise ValueError(f"{value!r:.40} is not a whole number, at least {least}")
-    return value
-
-
-def _real(entry: Sequence[Any], place: int) -> float:
-    value = entry[place]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
-        raise ValueError(f"{value!r:.40} is not a number")
-    return float(value)
-
-
-def _hops(meta: Mapping[str, Any], key: str) -> tuple[tuple[str, str], ...]:
-    hops = _lists(meta, key, width=2)
-    if not all(isinstance(word, str) and len(word) <= MOST_NAME for hop in hops for word in hop):
-        raise ValueError(f"{key} does not name machines and their addresses")
-    return tuple((hop[0], hop[1]) for hop in hops)
