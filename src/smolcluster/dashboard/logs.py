@@ -8,7 +8,6 @@ not shift it.
 from __future__ import annotations
 
 import heapq
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from smolcluster.dashboard.follow import opened, read_at
 from smolcluster.dashboard.reading import log_names
+from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.text import printable
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -60,7 +60,7 @@ def read_page(
     limit = max(1, min(limit, MOST_LINES))
     budget = Budget(most_bytes)
     wanted = search.casefold()
-    ends = {name: _size(run_dir / "logs" / name) for name in names if process in ("", name)}
+    ends = {name: file_size(run_dir / "logs" / name) for name in names if process in ("", name)}
     if before is not None:  # a log that is newer than that page has nothing before it
         ends = {name: min(end, before.get(name, 0)) for name, end in ends.items()}
     logs = [_backwards(run_dir / "logs" / name, end, budget) for name, end in ends.items()]
@@ -80,21 +80,21 @@ def read_page(
 def _backwards(path: Path, position: int, budget: Budget) -> Iterator[tuple[str, int, Raw, dict[str, Any]]]:
     """The lines of one log before `position`, newest first, each with the time to sort it by."""
     newest = "~"  # after every time: a log that ends with printed lines comes first
-    for raw in _lines_before(path, position, budget):
+    for raw in lines_before(path, position, budget):
         fields = parse(raw)
         # Printed lines have no time of their own; clocks that were set back must not end the order.
         newest = min(newest, fields["time"] or newest)
         yield newest, raw.position, raw, fields
 
 
-def _size(path: Path) -> int:
+def file_size(path: Path) -> int:
     try:
         return os.lstat(path).st_size
     except OSError:
         return 0
 
 
-def _lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
+def lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
     try:
         with opened(path) as descriptor:
             rest = b""  # the end of a line whose beginning is in the block before
@@ -123,11 +123,8 @@ def _lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
 
 def parse(raw: Raw) -> dict[str, Any]:
     """A line as plain values. What is not JSON was printed past the log."""
-    try:
-        found = json.loads(raw.text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or "message" not in found:
+    found = json_object(raw.text)
+    if found is None or "message" not in found:
         text = printable(raw.text[:_LONGEST_LINE_BYTES].decode(errors="replace"))
         fields = {"time": "", "level": _PRINTED, "logger": "", "message": text}
         return fields | {"process": raw.process, "rank_of_level": LEVELS.index("ERROR")}
@@ -144,10 +141,7 @@ def _searched(fields: Mapping[str, Any]) -> str:
 
 def read_cursor(text: str) -> dict[str, int] | None:
     """What `before` was, from a query. Anything else is no cursor: the newest page."""
-    try:
-        found = json.loads(text[:20_000]) if text else None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict):
+    found = json_object(text[:20_000])
+    if found is None:
         return None
     return {name: value for name, value in found.items() if isinstance(value, int) and value >= 0}

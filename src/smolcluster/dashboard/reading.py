@@ -34,6 +34,7 @@ from smolcluster.dashboard.machines import GOOD_BYE, MOST_TEXT, Machine
 from smolcluster.dashboard.pace import Pace
 from smolcluster.dashboard.thin import Curve, finite, limit_for, moment
 from smolcluster.observe.board import counts_own_steps
+from smolcluster.observe.jsonl import json_object
 
 MOST_MACHINES = 1024
 MOST_EVENTS = 400
@@ -133,7 +134,7 @@ class RunReader:
     def _read_first_time(self) -> None:
         """Of the first lines, which are not read otherwise."""
         for follower in (self._history, self._metrics):
-            row = _object(read_start(follower.path).partition(b"\n")[0]) or {}
+            row = json_object(read_start(follower.path).partition(b"\n")[0]) or {}
             when = moment(row.get("time"))
             if when is not None:  # the history is written by the clock of the run, rows by those of workers
                 self.first_time = when
@@ -164,7 +165,7 @@ class RunReader:
         if not self._changed("summary.json"):
             return False
         raw = read_whole(self.path / "summary.json", most_bytes=1 << 20)
-        before, self.summary = self.summary, _object(raw or b"") or {}
+        before, self.summary = self.summary, json_object(raw or b"") or {}
         if self.summary and self.summary != before and self.ended:  # the same, written anew, is no news
             status, error = str(self.summary.get("status", "")), str(self.summary.get("error", ""))
             text = f"{status}: {error}" if error else status
@@ -183,7 +184,7 @@ class RunReader:
         best = (read_whole(folder / "best", most_bytes=256) or b"").decode(errors="replace").strip()
         found = []
         for name in names:
-            manifest = _object(read_whole(folder / name / "manifest.json", most_bytes=4 << 20) or b"")
+            manifest = json_object(read_whole(folder / name / "manifest.json", most_bytes=4 << 20) or b"")
             if manifest is None:
                 continue
             found.append(_checkpoint(name, manifest, saved=_modified(folder / name)) | {"best": name == best})
@@ -193,7 +194,7 @@ class RunReader:
     # Rows
 
     def _take_row(self, line: bytes) -> None:
-        row = _object(line)
+        row = json_object(line)
         if row is None:
             return
         step, rank = finite(row.get("step")), row.get("rank", 0)
@@ -292,7 +293,7 @@ class RunReader:
     def _take_history(self, line: bytes) -> None:
         if b'"kind": "commit"' in line:  # most lines; who took part is in the others
             return
-        fields = _object(line)
+        fields = json_object(line)
         if fields is None:
             return
         when = moment(fields.get("time")) or self.now()
@@ -367,7 +368,7 @@ class RunReader:
         starts = b"starts as process" in line
         if not (trouble or starts):
             return
-        fields = _object(line)
+        fields = json_object(line)
         if fields is None or "message" not in fields:
             return
         when, rank = _timestamp(fields.get("time")) or self.now(), fields.get("rank")
@@ -381,7 +382,7 @@ class RunReader:
 
     def _take_launcher_line(self, line: bytes) -> None:
         """The launcher knows how a process died; its peers see a connection that broke."""
-        fields = _object(line) or {}
+        fields = json_object(line) or {}
         died = _DIED.match(str(fields.get("message", "")))
         if died is None:
             return
@@ -578,14 +579,6 @@ def count_of(said: str) -> int | None:
 
 def _is_checkpoint(entry: os.DirEntry[str]) -> bool:
     return re.fullmatch(r"step-\d{1,12}", entry.name) is not None and entry.is_dir(follow_symlinks=False)
-
-
-def _object(raw: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _timestamp(text: Any) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -12,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smolcluster.dashboard.follow import opened, read_at, read_whole
+from smolcluster.dashboard.follow import read_whole
+from smolcluster.dashboard.logs import Budget, file_size, lines_before
 from smolcluster.dashboard.reading import QUIET_S, RunReader, count_of, flat_config
 from smolcluster.dashboard.telling import Teller
 from smolcluster.dashboard.thin import finite
+from smolcluster.observe.jsonl import json_object
 
 MOST_RUNS = 200
 MOST_COMPARED = 8
@@ -114,7 +115,7 @@ def holds_a_run(path: Path) -> bool:
 def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
     """From the summary; of a run without one, from its configuration and its last row."""
     raw = read_whole(path / "summary.json", most_bytes=1 << 20)
-    summary = _object(raw or b"")
+    summary = json_object(raw or b"")
     resumed = bool(stamps[0] and stamps[2] and max(stamps[0], stamps[1] or 0.0) > stamps[2] + 2.0)
     ended = bool(summary and not resumed)
     if summary and ended:
@@ -152,16 +153,8 @@ def described_by(teller: Teller) -> dict[str, Any]:
 
 def last_row(path: Path) -> dict[str, Any]:
     """The last whole row of a metrics file, without reading the others."""
-    try:
-        with opened(path) as descriptor:
-            size = os.fstat(descriptor).st_size
-            block = read_at(descriptor, max(0, size - _TAIL_BYTES), _TAIL_BYTES)
-    except OSError:
-        return {}
-    for line in reversed(block.split(b"\n")):
-        if row := _object(line):
-            return row
-    return {}
+    lines = lines_before(path, file_size(path), Budget(_TAIL_BYTES))
+    return next((row for line in lines if (row := json_object(line.text))), {})
 
 
 def compare(snapshots: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -192,11 +185,3 @@ def _stamp(path: Path) -> float | None:
     except (OSError, ValueError):
         return None
     return found.st_mtime if stat.S_ISREG(found.st_mode) else None
-
-
-def _object(raw: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

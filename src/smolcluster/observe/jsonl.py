@@ -82,7 +82,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     rows, num_torn = [], 0
     lines = _lines(Path(path))
     for number, line in enumerate(lines, start=1):
-        row = _parse(line)
+        row = json_object(line)
         if row is not None:
             rows.append(restore_fields(StepLogged, row))
         elif number < len(lines):
@@ -104,7 +104,7 @@ def truncate_metrics(path: str | Path, *, after_step: int) -> int:
     try:
         with path.open("rb") as rows, temporary.open("wb") as file:
             for line in rows:  # one at a time: the file may be large
-                row = _parse(line)
+                row = json_object(line)
                 if row is not None and not _beyond(row, after_step):
                     file.write(line.rstrip(b"\n") + b"\n")
                 else:
@@ -134,13 +134,13 @@ def _lines(path: Path) -> list[bytes]:
         return []
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """A prefix of a JSON object is never valid JSON, so a torn row cannot pass for a whole one."""
+def json_object(text: bytes | str) -> dict[str, Any] | None:
+    """Return the object that a text is, None for any other text. A prefix of an object is none: a torn row cannot pass."""
     try:
-        row = json.loads(line)
-    except ValueError:  # also covers bytes that are not UTF-8
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # the first also for bytes that are not UTF-8
         return None
-    return row if isinstance(row, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def _ends_torn(path: Path) -> bool:

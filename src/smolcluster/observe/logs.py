@@ -22,6 +22,7 @@ from typing import Any
 
 from smolcluster.observe.board import rate
 from smolcluster.observe.events import CheckpointSaved, Event, Notice, StepLogged, plain
+from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.text import number, printable
 
 log = logging.getLogger(__name__)
@@ -147,11 +148,8 @@ def tail(path: str | Path, lines: int = 20) -> list[str]:
     """The end of a log for a person: at most `lines` lines, of which a traceback may be many. No file, no lines."""
     rendered: list[str] = []
     for raw in _last_lines(Path(path), lines):
-        try:
-            fields = json.loads(raw)
-        except ValueError:
-            fields = None
-        rendered += _render(fields) if isinstance(fields, dict) and "message" in fields else [printable(raw)]
+        fields = json_object(raw)
+        rendered += _render(fields) if fields is not None and "message" in fields else [printable(raw)]
     return rendered[-lines:] if lines > 0 else []
 
 

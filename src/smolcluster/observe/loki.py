@@ -51,6 +51,7 @@ from smolcluster.config.describe import hide_credentials
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event
 from smolcluster.observe.follow import Entry, Follower
+from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.logs import log_path
 from smolcluster.observe.text import printable
 
@@ -547,8 +548,7 @@ def _rank_in(path: Path) -> str:
     """Of the first record that has one."""
     with path.open("rb") as file:
         for line in file.read(64 * 1024).split(b"\n"):
-            with contextlib.suppress(ValueError, RecursionError):
-                fields = json.loads(line)
-                if isinstance(fields, dict) and isinstance(fields.get("rank"), int):
-                    return str(fields["rank"])
+            rank = (json_object(line) or {}).get("rank")
+            if isinstance(rank, int):
+                return str(rank)
     return ""

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.text import printable
 
 URL = "http://127.0.0.1:5050"
@@ -248,11 +249,8 @@ def _whole(answer: http.client.HTTPResponse) -> Json:
 
 
 def _object(data: bytes) -> Json:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    found = json_object(data)
+    if found is None:
         raise ServerFailed("the server sent something that is no answer; is it a server of models?")
     return found
 
