@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 PORT = 65433  # where stages on other machines find the front
 READY_S = 600.0
-DTYPES = ("fp32", "bf16", "fp16")
 TEMPERATURE, TOP_P = 0.6, 0.9  # where nobody says
 
 
@@ -272,11 +271,11 @@ async def loaded(front: Front) -> None:
 
 
 def dtype_of(name: str | None) -> torch.dtype:
+    from smolcluster.compute.precision import DTYPES
+
     if name is not None and name not in DTYPES:
         raise unknown_name("dtype", name, DTYPES)
-    import torch
-
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name or "fp32"]
+    return DTYPES[name or "fp32"]
 
 
 def run_stage(

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from smolcluster.comm.codecs import CodecError, make_codec
 from smolcluster.comm.elastic.messages import Head
+from smolcluster.compute.precision import DTYPES
 from smolcluster.models.parts import type_name
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import architecture_of, from_plain, to_plain
@@ -310,7 +311,7 @@ def encode(x_ND: Tensor, codec: str) -> tuple[Tensor, str]:
         out = torch.empty(_int8(x_ND.shape[1]).nbytes(x_ND.shape), dtype=torch.uint8)
         _int8(x_ND.shape[1]).encode(x_ND.contiguous(), out, key=0)
         return out, codec
-    return x_ND.to(_DTYPES[codec]).contiguous(), codec
+    return x_ND.to(DTYPES[codec]).contiguous(), codec
 
 
 def decode(payload: Tensor, codec: str, *, num_tokens: int, width: int) -> Tensor:
@@ -332,16 +333,13 @@ def landing(head: Head, *, num_tokens: int, width: int | None) -> Tensor | None:
         wanted, shape = torch.int64, (num_tokens,)
     elif head.codec == "int8":
         wanted, shape = torch.uint8, (_int8(width).nbytes((num_tokens, width)),)
-    elif head.codec in _DTYPES:
-        wanted, shape = _DTYPES[head.codec], (num_tokens, width)
+    elif head.codec in DTYPES:
+        wanted, shape = DTYPES[head.codec], (num_tokens, width)
     else:
         return None
     if (head.dtype, head.shape) != (str(wanted).removeprefix("torch."), shape):
         return None
     return torch.empty(shape, dtype=wanted)
-
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _int8(width: int) -> Any:
