@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +54,9 @@ def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...]
 
     searching = asyncio.Semaphore(SEARCHES)
 
-    def answer(value: Any, status: int = 200) -> Response:
+    def answer(value: Any, status: int = 200, **more: str) -> Response:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # in ASCII: names may have half a character
-        headers = {"cache-control": "no-store", "content-type": "application/json"}
+        headers = {"cache-control": "no-store", "content-type": "application/json", **more}
         return Response(text, status_code=status, headers=headers)
 
     async def runs(_: Request) -> Response:
@@ -112,19 +113,8 @@ def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...]
     async def static(request: Request) -> Response:
         return static_answer(files, request) or answer({"error": "there is no such page"}, 404)
 
-    def no_such_run(_request: Request, _error: Exception) -> Response:
-        return answer({"error": "there is no run of this name here"}, 404)
-
-    def too_many(_request: Request, _error: Exception) -> Response:
-        response = answer({"error": "too many viewers"}, 503)
-        response.headers["retry-after"] = "5"
-        return response
-
-    def unknown(_request: Request, _error: Exception) -> Response:
-        return answer({"error": "there is no such page"}, 404)
-
-    def failed(_request: Request, _error: Exception) -> Response:
-        return answer({"error": "the dashboard failed to answer this"}, 500)
+    def refusal(status: int, message: str, **headers: str) -> Callable[[Request, Exception], Response]:
+        return lambda _request, _error: answer({"error": message}, status, **headers)
 
     app = Starlette(
         routes=[
@@ -138,7 +128,12 @@ def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...]
             Route("/api/run/{name}/events", events),
             Route("/api/run/{name}/logs", logs),
         ],
-        exception_handlers={NoSuchRun: no_such_run, TooManyViewers: too_many, 404: unknown, 500: failed},
+        exception_handlers={
+            NoSuchRun: refusal(404, "there is no run of this name here"),
+            TooManyViewers: refusal(503, "too many viewers", **{"retry-after": "5"}),
+            404: refusal(404, "there is no such page"),
+            500: refusal(500, "the dashboard failed to answer this"),
+        },
     )
     app.router.redirect_slashes = False
     return Guard(app, RULES, token=token, allow_hosts=allow_hosts)
