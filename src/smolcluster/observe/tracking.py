@@ -6,25 +6,16 @@ from smolcluster.observe.events import RunStarted, StepLogged
 
 # Field of StepLogged -> name in TensorBoard and W&B. The order is the order of the charts.
 METRICS = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "val_loss": "val/loss",
-    "val_accuracy": "val/accuracy",
-    "val_ppl": "val/ppl",
-    "lr": "lr",
-    "tokens_per_s": "tokens_per_s",
-    "samples_per_s": "samples_per_s",
-    "step_time_s": "step_time_s",
-    "compute_s": "compute_s",
-    "comm_s": "comm_s",
-    "staleness": "staleness",
-    "staleness_max": "staleness_max",
-    "stale_rejected": "stale_rejected",
-    "skipped": "skipped",
-    "bytes_sent": "bytes_sent",
-    "bytes_received": "bytes_received",
-    "samples": "samples",
-    "tokens": "tokens",
+    **{name: f"train/{name}" for name in ("loss", "grad_norm")},
+    **{f"val_{name}": f"val/{name}" for name in ("loss", "accuracy", "ppl")},
+    **{
+        name: name
+        for name in (
+            *("lr", "tokens_per_s", "samples_per_s", "step_time_s", "compute_s", "comm_s"),
+            *("staleness", "staleness_max", "stale_rejected", "skipped"),
+            *("bytes_sent", "bytes_received", "samples", "tokens"),
+        )
+    },
 }
 
 
