@@ -52,10 +52,10 @@ def read_whole(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes | None:
     return None
 
 
-def read_start(path: Path, *, most_bytes: int = 16 << 10) -> bytes:
+def read_start(path: Path) -> bytes:
     """The first bytes of a file; none where there is none."""
     with contextlib.suppress(OSError), opened(path) as descriptor:
-        return read_at(descriptor, 0, most_bytes)
+        return read_at(descriptor, 0, 16 << 10)
     return b""
 
 

@@ -199,10 +199,9 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
 class Hub:
     """All channels. Readers that nobody uses are forgotten, the longest unused first."""
 
-    def __init__(self, runs: Runs, *, describe: Callable[[], dict[str, Any]] | None = None) -> None:
+    def __init__(self, runs: Runs) -> None:
         self.runs = runs
         self._channels: OrderedDict[str, Channel] = OrderedDict()
-        self._describe = describe or (lambda: describe_machine(ask_nvidia=True))
         self._here: tuple[float, dict[str, Any]] = (-math.inf, {})
         self._looking = threading.Lock()
         self._closing = False
@@ -237,7 +236,7 @@ class Hub:
 
     def _look_again(self) -> None:
         try:
-            self._here = (time.monotonic(), self._describe())
+            self._here = (time.monotonic(), describe_machine(ask_nvidia=True))
         finally:
             self._looking.release()
 

@@ -16,13 +16,14 @@ from typing import Any
 
 LEAST_POINTS = 60
 MOST_POINTS = 480
+ALL_POINTS = 12_000
 _LARGEST = 1e100  # so that no sum, mean or product of such numbers is out of range
 _LATEST = 2.0**35  # seconds: the year 3058, which every clock and calendar can tell
 
 
-def limit_for(num_curves: int, *, points: int = 12_000) -> int:
-    """Points of each of so many curves, so that all together stay at `points` or so. Even: points join in pairs."""
-    return max(LEAST_POINTS, min(MOST_POINTS, points // max(1, num_curves))) // 2 * 2
+def limit_for(num_curves: int) -> int:
+    """Points of each of so many curves, so that all together stay at ALL_POINTS or so. Even: points join in pairs."""
+    return max(LEAST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, num_curves))) // 2 * 2
 
 
 class Point:

@@ -67,11 +67,11 @@ class Completes(Protocol):
 class Client:
     """One server. Every request has its own connection."""
 
-    def __init__(self, url: str = URL, *, key: str | None = None, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, url: str = URL, *, key: str | None = None) -> None:
         url, _, behind = url.partition("#")  # what `smolcluster serve` prints carries the key there
         key = key or (behind.removeprefix("key=") if behind.startswith("key=") else None)
         self._secure, self._host, self._port, self._path = _parts(url)
-        self.url, self._silence_s = url.rstrip("/"), silence_s
+        self.url = url.rstrip("/")
         if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
             raise UserError("--key has characters that no key has: it goes into a header of plain ASCII")
         self._key = key
@@ -148,7 +148,7 @@ class Client:
         with contextlib.closing(connection):
             try:
                 connection.connect()
-                connection.sock.settimeout(self._silence_s)
+                connection.sock.settimeout(SILENCE_S)
                 sent = None if body is None else json.dumps(body).encode()
                 connection.request(verb, self._path + path, body=sent, headers=headers)
                 answer = connection.getresponse()
@@ -159,7 +159,7 @@ class Client:
             try:
                 yield answer
             except TimeoutError as error:
-                raise ServerFailed(f"{self.url} has said nothing for {self._silence_s:g} seconds") from error
+                raise ServerFailed(f"{self.url} has said nothing for {SILENCE_S:g} seconds") from error
             except (OSError, http.client.HTTPException) as error:
                 raise ServerFailed(f"the answer broke off: the connection to {self.url} was lost") from error
 

@@ -31,11 +31,10 @@ class LocalStages:
         *,
         gave_up: Callable[[str], None],
         options: Sequence[str] = (),
-        threads: int | None = None,
     ) -> None:
         """`gave_up` is told of each that is not started again, and why; on a thread of ours."""
         self._front, self._options, self._gave_up = front, list(options), gave_up
-        self._threads = threads or max(1, (os.cpu_count() or 1) // max(1, count))
+        self._threads = max(1, (os.cpu_count() or 1) // max(1, count))
         self._ending = threading.Event()
         self._watches = [
             threading.Thread(target=self._keep, args=(number,), name=f"smolcluster-stage-{number}", daemon=True)

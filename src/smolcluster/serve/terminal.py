@@ -81,14 +81,14 @@ class Shown:
         return printable(held, keep=_KEPT)
 
 
-def print_pieces(pieces: Iterable[Piece], out: IO[str], *, newline: bool = True) -> str:
+def print_pieces(pieces: Iterable[Piece], out: IO[str]) -> str:
     """Write an answer as it comes, and nothing else; returns its text."""
     shown, whole, last = Shown(), "", ""
     for piece in pieces:
         whole += piece.text
         last = _write(shown.push(piece.text), out) or last
     last = _write(shown.flush(), out) or last
-    if newline and not last.endswith("\n"):
+    if not last.endswith("\n"):
         _write("\n", out)
     return whole
 
