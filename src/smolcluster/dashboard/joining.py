@@ -10,6 +10,7 @@ from typing import Any
 from smolcluster.dashboard.machines import SILENT_PAUSES
 from smolcluster.dashboard.thin import Curve, finite
 from smolcluster.observe.board import BatchWeights, weighted_mean
+from smolcluster.observe.events import VAL_FIELDS
 
 OPEN_STEPS = 64  # a step waits for the rows of all ranks, but not longer than so many steps
 OPEN_S = 10.0  # and not for a rank that has said nothing for so long, and for several of the pauses between rows
@@ -17,7 +18,6 @@ OPEN_S = 10.0  # and not for a rank that has said nothing for so long, and for s
 RECENT = 20
 
 JOINED_FIELDS = ("loss", "tokens_per_s", "samples_per_s", "grad_norm", "lr", "staleness")
-VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")
 MOST_METRICS = 16  # of a task's own
 METRIC_POINTS = 240
 

@@ -15,13 +15,13 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smolcluster.dashboard.joining import MOST_METRICS, VAL_FIELDS, own_metrics
+from smolcluster.dashboard.joining import MOST_METRICS, own_metrics
 from smolcluster.dashboard.links import links_of, shape_of
 from smolcluster.dashboard.machines import MOST_TEXT, Machine, state_of, waiting_s
 from smolcluster.dashboard.reading import Happening, RunReader, shortened
 from smolcluster.dashboard.thin import Curve, finite, moment, tidy
-from smolcluster.observe.board import Seat, counts_own_steps
-from smolcluster.observe.events import StepLogged
+from smolcluster.observe.board import counts_own_steps, remaining_s
+from smolcluster.observe.events import VAL_FIELDS
 
 PACE_S = 5.0  # over which tokens per second are taken
 _TAKING_PART = ("starting", "training", "silent", "finished", "stopped")
@@ -238,9 +238,9 @@ class Teller:
         run, etas = self.run, []
         for machine in run.machines.values():
             if (machine.role == "server") == run.joined.served and machine.first and machine.last:
-                seat = Seat(machine.rank, steps=run.total_steps)
-                seat.first, seat.last = _logged(machine.first), _logged(machine.last)
-                etas.append(seat.eta_s())
+                first, last = ((row["step"], row["time"]) for row in (machine.first, machine.last))
+                step_s = finite(machine.last.get("step_time_s")) or 0.0
+                etas.append(remaining_s(run.total_steps, first=first, last=last, step_s=step_s))
         return max((eta for eta in etas if eta is not None), default=None)
 
 
@@ -269,14 +269,6 @@ def _plain_curve(curve: Curve, start: int) -> Row:
 def _plain_event(event: Happening) -> Row:
     fields = dataclasses.asdict(event) | {"time": _rounded(event.time)}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _logged(row: Mapping[str, Any]) -> StepLogged:
-    """A row as the event it was, with nothing in the place of what is not there."""
-    empty = {f.name: 0.0 for f in dataclasses.fields(StepLogged) if f.default is dataclasses.MISSING}
-    known = {name: finite(row.get(name)) or 0.0 for name in ("time", "step_time_s")}
-    fields: dict[str, Any] = empty | known | {"step": row["step"], "rank": row["rank"]}
-    return StepLogged(**fields)
 
 
 def _rounded(value: float | None) -> float | None:

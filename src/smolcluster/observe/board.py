@@ -15,6 +15,7 @@ from typing import Any
 
 from smolcluster.config.strategies import find_record
 from smolcluster.observe.events import (
+    VAL_FIELDS,
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -24,8 +25,9 @@ from smolcluster.observe.events import (
     Progress,
     RunStarted,
     StepLogged,
+    evaluation_of,
 )
-from smolcluster.observe.text import short, size
+from smolcluster.observe.text import number, printable, short, size
 
 _GONE = ("finished", "failed")
 
@@ -43,9 +45,7 @@ class StepLine:
     step: int
     steps: int | None  # of the run; None until a rank has said
     loss: float  # mean over the ranks of this step, weighted by samples
-    val_loss: float | None
-    val_accuracy: float | None
-    val_extra: Mapping[str, float]  # other metrics, by name
+    evaluation: Mapping[str, float]  # `val_<name>` of each result; empty: none at this step
     tokens_per_s: float  # sum over ranks
     samples_per_s: float
     eta_s: float | None  # until the slowest rank is done
@@ -72,12 +72,22 @@ class Seat:
     last: StepLogged | None = None
 
     def eta_s(self) -> float | None:
-        """Steps left at this rank's own pace: its clock from its first row to its last, so evaluations count too."""
-        if self.first is None or self.last is None or self.steps is None:
+        if self.first is None or self.last is None:
             return None
-        num_steps = self.last.step - self.first.step
-        pace_s = (self.last.time - self.first.time) / num_steps if num_steps > 0 else self.last.step_time_s
-        return max(0, self.steps - self.last.step) * pace_s
+        first, last = ((row.step, row.time) for row in (self.first, self.last))
+        return remaining_s(self.steps, first=first, last=last, step_s=self.last.step_time_s)
+
+
+def remaining_s(steps: int | None, *, first: tuple[int, float], last: tuple[int, float], step_s: float) -> float | None:
+    """Return how long the steps that are left take at a rank's own pace, None where it is not known how many there are.
+
+    The pace is by its clock from its first row (step, time) to its last, so evaluations count too; `step_s` for a single row.
+    """
+    if steps is None:
+        return None
+    num_steps = last[0] - first[0]
+    pace_s = (last[1] - first[1]) / num_steps if num_steps > 0 else step_s
+    return max(0, steps - last[0]) * pace_s
 
 
 class BatchWeights:
@@ -130,9 +140,7 @@ class Board:
         self.seats: dict[int, Seat] = {}
         self.started: dict[int, RunStarted] = {}
         self.progress: dict[str, Progress] = {}  # long work before training that is not done yet
-        self.val_loss: float | None = None  # of the last evaluation
-        self.val_accuracy: float | None = None
-        self.val_extra: Mapping[str, float] = {}
+        self.evaluation: Mapping[str, float] = {}  # the last one
         self._val_step = -1
         self._val_is_new = False
         self._open: dict[int, dict[int, tuple[StepLogged, float]]] = {}
@@ -257,11 +265,10 @@ class Board:
         return closed
 
     def _evaluated(self, row: StepLogged) -> None:
-        """Whoever evaluates, each evaluation appears on one line: that of its step, or the next if it came late."""
-        evaluated = row.val_loss is not None or row.val_accuracy is not None or bool(row.val_extra)
-        if evaluated and row.step > self._val_step:
-            self.val_loss, self.val_accuracy, self.val_extra = row.val_loss, row.val_accuracy, row.val_extra or {}
-            self._val_step, self._val_is_new = row.step, True
+        """Show each evaluation, of any rank, on one line: that of its step, or the next if it came late."""
+        evaluation = evaluation_of(row)
+        if evaluation and row.step > self._val_step:
+            self.evaluation, self._val_step, self._val_is_new = evaluation, row.step, True
 
     def _close(self, step: int) -> StepLine:
         rows, late = self._open.pop(step), step <= self._closed_step
@@ -275,9 +282,7 @@ class Board:
             step=step,
             steps=max((seat.steps for seat in counted if seat.steps is not None), default=None),
             loss=weighted_mean((row.loss, weight) for row, weight in rows.values()),
-            val_loss=self.val_loss if evaluated else None,
-            val_accuracy=self.val_accuracy if evaluated else None,
-            val_extra=self.val_extra if evaluated else {},
+            evaluation=self.evaluation if evaluated else {},
             tokens_per_s=sum(row.tokens_per_s for row in latest.values()),
             samples_per_s=sum(row.samples_per_s for row in latest.values()),
             eta_s=max(etas, default=None),
@@ -301,6 +306,14 @@ def message(event: Event) -> str:
         case CheckpointFailed():
             return f"error: the checkpoint of step {event.step} could not be saved: {event.reason}"
     return ""
+
+
+def evaluation_words(evaluation: Mapping[str, float]) -> list[str]:
+    """`val 2.4012`, `acc 97.1%`, and the metrics of the task's own: those that are known."""
+    words = [f"val {number(evaluation['val_loss'])}"] if "val_loss" in evaluation else []
+    words += [f"acc {evaluation['val_accuracy']:.1%}"] if "val_accuracy" in evaluation else []
+    own = {name.removeprefix("val_"): value for name, value in evaluation.items() if name not in VAL_FIELDS}
+    return words + [f"{printable(name)} {number(value)}" for name, value in own.items()]
 
 
 def rate(line: StepLine | StepLogged) -> list[str]:

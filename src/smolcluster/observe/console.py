@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Protocol, TextIO
 
-from smolcluster.observe.board import Board, StepLine, message, quantity, rate
+from smolcluster.observe.board import Board, StepLine, evaluation_words, message, quantity, rate
 from smolcluster.observe.events import (
     Event,
     Notice,
@@ -124,12 +124,7 @@ class PlainScreen:
 def fields_of(line: StepLine) -> list[str]:
     """`step 50/300`, `loss 2.3104`, `val 2.4012`, `12.3k tok/s`, `eta 0:41`: those that are known."""
     fields = [line.label, f"loss {number(line.loss)}"]
-    if line.val_loss is not None:
-        fields.append(f"val {number(line.val_loss)}")
-    if line.val_accuracy is not None:
-        fields.append(f"acc {line.val_accuracy:.1%}")
-    fields += [f"{printable(name)} {number(value)}" for name, value in line.val_extra.items()]
-    fields += rate(line)
+    fields += [*evaluation_words(line.evaluation), *rate(line)]
     if line.eta_s is not None:
         fields.append(f"eta {clock(line.eta_s)}")
     return fields

@@ -152,16 +152,19 @@ class Failed(Event):
     traceback: str = ""
 
 
+VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")  # results that a row has fields of its own for
+
+
 def evaluation_fields(evaluation: Mapping[str, float]) -> dict[str, Any]:
     """The fields of a row for the results of an evaluation, `val_<name>` each."""
-    known = {name for name in ("val_loss", "val_accuracy", "val_ppl") if name in evaluation}
+    known = {name: evaluation[name] for name in VAL_FIELDS if name in evaluation}
     extra = {name.removeprefix("val_"): value for name, value in evaluation.items() if name not in known}
-    return {name: evaluation[name] for name in known} | {"val_extra": extra or None}
+    return known | {"val_extra": extra or None}
 
 
 def evaluation_of(row: StepLogged) -> dict[str, float]:
     """The results of an evaluation in a row, `val_<name>` each; empty: the row has none."""
-    known = {"val_loss": row.val_loss, "val_accuracy": row.val_accuracy, "val_ppl": row.val_ppl}
+    known = {name: getattr(row, name) for name in VAL_FIELDS}
     extra = {f"val_{name}": value for name, value in (row.val_extra or {}).items()}
     return extra | {name: value for name, value in known.items() if value is not None}
 

@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.observe.board import Board, Seat, StepLine, message, quantity, rate
+from smolcluster.observe.board import Board, Seat, StepLine, evaluation_words, message, quantity, rate
 from smolcluster.observe.events import CheckpointSaved, Event, Progress
 from smolcluster.observe.text import clock, duration, encodable, number, printable
 
@@ -78,9 +78,7 @@ class LiveScreen:
             header=self._clean(board.header()),
             progress=tuple(dataclasses.replace(p, name=self._clean(p.name)) for p in board.progress.values()),
             line=self._line,
-            val_loss=board.val_loss,
-            val_accuracy=board.val_accuracy,
-            val_extra=board.val_extra,
+            evaluation=board.evaluation,
             workers=tuple(tuple(self._clean(cell) for cell in _cells(seat)) for seat in board.workers),
             failed=frozenset(i for i, seat in enumerate(board.workers) if seat.state == "failed"),
             started_s=self._started_s,
@@ -115,9 +113,7 @@ class Picture:
     header: str = ""
     progress: tuple[Progress, ...] = ()
     line: StepLine | None = None
-    val_loss: float | None = None
-    val_accuracy: float | None = None
-    val_extra: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
     workers: tuple[tuple[str, ...], ...] = ()
     failed: frozenset[int] = frozenset()
     started_s: float
@@ -141,10 +137,7 @@ class Picture:
         elapsed_s = self.now() - self.started_s
         if self.line is None:
             return [f"starting, {clock(elapsed_s)}"]
-        numbers = [f"loss {number(self.line.loss)}"]
-        numbers += [f"val {number(self.val_loss)}"] if self.val_loss is not None else []
-        numbers += [f"acc {self.val_accuracy:.1%}"] if self.val_accuracy is not None else []
-        numbers += [f"{printable(name)} {number(value)}" for name, value in self.val_extra.items()]
+        numbers = [f"loss {number(self.line.loss)}", *evaluation_words(self.evaluation)]
         numbers += [*rate(self.line), f"elapsed {clock(elapsed_s)}"]
         if self.line.eta_s is not None:
             numbers.append(f"eta {clock(max(0.0, self.line.eta_s - (self.now() - self.line_s)))}")

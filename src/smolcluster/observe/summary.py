@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smolcluster.observe.board import loss_curve
-from smolcluster.observe.events import SampleText, restore
+from smolcluster.observe.events import VAL_FIELDS, SampleText, restore
 from smolcluster.observe.plot import loss_plot
 from smolcluster.observe.text import clock, encodable, number, printable, short, size
 
-_TOLD = ("val_loss", "val_accuracy", "val_ppl")
 _COUNTS = (
     ("stale_rejected", "stale gradient refused", "stale gradients refused"),
     ("skipped", "step skipped (NaN or infinite)", "steps skipped (NaN or infinite)"),
@@ -65,7 +64,7 @@ def _numbers(facts: Mapping[str, Any]) -> str:
         learned.append(f"val loss {number(facts['val_loss'])}")
     if facts.get("val_accuracy") is not None:
         learned.append(f"val accuracy {facts['val_accuracy']:.2%}")
-    for name in sorted(name for name in facts if name.startswith("val_") and name not in _TOLD):
+    for name in sorted(name for name in facts if name.startswith("val_") and name not in VAL_FIELDS):
         if isinstance(facts[name], int | float):
             learned.append(f"val {printable(name.removeprefix('val_'))} {number(facts[name])}")
     cost = []
