@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import re
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from smolcluster.dashboard.reading import RunReader
 from smolcluster.dashboard.runs import Runs
@@ -34,11 +35,23 @@ RING = 64
 MOST_VIEWERS = 200
 MOST_READERS = 16
 HERE_S = 5.0  # between two looks at this machine
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class TooManyViewers(Exception):
     """The limit is reached; those who are there come first."""
+
+
+def to_its_end(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Let an async method run to its end where its caller leaves: its thread cannot be called back, and nobody else may use
+    the reader before that has ended."""
+
+    @functools.wraps(work)
+    async def run(*args: P.args, **named: P.kwargs) -> T:
+        return await asyncio.shield(asyncio.ensure_future(work(*args, **named)))
+
+    return run
 
 
 class Channel:
@@ -60,9 +73,17 @@ class Channel:
         self._told_at = 0.0
         self._failed = False  # nobody follows the run any more
 
+    @to_its_end
     async def snapshot(self) -> dict[str, Any]:
         """The whole picture, read to the end."""
-        return await to_its_end(self._read_all())
+        async with self._reading:
+            self.reader.here = await asyncio.to_thread(self._look_around)
+            await asyncio.to_thread(self.reader.poll_to_the_end)
+            whole = await asyncio.to_thread(self._teller.snapshot)
+            # Viewers get it now: one that comes later has it in its snapshot, and must not get it again.
+            self._put(await asyncio.to_thread(self._teller.changes))
+        await self._notify()
+        return whole
 
     async def frames(self, last_id: str | None) -> AsyncGenerator[bytes, None]:
         """What one viewer is sent: a snapshot or what it missed, then changes and heartbeats as they come. It ends when the run
@@ -102,8 +123,7 @@ class Channel:
             with contextlib.suppress(Exception):
                 await self._look()
         self.closing = True
-        async with self._news:
-            self._news.notify_all()
+        await self._notify()
 
     def _place_of(self, last_id: str | None) -> int | None:
         boot, _, number = (last_id or "").partition("-")
@@ -120,11 +140,9 @@ class Channel:
             return False
         return True
 
+    @to_its_end
     async def _whole(self) -> tuple[int, bytes]:
         """The picture as it is now, written once for all who ask for it before the next change."""
-        return await to_its_end(self._write_whole())
-
-    async def _write_whole(self) -> tuple[int, bytes]:
         async with self._reading:
             if self._snapshot is None or self._snapshot[0] != self._number:
                 whole = await asyncio.to_thread(self._teller.snapshot)
@@ -139,29 +157,18 @@ class Channel:
                 await asyncio.sleep(0.02 if self.reader.behind else POLL_ENDED_S if self.reader.ended else POLL_S)
         except Exception:
             self._failed = True
-            async with self._news:
-                self._news.notify_all()
-            raise  # asyncio tells of it
+            await self._notify()
+            raise  # asyncio logs it
 
+    @to_its_end
     async def _look(self) -> None:
-        await to_its_end(self._read_news())
-
-    async def _read_news(self) -> None:
         async with self._reading:
             self._put(await asyncio.to_thread(self._poll))
-        async with self._news:
-            self._news.notify_all()
+        await self._notify()
 
-    async def _read_all(self) -> dict[str, Any]:
-        async with self._reading:
-            self.reader.here = await asyncio.to_thread(self._look_around)
-            await asyncio.to_thread(self.reader.poll_to_the_end)
-            whole = await asyncio.to_thread(self._teller.snapshot)
-            # Those who watch hear of it now: whoever comes later has it in his snapshot, and must not be told again.
-            self._put(await asyncio.to_thread(self._teller.changes))
+    async def _notify(self) -> None:
         async with self._news:
             self._news.notify_all()
-        return whole
 
     def _put(self, told: dict[str, Any] | None) -> None:
         """Into the ring, for everybody."""
@@ -188,12 +195,6 @@ class Channel:
     def _frame(self, kind: str, told: dict[str, Any]) -> bytes:
         text = json.dumps(told, allow_nan=False, separators=(",", ":"))
         return f"id: {self._boot}-{self._number}\nevent: {kind}\ndata: {text}\n\n".encode()
-
-
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. It goes on where whoever waits for it leaves: its thread cannot be called back, and nobody else may
-    use the reader before that has ended."""
-    return await asyncio.shield(asyncio.ensure_future(work))
 
 
 class Hub:
