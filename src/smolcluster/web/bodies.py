@@ -35,7 +35,7 @@ class Unreadable(SmolclusterError):
 
 
 class Gone(SmolclusterError):
-    """Whoever asked has left."""
+    """The client has left."""
 
 
 class Readers:
@@ -73,14 +73,7 @@ async def read_object(
     body_s: float = BODY_S,
     readers: Readers | None = None,
 ) -> dict[str, Any]:
-    """The body of a request, as the object that it is."""
-    return parse_object(await read_body(scope, receive, most_bytes=most_bytes, body_s=body_s, readers=readers))
-
-
-async def read_body(
-    scope: Scope, receive: Receive, *, most_bytes: int, body_s: float, readers: Readers | None = None
-) -> bytes:
-    """All of it, or Unreadable as soon as it is too much or too late, or Gone."""
+    """Return the body of a request. Raises Unreadable as soon as it is too much or too late, Gone when the client leaves."""
     told = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if not told.isdigit() or len(told) > 18 or int(told) > most_bytes:
         raise Unreadable(f"the body is larger than {most_bytes} bytes", 413)
@@ -97,7 +90,7 @@ async def read_body(
                     raise Unreadable(f"the body is larger than {most_bytes} bytes", 413)
                 parts.append(part)
                 if not message.get("more_body", False):
-                    return b"".join(parts)
+                    return parse_object(b"".join(parts))
     except TimeoutError:
         hurried = time.monotonic() - began < body_s
         why = "has not come yet, and others wait" if hurried else f"did not come within {body_s:g} s"
