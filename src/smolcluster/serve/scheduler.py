@@ -365,14 +365,10 @@ def width_of(stages: Sequence[Sequence[str]], cores: dict[str, tuple[str, int, i
 
     `cores`: of each machine its host, the cores it computes with, and those of the host.
     """
-    hosts: dict[str, tuple[float, int]] = {}
+    wanted: dict[tuple[str, int], list[int]] = {}  # by host and its cores: what each of its stages computes with
     for machines in stages:
         if machines:
             host, own, there = cores[machines[0]]
-            wanted, _ = hosts.get(host, (0.0, 0))
-            hosts[host] = (wanted + own, there)
-    stages_of = {host: sum(bool(m) and cores[m[0]][0] == host for m in stages) for host in hosts}
-    total = sum(
-        max(1, min(stages_of[host], int(stages_of[host] * there / wanted))) for host, (wanted, there) in hosts.items()
-    )
+            wanted.setdefault((host, there), []).append(own)
+    total = sum(max(1, min(len(own), int(len(own) * there / sum(own)))) for (_, there), own in wanted.items())
     return max(1, min(len(stages), total))
