@@ -69,9 +69,8 @@ class _Process:
     """One child. It answers a line with a line, or ends."""
 
     def __init__(self) -> None:
-        apart: dict[str, Any] = {"process_group": 0}  # Ctrl-C is for the parent
-        if sys.platform == "win32":
-            apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+        from smolcluster.launch.processes import APART  # not in the child, which imports this module too
+
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
@@ -80,7 +79,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            **apart,
+            **APART,  # Ctrl-C is for the parent
         )
         self._started = False
 
