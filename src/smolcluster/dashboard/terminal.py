@@ -24,12 +24,12 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from smolcluster.dashboard.reading import RunReader
 from smolcluster.dashboard.telling import Teller
+from smolcluster.observe.live import bar
 from smolcluster.observe.machine import describe_machine
 from smolcluster.observe.plot import loss_plot
 from smolcluster.observe.text import clock, duration, encodable, number, printable, short, size
@@ -94,12 +94,7 @@ def _progress(numbers: dict[str, Any], width: int, *, unicode: bool) -> list[Ren
     if not steps:
         return [_line(label)]
     percent = f"{step / steps:.0%}"
-    room = width - len(label) - len(percent) - 2
-    if room < 6 or not unicode:
-        return [_line(f"{label} {percent}")]
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_row(_line(label), ProgressBar(total=steps, completed=step, width=room), _line(percent))
-    return [grid]
+    return [bar(label, step, steps, percent, width) if unicode else _line(f"{label} {percent}")]
 
 
 def _numbers(snapshot: dict[str, Any], width: int) -> str:

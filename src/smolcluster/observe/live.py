@@ -125,11 +125,11 @@ class Picture:
         if self.header:
             yield _line(self.header, "bold")
         for item in self.progress:
-            yield _bar(item.name, item.done, item.total, _amount(item), width)
+            yield bar(item.name, item.done, item.total, _amount(item), width)
         if self.line is not None:
             steps = self.line.steps
             percent = f"{self.line.step / steps:.0%}" if steps else ""
-            yield _bar(self.line.label, self.line.step, steps, percent, width)
+            yield bar(self.line.label, self.line.step, steps, percent, width)
         yield _line("  ".join(self._numbers()))
         yield from self._worker_lines(width, max_lines=height - 4 - len(self.progress))
 
@@ -178,12 +178,12 @@ def _amount(item: Progress) -> str:
     return done if item.total is None else f"{done} of {quantity(item.total, item.unit)}"
 
 
-def _bar(label: str, done: int, total: int | None, amount: str, width: int) -> Table | Text:
+def bar(label: str, done: int, total: int | None, amount: str, width: int) -> Table | Text:
     """`label ━━━━━━━━ amount`, without the bar where there is no room for it."""
     room = width - cell_len(label) - cell_len(amount) - 2
     if room < 6:
         return _line(f"{label} {amount}")
     grid = Table.grid(padding=(0, 1, 0, 0))
-    bar = ProgressBar(total=total, completed=done, width=room, pulse=total is None)
-    grid.add_row(_line(label), bar, _line(amount))
+    progress = ProgressBar(total=total, completed=done, width=room, pulse=total is None)
+    grid.add_row(_line(label), progress, _line(amount))
     return grid
