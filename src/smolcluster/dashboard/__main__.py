@@ -23,7 +23,7 @@ def main() -> int:
         ended.set()
 
     def answer(**fields: str) -> None:
-        with contextlib.suppress(OSError):  # whoever asked is gone already: then standard input ends too
+        with contextlib.suppress(OSError):  # the parent is gone already: then standard input ends too
             print(json.dumps(fields), flush=True)
 
     place = Place(

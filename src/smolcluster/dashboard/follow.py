@@ -5,7 +5,7 @@
     it was replaced, cut, emptied all lines again, and `restarted` says so
 
 A poll of a file that did not change is one `stat`. Nothing is read through a symbolic link, and only plain files are read:
-whoever may write into a run directory cannot make the reader open something else.
+a process that may write into a run directory cannot make the reader open something else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One reader for each run, shared by everybody who looks at it.
+"""One reader for each run, shared by all its viewers.
 
-A reader is asked twice a second while somebody looks, and not at all when nobody does. What it tells is written as JSON once
+A reader is polled twice a second while it has viewers, and not at all while it has none. Each change is written as JSON once
 and the same bytes go to every viewer, so that fifty cost hardly more than one. The last changes are kept in a ring: a viewer
 whose connection broke goes on where it was (Last-Event-ID). One who reads more slowly than the run tells is not waited for
 and nothing is stored up for it: when its place has left the ring it gets the whole picture.
@@ -30,7 +30,7 @@ from smolcluster.observe.machine import describe_machine
 
 POLL_S = 0.5
 POLL_ENDED_S = 2.0
-BEAT_S = 3.0  # silence after which a viewer is told that the line still works
+BEAT_S = 3.0  # silence after which a viewer gets a heartbeat
 RING = 64
 MOST_VIEWERS = 200
 MOST_READERS = 16
@@ -55,7 +55,7 @@ def to_its_end(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corouti
 
 
 class Channel:
-    """One run, and the changes of it that were told last."""
+    """One run, and its latest changes."""
 
     def __init__(self, reader: RunReader, *, look_around: Callable[[], dict[str, Any]]) -> None:
         """`look_around` tells of this machine."""
@@ -87,7 +87,7 @@ class Channel:
 
     async def frames(self, last_id: str | None) -> AsyncGenerator[bytes, None]:
         """What one viewer is sent: a snapshot or what it missed, then changes and heartbeats as they come. It ends when the run
-        can be followed no longer: a picture that stands still must not look alive. Whoever comes again starts another try."""
+        can be followed no longer: a picture that stands still must not look alive. A viewer that reconnects starts it again."""
         at = self._place_of(last_id)
         self.viewers += 1
         try:
@@ -115,7 +115,7 @@ class Channel:
             self.viewers -= 1
 
     async def close(self) -> None:
-        """Tell the last changes, and then everybody that there will be no more."""
+        """Send the last changes, and then to all viewers that there will be no more."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -171,7 +171,7 @@ class Channel:
             self._news.notify_all()
 
     def _put(self, told: dict[str, Any] | None) -> None:
-        """Into the ring, for everybody."""
+        """Into the ring, for all viewers."""
         if told is None:
             return
         self._number += 1

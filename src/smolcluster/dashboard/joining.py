@@ -40,7 +40,7 @@ class Joined:
         self._pauses: dict[int, float] = {}  # and how far apart its rows are
         self._latest: dict[int, dict[str, Any]] = {}
         self._closed = -1
-        self._began = math.inf  # when the first row came: whoever has sent none by then is not waited for without end
+        self._began = math.inf  # when the first row came: a rank without one is not waited for without end
         self.last: dict[str, Any] = {}  # the latest step that is drawn, and the latest evaluation
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)  # steps as drawn: a point may stand for thousands
         self.last_val: dict[str, Any] = {}

@@ -86,7 +86,7 @@ def _spoke(rank: int, server: int, count: Count, *, inferred: bool = False) -> l
 
 
 def _ring(workers: Sequence[int], counts: Mapping[int, Count], *, less: Count) -> list[Link]:
-    """`less`: what each of them exchanged with somebody else."""
+    """`less`: what each of them exchanged with others."""
     if len(workers) < 2:
         return []
     links = []

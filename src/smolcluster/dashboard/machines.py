@@ -1,6 +1,6 @@
 """One process of a run, as its rows and the history tell of it, and the state it is in.
 
-starting   expected, and nothing heard of it yet          training   its rows come
+starting   expected, and no row of it yet                 training   its rows come
 waiting    a server without workers, or a worker whose    silent     no row for long, and nobody said why
            server has just come back                      lost       its connection broke, or it was killed
 left       it said good-bye while the run goes on         evicted    the server put it out

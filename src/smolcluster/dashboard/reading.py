@@ -86,7 +86,7 @@ class RunReader:
         self.summary: dict[str, Any] = {}
         self.checkpoints: list[dict[str, Any]] = []
         self.last_row_time: float | None = None
-        self._recorded: float | None = None  # the latest row of whoever writes the summary, by its clock
+        self._recorded: float | None = None  # the latest row of the rank that writes the summary, by its clock
         self._passed = 0.0  # seconds since the first row, by the clock of one machine or another: no two are compared
         self.behind = False  # there is more to read than one poll took
         self.beginnings += 1

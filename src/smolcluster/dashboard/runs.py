@@ -22,7 +22,7 @@ MOST_RUNS = 200
 MOST_COMPARED = 8
 MOST_GOING = 16  # runs without a summary, the newest, that are read for their lines
 LAST_BYTES = 512 << 10
-WITHIN_S = 0.25  # no more of them are begun after so long: somebody waits for the list
+WITHIN_S = 0.25  # no more of them are begun after so long: a viewer waits for the list
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")
 _TAIL_BYTES = 16 << 10
 

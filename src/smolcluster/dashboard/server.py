@@ -74,7 +74,7 @@ def listen(bind: str, port: int | None) -> socket.socket:
 
 
 def serve(place: Place, *, ready: Callable[[str], None], until: threading.Event | None = None) -> None:
-    """Serve until Ctrl-C, or until `until` is set. `ready` is told the address when it can be opened."""
+    """Serve until Ctrl-C, or until `until` is set. `ready` gets the address when it can be opened."""
     with needed():
         import uvicorn  # noqa: F401
 

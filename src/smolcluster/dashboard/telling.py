@@ -52,7 +52,7 @@ class Teller:
         }
 
     def changes(self) -> Row | None:
-        """What differs from what was told before; None if nothing does. At first, and when the run begins again: a snapshot,
+        """What differs from the last call; None if nothing does. At first, and when the run begins again: a snapshot,
         marked as `whole`."""
         run, small = self.run, self._small()
         if self._beginning != run.beginnings:

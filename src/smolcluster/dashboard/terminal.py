@@ -79,7 +79,7 @@ def _header(snapshot: dict[str, Any], width: int) -> Text:
     name = snapshot["name"]
     if (room := width - len(f" | {strategy} | {status}{crew}")) < 12:
         room, crew = room + len(crew), ""
-    if len(name) > room >= 6:  # of all of these, a name can best be told from its beginning
+    if len(name) > room >= 6:  # of all of these, a name is best known by its beginning
         name = f"{name[: room - 3]}..."
     text = _line(" | ".join([name, strategy, ""]), "bold")
     text.append(status, style=_STYLES.get(snapshot["status"], "bold"))

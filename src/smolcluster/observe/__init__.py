@@ -1,1 +1,1 @@
-"""What happens in a run (`events`), and who is told: consoles, files and trackers. Nothing here imports torch."""
+"""What happens in a run (`events`), and the sinks that receive it: consoles, files and trackers. Nothing here imports torch."""

@@ -1,6 +1,6 @@
 """A log file read as a queue: what was not sent yet is taken from it in order, and what was sent is remembered.
 
-    worker-rank0-mini2.log         written by the process and whoever prints on its standard error; never changed here
+    worker-rank0-mini2.log         written by the process, its standard error included; never changed here
     worker-rank0-mini2.log.sent    up to which byte it has been sent, replaced as a whole after every acknowledgement
 
 The file is the buffer: it holds every line before anybody thinks of sending it, so no crash and no outage loses one. Each
@@ -12,8 +12,8 @@ line gets a time in nanoseconds that follows from the file alone:
 A file that was emptied in place begins anew: what is in it then has not been sent.
 
 So times are unique, rise through the file, and are the same whenever and however often the file is read. A line that is sent
-again, because a crash came between its acknowledgement and the note of it, is the same entry to the last digit, and whoever
-receives it can drop it as a duplicate.
+again, because a crash came between its acknowledgement and the note of it, is the same entry to the last digit, and the
+receiver can drop it as a duplicate.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 class MetricsFile:
     """The sink that writes metrics.jsonl. Open it after `truncate_metrics`, not before.
 
-    A disk that is full costs the rows of that time and no more: `warn` is told of the first.
+    A disk that is full costs the rows of that time and no more: `warn` is called for the first.
     """
 
     def __init__(self, path: str | Path, *, warn: Callable[[str], None] = logger.warning) -> None:

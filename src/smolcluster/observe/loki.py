@@ -195,7 +195,7 @@ class Loki:
             cut.cancel()
 
     def _cut(self) -> None:
-        """From another thread: whoever waits for it hears that it has ended."""
+        """From another thread: a read that waits returns at once."""
         self._was_cut = True
         connection = self._connection
         line = connection.sock if connection is not None else None
@@ -238,7 +238,7 @@ def answer_of(status: int, retry_after: str | None, text: str) -> Answer:
         return Answer("refused", reason)
     if status == 400 and _NOT_YET.search(text):
         return Answer("early", reason)
-    # Loki explains itself in plain text. A page is from somebody else, whose 400 says nothing about our lines.
+    # Loki explains itself in plain text. A page is from another server, whose 400 is not about our lines.
     if status == 413 or (status == 400 and not text.lstrip().startswith("<")):
         return Answer("unclear", reason)
     return Answer("wrong", reason + ("; give user:password@ in the URL or in " + AUTH if status in (401, 403) else ""))
@@ -260,7 +260,7 @@ def _until(date: str) -> float:
 
 
 class Sender:
-    """Sends a file's lines, batch after batch. It waits for nothing: whoever calls it does."""
+    """Sends a file's lines, batch after batch. It does not wait between tries: the caller does."""
 
     def __init__(self, follower: Follower, loki: Loki, labels: Mapping[str, str]) -> None:
         self.follower, self.loki, self.labels = follower, loki, labels
@@ -469,8 +469,8 @@ class Rest:
 def push_rest(run_dir: str | Path, url: str, *, within_s: float = 30.0, pace: Pace | None = None) -> Rest:
     """Send what is left of a run that is over: all logs of its directory (or one log, or a folder of them).
 
-    A line is sent once, by whoever comes first; calling this again does no harm. Returns when all is sent, when Loki says
-    that it will not, or after `within_s`.
+    A line is sent once, by the first process that claims the file; calling this again does no harm. Returns when all is sent,
+    when Loki refuses the rest, or after `within_s`.
     """
     loki, pace = Loki(endpoint_of(url)), pace or Pace()
     deadline, lines, refused, reason = time.monotonic() + within_s, 0, 0, ""
@@ -536,7 +536,7 @@ def _logs_of(place: Path) -> list[Path]:
 
 
 def _labels_of_file(path: Path, follower: Follower) -> dict[str, str]:
-    """As the process itself would have them: from the file's name, and a server's rank from whoever noted it."""
+    """As the process itself would have them: from the file's name, and a server's rank from the note beside it."""
     match = _LOG_NAME.fullmatch(path.stem)
     if match is None:
         raise UserError(f"{path.name} is not the log of a server or a worker")

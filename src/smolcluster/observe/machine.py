@@ -36,7 +36,7 @@ class MachineFacts:
         self._next_s = clock()
 
     def due(self) -> dict[str, Any] | None:
-        """The facts, or None when they were told a moment ago."""
+        """Return the facts, or None within `every_s` of the last time."""
         now = self._clock()
         if now < self._next_s:
             return None

@@ -74,7 +74,7 @@ class Observer:
             try:
                 sink.handle(event)
             # A tracker raises whatever its authors chose (OSError, RuntimeError, ValueError, classes of its own), and
-            # a curve on somebody's server is never worth a training run.
+            # a curve on another server is never worth a training run.
             except Exception as error:  # noqa: BLE001
                 self._drop(sink, error)
 

@@ -5,9 +5,9 @@
                                                            9466  its worker with local rank 1, and so on
 
 A sink that keeps the last value of everything, and a small HTTP server in a thread that writes them down when it is asked.
-GET /metrics and GET /health are all it answers, and only to whoever calls it by a name it knows: a web page that tricks a
+GET /metrics and GET /health are all it answers, and only to clients that call it by a name it knows: a web page that tricks a
 browser into asking gets nothing. It listens on loopback unless `logging.prometheus_host` says otherwise; the numbers can be
-read there by everybody, and nothing can be changed.
+read there by anyone, and nothing can be changed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def port_of(port: int, *, role: str, local_rank: int) -> int:
 class PrometheusSink:
     """The metrics of one process. Raises OSError where its port cannot be had.
 
-    `run` tells this run from others; `members` is asked at every scrape, where there is somebody who knows.
+    `run` tells this run from others; `members` is called at every scrape, where given.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class _Server(ThreadingHTTPServer):
         """A caller that goes away is no news."""
 
     def knows(self, header: str | None) -> bool:
-        """Whether a Host header names this machine, as far as whoever may call knows it."""
+        """Whether a Host header names this machine, by a name that its clients may use."""
         name = (header or "").rstrip(".").lower()
         name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
         if name in self.names:

@@ -67,7 +67,7 @@ class WandbSink:
                     run.summary.update(plain(event.summary))
             run.finish()
             # W&B writes through a process of its own, and an offline run is on disk for certain only when that process
-            # has ended. It is left alone while somebody else's run in this process still needs it.
+            # has ended. It is left alone while another run in this process still needs it.
             if self._wandb.run is None:
                 self._wandb.teardown()
         # W&B has a tree of exceptions of its own, and this thread has nobody above it: the error is kept, and the next

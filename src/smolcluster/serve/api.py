@@ -3,13 +3,13 @@
     POST /v1/chat/completions, /v1/completions     OpenAI's, whole or as server-sent events
     GET  /v1/models, /v1/models/NAME               what is served: one model
     POST /chat, /query                             a message or a prompt in, its answer out; see `api_types.py`
-    GET  /health                                   200 when it can answer, else 503; open to everybody
+    GET  /health                                   200 when it can answer, else 503; needs no key
     GET  /config, /metrics, /events                what it is; what it has done (Prometheus); who holds which layers, live
     POST /login                                    a cookie for the key
-    GET  /, /static/*                              the page; open to everybody, and without secrets
+    GET  /, /static/*                              the page; needs no key, and has no secrets
 
 Every error has OpenAI's shape. An error in the middle of a stream is an event of that shape, and nothing after it.
-Who goes away frees what his request held, at once; so does who takes nothing of his stream.
+A client that disconnects frees what its request held, at once; so does one that reads nothing of its stream.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ async def _written(first: Piece, pieces: AsyncGenerator[Piece, None], frames: _F
                 yield _events_of(told)
         if ending := frames.end():
             yield _events_of(ending)
-    except Exception as error:  # noqa: BLE001 - it is told; a status it cannot have any more
+    except Exception as error:  # noqa: BLE001 - sent as an event: the status has gone out
         yield _events_of([_json(_told(error)[1])])
 
 

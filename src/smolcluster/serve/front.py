@@ -1,7 +1,7 @@
 """The front: it knows the machines and what they hold, and every sequence that is under way.
 
 Everything here happens on the transport's thread, where the answers come in: the next batch leaves in the moment in which one
-comes back. Users are served by another thread (HTTP's); what they are told goes there through `tell`.
+comes back. Users are served by another thread (HTTP's); what they receive goes there through `tell`.
 
 A machine is lost when its link ends or it is silent for `serve.SILENCE_S`. Then its layers move (`layout.mend`), and the
 sequences that went through it begin again on the new way: prompt and all that was generated so far, as one prompt. With greedy
@@ -105,7 +105,7 @@ class Front:
         self._machines: dict[str, Machine] = {}  # by instance
         self._layout: Layout | None = None
         self._assignments = 0
-        self._secret = secrets.token_hex(16)  # for those who hold layers: whoever shows it passes on a batch of ours
+        self._secret = secrets.token_hex(16)  # sent to those that hold layers: it marks our batches
         self._lost: deque[tuple[float, dict[str, Any]]] = deque(maxlen=8)
         self._others: deque[str] = deque(maxlen=8)  # what is wrong with machines that never came
         self._changed: set[Callable[[], None]] = set()
@@ -177,7 +177,7 @@ class Front:
 
     @property
     def coming(self) -> bool:
-        """Whether there is somebody for every layer, who holds it or is about to."""
+        """Whether every layer has a machine that holds it or loads it."""
         return self._scheduler.ways.open or self._scheduler.ways.coming
 
     def problems(self) -> list[str]:
@@ -190,7 +190,7 @@ class Front:
         self._others.append(words)
 
     def close(self) -> None:
-        """Stages are told to stop."""
+        """Stop all stages."""
         done = threading.Event()
 
         def end() -> None:
@@ -324,7 +324,7 @@ class Front:
             self._machines[instance].problem = str(error)
 
     def _settle(self, layout: Layout) -> None:
-        """From now on this, or better. Machines whose layers change are told so; ways lead through those that hold theirs."""
+        """Adopt this layout, or a better one: assign layers where they change, and open ways through those that hold theirs."""
         self._layout = layout = renew(layout, self._wish, self._offers(), self._sizes)
         offers = self._offers()
         for stage, behind in zip(layout.stages, (*layout.stages[1:], None), strict=True):

@@ -52,7 +52,7 @@ async def serve(
     until: threading.Event | asyncio.Event | None = None,
     opened: socket.socket | None = None,
 ) -> None:
-    """Serve until Ctrl-C, or until `until` is set. `ready` is told the address, which carries the key behind the #."""
+    """Serve until Ctrl-C, or until `until` is set. `ready` gets the address, which carries the key behind the #."""
     place = place.checked()
     with contextlib.closing(opened or open_port(place)) as listener:
         api = Api(

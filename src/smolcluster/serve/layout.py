@@ -201,7 +201,7 @@ def welcome(layout: Layout, machine: str, wish: Wish, offers: Mapping[str, Offer
 
 
 def mend(layout: Layout, gone: str, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
-    """Without a machine. Where nobody can take its layers, its stage has none until somebody comes."""
+    """Without a machine. Where no other can take its layers, its stage has none until a machine comes."""
     if gone in layout.spares:
         return replace(layout, spares=tuple(spare for spare in layout.spares if spare != gone))
     place = layout.stage_of(gone)

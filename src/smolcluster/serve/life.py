@@ -97,7 +97,7 @@ def shape_of(wanted: Wanted) -> Shape:
 
 
 def run_front(wanted: Wanted, *, tell: Callable[[str], None], ready: Callable[[str], None]) -> int:
-    """Serve until Ctrl-C, SIGTERM or SIGHUP. Everything that can be wrong without the model is told before it is loaded."""
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. Everything that can be wrong without the model is reported before it is loaded."""
     from smolcluster.comm.elastic.security import check_bind, load_keyring
     from smolcluster.comm.elastic.sockets import split_address
     from smolcluster.serve import http
@@ -122,14 +122,14 @@ def run_front(wanted: Wanted, *, tell: Callable[[str], None], ready: Callable[[s
 
 
 def _terminated(number: int, _: object) -> None:
-    """Stages are to hear of the end."""
+    """Exit through the context managers, which stop the stages."""
     raise SystemExit(128 + number)
 
 
 async def _serve(
     front: Front, service: Service, place: Place, opened: socket.socket, ready: Callable[[str], None], *, alone: bool
 ) -> None:
-    """While the model is loaded, whoever asks is told so. With `alone` nobody else will come: what is in the way of our own
+    """While the model is loaded, clients get a 503 that says so. With `alone` no other machine will join: a failure of our own
     stages ends it."""
     from smolcluster.serve import http
 

@@ -16,7 +16,7 @@ class Limits:
     messages: int = 2048
     stops: int = 8
     stop_characters: int = 256
-    chat_logprobs: int = 20  # the likeliest tokens that are told beside the chosen one
+    chat_logprobs: int = 20  # the likeliest tokens that are reported beside the chosen one
     completion_logprobs: int = 5
     viewers: int = 64  # of /events
     body_bytes: int = 1 << 20

@@ -32,7 +32,7 @@ class LocalStages:
         gave_up: Callable[[str], None],
         options: Sequence[str] = (),
     ) -> None:
-        """`gave_up` is told of each that is not started again, and why; on a thread of ours."""
+        """`gave_up` is called for each that is not started again, with the reason, on a thread of ours."""
         self._front, self._options, self._gave_up = front, list(options), gave_up
         self._threads = max(1, (os.cpu_count() or 1) // max(1, count))
         self._ending = threading.Event()
@@ -45,11 +45,11 @@ class LocalStages:
             watch.start()
 
     def expect_the_end(self) -> None:
-        """Whoever ends from now on is not started again."""
+        """From now on, do not start again what ends."""
         self._ending.set()
 
     def close(self) -> None:
-        """They end when they are told so, or their input does; those that do not are killed."""
+        """End all: by closing their input, and by killing those that go on."""
         self._ending.set()
         deadline = time.monotonic() + END_S
         for process in list(self.processes.values()):

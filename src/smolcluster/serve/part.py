@@ -5,7 +5,7 @@
                                              └ per sequence: a cache that grows with it
 
 A step takes *rows*: pieces of different sequences, some tokens of a prompt or the one that was chosen last, side by side
-(`models/ragged.py`). Whoever sends them says of each how many tokens came before. So nothing has to be undone after a failure:
+(`models/ragged.py`). The sender gives for each how many tokens came before. So nothing has to be undone after a failure:
 rows are sent again from any position that is held, and what was held beyond it is forgotten.
 
 After an exception in `run` no cache is torn:

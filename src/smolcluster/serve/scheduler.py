@@ -115,7 +115,7 @@ class Scheduler:
     # Sequences
 
     def submit(self, ask: Ask, tell: Callable[[Told], None]) -> Story:
-        """Raises NobodyThere or Busy; else the story's tokens are told as they come."""
+        """Raises NobodyThere or Busy; else `tell` gets the story's tokens as they come."""
         if not self.ways.open and not self.ways.coming:
             raise NobodyThere("some layers of the model are on no machine")
         if len(self._waiting) >= self.limits.waiting:
@@ -126,7 +126,7 @@ class Scheduler:
         return story
 
     def cancel(self, story: Story) -> None:
-        """Nothing more is told. One that is over already: nothing."""
+        """Call `tell` no more. Nothing to do for a story that is over."""
         if story in self._waiting:
             self._waiting.remove(story)
         elif self._running.get(story.number) is story:
@@ -178,7 +178,7 @@ class Scheduler:
             self._restart(story, now)
 
     def give_up(self, *, now: float) -> None:
-        """Those who have waited too long for a machine are told."""
+        """End the stories that have waited too long for a machine."""
         if self.ways.open:
             for story in self._waiting:
                 story.lost_at = None  # whatever they wait for now
@@ -196,7 +196,7 @@ class Scheduler:
         return all(machine in stage for machine, stage in zip(way, self.ways.stages, strict=True))
 
     def _restart(self, story: Story, now: float) -> None:
-        """What was told stays told; the machines are given all of it again. Who came first is the first to go on."""
+        """What the user has received stands; the machines get all of it again. The first to arrive is the first to go on."""
         self._leave(story)
         story.number, story.way, story.sent, story.opened = next(self._numbers), None, 0, False
         story.lost_at = now
@@ -227,7 +227,7 @@ class Scheduler:
         return None
 
     def chosen(self, batch: int, tokens: dict[int, Token]) -> None:
-        """The answers to a batch. Of one that is not known, or of former starts: nothing. Whoever is left without one begins
+        """The answers to a batch. Of one that is not known, or of former starts: nothing. A story without one begins
         again."""
         sent = self.under_way.pop(batch, None)
         if sent is None:
@@ -322,8 +322,8 @@ class Scheduler:
         return self._send(way, rows, now) if rows else None
 
     def _chunks(self, prompts: list[Story], *, ahead: bool) -> list[tuple[Story, int]]:
-        """Shares of one batch: all alike, and what a short one does not need goes to the longer. So nobody waits for those
-        before him."""
+        """Shares of one batch: all alike, and what a short one does not need goes to the longer. So no prompt waits for those
+        before it."""
         room, rows = self.limits.chunk, []
         prompts.sort(key=lambda story: len(story.tokens) - story.sent)
         for others, story in zip(reversed(range(len(prompts))), prompts, strict=True):

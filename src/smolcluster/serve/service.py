@@ -55,7 +55,7 @@ class UnknownModel(BadRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What somebody wants, in his words. Exactly one of `messages` and `prompts`; None leaves a thing to the server."""
+    """What a client asks for. Exactly one of `messages` and `prompts`; None leaves a thing to the server."""
 
     model: str | None = None
     messages: Sequence[dict[str, str]] | None = None  # role and content
@@ -80,7 +80,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """A token as it is told where logprobs are asked for. `offset`: where its text begins in the answer."""
+    """A token as it is reported where logprobs are asked for. `offset`: where its text begins in the answer."""
 
     token: bytes
     logprob: float
@@ -141,7 +141,7 @@ class Job:
 
 
 class Service:
-    """One model, for everybody. All on one event loop."""
+    """One model, for all clients. All on one event loop."""
 
     def __init__(
         self,

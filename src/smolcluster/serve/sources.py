@@ -8,7 +8,7 @@
 
 Opening a source reads headers: names, shapes and sizes of all tensors are checked. `load` reads the tensors of one part,
 memory-mapped, and checks that they are numbers. Of a run's checkpoint, `find_source` verifies the hashes of all files, once; a
-machine that is told what to open (`open_source`) only holds headers against the manifest.
+machine that is given a reference (`open_source`) only holds headers against the manifest.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _find(name: str) -> Source:
         return _find_package(name)
     try:
         path = Path(name).expanduser()
-    except RuntimeError:  # ~ of somebody who is not known here
+    except RuntimeError:  # ~ of a user that this machine does not have
         raise UserError(f"there is no model '{name}': there is no such home directory") from None
     if path.is_dir():
         return _find_in_folder(path)
@@ -519,7 +519,7 @@ def _fingerprint(parts: list[str]) -> str:
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """None: it is not there; whoever needs it will say so."""
+    """None: it is not there; opening it will raise."""
     try:
         found = path.stat()
     except OSError:

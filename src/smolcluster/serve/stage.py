@@ -1,6 +1,6 @@
-"""A machine that holds layers: it offers itself to a front, holds what it is told to, and passes batches on.
+"""A machine that holds layers: it offers itself to a front, holds the layers it is assigned, and passes batches on.
 
-    the transport's thread     hears; puts what is to be done into a queue; computes itself what is done in a moment
+    the transport's thread     receives; puts tasks into a queue; computes short batches itself
     this thread                loads, computes, chooses; one thing after the other
 
 A batch that cannot go on ends here with a FAILED to the front, which begins its sequences again. A front that is lost is
@@ -74,7 +74,7 @@ class Holder:
         source: Source | None = None,
         files: Path | None = None,
     ) -> None:
-        """`advertise`: the host that others are told, where it is not the one that is listened on. `source`: a model that is
+        """`advertise`: the host that peers dial, where it is not the one that is listened on. `source`: a model that is
         open already. `files`: a file or folder of this machine that the front may name; without, its weights come over the
         wire, and only a model in an installed package is opened here."""
         self._transport, self._front_address = transport, front
@@ -137,10 +137,10 @@ class Holder:
         tokens, seconds = self._lasted
         return idle and batch.num_tokens <= QUICK_TOKENS and seconds * max(1.0, batch.num_tokens / tokens) < QUICK_S
 
-    # Heard, on the transport's thread
+    # Received, on the transport's thread
 
     def linked(self, link: Link) -> None:
-        """A stage before us, or somebody who says so: its batches will have to show the front's secret."""
+        """The stage before this one, or a peer that claims to be: its batches must carry the front's secret."""
         if link.peer.role != "stage":
             link.close(f"a {link.peer.role} has no business with a stage of inference")
 
@@ -212,7 +212,7 @@ class Holder:
                 del self._links[instance]
 
     def refused(self, address: str, reason: str) -> None:
-        """Somebody who connected to us speaks another version. There may be a million of them."""
+        """A peer that connected to us speaks another version. Not logged: there may be many."""
 
     def front_refused(self, address: str, reason: str) -> None:
         self.refusal = reason

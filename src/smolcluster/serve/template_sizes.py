@@ -73,7 +73,7 @@ def _summed(_: Any, attribute: Any = None, start: Any = 0) -> float:  # noqa: AR
 
 
 def _formatted(form: str, *args: Any, **named: Any) -> float:
-    """str.format. What a value says of the width of another cannot be told before."""
+    """str.format. A width that is itself a value cannot be known before."""
     fields = [(name, spec or "") for _, name, spec, _ in Formatter().parse(form) if name is not None]
     if any("{" in spec for _, spec in fields):
         return math.inf

@@ -294,7 +294,7 @@ def continued(messages: Iterable[Mapping[str, str]]) -> str:
 
 
 def _file_named(text: str) -> Path:
-    """The one file that somebody has typed: in quotes or not, with an apostrophe in it or not."""
+    """The one file name that was typed: in quotes or not, with an apostrophe in it or not."""
     try:
         names = shlex.split(text) if text.count('"') != 1 and text.count("'") != 1 else [text]
     except ValueError as error:  # a quotation mark without its other half
@@ -303,7 +303,7 @@ def _file_named(text: str) -> Path:
         raise UserError("/save needs one file name, such as /save talk.md")
     try:
         return Path(names[0]).expanduser()
-    except RuntimeError:  # ~ of somebody who is not known here
+    except RuntimeError:  # ~ of a user that this machine does not have
         raise UserError(f"{names[0]}: there is no such home directory") from None
 
 

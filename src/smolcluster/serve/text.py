@@ -6,12 +6,12 @@
 
 **Who may write a marker.** `<|im_end|>` ends a turn. A user who types it has typed ten characters, and that is how they are
 encoded: only the template's own text may become markers. The template is run on the messages as they are, but for two
-characters that occur nowhere else, chosen when the messages are known: one before every marker that somebody has typed, one
+characters that occur nowhere else, chosen when the messages are known: one before every marker that a user has typed, one
 around each message, so that no marker is made of two halves. What is still a marker afterwards is the template's own. Then both
 are taken out, and all text between two markers is encoded as one: an honest conversation has exactly the tokens that
 `transformers` gives it.
 
-A marker that is no secret of the conversation stays one in everybody's text: a vocabulary may have runs of spaces as such.
+A marker that is no secret of the conversation stays one in any text: a vocabulary may have runs of spaces as such.
 
 A model without a template (a run of ours) gets the contents of the messages, each on a line of its own.
 """
@@ -66,7 +66,7 @@ class Text:
         return self._template is not None
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """`special`: markers become their tokens. Never for text that somebody has sent."""
+        """`special`: markers become their tokens. Never for text of a user."""
         return self._encode(_valid(text), self._all if special else self._open)
 
     def prompt(self, text: str) -> list[int]:
@@ -203,7 +203,7 @@ class StopStrings:
         self._reached = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """What may be told now, and whether one has been reached."""
+        """The text that may go out now, and whether a stop string has been reached."""
         if self._reached:
             return "", True
         text = self._held + text

@@ -1,4 +1,4 @@
-"""One port with an ASGI application behind it: patience with everybody, but not for ever, and room for so many and no more.
+"""One port with an ASGI application behind it: timeouts for slow clients, and a limit of connections.
 
     a connection that does not ask                 closed after `request_s`; so is one that sends a request's head in drops
     one that goes on sending after its answer      closed after `linger_s`
@@ -9,7 +9,7 @@
                                                    `crowded_s` last. Where all of them have asked, a new one gets 503 with
                                                    Retry-After; twice as many, no answer at all
 
-Half of a connection closed is a connection closed: whoever sends no more is taken to have left.
+Half of a connection closed is a connection closed: a client that sends no more is taken to have left.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _impatient_protocol(patience: Patience, told: Callable[[int, str], tuple[str
             self._asking = self.loop.call_later(patience.request_s, transport.abort)
 
         def _make_room(self) -> int:
-            """One who does not need his connection now has to go. How many have gone."""
+            """Evict the connection that has been idle longest. Returns how many were."""
             now = self.loop.time()
             for waiting, least_s in ((silent, 0.0), (resting, 0.0), (sending, patience.crowded_s)):
                 for oldest, since in waiting.items():

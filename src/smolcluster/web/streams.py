@@ -1,4 +1,4 @@
-"""Answers that take their time, for as long as whoever asked is there.
+"""Answers that take their time, for as long as the client is connected.
 
 event_stream    server-sent events: ends when the viewer leaves, takes nothing for `write_s`, or there is no more to tell
 while_there     one result: given up when the viewer leaves before it is there
@@ -56,7 +56,7 @@ def event_stream(
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. Gone, with the work cancelled and ended, as soon as whoever asked has left."""
+    """Return the result of `work`. Raises Gone, with the work cancelled and ended, as soon as the client has left."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(until_gone(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
