@@ -522,11 +522,7 @@ def _flatten(value: Any, name: str, flat: dict[str, str]) -> None:
     elif name:
         hidden = _SECRET.search(name.rpartition(".")[2]) and value is not None
         text = "(hidden)" if hidden else value if isinstance(value, str) else json.dumps(value, default=str)
-        flat[name] = (_ADDRESS.sub(_without_password, text) if "://" in text else text)[:1000]
-
-
-def _without_password(address: re.Match[str]) -> str:
-    return hide_credentials(address[0])
+        flat[name] = _ADDRESS.sub(lambda address: hide_credentials(address[0]), text)[:1000]
 
 
 def log_names(run_dir: Path) -> list[str]:

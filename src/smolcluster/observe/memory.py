@@ -108,10 +108,7 @@ def _bar(held: Mapping[str, int], scale: float, limit: int) -> Text:
         text.append(letter * length, style=colour)
         drawn += length
     mark = round(limit * scale)
-    if 0 <= mark < drawn:
-        plain = text.plain
-        return Text.assemble(text[:mark], ("|", "bold red"), text[mark + 1 :]) if plain else text
-    return text
+    return Text.assemble(text[:mark], ("|", "bold red"), text[mark + 1 :]) if 0 <= mark < drawn else text
 
 
 def worst(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,11 +118,8 @@ def worst(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def way_of(seat: Mapping[str, Any], checkpointing: bool, attention: str) -> Mapping[str, Any] | None:
-    for way in seat["ways"]:
-        if way["checkpointing"] == checkpointing and way["attention"] == attention:
-            found: Mapping[str, Any] = way
-            return found
-    return None
+    wanted = (checkpointing, attention)
+    return next((way for way in seat["ways"] if (way["checkpointing"], way["attention"]) == wanted), None)
 
 
 def _advice(plan: Mapping[str, Any]) -> str:

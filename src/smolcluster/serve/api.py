@@ -178,7 +178,7 @@ class Api:
                 Route("/", self._static),
                 Route("/static/{path:path}", self._static),
             ],
-            exception_handlers={SmolclusterError: _refused, 404: _nowhere, 500: _failed},
+            exception_handlers={SmolclusterError: _refused, 404: _nowhere, 500: _refused},
         )
         app.router.redirect_slashes = False
         return app
@@ -286,7 +286,7 @@ class Api:
                 "stages": stages,
                 "spares": state.get("spares", []),
                 "sampling": {k: v for k, v in asdict(service.defaults).items() if k not in ("seed", "logprobs")},
-                "limits": service.limits.told(),
+                "limits": asdict(service.limits),
                 "needs_key": self._key is not None,
                 "version": smolcluster.__version__,
                 "chat": service.chats,
@@ -458,10 +458,6 @@ def _progress(state: Json) -> str:
 def _nowhere(request: Request, _error: Exception | None) -> Response:
     path = re.sub(r"[^\x21-\x7e]", "?", request.url.path[:80])
     return _answer(types.error_body(f"there is nothing at {path}", status=404), 404)
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    return _refused(request, error)
 
 
 def _answer(value: Json, status: int = 200, *, retry_s: float | None = None) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,3 @@ class Limits:
     body_bytes: int = 1 << 20
     body_s: float = 15.0  # for a body to come
     crowded_body_s: float = 1.0  # the same where others wait for `requests` to be fewer
-
-    def told(self) -> dict[str, int | float]:
-        """For /config."""
-        return asdict(self)

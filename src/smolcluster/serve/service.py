@@ -159,12 +159,8 @@ class Service:
         self.limits, self.defaults = limits or Limits(), defaults or Sampling()
         self.chats, self.openings = chats, tuple(openings)
         self.metrics = Metrics()
-        self._sequences, self._ending = 0, False
-
-    @property
-    def sequences(self) -> int:
-        """Of all jobs that go on."""
-        return self._sequences
+        self.sequences = 0  # of all jobs that go on
+        self._ending = False
 
     # Checking
 
@@ -181,7 +177,7 @@ class Service:
             for j in range(request.n):
                 own = dataclasses.replace(sampling, seed=(seed + j) % _SEEDS)
                 asks.append(Ask(tokens=tokens, max_tokens=max_tokens, stop_tokens=self.text.stop_tokens, sampling=own))
-        if self._sequences + len(asks) > self.limits.sequences:
+        if self.sequences + len(asks) > self.limits.sequences:
             raise Busy(_BUSY)
         usage = Usage(prompt_tokens=sum(map(len, prompts)))
         begins = request.messages is not None
@@ -300,16 +296,16 @@ class Service:
 
         Raises Busy or NobodyThere before the first piece, NobodyThere later.
         """
-        if self._sequences + len(job.asks) > self.limits.sequences:
+        if self.sequences + len(job.asks) > self.limits.sequences:
             raise Busy(_BUSY)
-        self._sequences += len(job.asks)
+        self.sequences += len(job.asks)
         try:
             choices = [self._choice(i, ask, job) for i, ask in enumerate(job.asks)]
             async with contextlib.aclosing(merged(choices)) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
-            self._sequences -= len(job.asks)
+            self.sequences -= len(job.asks)
 
     async def whole(self, job: Job) -> Answer:
         """Everything at once."""

@@ -149,9 +149,7 @@ def host_name(host: str) -> str | None:
 def same_origin(origin: str, host: str) -> bool:
     """Whether a browser's Origin is the Host it asks. The scheme may be https: a proxy in front of us has a certificate."""
     scheme, separator, authority = origin.partition("://")
-    if not separator or scheme not in ("http", "https"):
-        return False
-    return authority.lower() == host.lower()
+    return bool(separator) and scheme in ("http", "https") and authority.lower() == host.lower()
 
 
 def equal(given: str, expected: str) -> bool:
