@@ -241,33 +241,22 @@ def smaller(offer: Offer, layers: range, sizes: Sizes) -> Offer:
 
 def _to_neighbours(layout: Layout, place: int, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
     """The stage is given up; its layers go to the stages beside it, about half to each where both have the room."""
-    span = layout.stages[place].layers
-    before = layout.stages[place - 1] if place > 0 else None
-    behind = layout.stages[place + 1] if place + 1 < len(layout.stages) else None
-    if (before is not None and not before.machines) or (behind is not None and not behind.machines):
+    span, before, behind = layout.stages[place].layers, place - 1, place + 1
+    neighbours = {i: layout.stages[i] for i in (before, behind) if 0 <= i < len(layout.stages)}
+    if not all(stage.machines for stage in neighbours.values()):
         return layout
-
-    def room(stage: Stage | None, layers: range) -> bool:
-        if stage is None:
-            return False
-        return all(fits(machine, layers, layout, offers, sizes) for machine in stage.machines)
-
-    cuts = range(span.start, span.stop + 1)
     middle = (span.start + span.stop) / 2
-    for cut in sorted(cuts, key=lambda cut: abs(cut - middle)):
-        left = before if cut > span.start else None
-        right = behind if cut < span.stop else None
-        if (cut > span.start and not room(before, range(before.layers.start if before else 0, cut))) or (
-            cut < span.stop and not room(behind, range(cut, behind.layers.stop if behind else 0))
-        ):
-            continue
-        stages = list(layout.stages)
-        if left is not None:
-            stages[place - 1] = replace(left, layers=range(left.layers.start, cut))
-        if right is not None:
-            stages[place + 1] = replace(right, layers=range(cut, right.layers.stop))
-        del stages[place]
-        return replace(layout, stages=tuple(stages))
+    for cut in sorted(range(span.start, span.stop + 1), key=lambda cut: abs(cut - middle)):
+        wider: dict[int, range] = {}  # the stages beside it, with what they would hold
+        if cut > span.start and before in neighbours:
+            wider[before] = range(neighbours[before].layers.start, cut)
+        if cut < span.stop and behind in neighbours:
+            wider[behind] = range(cut, neighbours[behind].layers.stop)
+        all_taken = sum(len(layers) - len(neighbours[i].layers) for i, layers in wider.items()) == len(span)
+        holders = [(machine, layers) for i, layers in wider.items() for machine in neighbours[i].machines]
+        if all_taken and all(fits(machine, layers, layout, offers, sizes) for machine, layers in holders):
+            stages = [replace(s, layers=wider.get(i, s.layers)) for i, s in enumerate(layout.stages) if i != place]
+            return replace(layout, stages=tuple(stages))
     return layout
 
 
