@@ -259,14 +259,13 @@ class Scheduler:
             if way is None and self._running:
                 return  # when one of these is over there will be room
             story = self._waiting.popleft()
-            if way is None and story.generated:  # the machines that are left have less memory
+            if way is not None:
+                story.way, story.lost_at = way, None
+                self._running[story.number] = story
+            elif story.generated:  # the machines that are left have less memory
                 story.tell(Token(token=-1, finish="length"))
-                continue
-            if way is None:
+            else:
                 story.tell(GivenUp(f"{len(story.tokens)} tokens do not fit the memory of the machines that are there"))
-                continue
-            story.way, story.lost_at = way, None
-            self._running[story.number] = story
 
     def _way_for(self, story: Story) -> Way | None:
         """Of each stage the idlest machine with room for it."""
