@@ -16,12 +16,13 @@ import contextlib
 import ipaddress
 import math
 import socket
+import socketserver
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +180,13 @@ def run_name_of(started: RunStarted, *, server: str) -> str:
     return Path(started.run_dir).name or server
 
 
-class _Server(ThreadingHTTPServer):
-    """A few callers at a time, each with its thread."""
+class _Server(socketserver.ThreadingTCPServer):
+    """A few callers at a time, each with its thread. Not an HTTPServer: that looks up this machine's full name."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
+    allow_reuse_address = sys.platform != "win32"  # where it would let two processes have one port
 
     def __init__(self, host: str, port: int, *, sink: PrometheusSink, names: set[str]) -> None:
         self.sink, self.names = sink, _names_of(host, names)
@@ -192,13 +194,6 @@ class _Server(ThreadingHTTPServer):
         self._callers = threading.Semaphore(_MOST_CALLERS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
-
-    def server_bind(self) -> None:
-        """Without asking the network for this machine's full name, as HTTPServer would."""
-        if sys.platform != "win32":  # where it would let two processes have one port
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._callers.acquire(blocking=False):
