@@ -106,7 +106,7 @@ class Follower:
         self._file: io.FileIO | None = None
         self._place = Place(0, 0)
         self._seen = (0, "")  # of the file's head: how many bytes, and their digest
-        self._told: dict[str, str] = {}
+        self.told: dict[str, str] = {}  # notes of earlier readers of this file, for later ones
 
     def claim(self) -> bool:
         """Whether this reader has the file. A file that another process sends from is left to it."""
@@ -154,14 +154,6 @@ class Follower:
             self._file.close()  # and with it goes the lock
             self._file = None
 
-    @property
-    def told(self) -> dict[str, str]:
-        """What earlier readers have noted of this file, for later ones."""
-        return self._told
-
-    def note(self, **values: str) -> None:
-        self._told = self._told | values
-
     def _pending(self) -> bytes:
         assert self._file is not None
         self._file.seek(self._place.offset)
@@ -195,13 +187,13 @@ class Follower:
             return self._beginning()
         if place.offset < 0 or head != self._head(min(place.offset, self._size())):
             return self._beginning()  # another file with the same name
-        self._told = told
+        self.told = told
         return Place(min(place.offset, self._size()), place.time_ns)  # its end may have been lost, but was sent
 
     def _remember(self) -> None:
         place = self._place
         head = self._seen[1] or self._head(0)
-        known = {"offset": place.offset, "time_ns": place.time_ns, "head": head, "told": self._told}
+        known = {"offset": place.offset, "time_ns": place.time_ns, "head": head, "told": self.told}
         temporary = self._memory.with_name(f"{self._memory.name}.{os.getpid()}.tmp")
         try:
             temporary.write_text(json.dumps(known) + "\n", encoding="utf-8")

@@ -38,7 +38,6 @@ import os
 import random
 import re
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -205,12 +204,8 @@ class Loki:
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._connection is None:
-            end = self.endpoint
-            if end.secure:
-                context = ssl.create_default_context()
-                self._connection = http.client.HTTPSConnection(end.host, end.port, context=context)
-            else:
-                self._connection = http.client.HTTPConnection(end.host, end.port)
+            kind = http.client.HTTPSConnection if self.endpoint.secure else http.client.HTTPConnection
+            self._connection = kind(self.endpoint.host, self.endpoint.port)
         self._connection.timeout = timeout_s
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
@@ -450,7 +445,7 @@ def start_pushing(path: Path, *, url: str, role: str, rank: int | None, host: st
     """Send this log from now on, and what earlier processes have left in it. Raises `UserError` for a URL that is none."""
     endpoint = endpoint_of(url)
     follower = Follower(path)
-    follower.note(rank="" if rank is None else str(rank))
+    follower.told["rank"] = "" if rank is None else str(rank)
     labels = labels_of(role=role, rank=rank, host=log_path("", role, rank, host).stem)
     return Pusher(Sender(follower, Loki(endpoint), labels), pace=pace or Pace())
 

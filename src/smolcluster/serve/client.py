@@ -15,7 +15,6 @@ import json
 import math
 import re
 import socket
-import ssl
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,7 +138,8 @@ class Client:
     def _ask(
         self, verb: str, path: str, body: Json | None = None, *, fine: Sequence[int] = (200,)
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = self._connection()
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=CONNECT_S)
         headers = {"accept": "application/json, text/event-stream"}
         if body is not None:
             headers["content-type"] = "application/json"
@@ -162,12 +162,6 @@ class Client:
                 raise ServerFailed(f"{self.url} has said nothing for {SILENCE_S:g} seconds") from error
             except (OSError, http.client.HTTPException) as error:
                 raise ServerFailed(f"the answer broke off: the connection to {self.url} was lost") from error
-
-    def _connection(self) -> http.client.HTTPConnection:
-        if self._secure:
-            secure = http.client.HTTPSConnection
-            return secure(self._host, self._port, timeout=CONNECT_S, context=ssl.create_default_context())
-        return http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_S)
 
     def _unreachable(self, error: Exception) -> SmolclusterError:
         if isinstance(error, ConnectionRefusedError):
