@@ -10,13 +10,7 @@ import sys
 from typing import Protocol, TextIO
 
 from smolcluster.observe.board import Board, StepLine, evaluation_words, message, quantity, rate
-from smolcluster.observe.events import (
-    Event,
-    Notice,
-    Progress,
-    RunFinished,
-    StepLogged,
-)
+from smolcluster.observe.events import Event, Notice, Progress, RunFinished, StepLogged
 from smolcluster.observe.text import clock, encodable, number, printable
 
 

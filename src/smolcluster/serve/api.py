@@ -35,19 +35,7 @@ from smolcluster.serve.api_types import Asked, Json, Shape
 from smolcluster.serve.ask import Busy, GivenUp, NobodyThere
 from smolcluster.serve.service import Answer, BadRequest, Job, Piece, Service, UnknownModel
 from smolcluster.web.bodies import Gone, Readers, Unreadable, read_object
-from smolcluster.web.guard import (
-    READ_ONLY,
-    App,
-    Guard,
-    Message,
-    Receive,
-    Rules,
-    Scope,
-    Send,
-    answer,
-    equal,
-    hardened,
-)
+from smolcluster.web.guard import READ_ONLY, App, Guard, Message, Receive, Rules, Scope, Send, answer, equal, hardened
 from smolcluster.web.pages import static_answer, static_files
 from smolcluster.web.server import needed
 from smolcluster.web.streams import WRITE_S, event_stream, while_there
