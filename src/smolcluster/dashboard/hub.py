@@ -2,8 +2,8 @@
 
 A reader is polled twice a second while it has viewers, and not at all while it has none. Each change is written as JSON once
 and the same bytes go to every viewer, so that fifty cost hardly more than one. The last changes are kept in a ring: a viewer
-whose connection broke goes on where it was (Last-Event-ID). One who reads more slowly than the run tells is not waited for
-and nothing is stored up for it: when its place has left the ring it gets the whole picture.
+whose connection broke goes on where it was (Last-Event-ID). One that reads too slowly is not waited for, and nothing
+is buffered for it: when its place has left the ring it gets a snapshot.
 
     viewer at 40 -> ring 38..45: gets 41..45        viewer at 12 -> ring 38..45: gets a snapshot at 45
 """
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class TooManyViewers(Exception):
-    """The limit is reached; those who are there come first."""
+    """The limit of viewers is reached."""
 
 
 def to_its_end(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -58,7 +58,7 @@ class Channel:
     """One run, and its latest changes."""
 
     def __init__(self, reader: RunReader, *, look_around: Callable[[], dict[str, Any]]) -> None:
-        """`look_around` tells of this machine."""
+        """`look_around` returns the facts of this machine."""
         self.reader, self._look_around = reader, look_around
         self._teller = Teller(reader)
         self.viewers = 0
@@ -71,7 +71,7 @@ class Channel:
         self._reading = asyncio.Lock()  # a reader is used by one thread at a time
         self._task: asyncio.Task[None] | None = None
         self._told_at = 0.0
-        self._failed = False  # nobody follows the run any more
+        self._failed = False  # the task that follows the run has ended with an error
 
     @to_its_end
     async def snapshot(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Channel:
 
     @to_its_end
     async def _whole(self) -> tuple[int, bytes]:
-        """The picture as it is now, written once for all who ask for it before the next change."""
+        """The picture as it is now, written once for all requests before the next change."""
         async with self._reading:
             if self._snapshot is None or self._snapshot[0] != self._number:
                 whole = await asyncio.to_thread(self._teller.snapshot)
@@ -198,7 +198,7 @@ class Channel:
 
 
 class Hub:
-    """All channels. Readers that nobody uses are forgotten, the longest unused first."""
+    """All channels. Readers without viewers are dropped, the longest unused first."""
 
     def __init__(self, runs: Runs) -> None:
         self.runs = runs

@@ -77,7 +77,7 @@ class Joined:
                 self.metrics[name].add(row, step=row["step"], time=row["time"])
 
     def flush(self) -> None:
-        """The run has ended: nobody is waited for."""
+        """The run has ended: draw what is open."""
         for step in sorted(self._open):
             self._close(step)
 

@@ -1,6 +1,6 @@
-"""Who is connected to whom, and how many bytes went over each link: pure functions.
+"""Which processes are connected, and how many bytes went over each link: pure functions.
 
-A row of metrics.jsonl tells what a process has sent and received in all. Which link that was follows from the strategy:
+A row of metrics.jsonl has what a process has sent and received in all. Which link that was follows from the strategy:
 
     star     a server and its workers: a worker has one link, so its counts are the link's
     ring     all-reduce and its kin: a rank sends to the next and receives from the one before

@@ -1,7 +1,7 @@
 """One process of a run, as its rows and the history tell of it, and the state it is in.
 
 starting   expected, and no row of it yet                 training   its rows come
-waiting    a server without workers, or a worker whose    silent     no row for long, and nobody said why
+waiting    a server without workers, or a worker whose    silent     no row for long, and no reason known
            server has just come back                      lost       its connection broke, or it was killed
 left       it said good-bye while the run goes on         evicted    the server put it out
 finished   the run came to its end                        stopped    the run ended before, for another reason
@@ -31,7 +31,7 @@ RATE_S = 5.0  # over which bytes per second are taken
 MOST_SPANS = 50
 MOST_TEXT = 120
 
-# The reason that a worker gives who leaves in good order (comm.elastic.transport.LEFT, which would bring torch with it).
+# The reason that a worker gives when it leaves in good order (comm.elastic.transport.LEFT, which would bring torch with it).
 GOOD_BYE = "it has left"
 
 

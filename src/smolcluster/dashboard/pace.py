@@ -1,6 +1,6 @@
 """Which step the run was at, at some time: for rows of workers that count steps of their own.
 
-The server's rows say when it was at which step. They do not always come in order: a row that waits for its evaluation is
+The server's rows have the time of each step. They do not always come in order: a row that waits for its evaluation is
 written after those of later steps. So they are kept by their times, and a worker's row lies between two of them; one that is
 newer than all of them goes on at the pace of the last two.
 

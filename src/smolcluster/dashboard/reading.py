@@ -40,7 +40,7 @@ MOST_MACHINES = 1024
 MOST_EVENTS = 400
 MOST_LOGS = 256
 LOG_TAIL_BYTES = 256 << 10  # of a log, looked through for warnings when a run is opened
-QUIET_S = 30.0  # nothing written for so long, and no summary: nobody is training
+QUIET_S = 30.0  # nothing written for so long, and no summary: the run is not training
 COPIED_S = 60.0  # between the end of a run and the time of its summary: files of a copy tell when they were copied
 ROSTER = b'"logger": "smolcluster.comm.elastic.roster"'
 _SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passphrase|(?:api|access|private|secret)_?key)$", re.IGNORECASE)
@@ -211,7 +211,7 @@ class RunReader:
         if not machine.spans:
             machine.spans = [[when, None]]
         self.last_row_time = max(when, self.last_row_time or when)
-        if machine.role == "server" or self._history.modified is None:  # who has the clock of the run
+        if machine.role == "server" or self._history.modified is None:  # by the clock of the run
             self.first_time = min(when, self.first_time or when)
         if machine.role == "server" or (rank == 0 and not self.joined.served):
             self._recorded = said
@@ -231,7 +231,7 @@ class RunReader:
         self.joined.add(row, num_workers=self.num_workers, pause_s=machine.longest_pause_s)
 
     def _draw_waiting(self, *, until: float) -> None:
-        """Draw rows of workers that count steps of their own, once a row of the server tells which step the run was at. Not
+        """Draw rows of workers that count steps of their own, once a row of the server shows which step the run was at. Not
         more than MOST_WAITING wait: clocks may differ."""
         waiting, self._waiting = self._waiting, deque()
         too_many = len(waiting) - MOST_WAITING
@@ -291,7 +291,7 @@ class RunReader:
     # The history of an elastic run
 
     def _take_history(self, line: bytes) -> None:
-        if b'"kind": "commit"' in line:  # most lines; who took part is in the others
+        if b'"kind": "commit"' in line:  # most lines; members are in the others
             return
         fields = json_object(line)
         if fields is None:
@@ -364,7 +364,7 @@ class RunReader:
         trouble = b'"level": "INFO"' not in line and b'"level": "DEBUG"' not in line
         changed = b" is gone: " in line or b" is paused: " in line
         if trouble and changed and ROSTER in line and self._history.modified:
-            return  # the history tells of it too
+            return  # it is in the history too
         starts = b"starts as process" in line
         if not (trouble or starts):
             return
@@ -397,7 +397,7 @@ class RunReader:
         self._tell(Happening(time=when, kind="lost", text=shortened(f"{died['who']}: {how}"), rank=rank))
 
     def happenings(self) -> list[Happening]:
-        """In the order of time. A checkpoint is one as long as it is kept: nothing tells of those that were removed."""
+        """In the order of time. A checkpoint is one as long as it is kept: there is no record of those that were removed."""
         saved = [Happening(time=c["time"], kind="checkpoint", text=c["text"], step=c["step"]) for c in self.checkpoints]
         return sorted([*self.events, *saved], key=lambda event: event.time)
 

@@ -135,7 +135,7 @@ def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
 
 
 def described_by(teller: Teller) -> dict[str, Any]:
-    """What `describe` tells, of a run that goes on or was killed: the status and the numbers of its own page."""
+    """The fields of `describe`, of a run that goes on or was killed: the status and the numbers of its own page."""
     run = teller.run
     run.poll_to_the_end()
     machines = teller.machines()

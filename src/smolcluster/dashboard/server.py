@@ -29,7 +29,7 @@ from smolcluster.web.guard import choose_token
 from smolcluster.web.server import url_of
 
 PORT = 8265
-PORTS_TRIED = 10  # from PORT on, when nobody asked for a certain one
+PORTS_TRIED = 10  # from PORT on, where no port was given
 REQUEST_S = 10.0  # a connection that does not ask anything for so long is closed
 MOST_CONNECTIONS = 512
 READY_S = 30.0
@@ -113,7 +113,7 @@ def start_in_background(
     The process has a low priority and ends with the one that started it, whatever becomes of that.
     """
     with needed():
-        import starlette  # noqa: F401 - better told here than in a log nobody reads
+        import starlette  # noqa: F401 - missing packages are reported here, not by the child
         import uvicorn  # noqa: F401
     order = {"folder": str(folder.resolve()), "run": run_dir.name, "port": port, "bind": bind, "token": token}
     process = subprocess.Popen(
@@ -147,7 +147,7 @@ def start_in_background(
 
 
 def _end_background() -> None:
-    """Its standard input ends: it tells its viewers the last changes and leaves."""
+    """Close its standard input: it sends its viewers the last changes and exits."""
     for process in _background:
         for stream in (process.stdin, process.stdout):
             if stream is not None:

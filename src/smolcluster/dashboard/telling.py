@@ -3,7 +3,7 @@
     snapshot    everything, of bounded size: what a viewer gets first
     changes     the small things that differ, new events, and of each curve the points from the first that is not as it was
 
-The two make the same picture: a viewer that has a snapshot and all changes after it has what a later snapshot says.
+The two make the same picture: a viewer that has a snapshot and all changes after it has the contents of a later snapshot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 class Teller:
-    """Tells of one run. `changes` remembers what it told, so it is for one listener, who may pass it on to many."""
+    """Snapshots and changes of one run. `changes` remembers what it returned: for one caller, which may pass it on."""
 
     def __init__(self, run: RunReader) -> None:
         self.run = run
@@ -164,7 +164,7 @@ class Teller:
         }
 
     def links(self, machines: list[Row]) -> tuple[str, list[Row]]:
-        """The shape of the picture, and its links. Where nobody trains, nothing moves."""
+        """The shape of the picture, and its links. Where no rank trains, nothing moves."""
         run = self.run
         server = next((row["rank"] for row in machines if row["role"] == "server"), None)
         workers = [row["rank"] for row in machines if row["role"] != "server"]
@@ -213,7 +213,7 @@ class Teller:
         return max(round(counted), sent)
 
     def _elapsed_s(self) -> float | None:
-        """From the start of the run. When it has ended: what the console and the list of runs say."""
+        """From the start of the run. When it has ended: the figure of the console and of the list of runs."""
         run = self.run
         if run.ended and (told := finite(run.summary.get("wall_s"))) is not None:
             return round(max(0.0, told), 1)
@@ -234,7 +234,7 @@ class Teller:
         return {name: statistics.fmean(values) if values else None for name, values in found.items()}
 
     def _eta_s(self) -> float | None:
-        """Of the slowest rank that counts, as the console tells it."""
+        """Of the slowest rank that counts, as on the console."""
         run, etas = self.run, []
         for machine in run.machines.values():
             if (machine.role == "server") == run.joined.served and machine.first and machine.last:

@@ -204,7 +204,7 @@ def _line(text: str, style: str = "") -> Text:
 
 
 def print_once(reader: RunReader, console: Console) -> None:
-    """One frame, for a pipe or a person who is passing by."""
+    """Print one frame."""
     reader.here = describe_machine(ask_nvidia=True)
     reader.poll_to_the_end()
     unicode = encodable("⣿●┤└─━╸", console.file) == "⣿●┤└─━╸"

@@ -1,7 +1,7 @@
 """What the run looks like right now: events of all ranks folded into one picture.
 
 Ranks report on their own, in any order. The board gathers their rows by step and closes a step when every worker's row
-is in, or when a row of a later step shows that nobody should wait any longer. Where there is a server, a step is closed by
+is in, or when a row of a later step shows that it will not come. Where there is a server, a step is closed by
 the server's row: workers count steps of their own there, and come and go. It prints nothing and reads no clock.
 """
 
@@ -60,7 +60,7 @@ class StepLine:
 
 @dataclasses.dataclass(slots=True)
 class Seat:
-    """One rank: who it is and what it said last."""
+    """One rank, and its last row."""
 
     rank: int
     host: str = ""
@@ -176,7 +176,7 @@ class Board:
 
     @property
     def server(self) -> RunStarted | None:
-        """The server's start, where there is one. The size it tells is the number of workers."""
+        """The server's start, where there is one. Its world size is the number of workers."""
         return next((started for started in self.started.values() if started.role == "server"), None)
 
     @property
@@ -220,7 +220,7 @@ class Board:
         return crew + (f" on {where}" if where else "")
 
     def _counts_own(self, started: RunStarted) -> bool:
-        """Return whether the steps of this rank are not those of the run, and no server's row tells the run's."""
+        """Return whether the steps of this rank are not those of the run, and no server's row has the run's."""
         return self._alone and started.role != "server" and counts_own_steps(started.strategy)
 
     def _seat(self, rank: int) -> Seat:

@@ -124,7 +124,7 @@ class Follower:
         return True
 
     def read(self, *, final: bool = False) -> list[Entry]:
-        """What has not been acknowledged yet, a block at most. `final`: nobody writes any more, a last half line counts."""
+        """What has not been acknowledged yet, a block at most. `final`: the file is complete, a last half line counts."""
         if self._was_cut():
             self._place = self._beginning()
         while data := self._pending():
@@ -224,7 +224,7 @@ class Follower:
 
 
 def _lock(fd: int) -> bool:
-    """On the log file itself: nobody else locks it, and the system lets go when the process dies, however it dies."""
+    """On the log file itself: nothing else locks it, and the system releases it when the process dies, however it dies."""
     try:
         if sys.platform == "win32":
             os.lseek(fd, 2**31 - 2, os.SEEK_SET)  # one byte far beyond any line, so that writers are not in its way

@@ -55,7 +55,7 @@ class LiveScreen:
     def show(self, event: Event) -> None:
         if not self._live.is_started:
             self._live.start()
-            atexit.register(self._stop)  # the cursor comes back even if nobody closes us
+            atexit.register(self._stop)  # the cursor comes back even if `close` is never called
         self._picture = self._draw()
         # A saved checkpoint is as it should be; only trouble is worth a line here.
         if (text := message(event)) and not isinstance(event, CheckpointSaved):

@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogSink:
-    """What this process tells of its run, for those who read logs: its rows and its checkpoints."""
+    """Logs the rows and the checkpoints of this process."""
 
     def handle(self, event: Event) -> None:
         if isinstance(event, StepLogged):
@@ -61,7 +61,7 @@ class LogSink:
 
 
 class LauncherLog:
-    """A sink that writes what a launcher warns of to `logs/launcher-<host>.log`: who died, and of what."""
+    """A sink that writes the launcher's warnings to `logs/launcher-<host>.log`: which process died, and how."""
 
     def __init__(self, run_dir: str | Path, *, host: str) -> None:
         self._path = log_path(run_dir, "launcher", None, host)

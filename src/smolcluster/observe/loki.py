@@ -54,7 +54,7 @@ from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.logs import log_path
 from smolcluster.observe.text import printable
 
-# Not below smolcluster.observe, of whose troubles no screen tells: a person should see that Loki cannot be reached.
+# Not below smolcluster.observe, whose warnings reach no screen: a person should see that Loki cannot be reached.
 log = logging.getLogger("smolcluster.loki")
 
 PATH = "/loki/api/v1/push"
@@ -388,7 +388,7 @@ class Pusher:
             while not self._closing.wait(self._round()):
                 pass
             self._last_lines()
-        # A thread has nobody above it, and a log in another place is never worth a training run.
+        # A thread has no caller, and a log in another place is never worth a training run.
         except Exception as error:  # noqa: BLE001
             log.error("lines are not sent to Loki any more: %s: %s", type(error).__name__, error)
         finally:

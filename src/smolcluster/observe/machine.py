@@ -29,7 +29,7 @@ _HOTTEST_C = 150.0  # sensors that are not there tell anything
 
 
 class MachineFacts:
-    """What a process that trains tells of its machine with some of its rows: looking takes half a millisecond."""
+    """The facts of a training process's machine, for some of its rows: reading them takes half a millisecond."""
 
     def __init__(self, device: str, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._every_s, self._clock = device, every_s, clock
@@ -66,7 +66,7 @@ def describe_machine(device: str | None = None, *, ask_nvidia: bool = False) -> 
 @functools.cache
 def processor_name() -> str | None:
     """`Raspberry Pi 5 Model B`, `Apple M2`, `AMD Ryzen 9 7950X`; None where the system does not say."""
-    with contextlib.suppress(OSError):  # small boards say what they are
+    with contextlib.suppress(OSError):  # on small boards
         return Path("/proc/device-tree/model").read_text(encoding="utf-8", errors="replace").strip("\0 \n") or None
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -116,7 +116,7 @@ class NoticeHandler(logging.Handler):
     def __init__(self, observer: Observer, *, rank: int | None) -> None:
         super().__init__(logging.WARNING)
         self._observer, self._rank = observer, rank
-        # The observer tells of its own troubles itself.
+        # The observer reports its own errors itself.
         self.addFilter(
             lambda record: not record.name.startswith("smolcluster.observe") and not hasattr(record, "event")
         )

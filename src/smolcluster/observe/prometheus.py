@@ -31,7 +31,7 @@ from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Event,
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_METRICS = 64  # of a task's own, from one evaluation
 _MOST_CALLERS = 8  # at once; Prometheus is one
-_PATIENCE_S = 5.0  # with a caller that says nothing
+_PATIENCE_S = 5.0  # for a client that sends nothing
 _LOOK_S = 0.1  # how soon a server sees that it is to stop
 
 

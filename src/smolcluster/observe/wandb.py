@@ -70,7 +70,7 @@ class WandbSink:
             # has ended. It is left alone while another run in this process still needs it.
             if self._wandb.run is None:
                 self._wandb.teardown()
-        # W&B has a tree of exceptions of its own, and this thread has nobody above it: the error is kept, and the next
+        # W&B has a tree of exceptions of its own, and this thread has no caller: the error is kept, and the next
         # `handle` raises it where the observer can drop this sink.
         except Exception as error:  # noqa: BLE001
             logger.error("W&B stopped: %s: %s", type(error).__name__, error)

@@ -2,7 +2,7 @@
 
     prompt ── all layers ──> logits ── choose ──> token ── all layers ──> logits ...
 
-It says what any number of machines would say.
+Its tokens are those that any number of machines would give.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 LAST_WORDS_S = 1.0  # for answers in the making, when the server ends; less than what it waits for them
 LOOK_S = 0.1  # how often /events looks for something new
 BEAT_S = 15.0  # after so long without news a viewer gets an empty line: that it is gone shows only in writing
-LEFT = 499  # a status of nobody's: who asked did not wait for it
+LEFT = 499  # nginx's status for a client that disconnected before the answer
 
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/chat", "/query", "/login")
 _GETS = ("/", "/health", "/config", "/metrics", "/events", "/v1/models")

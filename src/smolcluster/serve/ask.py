@@ -1,8 +1,8 @@
 """What is asked of a model and what comes back: the words that all of `serve/` is written in.
 
 Ask      a sequence of tokens to be continued, and how          the service asks, in tokens
-Token    one that was chosen                                    the engine tells
-Engine   from the one to the other                              one process or many machines: nobody above can tell
+Token    one that was chosen                                    the engine yields
+Engine   from the one to the other                              one process or many machines: the same to callers
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Refused(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some of an answer. The last one tells why it ends, and how many tokens it has."""
+    """Some of an answer. The last one has the reason why it ends, and the number of its tokens."""
 
     text: str = ""
     finish: str | None = None
@@ -86,7 +86,7 @@ class Client:
         return found
 
     def describe(self) -> Json:
-        """What a server of ours says about itself (/config). Empty for other servers."""
+        """Return the /config of a server of ours. Empty for other servers."""
         with contextlib.suppress(SmolclusterError), self._ask("GET", "/config") as answer:
             return _whole(answer)
         return {}
@@ -106,7 +106,7 @@ class Client:
         try:
             with self._ask("GET", "/health", fine=(200, 503)) as answer:
                 ready, state = answer.status == 200, _whole(answer)
-        except SmolclusterError:  # another kind of server, or nobody: what is asked next says so
+        except SmolclusterError:  # another kind of server, or none: the next request reports it
             return None
         if ready:
             return None
@@ -212,7 +212,7 @@ def _parts(url: str) -> tuple[bool, str, int | None, str]:
 
 
 def _streamed(answer: http.client.HTTPResponse) -> Iterator[Piece]:
-    """Server-sent events to pieces. Ends well only when the server says that the answer is whole."""
+    """Server-sent events to pieces. Raises unless the server marks the end of the answer."""
     finished = False
     while line := answer.readline(MOST_LINE + 1):
         if len(line) > MOST_LINE:

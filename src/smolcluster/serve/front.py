@@ -132,7 +132,7 @@ class Front:
         loop, told = asyncio.get_running_loop(), asyncio.Queue[Told]()
 
         def tell(item: Told) -> None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody listens any more
+            with contextlib.suppress(RuntimeError):  # its loop is closed: the client is gone
                 loop.call_soon_threadsafe(told.put_nowait, item)
 
         cancel = self._begin(ask, tell)
@@ -246,7 +246,7 @@ class Front:
             link.close(f"a {link.peer.role} has no business with a front of inference")
 
     def place(self, link: Link, head: Head) -> Tensor | None:
-        return None  # nobody sends tensors to a front
+        return None  # a front receives no tensors
 
     def received(self, link: Link, message: Message) -> None:
         try:
@@ -255,7 +255,7 @@ class Front:
             link.close(str(error))
 
     def refused(self, address: str, reason: str) -> None:
-        """Nobody is dialled."""
+        """A front dials no one."""
 
     def unlinked(self, link: Link, reason: str) -> None:
         machine = self._machines.get(link.peer.instance)
@@ -482,11 +482,11 @@ class Front:
         message = Message(kind=Kind.ROWS, step=sent.number, meta=wire.batch_meta(batch), payload=payload)
         try:
             self._machines[sent.way[0]].link.send(message)
-        except ValueError as error:  # too long; nobody else is to suffer from it
+        except ValueError as error:  # too long; only its own sequences fail
             self._scheduler.lost(sent.number, now=time.monotonic(), why=str(error))
 
     def _ended(self, link: Link, message: Message) -> None:
-        """A batch has come to its end, or to one too early. Only machines of its way have a say in that."""
+        """A batch is done or has failed. Accepted from the machines of its way only."""
         chosen, spent = wire.read_chosen(message.meta) if message.kind is Kind.CHOSEN else ({}, [])
         sent = self._scheduler.under_way.get(message.step)
         if sent is None:

@@ -16,7 +16,7 @@ from smolcluster.web import server
 from smolcluster.web.guard import choose_token
 
 PORT = 5050
-PORTS_TRIED = 10  # from PORT on, when nobody asked for a certain one
+PORTS_TRIED = 10  # from PORT on, where no port was given
 STATIC = Path(__file__).parent / "static"
 
 

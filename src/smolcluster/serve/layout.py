@@ -1,6 +1,6 @@
 """Who holds which layers: pure functions from the machines there are to a `Layout`, and from a layout to the next one.
 
-    plan     nobody holds anything yet: layers evenly, as said, or by measured speed and memory; then replicas, then spares
+    plan     no layers are held yet: layers evenly, as given, or by measured speed and memory; then replicas, then spares
     mend     a machine is gone: its layers go to a spare, else to a machine that another stage can do without, else to
              its neighbours
     welcome  a machine has come: where one is missing; else it is a spare
@@ -87,7 +87,7 @@ def check_wish(wish: Wish, *, num_layers: int) -> None:
 
 
 def plan(wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
-    """From nothing. With too few machines some stages have none; `Layout.whole` tells."""
+    """From nothing. With too few machines some stages have none: then it is not `whole`."""
     order = sorted(offers, key=lambda machine: (offers[machine].name, machine))
     if wish.distribution == "auto":
         order.sort(key=lambda machine: offers[machine].layer_s)  # the slowest are the first to be spared
@@ -183,7 +183,7 @@ def _beside(machine: str, layout: Layout, offers: Mapping[str, Offer], sizes: Si
 
 
 def welcome(layout: Layout, machine: str, wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
-    """To the stage that needs it most: one that nobody holds, then one with too few. Stages that were merged are cut again."""
+    """To the stage that needs it most: one without machines, then one with too few. Stages that were merged are cut again."""
     stages = enumerate(layout.stages)
     empty = [i for i, s in stages if not s.machines and fits(machine, s.layers, layout, offers, sizes)]
     if not empty and len(layout.stages) < wish.stages and layout.whole:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 PORT = 65433  # where stages on other machines find the front
 READY_S = 600.0
-TEMPERATURE, TOP_P = 0.6, 0.9  # where nobody says
+TEMPERATURE, TOP_P = 0.6, 0.9  # where neither the command nor a request gives one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def run_front(wanted: Wanted, *, tell: Callable[[str], None], ready: Callable[[s
 
     shape = shape_of(wanted)
     dtype_of(wanted.dtype)
-    # Without --listen nobody but our own processes comes in, and nothing leaves this machine: no token is needed for that.
+    # Without --listen only our own processes connect, and nothing leaves this machine: no token is needed for that.
     keyring = None if wanted.listen is None else load_keyring(None, os.environ)
     listen = ("127.0.0.1", 0) if wanted.listen is None else split_address(wanted.listen)
     check_bind(listen[0], keyring)
@@ -204,7 +204,7 @@ def _front(
         local = f"127.0.0.1:{port}" if host in ("0.0.0.0", "::") else front.address
         children = LocalStages(local, shape.workers, gave_up=front.note_problem, options=options)
         stack.callback(children.close)
-        stack.callback(front.close)  # before that: it tells them that it is over
+        stack.callback(front.close)  # before that: it sends them a stop
         stack.callback(children.expect_the_end)
         tell(f"{source.name}: {source.config.num_layers} layers, {shape.stages} stage(s)")
         if wanted.listen is not None:
@@ -293,7 +293,7 @@ def run_stage(
     local_rank: int,
     stop: threading.Event,
 ) -> int:
-    """Hold layers until `stop`, Ctrl-C, or the front says that it is over."""
+    """Hold layers until `stop`, Ctrl-C, or a stop from the front."""
     import torch
 
     from smolcluster.comm.elastic.security import check_bind, check_dial, load_keyring

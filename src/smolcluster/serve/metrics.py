@@ -2,7 +2,7 @@
 
 smolcluster_serve_requests_total{route, status}          one for each answer; 499: left before it
 smolcluster_serve_prompt_tokens_total, _generated_tokens_total
-smolcluster_serve_running, _waiting                       sequences, as the engine tells
+smolcluster_serve_running, _waiting                       sequences, from the engine's state
 smolcluster_serve_first_token_seconds                     histogram: from the request to its first token
 smolcluster_serve_token_seconds                           histogram: between one token and the next of its sequence
 """

@@ -53,7 +53,7 @@ class Piece:
 
 
 class NotHeld(ValueError):
-    """Rows go on from tokens that are not here. `held` says of each such sequence how many are."""
+    """Rows go on from tokens that are not here. `held` has the number of those that are, by sequence."""
 
     def __init__(self, held: dict[int, int], message: str) -> None:
         super().__init__(message)

@@ -9,7 +9,7 @@ nobody waits long behind it, and its chunks follow each other through the stages
 of tokens are under way as stages can work at the same time (`Ways.width`): with more, batches would stay small for ever.
 One chunk of a prompt may be ahead of that, so that a stage finds work when it is done.
 
-Memory. A machine says how many tokens it has room for. A sequence begins where its tokens fit; as all of them grow it may
+Memory. A machine reports how many tokens it has room for. A sequence begins where its tokens fit; as all of them grow it may
 become too tight, then the one that came last steps back and begins again when there is room. One that fills a machine alone
 begins again on a larger one of that stage; where there is none it ends, as at the end of the context.
 

@@ -42,7 +42,7 @@ _BUSY = "as many sequences as may run and wait already"
 
 
 class BadRequest(SmolclusterError):
-    """Something about a request is wrong. `field` says where; `code` is one of OpenAI's where there is one."""
+    """Something about a request is wrong. `field` names the place; `code` is one of OpenAI's where there is one."""
 
     def __init__(self, message: str, field: str | None, code: str | None = None) -> None:
         super().__init__(message)
@@ -223,7 +223,7 @@ class Service:
         return dataclasses.replace(self.defaults, **given)
 
     def _max_tokens(self, request: Request, num_prompt: int) -> int:
-        """What the request says or the usual number, as far as the context has room."""
+        """Return the number of the request or the usual one, as far as the context has room."""
         longest, given, name = self.engine.model_context, request.max_tokens, request.max_tokens_field
         if given is not None and not 1 <= given <= longest:
             raise BadRequest(f"{name} is {_short(given)}; it must be 1 to {longest}, the model's context", name)
@@ -323,7 +323,7 @@ class Service:
         return Answer(choices=choices, usage=job.usage)
 
     def end(self) -> None:
-        """Whatever is being answered ends with its next token, and says why."""
+        """End every answer in the making with its next token, and with an error that gives the reason."""
         self._ending = True
 
     async def _choice(self, index: int, ask: Ask, job: Job) -> AsyncGenerator[Piece, None]:

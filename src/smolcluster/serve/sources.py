@@ -329,7 +329,7 @@ class FolderSource(Source):
 
 
 def _folder_text(file: Path) -> Text:
-    """tokenizer.json, with what the files beside it say of a conversation."""
+    """tokenizer.json, with the conversation settings of the files beside it."""
     folder = file.parent
     definition = _settings(file)
     vocabulary = Defined(definition, where=str(file))
@@ -389,7 +389,7 @@ def _adds_first(definition: Mapping[str, Any], bos: str | None) -> bool:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """What a file has to say; nothing where there is none."""
+    """Return the contents of a file; empty where there is none."""
     try:
         return read_json(path) if path.is_file() else {}
     except ValueError as error:

@@ -130,7 +130,7 @@ class Holder:
     def _quick(self, batch: Batch) -> bool:
         """Whether to compute on the transport's own thread: waking another one twice takes longer than a hop should.
 
-        Only when that one has nothing to do, and for so short a time that nobody misses our beats: fewer tokens than the last
+        Only when that one has nothing to do, and for so short a time that no heartbeat is late: fewer tokens than the last
         batch had take no longer than it did, and more of them no longer than in proportion.
         """
         idle = self._put == self._done

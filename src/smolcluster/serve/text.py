@@ -173,7 +173,7 @@ def _valid(text: str) -> str:
 
 
 class Detokenizer:
-    """Text of tokens that come one by one. All that it tells, joined, is what all tokens together are."""
+    """Text of tokens that come one by one. All that it returns, joined, is the text of all tokens together."""
 
     def __init__(self, vocabulary: Vocabulary, *, hidden: frozenset[int], drop_space: bool) -> None:
         self._vocabulary, self._hidden, self._drop_space = vocabulary, hidden, drop_space

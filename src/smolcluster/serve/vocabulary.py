@@ -95,7 +95,7 @@ class Defined:
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
         tokenizer = self._first if begins else self._later
         try:
-            # As a batch of one: only then it lets go of the interpreter, and a long text holds up nobody else.
+            # As a batch of one: only then it lets go of the interpreter, and a long text blocks no other thread.
             ids: list[int] = tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         except Exception as error:  # the library has no other kind
             raise UserError(f"this tokenizer cannot read the text: {error}") from error

@@ -1,4 +1,4 @@
-"""What front and stages say to each other, as typed values; `comm/elastic` carries it.
+"""The messages between front and stages, as typed values; `comm/elastic` carries it.
 
     stage                                       front
       ASK                                ->
@@ -84,7 +84,7 @@ class Offer:
     memory_bytes: Whole
     layer_s: Amount  # a token through one layer
     weight_bytes: Positive = 4  # of one number, as it holds them
-    shared_bytes: Whole = 0  # built into its host, or its GPU: what all processes there have together; 0: nobody knows
+    shared_bytes: Whole = 0  # built into its host, or its GPU: what all processes there have together; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class Gone(SmolclusterError):
 
 
 class Readers:
-    """Who sends a body at present. Where there is no room for another, the slowest can be made to leave."""
+    """The requests whose body is being read. Where there is no room for another, the slowest can be ended."""
 
     def __init__(self, *, least_s: float) -> None:
         self._least_s = least_s

@@ -69,7 +69,7 @@ def listen(bind: str, ports: Sequence[int], *, write_s: float = WRITE_S) -> sock
         except (OSError, OverflowError) as error:
             reason = error
             continue
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # who is gone without a word does not keep its connection
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a client that vanished does not keep its connection
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(write_s * 1000))
         return listener
     code = getattr(reason, "errno", None)
@@ -129,7 +129,7 @@ def _way_to(url: str) -> Path:
 
 
 def names_here(bind: str) -> tuple[str, ...]:
-    """By which names, beside its addresses, a server that listens there may be called. On loopback nobody needs them."""
+    """Return the names, beside its addresses, of a server that listens there. On loopback none are needed."""
     if is_loopback(bind):
         return ()
     name = socket.gethostname()
@@ -187,7 +187,7 @@ async def serve(
 
 
 def _impatient_protocol(patience: Patience, told: Callable[[int, str], tuple[str, bytes]]) -> Any:
-    """uvicorn's, with the patience that the module's table tells."""
+    """Return uvicorn's protocol class, with the timeouts and limits of the module's docstring."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

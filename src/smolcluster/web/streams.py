@@ -26,7 +26,7 @@ def event_stream(
 ) -> Response:
     """The frames as an answer. Whatever becomes of it, they are closed, and after them what they are made of.
 
-    (A generator that nobody has begun to read is closed without having run: it could not close its source itself.)
+    (A generator that was never started is closed without having run: it could not close its source itself.)
     """
     from starlette.responses import Response
 
