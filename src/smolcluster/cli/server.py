@@ -74,7 +74,7 @@ def server(
         addresses = set(cluster.host_ip.values())  # where the hosts find this server
         cluster.bind = addresses.pop() if len(addresses) == 1 else "0.0.0.0"
     from smolcluster.observe.console import ConsoleSink
-    from smolcluster.observe.report import EndReport
+    from smolcluster.observe.summary import EndReport
 
     run_elastic(
         prepared.config,

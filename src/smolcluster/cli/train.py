@@ -192,7 +192,7 @@ def train(
 
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.observer import OnlyNotices
-    from smolcluster.observe.report import EndReport
+    from smolcluster.observe.summary import EndReport
 
     if place is not None:
         if prepared.plane == "elastic":

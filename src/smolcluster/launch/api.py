@@ -64,7 +64,7 @@ def train(
         check_restartable(prepared.config, prepared.plane)
     if sinks is None:
         from smolcluster.observe.console import ConsoleSink
-        from smolcluster.observe.report import EndReport
+        from smolcluster.observe.summary import EndReport
 
         sinks = [ConsoleSink(), EndReport()]
     return run_here(prepared, backend=backend, sinks=list(sinks), elastic=again)

@@ -6,10 +6,12 @@ import math
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from smolcluster.observe.board import loss_curve
-from smolcluster.observe.events import VAL_FIELDS, SampleText, restore
+from smolcluster.observe.events import VAL_FIELDS, Event, RunFinished, SampleText, restore
+from smolcluster.observe.jsonl import read_metrics
 from smolcluster.observe.plot import loss_plot
 from smolcluster.observe.text import clock, encodable, number, printable, short, size
 
@@ -19,6 +21,29 @@ _COUNTS = (
     ("members_lost", "worker lost", "workers lost"),
     ("restarts", "restart", "restarts"),
 )
+
+
+class EndReport:
+    """Waits for the end of the run and prints the summary when it is closed, after the live display has gone."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._sample: SampleText | None = None
+        self._finished: RunFinished | None = None
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, SampleText):
+            self._sample = event
+        elif isinstance(event, RunFinished):
+            self._finished = event
+
+    def close(self) -> None:
+        if self._finished is None:
+            return
+        summary = self._finished.summary
+        rows = read_metrics(Path(summary["run_dir"]) / "metrics.jsonl")
+        self._stream.write("\n" + render_summary(summary, rows, self._sample) + "\n")
+        self._stream.flush()
 
 
 def render_summary(
