@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from smolcluster.observe.board import loss_curve
 from smolcluster.observe.events import VAL_FIELDS, Event, RunFinished, SampleText, restore
@@ -26,8 +26,7 @@ _COUNTS = (
 class EndReport:
     """Waits for the end of the run and prints the summary when it is closed, after the live display has gone."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+    def __init__(self) -> None:
         self._sample: SampleText | None = None
         self._finished: RunFinished | None = None
 
@@ -42,8 +41,7 @@ class EndReport:
             return
         summary = self._finished.summary
         rows = read_metrics(Path(summary["run_dir"]) / "metrics.jsonl")
-        self._stream.write("\n" + render_summary(summary, rows, self._sample) + "\n")
-        self._stream.flush()
+        print("\n" + render_summary(summary, rows, self._sample), flush=True)
 
 
 def render_summary(

@@ -1,4 +1,4 @@
-"""The messages between front and stages, as typed values; `comm/elastic` carries it.
+"""The messages between front and stages, as typed values; `comm/elastic` carries them.
 
     stage                                       front
       ASK                                ->
