@@ -26,9 +26,7 @@ def main() -> int:
         with contextlib.suppress(OSError):  # the parent is gone already: then standard input ends too
             print(json.dumps(fields), flush=True)
 
-    place = Place(
-        folder=Path(order["folder"]), run=order["run"], port=order["port"], bind=order["bind"], token=order["token"]
-    )
+    place = Place(**order | {"folder": Path(order["folder"])})
     threading.Thread(target=wait_for_the_end, daemon=True, name="end of standard input").start()
     give_way()
     try:

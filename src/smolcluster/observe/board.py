@@ -162,8 +162,6 @@ class Board:
                 self._seat(event.rank).state = event.name
             case Failed():
                 self._seat(event.rank).state = "failed"
-            case _:
-                pass
         return []
 
     def flush(self) -> list[StepLine]:

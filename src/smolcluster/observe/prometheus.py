@@ -121,8 +121,6 @@ class PrometheusSink:
             case CheckpointFailed():
                 failures = "smolcluster_checkpoint_failures_total"
                 self._set({failures: self._values[failures] + 1})
-            case _:
-                pass
 
     def close(self) -> None:
         self._server.shutdown()
