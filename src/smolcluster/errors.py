@@ -13,8 +13,9 @@
 A message says what was found, where, and what to do about it.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class SmolclusterError(Exception):
@@ -36,6 +37,15 @@ class MissingExtra(UserError):
         super().__init__(
             f"{purpose} needs the package '{package}'; install it with: pip install 'smolcluster[{extra}]'"
         )
+
+
+@contextlib.contextmanager
+def needed(*, extra: str, purpose: str) -> Iterator[None]:
+    """Turn an import inside that fails into a MissingExtra that names the package."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra(str(error.name).partition(".")[0], extra=extra, purpose=purpose) from error
 
 
 class WorkerFailed(SmolclusterError):

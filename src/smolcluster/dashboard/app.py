@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 from smolcluster.dashboard.hub import Hub, TooManyViewers
 from smolcluster.dashboard.logs import read_cursor, read_page
 from smolcluster.dashboard.runs import MOST_COMPARED, MOST_RUNS, NoSuchRun, compare
+from smolcluster.errors import needed as needed_for
 from smolcluster.web.guard import App, Guard, Rules
 from smolcluster.web.pages import static_answer, static_files
-from smolcluster.web.server import needed as needed_for
 from smolcluster.web.streams import WRITE_S, event_stream
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from smolcluster.errors import MissingExtra
+from smolcluster.errors import needed
 from smolcluster.observe.events import Event, StepLogged
 from smolcluster.observe.tracking import metrics_of
 
@@ -14,10 +14,8 @@ class TensorBoardSink:
     """Writes the rows of one rank to `log_dir/run_name`; look at them with `tensorboard --logdir LOG_DIR`."""
 
     def __init__(self, log_dir: str | Path, run_name: str) -> None:
-        try:
+        with needed(extra="tensorboard", purpose="logging.tensorboard"):
             importlib.import_module("tensorboard")
-        except ModuleNotFoundError as error:
-            raise MissingExtra("tensorboard", extra="tensorboard", purpose="logging.tensorboard") from error
         writers = importlib.import_module("torch.utils.tensorboard")
         self.path = Path(log_dir) / run_name
         # Rows are rare (one per log_interval), so a short interval shows them soon and costs nothing.

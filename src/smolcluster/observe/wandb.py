@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from smolcluster.errors import MissingExtra
+from smolcluster.errors import needed
 from smolcluster.observe.events import Event, RunFinished, StepLogged, plain
 from smolcluster.observe.tracking import metrics_of
 
@@ -31,10 +31,8 @@ class WandbSink:
     """One W&B run, for the rows of one rank."""
 
     def __init__(self, project: str, run_name: str, run_dir: str | Path, config: Mapping[str, Any]) -> None:
-        try:
+        with needed(extra="wandb", purpose="logging.wandb"):
             self._wandb: Any = importlib.import_module("wandb")
-        except ModuleNotFoundError as error:
-            raise MissingExtra("wandb", extra="wandb", purpose="logging.wandb") from error
         self._run_dir = Path(run_dir)
         self._arguments = {"project": project, "name": run_name, "dir": str(run_dir), "config": plain(dict(config))}
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import smolcluster
-from smolcluster.errors import SmolclusterError
+from smolcluster.errors import SmolclusterError, needed
 from smolcluster.observe.prometheus import CONTENT_TYPE
 from smolcluster.serve import api_types as types
 from smolcluster.serve.api_types import Asked, Json, Shape
@@ -37,7 +37,6 @@ from smolcluster.serve.service import Answer, BadRequest, Job, Piece, Service, U
 from smolcluster.web.bodies import Gone, Readers, Unreadable, read_object
 from smolcluster.web.guard import READ_ONLY, App, Guard, Message, Receive, Rules, Scope, Send, answer, equal, hardened
 from smolcluster.web.pages import static_answer, static_files
-from smolcluster.web.server import needed
 from smolcluster.web.streams import WRITE_S, event_stream, while_there
 
 if TYPE_CHECKING:

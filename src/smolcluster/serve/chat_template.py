@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from smolcluster.errors import MissingExtra, UserError
+from smolcluster.errors import UserError, needed
 from smolcluster.serve.template_sizes import of_filter, of_method, of_operator
 
 OLDEST_JINJA = (3, 1, 6)  # older sandboxes let a template read the environment and run code
@@ -83,14 +83,12 @@ def _check_version() -> None:
 
 @functools.cache
 def _environment() -> Any:
-    try:
+    with needed(extra="serve", purpose="the chat template of a model"):
         from jinja2 import nodes
         from jinja2.exceptions import TemplateError
         from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
         from jinja2.visitor import NodeTransformer
-    except ImportError as error:
-        raise MissingExtra("jinja2", extra="serve", purpose="the chat template of a model") from error
     _check_version()
 
     class Generation(Extension):

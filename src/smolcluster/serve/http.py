@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from smolcluster.errors import needed
 from smolcluster.serve.api import Api, told
 from smolcluster.serve.service import Service
 from smolcluster.web import server
@@ -37,7 +38,7 @@ class Place:
 
 def open_port(place: Place) -> socket.socket:
     """What fails here fails before anything is loaded. Connections wait until they are served."""
-    with server.needed(extra="serve", purpose="serving a model"):
+    with needed(extra="serve", purpose="serving a model"):
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     ports = range(PORT, PORT + PORTS_TRIED) if place.port is None else [place.port]

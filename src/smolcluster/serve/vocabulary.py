@@ -20,7 +20,7 @@ import numpy as np
 
 from smolcluster.data import tokenizers as ours
 from smolcluster.data.tokenizers import GPT2_PATTERN, UNKNOWN, printable_bytes
-from smolcluster.errors import MissingExtra, UserError
+from smolcluster.errors import UserError, needed
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes a space
 
@@ -69,10 +69,8 @@ class Defined:
     """A tokenizer.json. Raises UserError for one that is not valid, or that spells its tokens in a way not known here."""
 
     def __init__(self, definition: Mapping[str, Any], *, where: str) -> None:
-        try:
+        with needed(extra="serve", purpose=f"the tokenizer of {where}"):
             from tokenizers import Tokenizer
-        except ImportError as error:
-            raise MissingExtra("tokenizers", extra="serve", purpose=f"the tokenizer of {where}") from error
         try:
             plain = {**definition, "added_tokens": [], "truncation": None, "padding": None, "post_processor": None}
             self._first = Tokenizer.from_str(json.dumps(plain))

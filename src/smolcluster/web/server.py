@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import errno
 import html
 import os
@@ -24,13 +23,13 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smolcluster.comm.addresses import is_loopback
-from smolcluster.errors import MissingExtra, UserError
+from smolcluster.errors import UserError
 from smolcluster.web.guard import HEADERS, App, Receive, Scope, Send, answer, hardened, plain
 from smolcluster.web.streams import WRITE_S
 
@@ -49,15 +48,6 @@ class Patience:
     ending_s: int = 2  # for answers in the making, when the server ends
     most_connections: int = 512
     crowded_s: float = 1.0
-
-
-@contextlib.contextmanager
-def needed(*, extra: str, purpose: str) -> Iterator[None]:
-    """The packages of an extra, or what to install."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise MissingExtra(str(error.name), extra=extra, purpose=purpose) from error
 
 
 def listen(bind: str, ports: Sequence[int], *, write_s: float = WRITE_S) -> socket.socket:
