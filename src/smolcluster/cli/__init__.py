@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from smolcluster.cli.ending import tell
+from smolcluster.cli.options import apart
 from smolcluster.errors import SmolclusterError
 
 # Newer versions of typer carry click inside, older ones depend on it: this is the click that typer itself raises from.
@@ -45,7 +46,7 @@ def build_app(only: str | None = None) -> typer.Typer:
         if name in GROUPS:
             app.add_typer(module.app, name=name)
         else:
-            app.command(name, epilog=module.EXAMPLES)(getattr(module, place))
+            app.command(name, epilog=apart(module.EXAMPLES))(getattr(module, place))
     return app
 
 

@@ -24,11 +24,8 @@ app = typer.Typer(
     epilog="Example: smolcluster bench scaling gpt --workers 4",
 )
 EXAMPLES = """Examples:
-
 smolcluster bench scaling
-
 smolcluster bench scaling gpt --strategy fsdp --workers 1,2,4 --repeats 5
-
 smolcluster bench scaling my.yaml --weak --override training.batch_size=8
 """
 
@@ -40,7 +37,7 @@ def _bench(context: typer.Context) -> None:
         typer.echo("\nEach has --help. Example: smolcluster bench scaling gpt --workers 4")
 
 
-@app.command("scaling", epilog=EXAMPLES)
+@app.command("scaling", epilog=options.apart(EXAMPLES))
 def scaling(
     sources: options.Sources = None,
     strategy: options.Strategy = None,

@@ -10,11 +10,8 @@ from typing import Annotated
 import typer
 
 EXAMPLES = """Examples:
-
 smolcluster chat
-
 smolcluster chat http://mini1:5050 --system "Answer in one sentence." --temperature 0.7
-
 echo "Why is the sky blue?" | smolcluster chat > answer.txt
 """
 

@@ -12,11 +12,8 @@ import typer
 from smolcluster.cli import batch, options
 
 EXAMPLES = """Examples:
-
 smolcluster compose gpt --strategy edp --workers 3 --out compose.yaml
-
 smolcluster compose gpt --strategy fsdp --workers 2 --gpus 2 --submit
-
 docker compose up
 """
 _DOCKER = "Docker"

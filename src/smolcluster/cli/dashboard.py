@@ -11,13 +11,9 @@ from typing import Annotated
 import typer
 
 EXAMPLES = """Examples:
-
 smolcluster dashboard
-
 smolcluster dashboard runs/my-run --port 8300
-
 smolcluster dashboard --cluster cluster.yaml
-
 smolcluster dashboard --bind 0.0.0.0 --allow-host mini.local
 """
 

@@ -13,13 +13,9 @@ if TYPE_CHECKING:
     from smolcluster.launch.doctor.layers import Finding
 
 EXAMPLES = """Examples:
-
 smolcluster doctor
-
 smolcluster doctor 192.168.1.10
-
 smolcluster doctor mini1:5000
-
 smolcluster doctor cluster.yaml
 """
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from smolcluster.launch.cluster.layout import Recorded
 
 EXAMPLES = """Examples:
-
 smolcluster down
-
 smolcluster down cluster.yaml --now
 """
 

@@ -8,11 +8,8 @@ from typing import Annotated
 import typer
 
 EXAMPLES = """Examples:
-
 smolcluster export runs/demo demo-hf
-
 smolcluster export runs/demo demo-hf --checkpoint best --dtype bf16
-
 smolcluster export runs/demo/checkpoints/step-00000200 demo-hf
 """
 # What the short names of our own tokenizers stand for.

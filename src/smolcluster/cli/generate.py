@@ -13,13 +13,9 @@ if TYPE_CHECKING:
     from smolcluster.serve.client import Completes
 
 EXAMPLES = """Examples:
-
 smolcluster generate "Once upon a time" --max-tokens 60
-
 smolcluster generate - --temperature 0 < prompt.txt
-
 smolcluster generate "def fib(n):" --url http://mini1:5050 --stop "def " --no-stream
-
 smolcluster generate runs/demo "Once upon a time"            (without a server; the same as --from runs/demo)
 """
 

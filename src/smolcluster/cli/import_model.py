@@ -8,11 +8,8 @@ from typing import Annotated
 import typer
 
 EXAMPLES = """Examples:
-
 smolcluster import SmolLM2-135M runs/smollm
-
 smolcluster import model.gguf runs/smollm
-
 smolcluster train --resume runs/smollm --steps 100 --override data.name=text data.root=my_book.txt
 """
 

@@ -11,13 +11,9 @@ from typing import Annotated, Any
 import typer
 
 EXAMPLES = """Examples:
-
 smolcluster join
-
 smolcluster join pi5 --device cpu
-
 smolcluster join --data-root ~/mnist
-
 Then, where the cluster was started: smolcluster cluster accept
 """
 

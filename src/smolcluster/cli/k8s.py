@@ -11,11 +11,8 @@ import typer
 from smolcluster.cli import batch, options
 
 EXAMPLES = """Examples:
-
 smolcluster k8s gpt --strategy fsdp --nodes 4 --gpus 1 --image registry.example.org/smolcluster:cuda --claim runs --submit
-
 smolcluster k8s gpt --strategy edp --nodes 8 --cpus 4 --memory 8GB --claim runs --out job.yaml
-
 smolcluster k8s gpt --strategy fsdp --nodes 4 --gpus 8 --elastic 16:32 --claim runs | kubectl apply -f -
 """
 _KUBERNETES = "Kubernetes"

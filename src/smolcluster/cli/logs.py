@@ -13,15 +13,10 @@ if TYPE_CHECKING:
     from smolcluster.launch.cluster.layout import Recorded
 
 EXAMPLES = """Examples:
-
 smolcluster logs -f
-
 smolcluster logs pi5 --lines 100
-
 smolcluster logs server --cluster cluster.yaml
-
 smolcluster logs up
-
 smolcluster logs push runs/demo --url http://127.0.0.1:3100
 """
 

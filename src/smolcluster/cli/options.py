@@ -44,3 +44,8 @@ GradientCheckpointing = Annotated[
     bool,
     typer.Option("--use-gradient-checkpointing", help="training.gradient_checkpointing=true", rich_help_panel=_GUIDE),
 ]
+
+
+def apart(examples: str) -> str:
+    """Return the examples with a blank line between them: without it the help joins them into one paragraph."""
+    return examples.replace("\n", "\n\n")

@@ -12,13 +12,9 @@ import typer
 from smolcluster.cli import options
 
 EXAMPLES = """Examples:
-
 smolcluster plan --memory
-
 smolcluster plan --memory gpt2-small --nodes 4 --limit 16GB
-
 smolcluster plan --memory gpt --nodes 2 --strategy fsdp --strategy pipeline --batch-size 8
-
 smolcluster plan --memory my_task.py:MyTask --nodes 4 --json
 """
 

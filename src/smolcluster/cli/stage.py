@@ -12,11 +12,8 @@ from typing import Annotated
 import typer
 
 EXAMPLES = """Examples:
-
 smolcluster stage --server 192.168.1.10:65433
-
 smolcluster stage --server mini1:65433 --device mps --memory 6GB
-
 smolcluster stage --server mini1:65433 --model /shared/models
 """
 

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from smolcluster.launch.cluster.layout import Recorded
 
 EXAMPLES = """Examples:
-
 smolcluster status
-
 smolcluster status cluster.yaml --json
 """
 

@@ -12,13 +12,9 @@ if TYPE_CHECKING:
     from smolcluster.dashboard.reading import RunReader
 
 EXAMPLES = """Examples:
-
 smolcluster top
-
 smolcluster top runs/my-run
-
 smolcluster top --cluster cluster.yaml
-
 smolcluster top --once | less
 """
 

@@ -10,19 +10,12 @@ import typer
 from smolcluster.cli import options
 
 EXAMPLES = """Examples:
-
 smolcluster train
-
 smolcluster train gpt --workers 4 --override training.batch_size=16 model.num_layers=4
-
 smolcluster train mnist --override data.root=path/to/mnist
-
 smolcluster train my_task.py:MyTask --workers 2
-
 smolcluster train gpt --strategy edp --workers 3
-
 smolcluster train gpt --strategy fsdp --workers 4 --elastic 2:4
-
 smolcluster train --resume latest
 """
 _RANK = "One rank of a job that others start"

@@ -15,15 +15,10 @@ if TYPE_CHECKING:
     from smolcluster.launch.cluster.read import Said
 
 EXAMPLES = """Examples:
-
 smolcluster up cluster.yaml
-
 smolcluster up cluster.yaml my_task.py:MyTask --override training.steps=1000 --detach
-
 smolcluster up --local gpt --strategy edp --workers 3
-
 smolcluster up --resume
-
 Then: smolcluster status, smolcluster logs -f, smolcluster down
 """
 

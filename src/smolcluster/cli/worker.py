@@ -8,13 +8,9 @@ from typing import Annotated
 import typer
 
 EXAMPLES = """Examples:
-
 smolcluster worker 1 pi5 --server 192.168.1.10:65432
-
 smolcluster worker 2 macbook cluster_config_edp.yaml gpt
-
 smolcluster worker 0 win --server mini1:65432 --device cuda --batch-size 64
-
 smolcluster worker 1 pi5 my_task.py:MyTask --server mini1:65432 --data-root ~/photos
 """
 _HOST = "This machine"
