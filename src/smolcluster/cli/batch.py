@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-JOB = "Size of the job"
+from smolcluster.cli import options
 
-Plane = Annotated[
-    str | None,
-    typer.Option(help="mesh, or elastic: a server, and workers that may come and go. Default: as the strategy needs."),
-]
-Steps = Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")]
-Name = Annotated[str | None, typer.Option(help="Of the job, and of its run. Default: as MODEL-STRATEGY.")]
+if TYPE_CHECKING:
+    from smolcluster.launch.batch.job import Job
+
+size = options.panel("Size of the job")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(options.Run):
+    """What to train in a job."""
+
+    name: Annotated[str | None, typer.Option(help="Of the job, and of its run. Default: as MODEL-STRATEGY.")] = None
+
+    def plan(self, **size: Any) -> Job:
+        """Return the job, checked. `size`: how many workers, and how much of a machine for each."""
+        from smolcluster.launch.batch.job import plan_job
+
+        return plan_job(
+            self.sources or [],
+            overrides=self.override or [],
+            strategy=self.strategy,
+            plane=self.plane,
+            steps=self.steps,
+            seed=self.seed,
+            backend=self.backend,
+            name=self.name,
+            **size,
+        )
+
+
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here. Default: to the screen.")]
 
 MOST_NODES = 4096
-Nodes = Annotated[int, typer.Option(max=MOST_NODES, help="Machines.", rich_help_panel=JOB)]
-WorkersPerNode = Annotated[
-    int | None, typer.Option(help="Workers on each. Default: one for each GPU, or one.", rich_help_panel=JOB)
-]
-Gpus = Annotated[int, typer.Option(help="GPUs of each machine; a worker computes on one.", rich_help_panel=JOB)]
-Cpus = Annotated[int | None, typer.Option(help="Processor cores for each worker.", rich_help_panel=JOB)]
-Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory of each machine, such as 16GB.", rich_help_panel=JOB)
-]
-Time = Annotated[
-    str | None,
-    typer.Option(metavar="LIMIT", help="Longest time: 30 (minutes), 1:30:00, 2-12:00:00 (days).", rich_help_panel=JOB),
-]
+WorkersPerNode = Annotated[int | None, size(help="Workers on each. Default: one for each GPU, or one.")]
+Gpus = Annotated[int, size(help="GPUs of each machine; a worker computes on one.")]
+Cpus = Annotated[int | None, size(help="Processor cores for each worker.")]
+Time = Annotated[str | None, size(metavar="LIMIT", help="Longest time: 30 (minutes), 1:30:00, 2-12:00:00 (days).")]
 
 
 def deliver(text: str, out: Path | None, *, private: bool = False) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from smolcluster.cli.options import grouped
 
 EXAMPLES = """Examples:
 smolcluster chat
@@ -20,27 +23,32 @@ Key = Annotated[
     typer.Option(envvar="SMOLCLUSTER_API_KEY", show_envvar=True, help="The server's key, where it has one."),
 ]
 Model = Annotated[str | None, typer.Option(help="Which of the server's models. Default: its first.")]
-Temperature = Annotated[float | None, typer.Option(help="0: always the likeliest token. Default: the server's.")]
-TopP = Annotated[float | None, typer.Option(help="Only the likeliest tokens that make up this share.")]
-TopK = Annotated[int | None, typer.Option(help="Only so many of the likeliest tokens.")]
-MaxTokens = Annotated[int | None, typer.Option(help="The longest answer, in tokens.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed, the same answer.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: fewer repetitions.")]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen. What is not given here is the server's choice."""
+
+    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token. Default: the server's.")] = (
+        None
+    )
+    top_p: Annotated[float | None, typer.Option(help="Only the likeliest tokens that make up this share.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Only so many of the likeliest tokens.")] = None
+    max_tokens: Annotated[int | None, typer.Option(help="The longest answer, in tokens.")] = None
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: fewer repetitions.")] = None
+
+
+@grouped
 def chat(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="Where the server is: what smolcluster serve printed.")
     ] = "http://127.0.0.1:5050",
     system: Annotated[str, typer.Option(help="How the model should behave.")] = "",
     model: Model = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    repetition_penalty: RepetitionPenalty = None,
     key: Key = None,
+    *,
+    sampling: Sampling,
 ) -> int:
     """Talk to a served model. In a pipe: one question from stdin, the answer and nothing else to stdout.
 
@@ -50,16 +58,7 @@ def chat(
     from smolcluster.serve.client import Client
     from smolcluster.serve.terminal import Chat, given, is_coloured, line_reader, print_pieces, read_all
 
-    options = given(
-        {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "repetition_penalty": repetition_penalty,
-        }
-    )
+    options = given(asdict(sampling))
     if Path(url).exists():
         raise UserError(
             f"{url} is a file or folder, not a server; for a model: smolcluster serve {url}, then: smolcluster chat"

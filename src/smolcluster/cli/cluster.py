@@ -14,10 +14,6 @@ from smolcluster.cli import options
 if TYPE_CHECKING:
     from smolcluster.launch.discovery import Offer
 
-AcceptNew = Annotated[
-    bool, typer.Option("--accept-new", help="Trust machines that ssh has not seen before, and remember their keys.")
-]
-
 REACH_S = 5.0
 
 app = typer.Typer(
@@ -33,7 +29,7 @@ def init(
         "cluster.yaml"
     ),
     ssh_config: Annotated[Path | None, typer.Option(help="Whose hosts are tried. Default: ~/.ssh/config.")] = None,
-    accept_new: AcceptNew = False,
+    accept_new: options.AcceptNew = False,
 ) -> int:
     """Write a cluster file from what is found: this machine, hosts of ~/.ssh/config that answer, machines that `join`."""
     from smolcluster.cli.screen import print_text
@@ -64,7 +60,7 @@ def check(
     ] = None,
     strategy: Annotated[str | None, typer.Option(help="As it will be given to `up`: it decides who leads.")] = None,
     override: options.Override = None,
-    accept_new: AcceptNew = False,
+    accept_new: options.AcceptNew = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> int:
     """Validate a cluster file and probe its machines: each layer, and the ways to the one that leads. Changes nothing."""

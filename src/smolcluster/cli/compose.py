@@ -16,56 +16,29 @@ smolcluster compose gpt --strategy edp --workers 3 --out compose.yaml
 smolcluster compose gpt --strategy fsdp --workers 2 --gpus 2 --submit
 docker compose up
 """
-_DOCKER = "Docker"
+_docker = options.panel("Docker")
 
 
+@options.grouped
 def compose(
-    sources: options.Sources = None,
-    strategy: options.Strategy = None,
-    plane: batch.Plane = None,
-    override: options.Override = None,
-    steps: batch.Steps = None,
-    seed: batch.Seed = None,
-    backend: options.Backend = None,
-    name: batch.Name = None,
+    run: batch.Run,
     out: batch.Out = None,
     submit: Annotated[bool, typer.Option("--submit", help="Write it to compose.yaml, or --out, and start it.")] = False,
-    workers: Annotated[int, typer.Option(help="Workers, each in a container.", rich_help_panel=batch.JOB)] = 2,
-    gpus: Annotated[int, typer.Option(help="GPUs of this machine to use.", rich_help_panel=batch.JOB)] = 0,
+    workers: Annotated[int, batch.size(help="Workers, each in a container.")] = 2,
+    gpus: Annotated[int, batch.size(help="GPUs of this machine to use.")] = 0,
     cpus: batch.Cpus = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory of each container, such as 4GB.", rich_help_panel=batch.JOB),
-    ] = None,
-    image: Annotated[
-        str | None,
-        typer.Option(help="Default: smolcluster:cpu, or smolcluster:cuda with --gpus.", rich_help_panel=_DOCKER),
-    ] = None,
-    data: Annotated[
-        Path, typer.Option(help="Folder for runs and data; it must be there.", rich_help_panel=_DOCKER)
-    ] = Path("data"),
-    token_file: Annotated[
-        Path, typer.Option(help="Elastic plane: the token of the run.", rich_help_panel=_DOCKER)
-    ] = Path("token"),
-    user: Annotated[
-        str | None, typer.Option(metavar="UID:GID", help="Owner of these. Default: you.", rich_help_panel=_DOCKER)
-    ] = None,
+    memory: Annotated[str | None, batch.size(metavar="SIZE", help="Memory of each container, such as 4GB.")] = None,
+    image: Annotated[str | None, _docker(help="Default: smolcluster:cpu, or smolcluster:cuda with --gpus.")] = None,
+    data: Annotated[Path, _docker(help="Folder for runs and data; it must be there.")] = Path("data"),
+    token_file: Annotated[Path, _docker(help="Elastic plane: the token of the run.")] = Path("token"),
+    user: Annotated[str | None, _docker(metavar="UID:GID", help="Owner of these. Default: you.")] = None,
 ) -> int:
     """Write a compose file: a server and workers, or ranks, each in a container on this machine."""
     from smolcluster.errors import UserError
     from smolcluster.launch.batch import compose as batch_compose
     from smolcluster.launch.batch.containers import USER, default_image
-    from smolcluster.launch.batch.job import plan_job
 
-    job = plan_job(
-        sources or [],
-        overrides=override or [],
-        strategy=strategy,
-        plane=plane,
-        steps=steps,
-        seed=seed,
-        backend=backend,
-        name=name,
+    job = run.plan(
         workers_per_node=workers,
         gpus_per_node=gpus,
         cpus_per_worker=cpus,

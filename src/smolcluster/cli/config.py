@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from smolcluster.cli import options
+
 app = typer.Typer(
     help="Check, show and describe configurations.",
     no_args_is_help=True,
@@ -17,7 +19,7 @@ app = typer.Typer(
 @app.command("check", epilog="Example: smolcluster config check cluster_config_edp.yaml gpt_config.yaml")
 def check(
     files: Annotated[list[str], typer.Argument(help="YAML files or built-in names; they merge left to right.")],
-    override: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more keys.")] = None,
+    override: options.Override = None,
 ) -> None:
     """Validate configuration files: exit 0 when they are right, 2 with every problem named when not."""
     from smolcluster.config import load_config, resolve
@@ -31,7 +33,7 @@ def show(
     files: Annotated[
         list[str] | None, typer.Argument(help="YAML files or built-in names. Default: the built-in default.")
     ] = None,
-    override: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more keys.")] = None,
+    override: options.Override = None,
 ) -> None:
     """Print the resolved configuration as YAML."""
     from smolcluster.config import dump, load_config, resolve

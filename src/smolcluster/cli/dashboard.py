@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from smolcluster.cli import options
+
 EXAMPLES = """Examples:
 smolcluster dashboard
 smolcluster dashboard runs/my-run --port 8300
@@ -19,10 +21,7 @@ smolcluster dashboard --bind 0.0.0.0 --allow-host mini.local
 
 
 def dashboard(
-    run_dir: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN_DIR", help="A run, or a folder of runs. Default: the newest run in ./runs."),
-    ] = None,
+    run_dir: options.Watched = None,
     cluster: Annotated[
         str | None,
         typer.Option(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smolcluster.cli import options
+
 if TYPE_CHECKING:
     from smolcluster.launch.cluster.layout import Recorded
 
@@ -18,10 +20,7 @@ smolcluster down cluster.yaml --now
 
 
 def down(
-    cluster: Annotated[
-        str | None,
-        typer.Argument(metavar="[CLUSTER]", help="Its name or file. Default: the one that was started last."),
-    ] = None,
+    cluster: options.Cluster = None,
     now: Annotated[bool, typer.Option("--now", help="Do not wait until the run is saved.")] = False,
 ) -> int:
     """Save and end everything that `up` started. Nothing is left running; run directories stay where they are."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from smolcluster.cli.chat import Key, MaxTokens, Model, RepetitionPenalty, Seed, Temperature, TopK, TopP
+from smolcluster.cli.chat import Key, Model, Sampling
+from smolcluster.cli.options import grouped
 
 if TYPE_CHECKING:
     from smolcluster.serve.client import Completes
@@ -20,6 +22,7 @@ smolcluster generate runs/demo "Once upon a time"            (without a server; 
 """
 
 
+@grouped
 def generate(
     words: Annotated[
         list[str],
@@ -39,33 +42,19 @@ def generate(
     ] = None,
     device: Annotated[str | None, typer.Option(help="With --from: cpu, cuda, mps. Default: the best one here.")] = None,
     model: Model = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    repetition_penalty: RepetitionPenalty = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. May be given several times.")] = None,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print as it comes, or when it is whole.")
     ] = True,
     key: Key = None,
+    *,
+    sampling: Sampling,
 ) -> int:
     """Continue a text with a served model, or with one that is loaded for it, and print what follows."""
     from smolcluster.errors import UserError
     from smolcluster.serve.terminal import given, print_pieces, read_all
 
-    options = given(
-        {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "repetition_penalty": repetition_penalty,
-            "stop": stop or None,
-        }
-    )
+    options = given(asdict(sampling) | {"stop": stop or None})
     from_, prompt = _model_and_prompt(words, from_)
     if from_ is None and device is not None:
         raise UserError("--device is for --from MODEL; a served model computes where its machines are")

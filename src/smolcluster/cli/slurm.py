@@ -15,18 +15,13 @@ smolcluster slurm gpt --strategy fsdp --nodes 4 --gpus 8 --time 12:00:00 --parti
 smolcluster slurm gpt --strategy edp --nodes 2 --workers-per-node 4 --cpus 2 --submit
 smolcluster slurm my_task.py:MyTask --nodes 2 --setup 'module load cuda' --submit
 """
-_SLURM = "Slurm"
+_slurm = options.panel("Slurm")
+_as_sbatch = _slurm(help="As sbatch's.")
 
 
+@options.grouped
 def slurm(
-    sources: options.Sources = None,
-    strategy: options.Strategy = None,
-    plane: batch.Plane = None,
-    override: options.Override = None,
-    steps: batch.Steps = None,
-    seed: batch.Seed = None,
-    backend: options.Backend = None,
-    name: batch.Name = None,
+    run: batch.Run,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where the run is written; all nodes must see it. Default: runs/<name>.")
     ] = None,
@@ -35,66 +30,39 @@ def slurm(
     submit: Annotated[
         bool, typer.Option("--submit", help="Write it to <name>.sbatch, or --out, and call sbatch.")
     ] = False,
-    nodes: batch.Nodes = 1,
+    nodes: Annotated[int, batch.size(max=batch.MOST_NODES, help="Machines.")] = 1,
     workers_per_node: batch.WorkersPerNode = None,
     gpus: batch.Gpus = 0,
     cpus: batch.Cpus = None,
-    memory: batch.Memory = None,
+    memory: Annotated[str | None, batch.size(metavar="SIZE", help="Memory of each machine, such as 16GB.")] = None,
     time: batch.Time = None,
-    partition: Annotated[str | None, typer.Option(help="As sbatch's.", rich_help_panel=_SLURM)] = None,
-    account: Annotated[str | None, typer.Option(help="As sbatch's.", rich_help_panel=_SLURM)] = None,
-    qos: Annotated[str | None, typer.Option(help="As sbatch's.", rich_help_panel=_SLURM)] = None,
-    constraint: Annotated[str | None, typer.Option(help="As sbatch's.", rich_help_panel=_SLURM)] = None,
+    partition: Annotated[str | None, _as_sbatch] = None,
+    account: Annotated[str | None, _as_sbatch] = None,
+    qos: Annotated[str | None, _as_sbatch] = None,
+    constraint: Annotated[str | None, _as_sbatch] = None,
     sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="Another option, as --sbatch=--exclusive.", rich_help_panel=_SLURM),
+        list[str] | None, _slurm(metavar="OPTION", help="Another option, as --sbatch=--exclusive.")
     ] = None,
     setup: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LINE", help="A line of shell to run first, as 'module load cuda'.", rich_help_panel=_SLURM
-        ),
+        list[str] | None, _slurm(metavar="LINE", help="A line of shell to run first, as 'module load cuda'.")
     ] = None,
     python: Annotated[
-        str,
-        typer.Option(
-            help="Python on the nodes that has smolcluster. Default: this one.",
-            show_default=False,
-            rich_help_panel=_SLURM,
-        ),
+        str, _slurm(help="Python on the nodes that has smolcluster. Default: this one.", show_default=False)
     ] = sys.executable,
-    requeue: Annotated[
-        bool, typer.Option(help="Queue the job again when its time is over.", rich_help_panel=_SLURM)
-    ] = True,
-    grace: Annotated[
-        int | None,
-        typer.Option(help="Seconds before the time limit when the run saves. Default: 120.", rich_help_panel=_SLURM),
-    ] = None,
+    requeue: Annotated[bool, _slurm(help="Queue the job again when its time is over.")] = True,
+    grace: Annotated[int | None, _slurm(help="Seconds before the time limit when the run saves. Default: 120.")] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(
-            help="Elastic plane: a token of yours, where all nodes see it. Default: one made for the job.",
-            rich_help_panel=_SLURM,
-        ),
+        _slurm(help="Elastic plane: a token of yours, where all nodes see it. Default: one made for the job."),
     ] = None,
     shared: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FOLDER", help="All nodes see this, though it is in /tmp.", rich_help_panel=_SLURM),
+        list[Path] | None, _slurm(metavar="FOLDER", help="All nodes see this, though it is in /tmp.")
     ] = None,
 ) -> int:
     """Write a job file for Slurm: one task per rank, or a server and its workers. Saves and goes on at the time limit."""
     from smolcluster.launch.batch import slurm as batch_slurm
-    from smolcluster.launch.batch.job import plan_job
 
-    job = plan_job(
-        sources or [],
-        overrides=override or [],
-        strategy=strategy,
-        plane=plane,
-        steps=steps,
-        seed=seed,
-        backend=backend,
-        name=name,
+    job = run.plan(
         nodes=nodes,
         workers_per_node=workers_per_node,
         gpus_per_node=gpus,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from smolcluster.cli import options
 from smolcluster.observe.events import plain
 from smolcluster.observe.text import number
 
@@ -23,10 +24,7 @@ smolcluster status cluster.yaml --json
 
 
 def status(
-    cluster: Annotated[
-        str | None,
-        typer.Argument(metavar="[CLUSTER]", help="Its name or file. Default: the one that was started last."),
-    ] = None,
+    cluster: options.Cluster = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
     """Say what every process of a cluster does. Status 1 if one has failed or a machine does not answer."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smolcluster.cli import options
+
 if TYPE_CHECKING:
     from smolcluster.dashboard.reading import RunReader
 
@@ -20,10 +22,7 @@ smolcluster top --once | less
 
 
 def top(
-    run_dir: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN_DIR", help="A run, or a folder of runs. Default: the newest run in ./runs."),
-    ] = None,
+    run_dir: options.Watched = None,
     cluster: Annotated[
         str | None, typer.Option(metavar="NAME", help="The run of a cluster that `up` started; its name or its file.")
     ] = None,

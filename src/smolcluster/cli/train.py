@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,26 +17,16 @@ smolcluster train gpt --strategy edp --workers 3
 smolcluster train gpt --strategy fsdp --workers 4 --elastic 2:4
 smolcluster train --resume latest
 """
-_RANK = "One rank of a job that others start"
-_ELASTIC = "Going on when workers die (mesh plane)"
+_rank = options.panel("One rank of a job that others start")
+_elastic = options.panel("Going on when workers die (mesh plane)")
 
 
+@options.grouped
 def train(
-    sources: options.Sources = None,
-    strategy: options.Strategy = None,
+    run: options.Run,
     workers: Annotated[int | None, typer.Option(help="Worker processes on this machine.")] = None,
-    plane: Annotated[
-        str | None,
-        typer.Option(
-            help="mesh, or elastic: a server, and workers that may come and go. Default: as the strategy needs."
-        ),
-    ] = None,
-    override: options.Override = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run is written. Default: runs/<name>.")] = None,
+    run_dir: options.RunDir = None,
     resume: options.Resume = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, data order and dropout.")] = None,
-    backend: options.Backend = None,
     profile: Annotated[
         str | None,
         typer.Option(metavar="STEPS", help="Profile these steps, such as 10 or 10:13, on training.profile_ranks."),
@@ -53,53 +42,32 @@ def train(
     ] = False,
     elastic: Annotated[
         str | None,
-        typer.Option(
+        _elastic(
             metavar="MIN:MAX",
             help="Start workers that die again, from the last checkpoint, with as many as there are: MIN to MAX in all.",
-            rich_help_panel=_ELASTIC,
         ),
     ] = None,
     rdzv_endpoint: Annotated[
         str | None,
-        typer.Option(
+        _elastic(
             metavar="HOST:PORT",
             help="For several machines: the same command on each, with the address of one of them, which leads.",
-            rich_help_panel=_ELASTIC,
         ),
     ] = None,
     max_restarts: Annotated[
-        int | None,
-        typer.Option(help="Deaths of workers that a run may go on after. Default: 10.", rich_help_panel=_ELASTIC),
+        int | None, _elastic(help="Deaths of workers that a run may go on after. Default: 10.")
     ] = None,
-    world_size: Annotated[
-        int | None, typer.Option(help="Ranks in the job. Without --rank: as --workers.", rich_help_panel=_RANK)
-    ] = None,
-    rank: Annotated[int | None, typer.Option(help="This process's rank.", rich_help_panel=_RANK)] = None,
-    master_addr: Annotated[
-        str | None, typer.Option(help="Address of rank 0. Default: MASTER_ADDR, or 127.0.0.1.", rich_help_panel=_RANK)
-    ] = None,
+    world_size: Annotated[int | None, _rank(help="Ranks in the job. Without --rank: as --workers.")] = None,
+    rank: Annotated[int | None, _rank(help="This process's rank.")] = None,
+    master_addr: Annotated[str | None, _rank(help="Address of rank 0. Default: MASTER_ADDR, or 127.0.0.1.")] = None,
     master_port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Port of rank 0. Default: MASTER_PORT, or 29500.", rich_help_panel=_RANK),
+        int | None, _rank(min=1, max=65535, help="Port of rank 0. Default: MASTER_PORT, or 29500.")
     ] = None,
-    no_nccl: Annotated[
-        bool, typer.Option("--no-nccl", help="The same as --backend gloo.", rich_help_panel=_RANK)
-    ] = False,
-    vocab_size: options.VocabSize = None,
-    hidden_size: options.HiddenSize = None,
-    attention_heads: options.AttentionHeads = None,
-    layers: options.Layers = None,
-    max_seq_length: options.MaxSeqLength = None,
-    learning_rate: options.LearningRate = None,
-    batch_size: options.BatchSize = None,
-    epochs: options.Epochs = None,
-    gradient_clip_norm: options.GradientClipNorm = None,
-    save_interval: options.SaveInterval = None,
-    mixed_precision: options.MixedPrecision = False,
-    use_gradient_checkpointing: options.GradientCheckpointing = False,
+    no_nccl: Annotated[bool, _rank("--no-nccl", help="The same as --backend gloo.")] = False,
+    *,
+    flags: options.TrainingFlags,
 ) -> int:
     """Train a model on this machine's workers, or as one rank of a job on several machines."""
-    from smolcluster.config import flag_sets
     from smolcluster.engine.run_dir import RunDir
     from smolcluster.errors import UserError
     from smolcluster.launch.environment import assigned_place
@@ -107,10 +75,9 @@ def train(
     from smolcluster.launch.plan import check_restartable, elastic_wish
     from smolcluster.launch.prepare import prepare
 
-    if no_nccl:
-        if backend == "nccl":
-            raise UserError("--backend nccl and --no-nccl contradict each other")
-        backend = backend or "gloo"
+    if no_nccl and run.backend == "nccl":
+        raise UserError("--backend nccl and --no-nccl contradict each other")
+    backend = run.backend or ("gloo" if no_nccl else None)
     place = assigned_place(
         world_size=world_size, rank=rank, master_addr=master_addr, master_port=master_port, srun=elastic is None
     )
@@ -120,28 +87,12 @@ def train(
     workers = workers if ranks is None else ranks
     again = elastic_wish(elastic, workers=workers, endpoint=rdzv_endpoint, max_restarts=max_restarts, by_hand=place)
     workers = again.most if again is not None else workers
-    sets: dict[str, Any] = flag_sets(
-        {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "attention_heads": attention_heads,
-            "layers": layers,
-            "max_seq_length": max_seq_length,
-            "learning_rate": learning_rate,
-            "batch_size": batch_size,
-            "epochs": epochs,
-            "gradient_clip_norm": gradient_clip_norm,
-            "save_interval": save_interval,
-            "mixed_precision": mixed_precision,
-            "use_gradient_checkpointing": use_gradient_checkpointing,
-        }
-    )
-    sets |= {
-        "strategy.name": strategy,
+    sets = flags.sets() | {
+        "strategy.name": run.strategy,
         "cluster.num_workers": workers,
-        "cluster.plane": plane,
-        "training.steps": steps,
-        "training.seed": seed,
+        "cluster.plane": run.plane,
+        "training.steps": run.steps,
+        "training.seed": run.seed,
         "training.profile": profile,
         "strategy.draw_schedule": draw_schedule or None,
     }
@@ -149,8 +100,8 @@ def train(
     if started_again and run_dir is not None and RunDir(run_dir).has_checkpoints():
         resume = "latest"
     prepared = prepare(
-        sources or [],
-        overrides=override or [],
+        run.sources or [],
+        overrides=run.override or [],
         sets=sets,
         run_dir=run_dir,
         resume=resume,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smolcluster.cli import options
+
 if TYPE_CHECKING:
     from smolcluster.launch.cluster.control import Order
     from smolcluster.launch.cluster.layout import Recorded
@@ -40,10 +42,8 @@ def up(
     strategy: Annotated[
         str | None, typer.Option(help="See `smolcluster strategies`. Default: as the file says.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps; wins over epochs.")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set one or more configuration keys.")
-    ] = None,
+    steps: options.Steps = None,
+    override: options.Override = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Start and return; do not show what is printed.")
     ] = False,
@@ -53,9 +53,7 @@ def up(
             "--resume", help="Go on with the run that was stopped last; what was said then need not be said again."
         ),
     ] = False,
-    accept_new: Annotated[
-        bool, typer.Option("--accept-new", help="Trust machines that ssh has not seen before, and remember their keys.")
-    ] = False,
+    accept_new: options.AcceptNew = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say who would run what where, and contact nobody.")
     ] = False,

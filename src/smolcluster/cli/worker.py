@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from smolcluster.cli.options import panel
+
 EXAMPLES = """Examples:
 smolcluster worker 1 pi5 --server 192.168.1.10:65432
 smolcluster worker 2 macbook cluster_config_edp.yaml gpt
 smolcluster worker 0 win --server mini1:65432 --device cuda --batch-size 64
 smolcluster worker 1 pi5 my_task.py:MyTask --server mini1:65432 --data-root ~/photos
 """
-_HOST = "This machine"
+_host = panel("This machine")
 
 
 def worker(
@@ -41,29 +43,19 @@ def worker(
         str | None,
         typer.Option(metavar="FILE.py:CLASS", help="This machine's copy of a task of your own; code does not travel."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, mps. Default: the best one here.", rich_help_panel=_HOST)
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16. Default: the server's.", rich_help_panel=_HOST)
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples per step of this worker.", rich_help_panel=_HOST)
-    ] = None,
+    device: Annotated[str | None, _host(help="cpu, cuda, cuda:1, mps. Default: the best one here.")] = None,
+    precision: Annotated[str | None, _host(help="fp32, bf16 or fp16. Default: the server's.")] = None,
+    batch_size: Annotated[int | None, _host(min=1, help="Samples per step of this worker.")] = None,
     data_root: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder or file with the data here. Without: the embedded text only, or what --override data.name allows.",
-            rich_help_panel=_HOST,
+        _host(
+            help="Folder or file with the data here. Without: the embedded text only, or what --override data.name allows."
         ),
     ] = None,
     override: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE...", help="Set keys that are this machine's own.", rich_help_panel=_HOST),
+        list[str] | None, _host(metavar="KEY=VALUE...", help="Set keys that are this machine's own.")
     ] = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Write the log of this worker here. Default: no log.", rich_help_panel=_HOST)
-    ] = None,
+    log_dir: Annotated[Path | None, _host(help="Write the log of this worker here. Default: no log.")] = None,
 ) -> int:
     """Join a run. Waits for the server, also when it is gone for a while, and ends when the run does; Ctrl-C leaves it."""
     from smolcluster.launch.environment import local_place
