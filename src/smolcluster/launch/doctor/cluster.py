@@ -12,7 +12,7 @@ from smolcluster.launch.cluster.host import Host, HostError
 from smolcluster.launch.cluster.layout import Layout
 from smolcluster.launch.cluster.parcel import requirements
 from smolcluster.launch.cluster.read import needs_of
-from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, remedy
+from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, bad, good, remedy, warning
 from smolcluster.observe.text import size
 
 # What a connection over ssh says of its failure.
@@ -26,6 +26,8 @@ _LAYERS = {
     "disk": Layer.DISK,
     "clock": Layer.CLOCK,
 }
+# How `knock` of agent.py names its failures.
+_KNOCKS = {"name": Layer.NAME, "refused": Layer.PORT, "silent": Layer.FIREWALL, "route": Layer.ROUTE}
 # What to do where the failure itself does not say.
 _MEND = {
     "name": remedy(Layer.NAME),
@@ -61,23 +63,18 @@ def _problem(error: HostError) -> Finding:
 def _machine(layout: Layout, name: str, seen: Mapping[str, Any]) -> list[Finding]:
     wrong = [_problem(problem) for problem in control.problems_of(layout, name, seen)]
     layers = {finding.layer for finding in wrong}
-    good = {
+    fine = {
         Layer.SSH: f"{layout.machines[name].place}, {seen['system']} {seen['machine']}",
         Layer.PYTHON: f"Python {'.'.join(map(str, seen['python']))}",
         Layer.DISK: f"{size(seen['disk_free'])} free",
         Layer.CLOCK: f"within {max(1, round(abs(control.clock_off(seen))))} s of this machine",
     }
-    found = [
-        Finding(layer=layer, verdict=Verdict.GOOD, what=what, host=name)
-        for layer, what in good.items()
-        if layer not in layers
-    ]
+    found = [good(layer, what, host=name) for layer, what in fine.items() if layer not in layers]
     gpus = seen["gpus"]
     if gpus and gpus[0].startswith("driver: "):
-        what = f"nvidia-smi fails: {gpus[0].removeprefix('driver: ')}"
-        found.append(Finding(layer=Layer.GPU, verdict=Verdict.BAD, what=what, remedy=remedy(Layer.GPU), host=name))
+        found.append(bad(Layer.GPU, f"nvidia-smi fails: {gpus[0].removeprefix('driver: ')}", host=name))
     elif gpus:
-        found.append(Finding(layer=Layer.GPU, verdict=Verdict.GOOD, what=", ".join(gpus), host=name))
+        found.append(good(Layer.GPU, ", ".join(gpus), host=name))
     return wrong + found
 
 
@@ -105,15 +102,12 @@ def _versions(torches: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
         if version is None:
             wanted = next(text for text in requirements(extras=[]) if text.startswith("torch"))
             now = "not there yet" if there is None else f"torch {there} is there, not all that is needed"
-            what = f"{now}; `up` makes an environment with {wanted}"
-            found.append(Finding(layer=Layer.TORCH, verdict=Verdict.GOOD, what=what, host=name))
+            found.append(good(Layer.TORCH, f"{now}; `up` makes an environment with {wanted}", host=name))
         elif len(known) > 1:
-            what = f"torch {version}, and others have {', '.join(sorted(known - {version.partition('+')[0]}))}"
-            found.append(
-                Finding(layer=Layer.TORCH, verdict=Verdict.WARNING, what=what, remedy=remedy(Layer.TORCH), host=name)
-            )
+            others = ", ".join(sorted(known - {version.partition("+")[0]}))
+            found.append(warning(Layer.TORCH, f"torch {version}, and others have {others}", host=name))
         else:
-            found.append(Finding(layer=Layer.TORCH, verdict=Verdict.GOOD, what=f"torch {version}", host=name))
+            found.append(good(Layer.TORCH, f"torch {version}", host=name))
     return found
 
 
@@ -142,14 +136,11 @@ async def _ways(layout: Layout, hosts: Mapping[str, Host]) -> list[Finding]:
             found.append(Finding(layer=Layer.ROUTE, verdict=Verdict.BAD, what=str(knock), host=host.name))
         elif knock["ok"]:
             what = f"reaches {lead} at {address} in {1e3 * knock['seconds']:.1f} ms"
-            found.append(Finding(layer=Layer.ROUTE, verdict=Verdict.GOOD, what=what, host=host.name))
+            found.append(good(Layer.ROUTE, what, host=host.name))
         else:
-            layer = {"name": Layer.NAME, "refused": Layer.PORT, "silent": Layer.FIREWALL}.get(
-                knock["kind"], Layer.ROUTE
-            )
+            layer = _KNOCKS[knock["kind"]]
             way = next((way for way in layout.ways if way.source == host.name), None)
-            lost = layer in (Layer.ROUTE, Layer.FIREWALL)  # one who is refused has come all the way
-            mend = "; ".join(way.commands()) if lost and way is not None and way.through else remedy(layer)
-            what = f"cannot reach {lead} at {address}: {knock['words']}"
-            found.append(Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=mend, host=host.name))
+            lost = layer in (Layer.ROUTE, Layer.FIREWALL)  # a refusal has come all the way back
+            mend = "; ".join(way.commands()) if lost and way is not None else ""
+            found.append(bad(layer, f"cannot reach {lead} at {address}: {knock['words']}", mend, host=host.name))
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.discovery import own_addresses
-from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, remedy
+from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, remedy, warning
 from smolcluster.observe.text import size
 
 ROOM_BYTES = 2 << 30
@@ -45,46 +45,38 @@ def examine() -> Iterator[Finding]:
     yield _mdns()
 
 
-def _finding(layer: Layer, verdict: Verdict, what: str, remedy: str = "") -> Finding:
-    return Finding(layer=layer, verdict=verdict, what=what, remedy=remedy)
-
-
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST:  # pragma: no cover - the package does not even install there
-        return _finding(Layer.PYTHON, Verdict.BAD, f"Python {version}", remedy(Layer.PYTHON))
-    return _finding(Layer.PYTHON, Verdict.GOOD, f"Python {version}")
+        return bad(Layer.PYTHON, f"Python {version}")
+    return good(Layer.PYTHON, f"Python {version}")
 
 
 def _torch_and_gpu() -> Iterator[Finding]:
     asked = _said_by([sys.executable, "-c", _ASK_TORCH])
     if asked is None:
-        yield _finding(Layer.GPU, Verdict.BAD, f"torch asks for a GPU: {_SILENT}", remedy(Layer.GPU))
+        yield bad(Layer.GPU, f"torch asks for a GPU: {_SILENT}")
         return
     if asked.returncode != 0:
         words = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
-        yield _finding(
-            Layer.TORCH, Verdict.BAD, f"torch cannot be imported: {words}", "pip install -U 'torch>=2.6,<2.14'"
-        )
+        yield bad(Layer.TORCH, f"torch cannot be imported: {words}", "pip install -U 'torch>=2.6,<2.14'")
         return
     said = json.loads(asked.stdout.splitlines()[-1])
-    yield _finding(Layer.TORCH, Verdict.GOOD, f"torch {said['version']}")
+    yield good(Layer.TORCH, f"torch {said['version']}")
     tool = shutil.which("nvidia-smi")
     listed = _said_by([tool, "-L"]) if tool else None
     if said["cuda"]:
-        yield _finding(Layer.GPU, Verdict.GOOD, ", ".join(said["cuda"]))
+        yield good(Layer.GPU, ", ".join(said["cuda"]))
     elif tool and listed is None:
-        yield _finding(Layer.GPU, Verdict.BAD, f"nvidia-smi fails: {_SILENT}", remedy(Layer.GPU))
+        yield bad(Layer.GPU, f"nvidia-smi fails: {_SILENT}")
     elif listed is not None and listed.returncode == 0 and listed.stdout.strip():
         what = f"{listed.stdout.strip().splitlines()[0]}, and torch cannot use it (built for CUDA {said['built_for']})"
-        yield _finding(Layer.GPU, Verdict.BAD, what, remedy(Layer.GPU))
+        yield bad(Layer.GPU, what)
     elif listed is not None:
         said_there = (listed.stdout + listed.stderr).strip().splitlines() or ["no answer"]
-        yield _finding(Layer.GPU, Verdict.BAD, f"nvidia-smi fails: {said_there[0]}", remedy(Layer.GPU))
+        yield bad(Layer.GPU, f"nvidia-smi fails: {said_there[0]}")
     else:
-        yield _finding(
-            Layer.GPU, Verdict.GOOD, "Apple's GPU (mps)" if said["mps"] else "no GPU; training runs on the CPU"
-        )
+        yield good(Layer.GPU, "Apple's GPU (mps)" if said["mps"] else "no GPU; training runs on the CPU")
 
 
 def _said_by(command: list[str]) -> subprocess.CompletedProcess[str] | None:
@@ -96,10 +88,7 @@ def _said_by(command: list[str]) -> subprocess.CompletedProcess[str] | None:
 
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
-    verdict = Verdict.GOOD if free > ROOM_BYTES else Verdict.WARNING
-    return _finding(
-        Layer.DISK, verdict, f"{size(free)} free here", "" if verdict is Verdict.GOOD else remedy(Layer.DISK)
-    )
+    return (good if free > ROOM_BYTES else warning)(Layer.DISK, f"{size(free)} free here")
 
 
 def _name() -> Finding:
@@ -107,35 +96,32 @@ def _name() -> Finding:
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError:
-        what = f"this machine is called {name}, which it does not know itself; training works by address"
-        return _finding(Layer.NAME, Verdict.WARNING, what, remedy(Layer.NAME))
-    return _finding(Layer.NAME, Verdict.GOOD, f"{name} is {', '.join(found)}")
+        return warning(
+            Layer.NAME, f"this machine is called {name}, which it does not know itself; training works by address"
+        )
+    return good(Layer.NAME, f"{name} is {', '.join(found)}")
 
 
 def _token() -> Finding:
     if importlib.util.find_spec("cryptography") is None:
         what = "beyond this machine a token is needed, and the package for it is missing"
-        return _finding(Layer.TOKEN, Verdict.WARNING, what, "pip install 'smolcluster[cluster]'")
+        return warning(Layer.TOKEN, what, "pip install 'smolcluster[cluster]'")
     from smolcluster.comm.elastic.security import Keyring, find_tokens
 
     try:
         found = find_tokens(None, os.environ)
         if found is None:
             what = "no token here: only this machine can take part"
-            return _finding(
-                Layer.TOKEN, Verdict.WARNING, what, "smolcluster token new, or token add for one that exists"
-            )
+            return warning(Layer.TOKEN, what, "smolcluster token new, or token add for one that exists")
         keyring = Keyring((entry.token for entry in found[1]), source=found[0])
     except SmolclusterError as error:
-        return _finding(Layer.TOKEN, Verdict.BAD, str(error), remedy(Layer.TOKEN, 1))
-    return _finding(Layer.TOKEN, Verdict.GOOD, f"{keyring.current.name} from {found[0]}")
+        return bad(Layer.TOKEN, str(error), remedy(Layer.TOKEN, 1))
+    return good(Layer.TOKEN, f"{keyring.current.name} from {found[0]}")
 
 
 def _mdns() -> Finding:
     if importlib.util.find_spec("zeroconf") is None:
-        return _finding(
-            Layer.MDNS, Verdict.WARNING, "machines are not found by themselves", "pip install 'smolcluster[launch]'"
-        )
+        return warning(Layer.MDNS, "machines are not found by themselves", "pip install 'smolcluster[launch]'")
     problem = ""
     for address in own_addresses():  # one link that carries it is enough, and it need not be the way out
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -146,7 +132,7 @@ def _mdns() -> Finding:
                 probe.bind(("", 5353))
                 group = socket.inet_aton("224.0.0.251") + socket.inet_aton(address)
                 probe.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
-                return _finding(Layer.MDNS, Verdict.GOOD, "multicast DNS can be used")
+                return good(Layer.MDNS, "multicast DNS can be used")
             except OSError as error:
                 problem = error.strerror or str(error)
-    return _finding(Layer.MDNS, Verdict.WARNING, f"multicast DNS cannot be used: {problem}", remedy(Layer.MDNS))
+    return warning(Layer.MDNS, f"multicast DNS cannot be used: {problem}")

@@ -172,6 +172,20 @@ def remedy(layer: Layer, number: int = 0) -> str:
     return TROUBLES[layer][number].remedy
 
 
+def good(layer: Layer, what: str, *, host: str = "") -> Finding:
+    return Finding(layer=layer, verdict=Verdict.GOOD, what=what, host=host)
+
+
+def warning(layer: Layer, what: str, mend: str = "", *, host: str = "") -> Finding:
+    """`mend`: what to do, where it is not the layer's first remedy."""
+    return Finding(layer=layer, verdict=Verdict.WARNING, what=what, remedy=mend or remedy(layer), host=host)
+
+
+def bad(layer: Layer, what: str, mend: str = "", *, host: str = "") -> Finding:
+    """`mend`: what to do, where it is not the layer's first remedy."""
+    return Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=mend or remedy(layer), host=host)
+
+
 def markdown() -> str:
     """docs/troubleshooting.md."""
     lines = [

@@ -24,7 +24,7 @@ from smolcluster.comm.elastic.security import DOMAIN, Credentials, load_keyring
 from smolcluster.comm.elastic.sockets import join_address
 from smolcluster.engine.identity import new_peer
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, remedy
+from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, remedy
 from smolcluster.observe.text import printable
 
 ANSWER_S = 5.0
@@ -53,17 +53,17 @@ def examine(host: str, port: int) -> Iterator[Finding]:
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError) as error:
-        yield _bad(Layer.NAME, f"no machine is called {host} ({getattr(error, 'strerror', None) or error})")
+        yield bad(Layer.NAME, f"no machine is called {host} ({getattr(error, 'strerror', None) or error})")
         return
-    yield _good(Layer.NAME, f"{host} is {', '.join(addresses)}")
+    yield good(Layer.NAME, f"{host} is {', '.join(addresses)}")
     try:
         with socket.create_connection((host, port), timeout=ANSWER_S) as line:
-            yield _good(Layer.ROUTE, f"from {line.getsockname()[0]} to {line.getpeername()[0]}")
-            yield _good(Layer.PORT, f"somebody listens at {place}")
+            yield good(Layer.ROUTE, f"from {line.getsockname()[0]} to {line.getpeername()[0]}")
+            yield good(Layer.PORT, f"somebody listens at {place}")
         yield from _meet((host, port))
     except OSError as error:
         words = "no answer in 5 s" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        yield _bad(classify(error), f"{place}: {words}")
+        yield bad(classify(error), f"{place}: {words}")
 
 
 def _meet(place: Place) -> Iterator[Finding]:
@@ -81,29 +81,29 @@ def _meet(place: Place) -> Iterator[Finding]:
         problem = str(error)
     answer = answer or ask(place)
     if answer.words:
-        yield _bad(Layer.SERVER, f"that is no server of smolcluster: {answer.words}")
+        yield bad(Layer.SERVER, f"that is no server of smolcluster: {answer.words}")
         return
     if answer.version not in (None, VERSION):
         what = f"that server speaks version {answer.version} of the protocol, and this machine version {VERSION}"
-        yield _bad(Layer.SERVER, what, remedy(Layer.SERVER, 1))
+        yield bad(Layer.SERVER, what, remedy(Layer.SERVER, 1))
         return
-    yield _good(Layer.SERVER, f"a server of smolcluster, with{'' if answer.wants_token else 'out'} a token")
-    yield _bad(Layer.TOKEN, problem) if problem else _tokens(answer, mine)
+    yield good(Layer.SERVER, f"a server of smolcluster, with{'' if answer.wants_token else 'out'} a token")
+    yield bad(Layer.TOKEN, problem) if problem else _tokens(answer, mine)
 
 
 def _tokens(answer: Answer, mine: tuple[Credentials, ...]) -> Finding:
     names = ", ".join(known.name for known in mine)
     if answer.same is not None:
-        return _good(Layer.TOKEN, f"both have {answer.same.name}")
+        return good(Layer.TOKEN, f"both have {answer.same.name}")
     if not mine:
         if answer.wants_token:
             mend = "take over the server's: there `smolcluster token show --secret`, here `smolcluster token add`"
-            return _bad(Layer.TOKEN, "that server wants a token, and there is none here", mend)
-        return _good(Layer.TOKEN, "there is none, and none is wanted")
+            return bad(Layer.TOKEN, "that server wants a token, and there is none here", mend)
+        return good(Layer.TOKEN, "there is none, and none is wanted")
     if answer.wants_token:
-        return _bad(Layer.TOKEN, f"that server has another token than this machine, which has {names}")
+        return bad(Layer.TOKEN, f"that server has another token than this machine, which has {names}")
     mend = "start the server where this token is, or take it away here: smolcluster token show"
-    return _bad(Layer.TOKEN, f"that server has no token, and this machine would use {names}", mend)
+    return bad(Layer.TOKEN, f"that server has no token, and this machine would use {names}", mend)
 
 
 # Who is there
@@ -198,11 +198,3 @@ def _version(first: bytes) -> int | None:
 def _said(first: bytes) -> str:
     words = printable(first.split(b"\n")[0].decode("ascii", "replace")).strip()[:_MOST_WORDS]
     return f"it says '{words}'" if first else "it does not answer"
-
-
-def _good(layer: Layer, what: str) -> Finding:
-    return Finding(layer=layer, verdict=Verdict.GOOD, what=what)
-
-
-def _bad(layer: Layer, what: str, mend: str = "") -> Finding:
-    return Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=mend or remedy(layer))
