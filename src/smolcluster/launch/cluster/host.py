@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 import shlex
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from smolcluster.errors import MissingExtra, SmolclusterError
 from smolcluster.launch.cluster.layout import Machine
@@ -50,16 +51,6 @@ class HostError(SmolclusterError):
     def __init__(self, host: str, what: str, remedy: str = "", *, layer: str = "") -> None:
         super().__init__(f"{host}: {what}" + (f"; {remedy}" if remedy else ""))
         self.host, self.what, self.remedy, self.layer = host, what, remedy, layer
-
-
-class Stream(Protocol):
-    """The two ends of a process that runs somewhere."""
-
-    async def send(self, data: bytes) -> None: ...
-    async def line(self) -> bytes: ...
-    async def close(self) -> None: ...
-    async def complaint(self) -> tuple[int | None, str]:
-        """Its exit status and what it said on standard error, once it has ended."""
 
 
 class Host:
@@ -98,11 +89,14 @@ class Host:
         tried = [self.python] if self.python is not None else list(_PYTHONS)
         words = old = ""
         for python in tried:
-            stream = await self._run(python)
+            try:
+                stream = await self._run(python)
+            except OSError as error:
+                words = words or error.strerror or str(error)
+                continue
             version, greeting = await _first_line(stream)
             if version is None:
-                _, said = await stream.complaint()
-                words = words or said or greeting
+                words = words or await stream.complaint() or greeting
                 continue
             if version < OLDEST_PYTHON:
                 await stream.close()
@@ -124,13 +118,20 @@ class Host:
         return HostError(self.name, what, remedy, layer="python")
 
     async def _run(self, python: str) -> Stream:
+        """Start it. Raises OSError where this machine does not have it, HostError for a lost connection."""
         if self.connection is None:
             named = str(Path(python).expanduser()) if python.startswith("~") else python
             here = sys.executable if python in _PYTHONS else named
-            return await _LocalStream.start([here, "-u", "-c", _BOOT])
+            command, pipe = [here, "-u", "-c", _BOOT], asyncio.subprocess.PIPE
+            return Stream(
+                await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 26)
+            )
+        import asyncssh
+
+        line = f'{_word(python)} -u -c "{_BOOT}"'
         try:
-            return await _SshStream.start(self.connection, f'{_word(python)} -u -c "{_BOOT}"')
-        except OSError as error:
+            return _SshStream(await self.connection.create_process(line, encoding=None, window=1 << 22))
+        except (OSError, asyncssh.Error) as error:
             raise HostError(self.name, f"the connection was lost: {error}", layer="route") from error
 
 
@@ -214,8 +215,8 @@ class Agent:
         raise await self._lost(op)
 
     async def _lost(self, op: str, why: str = "") -> HostError:
-        _, said = await self._stream.complaint()
-        words = [line for line in (said or why).strip().splitlines() if line.strip()]
+        said = await self._stream.complaint() or why
+        words = [line for line in said.splitlines() if line.strip()]
         reason = words[-1][:300] if words else "the connection was lost"
         return HostError(self._host.name, f"no answer to '{op}': {reason}", layer="route")
 
@@ -223,40 +224,34 @@ class Agent:
         await self._stream.close()
 
 
-class _LocalStream:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+class Stream:
+    """The two ends of a process that runs somewhere. Those of asyncio and of asyncssh have the same methods."""
+
+    _lost: tuple[type[Exception], ...] = ()  # what its library raises when the connection is lost
+
+    def __init__(self, process: Any) -> None:
         self._process = process
 
-    @classmethod
-    async def start(cls, command: list[str]) -> Stream:
-        pipe = asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 26
-            )
-        except OSError as error:
-            return _NoStream(error.strerror or str(error))
-        return cls(process)
-
     async def send(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(data)
-        await self._process.stdin.drain()
+        with self._as_oserror():
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
 
     async def line(self) -> bytes:
-        assert self._process.stdout is not None
-        return await self._process.stdout.readline()
+        with self._as_oserror():
+            line: bytes = await self._process.stdout.readline()
+            return line
 
-    async def complaint(self) -> tuple[int | None, str]:
-        assert self._process.stderr is not None
+    async def complaint(self) -> str:
+        """Return what it wrote on standard error, once it has ended."""
         said = b""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, OSError), self._as_oserror():
             said = await asyncio.wait_for(self._process.stderr.read(), 2.0)
-        return self._process.returncode, said.decode("utf-8", "replace")
+        return bytes(said).decode("utf-8", "replace")
 
     async def close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        """End a process of this machine."""
+        self._process.stdin.close()
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             try:
                 await asyncio.wait_for(self._process.wait(), 1.0)
@@ -264,66 +259,26 @@ class _LocalStream:
                 self._process.kill()
                 await self._process.wait()
 
-
-class _NoStream:
-    """A command that could not be started."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    async def send(self, data: bytes) -> None:
-        raise OSError(self._why)
-
-    async def line(self) -> bytes:
-        return b""
-
-    async def complaint(self) -> tuple[int | None, str]:
-        return None, self._why
-
-    async def close(self) -> None:
-        pass
+    @contextlib.contextmanager
+    def _as_oserror(self) -> Iterator[None]:
+        """A lost connection is one error here, whatever the library raises."""
+        try:
+            yield
+        except self._lost as error:
+            raise ConnectionResetError(f"the connection was lost: {error}") from error
 
 
-class _SshStream:
+class _SshStream(Stream):
     def __init__(self, process: Any) -> None:
-        self._process = process
+        import asyncssh
 
-    @classmethod
-    async def start(cls, connection: Any, command: str) -> Stream:
-        with _as_oserror():
-            return cls(await connection.create_process(command, encoding=None, window=1 << 22))
-
-    async def send(self, data: bytes) -> None:
-        with _as_oserror():
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
-
-    async def line(self) -> bytes:
-        with _as_oserror():
-            line: bytes = await self._process.stdout.readline()
-            return line
-
-    async def complaint(self) -> tuple[int | None, str]:
-        said = b""
-        with contextlib.suppress(TimeoutError, OSError), _as_oserror():
-            said = await asyncio.wait_for(self._process.stderr.read(), 2.0)
-        return self._process.exit_status, bytes(said).decode("utf-8", "replace")
+        super().__init__(process)
+        self._lost = (asyncssh.Error,)
 
     async def close(self) -> None:
-        with contextlib.suppress(OSError), _as_oserror():
+        with contextlib.suppress(OSError), self._as_oserror():
             self._process.stdin.write_eof()
             self._process.close()
-
-
-@contextlib.contextmanager
-def _as_oserror() -> Iterator[None]:
-    """A lost connection is one error here, however asyncssh tells it."""
-    import asyncssh
-
-    try:
-        yield
-    except asyncssh.Error as error:
-        raise ConnectionResetError(f"the connection was lost: {error.reason}") from error
 
 
 # Connecting
@@ -343,14 +298,13 @@ async def connect(machine: Machine, *, through: Host | None = None, accept_new: 
         "keepalive_interval": 5,
         "keepalive_count_max": 3,
     }
-    if machine.port is not None:
-        options["port"] = machine.port
-    if machine.user is not None:
-        options["username"] = machine.user
-    if machine.key is not None:
-        options["client_keys"] = [_full_path(machine.key)]
-    if through is not None and through.connection is not None:
-        options["tunnel"] = through.connection
+    said = {
+        "port": machine.port,
+        "username": machine.user,
+        "client_keys": None if machine.key is None else [_full_path(machine.key)],
+        "tunnel": None if through is None else through.connection,
+    }
+    options |= {name: value for name, value in said.items() if value is not None}
     with _known_hosts_file(machine, "read"):
         known = KnownHosts(accept_new=accept_new)
     try:
@@ -448,52 +402,44 @@ def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostEr
 
     name, place = machine.name, machine.place
     port = machine.port or 22
+    wrong = functools.partial(HostError, name)
     match error:
         case socket.gaierror():
-            return HostError(
-                name,
-                f"no machine is called {machine.address}",
-                f"give its address, as hosts.{name}.address, or put it into ~/.ssh/config",
-                layer="name",
-            )
+            remedy = f"give its address, as hosts.{name}.address, or put it into ~/.ssh/config"
+            return wrong(f"no machine is called {machine.address}", remedy, layer="name")
         case ConnectionRefusedError():
             remedy = "is ssh switched on there (macOS: Remote Login; Linux: apt install openssh-server), on this port?"
             what = f"{place} refuses connections" + ("" if machine.port else f" on port {port}")
-            return HostError(name, what, remedy, layer="port")
+            return wrong(what, remedy, layer="port")
         case asyncssh.HostKeyNotVerifiable() if known.changed:
             remedy = f"if the machine was set up anew, forget the old key: ssh-keygen -R {_known_name(machine)}"
-            return HostError(
-                name, f"the host key of {place} has CHANGED since it was last seen", remedy, layer="host key"
-            )
+            return wrong(f"the host key of {place} has CHANGED since it was last seen", remedy, layer="host key")
         case asyncssh.HostKeyNotVerifiable():
             remedy = f"connect once by hand (ssh {_by_hand(machine)}), or use --accept-new"
             what = f"{place} is not in {known.path}; it shows the key {known.shown}"
-            return HostError(name, what, remedy, layer="host key")
+            return wrong(what, remedy, layer="host key")
         case asyncssh.PermissionDenied():
-            remedy = (
-                f"put your key there: ssh-copy-id {_by_hand(machine)}; or name another as hosts.{name}.key or .user"
-            )
-            return HostError(name, f"{place} does not accept your key ({error.reason})", remedy, layer="login")
+            hand = _by_hand(machine)
+            remedy = f"put your key there: ssh-copy-id {hand}; or name another as hosts.{name}.key or .user"
+            return wrong(f"{place} does not accept your key ({error.reason})", remedy, layer="login")
         case asyncssh.KeyEncryptionError():
             remedy = "add it to the agent first: ssh-add " + (machine.key or "")
-            return HostError(name, f"the key {machine.key} has a passphrase", remedy.strip(), layer="login")
+            return wrong(f"the key {machine.key} has a passphrase", remedy.strip(), layer="login")
         case FileNotFoundError() if machine.key is not None:
-            return HostError(name, f"there is no key {machine.key}", f"check hosts.{name}.key", layer="login")
+            return wrong(f"there is no key {machine.key}", f"check hosts.{name}.key", layer="login")
         case OSError(filename=str() as path) if machine.key is not None and path == _full_path(machine.key):
             what = f"the key {machine.key} cannot be read: {error.strerror}"
-            return HostError(name, what, f"check hosts.{name}.key", layer="login")
+            return wrong(what, f"check hosts.{name}.key", layer="login")
         case asyncssh.KeyImportError():
-            return HostError(
-                name, f"{machine.key} is no private key: {error}", f"check hosts.{name}.key", layer="login"
-            )
+            return wrong(f"{machine.key} is no private key: {error}", f"check hosts.{name}.key", layer="login")
         case TimeoutError():
             remedy = f"is it switched on, is the address right, does a firewall let port {port} through?"
-            return HostError(name, f"{place} does not answer in {CONNECT_S:g} s", remedy, layer="route")
+            return wrong(f"{place} does not answer in {CONNECT_S:g} s", remedy, layer="route")
         case OSError():
             remedy = "is it switched on, and on a network that this machine is on too?"
-            return HostError(name, f"{place} cannot be reached: {error.strerror or error}", remedy, layer="route")
+            return wrong(f"{place} cannot be reached: {error.strerror or error}", remedy, layer="route")
     remedy = f"see what it says: ssh -v {_by_hand(machine)}"
-    return HostError(name, f"ssh to {place} failed: {error}", remedy, layer="login")
+    return wrong(f"ssh to {place} failed: {error}", remedy, layer="login")
 
 
 def _full_path(key: str) -> str:
