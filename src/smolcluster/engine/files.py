@@ -177,6 +177,13 @@ def size_on_disk(folder: Path) -> int:
     return total
 
 
+def write_private_text(path: Path, text: str) -> None:
+    """Write a text file that only its owner can read, also while it is written. One that is there may be readable: it goes."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
 def atomic_write_text(path: Path, text: str, *, files: Files | None = None) -> None:
     """Writes a small text file: after a crash at any moment it holds the old text or the new one, whole."""
     files = files or Files()

@@ -59,7 +59,7 @@ def _largest(config: Config, sizes: list[int], model: nn.Module | None) -> Confi
 def _fit(config: Config, size: int, model: nn.Module | None) -> Config:
     """The same configuration if it can run on so many workers."""
     nodes = [Node(name=f"worker-{r}", batch_size=batch_size_of(config, r)) for r in range(size)]
-    _place(config, nodes, None if model is None else Shape.of(model, config.training))
+    place(config, nodes, None if model is None else Shape.of(model, config.training))
     return config
 
 
@@ -73,8 +73,9 @@ def _model(config: Config) -> nn.Module | None:
         return None
 
 
-def _place(config: Config, nodes: Sequence[Node], shape: Shape | None = None) -> Placement:
-    strategy = find_strategy(config.strategy.name)
+def place(config: Config, nodes: Sequence[Node], shape: Shape | None = None, *, plane: str | None = None) -> Placement:
+    """Where the strategy puts the ranks on these nodes. Raises UserError for what it cannot do with so many."""
+    strategy = find_strategy(config.strategy.name, plane=plane)
     options, _ = read_options(strategy, config.strategy)
     return strategy.plan(options, nodes, shape).checked()
 
@@ -86,7 +87,7 @@ def _shared_out(config: Config, size: int) -> Config:
     training = config.training
     batch_size = training.batch_size or 1
     node = Node(name="", batch_size=batch_size)
-    before, now = (_place(config, [node] * count) for count in (config.cluster.num_workers or size, size))
+    before, now = (place(config, [node] * count) for count in (config.cluster.num_workers or size, size))
     samples = before.num_shards * batch_size * training.grad_accumulation
     micro_steps, sizes = share(samples, now.num_shards, at_most=batch_size)
     fitted = config.model_copy(deep=True)

@@ -21,11 +21,13 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.comm.addresses import is_loopback
+from smolcluster.engine.files import write_private_text
 from smolcluster.errors import SmolclusterError, UserError
 
 PROJECT = "smolcluster-logs"
@@ -176,16 +178,10 @@ def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items():
             if name.endswith("_PORT") and not (value.isdigit() and 0 < int(value) < 65536):
                 raise UserError(f"{folder / '.env'}: {name}={value} is no port; ports are numbers from 1 to 65535")
-        _write_privately(folder / ".env", "".join(f"{name}={value}\n" for name, value in environ.items()))
+        write_private_text(folder / ".env", "".join(f"{name}={value}\n" for name, value in environ.items()))
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
     return environ
-
-
-def _write_privately(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def _read(folder: Path) -> dict[str, str]:
@@ -236,13 +232,7 @@ def _wait_until_ready(stack: Stack, compose: list[str], *, within_s: float) -> N
 
 
 def _answers(url: str) -> bool:
-    address, _, path = url.removeprefix("http://").partition("/")
-    host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=3)
-    try:
-        connection.request("GET", f"/{path}")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with contextlib.suppress(OSError, http.client.HTTPException), directly.open(url, timeout=3) as answer:
+        return bool(answer.status == 200)
+    return False

@@ -157,7 +157,13 @@ def is_task(source: str) -> bool:
     return source.endswith(".py") or ".py:" in source
 
 
+def split_task(task: str) -> tuple[str, str]:
+    """Return the path of the file, and `:Class`, or nothing where no class is named."""
+    path, colon, name = task.rpartition(":") if ".py:" in task else (task, "", "")
+    return path, colon + name
+
+
 def absolute_task(task: str) -> str:
     """Workers may run elsewhere: the path must hold there too. What is a link here may be none there, so it stays one."""
-    path, colon, name = task.rpartition(":") if ".py:" in task else (task, "", "")
-    return f"{Path(path).absolute()}{colon}{name}"
+    path, name = split_task(task)
+    return f"{Path(path).absolute()}{name}"

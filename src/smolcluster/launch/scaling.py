@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smolcluster.engine.files import atomic_write_text
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.api import run_here
 from smolcluster.launch.outcome import Interrupted
@@ -149,13 +150,11 @@ def batch_for(batch: int, workers: int, shards: int, *, weak: bool) -> int:
 
 def data_shards(run: Prepared) -> int:
     """Into how many parts the samples of a step go. Refuses what the strategy cannot do with so many workers."""
+    from smolcluster.engine.sizes import place
     from smolcluster.parallel.placement import Node
-    from smolcluster.strategies.registry import find_strategy, read_options
 
-    strategy = find_strategy(run.config.strategy.name, plane=run.plane)
-    options, _ = read_options(strategy, run.config.strategy)
     nodes = [Node(name=f"worker-{rank}", stays=run.plane != "elastic") for rank in range(run.workers)]
-    return strategy.plan(options, nodes, None).checked().num_shards
+    return place(run.config, nodes, plane=run.plane).num_shards
 
 
 def processors(device: str | None) -> tuple[str, int]:
@@ -273,6 +272,4 @@ def write(folder: Path, scaling: Scaling) -> None:
     if scaling.measured:
         texts["scaling.svg"] = draw(scaling)
     for name, text in texts.items():
-        part = folder / f".{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
+        atomic_write_text(folder / name, text)

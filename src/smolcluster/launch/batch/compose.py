@@ -23,6 +23,7 @@ from smolcluster.launch.batch import containers
 from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT
 from smolcluster.launch.batch.job import RANK_PORT, Job, check_dns_name
 from smolcluster.launch.batch.text import mebibytes, to_yaml
+from smolcluster.launch.prepare import split_task
 
 RESTARTS = 3
 READY_S = 900  # a server listens when it has its data, which may have to be fetched first
@@ -97,8 +98,8 @@ def _task(job: Job) -> str | None:
     """As it is called in the container."""
     if job.task is None:
         return None
-    path, colon, name = job.task.rpartition(":") if ".py:" in job.task else (job.task, "", "")
-    return f"{CODE}/{PurePosixPath(path).name}{colon}{name}"
+    path, name = split_task(job.task)
+    return f"{CODE}/{PurePosixPath(path).name}{name}"
 
 
 def _common(job: Job, settings: Settings) -> Service:
@@ -107,8 +108,7 @@ def _common(job: Job, settings: Settings) -> Service:
     environment = containers.environment(job) | {"CONFIG": dump(config)}
     volumes = [_bind(_path(settings.data), DATA)]
     if job.task is not None:
-        file = job.task.rpartition(":")[0] if ".py:" in job.task else job.task
-        volumes.append(_bind(str(Path(file).parent), CODE) | {"read_only": True})
+        volumes.append(_bind(str(Path(split_task(job.task)[0]).parent), CODE) | {"read_only": True})
     service: Service = {
         "image": settings.image,
         "init": True,

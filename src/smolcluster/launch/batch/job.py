@@ -74,9 +74,7 @@ def plan_job(
     """From what the user said to a job that can run: the configuration is read, and the strategy asked whether it fits."""
     workers_per_node = workers_per_node if workers_per_node is not None else max(1, gpus_per_node)
     _check_counts(nodes=nodes, workers=workers_per_node, gpus=gpus_per_node, cpus=cpus_per_worker)
-    wish = None
-    if elastic is not None:
-        wish = _elastic(elastic, nodes=nodes, workers_per_node=workers_per_node)
+    wish = None if elastic is None else _elastic(elastic, nodes=nodes, workers_per_node=workers_per_node)
     _check_cluster(load_config([s for s in sources if not is_task(s)], overrides=overrides))
     prepared = prepare(
         sources,
@@ -137,18 +135,15 @@ def check_dns_name(name: str, *, option: str = "--name", longest: int = 63) -> N
 def check_fit(job: Job) -> None:
     """The strategy itself says whether so many workers can run it. This needs torch."""
     from smolcluster.engine.checks import batch_size_of
-    from smolcluster.engine.sizes import plans
+    from smolcluster.engine.sizes import place, plans
     from smolcluster.parallel.placement import Node
-    from smolcluster.strategies.registry import find_strategy, read_options
 
-    strategy = find_strategy(job.config.strategy.name, plane=job.plane)
-    options, _ = read_options(strategy, job.config.strategy)
     machines = [f"node-{rank // job.workers_per_node}" for rank in range(job.workers)]
     nodes = [
         Node(name=machine, batch_size=batch_size_of(job.config, rank), machine=machine, stays=job.plane != "elastic")
         for rank, machine in enumerate(machines)
     ]
-    strategy.plan(options, nodes, None).checked()
+    place(job.config, nodes, plane=job.plane)
     if job.plane != "elastic":
         config = job.config.model_copy(deep=True)
         config.data.download = False  # a job file is no reason to fetch anything

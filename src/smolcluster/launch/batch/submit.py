@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from smolcluster.engine.files import write_private_text
 from smolcluster.errors import SmolclusterError, UserError
 
 
@@ -16,10 +16,7 @@ def write(text: str, out: Path, *, private: bool = False) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if private:
-            out.unlink(missing_ok=True)  # one that was there may be readable by others
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with os.fdopen(os.open(out, flags, 0o600), "w", encoding="utf-8") as file:
-                file.write(text)
+            write_private_text(out, text)
         else:
             out.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -10,14 +10,14 @@ A file without `hosts` names its machines by `host_ip`, `workers` and `server`; 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.addresses import is_address, is_loopback
+from smolcluster.comm.elastic.sockets import join_address
 from smolcluster.config.schema import Config, HostConfig
 from smolcluster.config.strategies import ALONE
 from smolcluster.errors import UserError
@@ -120,18 +120,9 @@ def lay_out(config: Config, *, name: str, run: str) -> Layout:
     config = _for_processes(config, hosts, workers)
     plane = SERVING if config.run.serve is not None else choose_plane(config)
     lead = _lead(config, hosts, workers, plane)
+    own = {"port", "user", "key", "via", "python", "folder", "environment"}
     machines = {
-        host: Machine(
-            name=host,
-            address=said.address or host,
-            port=said.port,
-            user=said.user,
-            key=said.key,
-            via=said.via,
-            python=said.python,
-            folder=said.folder,
-            environment=dict(said.environment),
-        )
+        host: Machine(name=host, address=said.address or host, **said.model_dump(include=own))
         for host, said in hosts.items()
     }
     ways = [way for host in hosts if host != lead and (way := find_way(config.cluster.links, host, lead)) is not None]
@@ -224,14 +215,6 @@ def _server_address(host: str, lead: str, hosts: Mapping[str, HostConfig], ways:
     return address
 
 
-def _is_number(address: str) -> bool:
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return True
-
-
 # The processes
 
 
@@ -256,7 +239,7 @@ class _Draft:
         if not others or all(is_loopback(address) for address in others):
             return "127.0.0.1"
         only = next(iter(others))
-        return only if len(others) == 1 and _is_number(only) else "0.0.0.0"
+        return only if len(others) == 1 and is_address(only) else "0.0.0.0"
 
     def meeting_point(self, host: str) -> str:
         """Where this host meets the lead, which itself uses an address that others use too, if there are any."""
@@ -276,10 +259,8 @@ class _Draft:
         seats = [Seat(name="server", host=self.lead, arguments=serve, again=again, restart=True)]
         for rank, host in enumerate(self.workers):
             address = self._server_of(host)
-            joins = ["worker", str(rank), host, "--server", f"{_quoted(address)}:{self.port}"]
-            joins += ["--log-dir", logs_of(self.directory)]
-            device = self.hosts[host].device
-            joins += ["--device", device] if device is not None else []
+            joins = ["worker", str(rank), host, "--server", join_address(address, self.port)]
+            joins += ["--log-dir", logs_of(self.directory), *self._device(host)]
             joins += ["--task", self.config.task] if self.config.task is not None else []
             own = own_overrides(self.config, same_machine=host == self.lead)
             joins += ["--override", *own] if own else []
@@ -294,15 +275,14 @@ class _Draft:
         run = self.config.run
         stages = run.stages or max(1, len(self.workers) // run.replicas)
         serve = ["serve", str(run.serve), "--stages", str(stages), "--replicas", str(run.replicas), "--workers", "0"]
-        serve += ["--listen", f"{_quoted(self.bind)}:{self.port}", "--bind", run.bind, "--port", str(run.page_port)]
+        serve += ["--listen", join_address(self.bind, self.port), "--bind", run.bind, "--port", str(run.page_port)]
         serve += ["--layers", run.layers] if run.layers is not None else []
         seats = [Seat(name="front", host=self.lead, arguments=(*serve, "--no-browser"), restart=True)]
         for number, host in enumerate(self.workers):
             address = self._server_of(host)
             name = host if self.workers.count(host) == 1 else f"{host}-{self.workers[:number].count(host)}"
-            holds = ["stage", "--server", f"{_quoted(address)}:{self.port}", "--name", name, "--model", str(run.serve)]
-            device = self.hosts[host].device
-            holds += ["--device", device] if device is not None else []
+            holds = ["stage", "--server", join_address(address, self.port), "--name", name, "--model", str(run.serve)]
+            holds += self._device(host)
             holds += ["--local-rank", str(self.workers[:number].count(host))] if self.workers.count(host) > 1 else []
             seats.append(Seat(name=f"stage-{number}", host=host, arguments=tuple(holds), restart=True))
         return seats
@@ -320,7 +300,7 @@ class _Draft:
         seats = []
         hosts = [self.lead, *(host for host in dict.fromkeys(self.workers) if host != self.lead)]
         for number, host in enumerate(hosts):
-            meet = ("--rdzv-endpoint", f"{_quoted(self.meeting_point(host))}:{self.port}")
+            meet = ("--rdzv-endpoint", join_address(self.meeting_point(host), self.port))
             count = ("--elastic", str(self.config.run.elastic), "--workers", str(self.hosts[host].workers))
             run = ("train", CONFIG, *count, *meet, *self.run, *self._own(host))
             again = (*run, "--resume", "auto") if host == self.lead else run
@@ -342,6 +322,10 @@ class _Draft:
             "LOCAL_WORLD_SIZE": str(self.workers.count(host)),
         }
 
+    def _device(self, host: str) -> list[str]:
+        device = self.hosts[host].device
+        return ["--device", device] if device is not None else []
+
     def _own(self, host: str) -> tuple[str, ...]:
         device = self.hosts[host].device
         return ("--override", f"training.device={device}") if device is not None else ()
@@ -350,11 +334,6 @@ class _Draft:
 def logs_of(directory: str) -> str:
     """Where the workers of a run log: beside the runs, as theirs is on another machine, or not there yet."""
     return f"logs/{PurePosixPath(directory).name}"
-
-
-def _quoted(address: str) -> str:
-    """IPv6 in brackets, before a port."""
-    return f"[{address}]" if ":" in address else address
 
 
 def with_run(layout: Layout, run: str) -> Layout:
@@ -412,9 +391,9 @@ def _reachable(layout: Layout) -> str | None:
     if layout.plane != "elastic":
         return None
     if bind != "0.0.0.0":
-        return f"{_quoted(bind)}:{port}"
+        return join_address(bind, port)
     others = sorted({address for host, address in layout.addresses.items() if host != layout.lead.host})
-    return f"{_quoted(others[0])}:{port}" if others else None
+    return join_address(others[0], port) if others else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from smolcluster.config import builtin_configs, dump
 from smolcluster.config.schema import Config
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.layout import CONFIG, TOKENIZER
+from smolcluster.launch.prepare import split_task
 
 PACKAGE = Path(__file__).resolve().parents[2]
 MOST_BYTES = 256 << 20  # of the user's files
@@ -52,13 +53,13 @@ def user_parcel(config: Config, base: Path, tokenizer: Mapping[str, bytes] | Non
     found: dict[str, Path] = {}
     config = config.model_copy(deep=True)
     if config.task is not None and ".py" in config.task:
-        file, colon, name = config.task.rpartition(":") if ".py:" in config.task else (config.task, "", "")
+        file, name = split_task(config.task)
         task = Path(file).resolve()
         if not task.is_file():
             raise UserError(f"{file}: there is no such file; a task is path/to/file.py:ClassName")
         inside = base if task.is_relative_to(base) else task.parent
         found |= {path.relative_to(inside).as_posix(): path for path in _below(task.parent) if path.suffix == ".py"}
-        config.task = f"{task.relative_to(inside).as_posix()}{colon}{name}"
+        config.task = f"{task.relative_to(inside).as_posix()}{name}"
     for said in config.run.files:
         found |= dict(_asked(said, base))
     total = sum(path.stat().st_size for path in found.values())

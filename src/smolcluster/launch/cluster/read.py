@@ -30,7 +30,7 @@ from smolcluster.launch.cluster.layout import (
 )
 from smolcluster.launch.cluster.parcel import package_parcel, requirements, user_parcel
 from smolcluster.launch.cluster.record import recall, state_folder, writing
-from smolcluster.launch.prepare import absolute_task, task_name, with_tokenizer
+from smolcluster.launch.prepare import absolute_task, is_task, split_task, task_name, with_tokenizer
 
 _SECRET = ("cluster.token", "logging.loki_url")  # keys whose values are not written to records
 
@@ -110,13 +110,14 @@ def read_cluster(
     folder = folder or Path.cwd()
     if file is None:
         base, own = folder, []
-        sets["cluster.hosts"] = {socket.gethostname().partition(".")[0] or "here": _here(local_workers or 2)}
+        here = socket.gethostname().partition(".")[0] or "here"
+        sets["cluster.hosts"] = {here: {"address": LOCAL, "workers": local_workers or 2}}
     else:
         if not file.is_file():
             raise UserError(f"{file}: no such file; `smolcluster cluster init` writes one")
         base, own = file.resolve().parent, [str(file)]
-    said = train or _list(load_config(own, overrides=overrides, sets=sets).run.train)
-    below, task = _sources(said, base if not train else folder)
+    said = train or load_config(own, overrides=overrides, sets=sets).run.train
+    below, task = _sources([said] if isinstance(said, str) else said, folder if train else base)
     if task is not None:
         sets["task"] = task
     config = resolve(load_config([*below, *own], overrides=overrides, sets=sets))
@@ -133,25 +134,16 @@ def _find_model(config: Config, base: Path) -> None:
         config.run.serve = str((base / model).resolve())
 
 
-def _here(workers: int) -> dict[str, Any]:
-    return {"address": LOCAL, "workers": workers}
-
-
-def _list(said: str | list[str]) -> list[str]:
-    return [said] if isinstance(said, str) else said
-
-
 def _sources(said: Sequence[str], base: Path) -> tuple[list[str], str | None]:
     """Built-in names and files, as this process finds them; and the task, if one is among them."""
     files: list[str] = []
     task: str | None = None
     for source in said:
-        inside = base / source.rpartition(":")[0] if ".py:" in source else base / source
-        if source.endswith(".py") or ".py:" in source:
-            name = source.rpartition(":")[2] if ".py:" in source else ""
-            task = absolute_task(f"{inside}:{name}" if name else str(inside))
+        path, name = split_task(source)
+        if is_task(source):
+            task = absolute_task(f"{base / path}{name}")
         else:
-            files.append(str(inside) if inside.is_file() else source)
+            files.append(str(base / path) if (base / path).is_file() else source)
     return files, task
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from smolcluster.engine.files import atomic_write_text
 from smolcluster.errors import UserError, unknown_name
 
 
@@ -45,10 +46,8 @@ def remember(record: Mapping[str, Any], folder: Path | None = None) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))
         if before.get("run") == record.get("run") and "next_rank" in before:
             record = {"next_rank": before["next_rank"], **record}
-    fresh = path.with_suffix(".new")
     with writing(folder):
-        fresh.write_text(json.dumps(dict(record), indent=1), encoding="utf-8")
-        fresh.replace(path)
+        atomic_write_text(path, json.dumps(dict(record), indent=1))
 
 
 def recorded_as(name: str, folder: Path | None = None) -> tuple[bytes, float] | None:
