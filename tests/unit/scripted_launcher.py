@@ -13,6 +13,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch import meeting, restart, rounds
 from smolcluster.launch.plan import Elastic, parse_elastic
+from smolcluster.launch.prepare import Prepared
 from smolcluster.observe.console import ConsoleSink
 
 
@@ -27,9 +28,9 @@ def main() -> None:
     wish = parse_elastic(size, workers=int(workers), endpoint=endpoint)
     sets = {"strategy.name": "allreduce", "cluster.num_workers": wish.most, "cluster.standby": False}
     config = resolve(load_config([], sets=sets))
-    run_dir = RunDir(Path(folder))
+    run = Prepared(config=config, workers=wish.most, run_dir=RunDir(Path(folder)))
     try:
-        restart.run_restarting(config, wish, run_dir=run_dir, resume=None, backend=None, sinks=[ConsoleSink()])
+        restart.run_restarting(run, wish, sinks=[ConsoleSink()])
     except SmolclusterError as error:
         sys.exit(tell(error))
 

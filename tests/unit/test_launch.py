@@ -25,7 +25,7 @@ from smolcluster.launch import elastic, supervisor
 from smolcluster.launch.elastic import dial_address, invitation, run_elastic
 from smolcluster.launch.joining import worker_spec
 from smolcluster.launch.outcome import Interrupted, Outcome
-from smolcluster.launch.prepare import choose_plane, prepare
+from smolcluster.launch.prepare import Prepared, choose_plane, prepare
 from smolcluster.launch.processes import Child, end_all, signals, spawn, wait_for
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.stopping import stop_signals
@@ -36,12 +36,15 @@ SERVES = ["listen", "row 1", "await worked-0", "await worked-1", "note over", "f
 
 
 class Elastic(Story):
-    def run(self, script: Script, *, workers: int = 2, **options: Any) -> dict[str, Any]:
+    def run(self, script: Script, *, workers: int = 2, standby: bool = True, **options: Any) -> dict[str, Any]:
         for name, lives in script.items():
             rank = name.rpartition("-")[2]
             script[name] = [[action.format(rank=rank) for action in life] for life in lives]
         self.write(script)
-        return run_elastic(config(max(1, workers)), workers=workers, run_dir=self.run_dir, sinks=[self], **options)
+        resume = options.pop("resume", None)
+        wanted = config(max(1, workers), **{"cluster.standby": standby})
+        run = Prepared(config=wanted, workers=workers, run_dir=self.run_dir, resume=resume)
+        return run_elastic(run, sinks=[self], **options)
 
     def lives(self, name: str) -> list[tuple[int, str]]:
         lines = (self.run_dir.path / f"{name}-lives.txt").read_text().splitlines()
@@ -179,10 +182,10 @@ def test_the_process_that_stands_by_is_named_so(story: Elastic, monkeypatch: pyt
     assert started == [("server", False), *[("worker", False)] * 2, ("server", True)]
 
 
-def test_no_standby_is_kept_where_it_is_not_wanted(story: Elastic, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "recorded", lambda config, _: (setattr(config.cluster, "standby", False) or "", {}))
+def test_no_standby_is_kept_where_it_is_not_wanted(story: Elastic) -> None:
     lives = [["listen", "row 1", "die"], ["listen", "row 2", *SERVES[2:]]]
-    assert story.run({"server": lives, "worker-0": [WORKS], "worker-1": [WORKS]})["restarts"] == 1
+    script: Script = {"server": lives, "worker-0": [WORKS], "worker-1": [WORKS]}
+    assert story.run(script, standby=False)["restarts"] == 1
     assert len(story.born()) == 4
 
 

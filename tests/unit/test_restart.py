@@ -30,6 +30,7 @@ from smolcluster.launch import restart, rounds, supervisor
 from smolcluster.launch.meeting import met
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish, parse_elastic
+from smolcluster.launch.prepare import Prepared
 from smolcluster.launch.processes import Child, spawn
 from smolcluster.launch.restart import run_restarting
 from smolcluster.launch.rounds import Decree, broken, next_round
@@ -84,6 +85,10 @@ def test_what_need_not_or_cannot_start_again() -> None:
 
 def config(**sets: Any) -> Config:
     return resolve(load_config([], sets={"strategy.name": "allreduce", "cluster.num_workers": 2} | sets))
+
+
+def prepared(config: Config, run_dir: RunDir) -> Prepared:
+    return Prepared(config=config, workers=config.cluster.num_workers or 1, run_dir=run_dir)
 
 
 # Rounds ------------------------------------------------------------------------------------------------------------
@@ -199,7 +204,7 @@ def test_launchers_beyond_this_machine_need_the_token(tmp_path: Path, monkeypatc
     with pytest.raises(
         UserError, match=r"192.0.2.1:29400 can be reached .* no cluster token .* `smolcluster token new`"
     ):
-        run_restarting(config(), wish, run_dir=RunDir(tmp_path / "run"), resume=None, backend=None, sinks=[])
+        run_restarting(prepared(config(), RunDir(tmp_path / "run")), wish, sinks=[])
     token = new_token()
     server = MembershipServer("127.0.0.1", 0, silent_s=30.0, keyring=Keyring([token]))
     where = ("127.0.0.1", server.port)
@@ -237,7 +242,7 @@ class Restarted(Story):
         self.write(script)
         wish = parse_elastic(elastic, **options)
         sets = {"cluster.num_workers": wish.most, "cluster.standby": False}
-        return run_restarting(config(**sets), wish, run_dir=self.run_dir, resume=None, backend=None, sinks=[self])
+        return run_restarting(prepared(config(**sets), self.run_dir), wish, sinks=[self])
 
     def specs(self, rank: int) -> list[dict[str, Any]]:
         lines = (self.run_dir.path / f"worker-{rank}-specs.jsonl").read_text().splitlines()
@@ -411,9 +416,7 @@ class Machine(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.result = run_restarting(
-                self.run_config, self.wish, run_dir=RunDir(Path("unused")), resume=None, backend=None, sinks=[]
-            )
+            self.result = run_restarting(prepared(self.run_config, RunDir(Path("unused"))), self.wish, sinks=[])
         except SmolclusterError as error:
             self.result = error
 

@@ -144,7 +144,7 @@ def test_repeats_turn_and_what_is_measured_stays(tmp_path: Path, monkeypatch: py
     """Runs are scripted here: the one of three workers fails, the last one is interrupted."""
     order: list[int] = []
 
-    def scripted(run: Any, *, backend: str | None, sinks: list[Any]) -> dict[str, Any]:
+    def scripted(run: Any, *, sinks: list[Any]) -> dict[str, Any]:
         order.append(run.workers)
         if run.workers == 3:
             raise SmolclusterError("worker rank 1 failed: of its own")

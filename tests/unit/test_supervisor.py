@@ -21,6 +21,7 @@ from smolcluster.errors import UserError, WorkerFailed
 from smolcluster.launch import local, supervisor
 from smolcluster.launch.local import run_local
 from smolcluster.launch.outcome import Interrupted
+from smolcluster.launch.prepare import Prepared
 from smolcluster.launch.supervisor import MOST_DEATHS, Slot
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ class Mesh(Story):
             script[name] = [[action.format(rank=name[-1]) for action in life] for life in lives]
         self.write(script)
         config = resolve(load_config([], sets={"strategy.name": "allreduce", "cluster.num_workers": len(script)}))
-        return run_local(config, workers=len(script), run_dir=self.run_dir, sinks=[self])
+        return run_local(Prepared(config=config, workers=len(script), run_dir=self.run_dir), sinks=[self])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
 import typer
@@ -64,14 +65,6 @@ def server(
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.summary import EndReport
 
-    run_elastic(
-        prepared.config,
-        workers=0,
-        run_dir=prepared.run_dir,
-        resume=prepared.resume,
-        port=prepared.config.cluster.port,
-        sinks=[ConsoleSink(), EndReport()],
-        command="server",
-        anew=prepared.anew,
-    )
+    alone = dataclasses.replace(prepared, workers=0)  # all of them come from elsewhere
+    run_elastic(alone, port=cluster.port, sinks=[ConsoleSink(), EndReport()], command="server")
     return 0

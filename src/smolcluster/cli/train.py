@@ -149,20 +149,16 @@ def train(
 
         leave_after(
             lambda: run_assigned(
-                prepared.config,
+                prepared,
                 place,
-                run_dir=prepared.run_dir,
-                resume=prepared.resume,
-                backend=backend,
                 # Its own rows are all it sees: the header says whose they are.
                 sinks=[ConsoleSink(alone=place.world_size > 1), EndReport()]
                 if place.rank == 0
                 else [OnlyNotices(ConsoleSink())],
                 tell=tell,
-                anew=prepared.anew,
             )
         )
     from smolcluster.launch.api import run_here
 
-    run_here(prepared, backend=backend, sinks=[ConsoleSink(), EndReport()], elastic=again)
+    run_here(prepared, sinks=[ConsoleSink(), EndReport()], elastic=again)
     return 0

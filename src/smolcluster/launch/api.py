@@ -67,20 +67,14 @@ def train(
         from smolcluster.observe.summary import EndReport
 
         sinks = [ConsoleSink(), EndReport()]
-    return run_here(prepared, backend=backend, sinks=list(sinks), elastic=again)
+    return run_here(prepared, sinks=list(sinks), elastic=again)
 
 
-def run_here(
-    prepared: Prepared, *, backend: str | None, sinks: list[Sink], elastic: Elastic | None = None
-) -> dict[str, Any]:
+def run_here(run: Prepared, *, sinks: list[Sink], elastic: Elastic | None = None) -> dict[str, Any]:
     """Start a run's processes on this machine and see it through. Returns the summary, or raises."""
-    run_dir, resume, anew = prepared.run_dir, prepared.resume, prepared.anew
-    common: dict[str, Any] = {"run_dir": run_dir, "resume": resume, "anew": anew, "sinks": sinks}
     if elastic is not None:
-        return run_restarting(prepared.config, elastic, backend=backend, **common)
-    if prepared.plane == "elastic":
-        return run_elastic(prepared.config, workers=prepared.workers, **common)
-    return run_local(prepared.config, workers=prepared.workers, backend=backend, **common)
+        return run_restarting(run, elastic, sinks=sinks)
+    return run_elastic(run, sinks=sinks) if run.plane == "elastic" else run_local(run, sinks=sinks)
 
 
 def _source(source: str | Path | type[Task]) -> str:

@@ -25,7 +25,7 @@ from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted
-from smolcluster.launch.prepare import recorded
+from smolcluster.launch.prepare import Prepared
 from smolcluster.launch.processes import (
     Child,
     ask_to_stop,
@@ -48,30 +48,20 @@ LEAVE_S = 5.0  # the server has finished: so long the workers may take to leave
 _PROCESS = "smolcluster.engine.standby"
 
 
-def run_elastic(
-    config: Config,
-    *,
-    workers: int,
-    run_dir: RunDir,
-    resume: Path | None = None,
-    port: int | None = None,
-    sinks: list[Sink],
-    command: str = "train",
-    anew: bool = False,
-) -> dict[str, Any]:
-    """Serve a run, with `workers` workers on this machine; others may join. Returns the summary, or raises.
+def run_elastic(run: Prepared, *, port: int | None = None, sinks: list[Sink], command: str = "train") -> dict[str, Any]:
+    """Serve a run, with `run.workers` workers on this machine; others may join. Returns the summary, or raises.
 
-    `port` None: any, where only this machine can reach it, else cluster.port. `anew`: see `RunDir.opened`.
+    `port` None: any, where only this machine can reach it, else cluster.port.
     """
     refuse_inside_a_worker()
-    check_bind(config.cluster.bind, load_keyring(config.cluster.token, os.environ))
+    cluster = run.config.cluster
+    check_bind(cluster.bind, load_keyring(cluster.token, os.environ))
     if port is None:
-        port = 0 if is_loopback(config.cluster.bind) else config.cluster.port
-    with run_dir.opened(*recorded(config, run_dir), resume=resume is not None, anew=anew), _journal(run_dir, resume):
-        sinks = [LauncherLog(run_dir.path, host=socket.gethostname()), *sinks]
-        supervisor = Supervisor(config, run_dir, sinks, module=_PROCESS, command=command)
-        posts = _posts(config, workers=workers, run_dir=run_dir, resume=resume, port=port)
-        return supervisor.run(ElasticPolicy(supervisor, *posts))
+        port = 0 if is_loopback(cluster.bind) else cluster.port
+    with run.opened(), _journal(run.run_dir, run.resume):
+        sinks = [LauncherLog(run.run_dir.path, host=socket.gethostname()), *sinks]
+        supervisor = Supervisor(run.config, run.run_dir, sinks, module=_PROCESS, command=command)
+        return supervisor.run(ElasticPolicy(supervisor, *_posts(run, port=port)))
 
 
 def _journal(run_dir: RunDir, resume: Path | None) -> contextlib.AbstractContextManager[None]:
@@ -245,14 +235,12 @@ class ElasticPolicy(Policy):
         return self.supervisor.conclude(self.failure, workers=workers, world_size=workers + 1)
 
 
-def _posts(
-    config: Config, *, workers: int, run_dir: RunDir, resume: Path | None, port: int
-) -> tuple[_Post, list[_Post]]:
+def _posts(run: Prepared, *, port: int) -> tuple[_Post, list[_Post]]:
     """The server's post, and one for each worker on this machine. Workers learn later where the server listens."""
-    cluster, host = config.cluster, socket.gethostname()
+    cluster, host, workers = run.config.cluster, socket.gethostname(), run.workers
     size = cluster.num_workers or 1
-    spec = functools.partial(make_spec, config, run_dir, world_size=size, plane="elastic")
-    server = spec(rank=size, local_rank=0, local_world_size=workers + 1, host=cluster.server or host, resume=resume)
+    spec = functools.partial(make_spec, run, world_size=size, plane="elastic")
+    server = spec(rank=size, local_rank=0, local_world_size=workers + 1, host=cluster.server or host, resume=run.resume)
     server = dataclasses.replace(server, role="server", server=f"{cluster.bind}:{port}")
     names = [*cluster.workers, *[host] * workers]
     specs = [spec(rank=rank, local_world_size=workers, host=names[rank]) for rank in range(workers)]

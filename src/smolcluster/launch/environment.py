@@ -17,15 +17,12 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from smolcluster.config.schema import Config
-from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import ENVIRONMENT, WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted, Outcome
-from smolcluster.launch.prepare import recorded
+from smolcluster.launch.prepare import Prepared
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import Sink
 
@@ -168,43 +165,31 @@ def _number(name: str, environ: Mapping[str, str], *, default: int | None = None
         raise UserError(f"the environment says {name}={text!r}, which is not a number") from None
 
 
-def run_assigned(
-    config: Config,
-    place: Assigned,
-    *,
-    run_dir: RunDir,
-    resume: Path | None,
-    backend: str | None,
-    sinks: list[Sink],
-    tell: Callable[[SmolclusterError], int],
-    anew: bool = False,
-) -> int:
+def run_assigned(run: Prepared, place: Assigned, *, sinks: list[Sink], tell: Callable[[SmolclusterError], int]) -> int:
     """Be that rank, in this process; rank 0 names the run directory for all. Returns 0, or raises as `run_local` does.
 
-    `anew`: see `RunDir.opened`. `tell` shows an error where this cannot raise it: a rank that waits for one that is lost is
-    ended by another thread.
+    `tell` shows an error where this cannot raise it: a rank that waits for one that is lost is ended by another thread.
     """
     os.environ.update(ENVIRONMENT | os.environ)
     outcome = Outcome()
     lead = place.rank == 0
     again = place.restarts > 0
-    resumed = resume is not None or again
-    with run_dir.opened(*recorded(config, run_dir), resume=resumed, anew=anew) if lead else contextlib.nullcontext():
-        if again and resume is None and place.local_rank == 0:
-            truncate_metrics(run_dir.metrics, after_step=0)  # nothing was saved: all is done anew
+    with run.opened(again=again) if lead else contextlib.nullcontext():
+        if again and run.resume is None and place.local_rank == 0:
+            truncate_metrics(run.run_dir.metrics, after_step=0)  # nothing was saved: all is done anew
         from smolcluster.engine.channel import SignalChannel
         from smolcluster.engine.process import leave, run_worker
 
         spec = WorkerSpec(
-            config=config.model_dump(mode="json"),
+            config=run.config.model_dump(mode="json"),
             rank=place.rank,
             world_size=place.world_size,
             local_rank=place.local_rank,
             local_world_size=place.local_world_size,
             host=socket.gethostname(),
-            run_dir=str(run_dir.path) if lead else "",
-            resume=None if resume is None else str(resume),
-            backend=backend,
+            run_dir=str(run.run_dir.path) if lead else "",
+            resume=None if run.resume is None else str(run.resume),
+            backend=run.backend,
             master_addr=place.master_addr,
             master_port=place.master_port,
             watched=False,
@@ -212,26 +197,26 @@ def run_assigned(
         )
 
         def cut_off() -> None:
-            leave(tell(_error(config, place, outcome, run_dir)))
+            leave(tell(_error(run, place, outcome)))
 
         status = run_worker(spec, SignalChannel(), [outcome, *sinks], cut_off=cut_off)
         if status == 0:
             return 0
-        raise _error(config, place, outcome, run_dir)
+        raise _error(run, place, outcome)
 
 
-def _error(config: Config, place: Assigned, outcome: Outcome, run_dir: RunDir) -> SmolclusterError:
+def _error(run: Prepared, place: Assigned, outcome: Outcome) -> SmolclusterError:
     """Why this rank did not come to its end. The lead rank also leaves a summary."""
     failed, lead = outcome.failed, place.rank == 0
     if failed is not None and failed.kind == "user":
         return UserError(failed.message)
     if failed is None:
-        error: SmolclusterError = outcome.interrupted(run_dir) if lead else Interrupted("interrupted")
+        error: SmolclusterError = outcome.interrupted(run.run_dir) if lead else Interrupted("interrupted")
         end: dict[str, Any] = {"status": "interrupted", "members_lost": 0}
     else:
         reason = f"lost another rank: {failed.message}" if failed.kind == "peer" else failed.message
         error = WorkerFailed(f"rank {place.rank} failed: {reason}\n{failed.traceback}".rstrip())
         end = {"error": reason}
     if lead and outcome.summary is None:
-        outcome.write_summary(run_dir, config, world_size=place.world_size, **end)
+        outcome.write_summary(run.run_dir, run.config, world_size=place.world_size, **end)
     return error

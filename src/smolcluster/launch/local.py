@@ -12,13 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from smolcluster.config.schema import Config
 from smolcluster.engine import history
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted
-from smolcluster.launch.prepare import recorded
+from smolcluster.launch.prepare import Prepared
 from smolcluster.launch.processes import Child, last_lines, make_spec, refuse_inside_a_worker, tell, why_it_ended
 from smolcluster.launch.supervisor import Policy, Supervisor, find_culprit
 from smolcluster.observe.observer import Sink
@@ -28,24 +27,15 @@ SETTLE_S = 0.5  # after the first death: others may have died of the same cause 
 _PROCESS = "smolcluster.engine.process"
 
 
-def run_local(
-    config: Config,
-    *,
-    workers: int,
-    run_dir: RunDir,
-    resume: Path | None = None,
-    backend: str | None = None,
-    sinks: list[Sink],
-    anew: bool = False,
-) -> dict[str, Any]:
-    """Train on `workers` processes of this machine. Returns the summary; raises when the run fails or is interrupted."""
+def run_local(run: Prepared, *, sinks: list[Sink]) -> dict[str, Any]:
+    """Train on `run.workers` processes of this machine. Returns the summary; raises when the run fails or is interrupted."""
     refuse_inside_a_worker()
-    check_nothing_is_lost(run_dir, resume)
-    with run_dir.opened(*recorded(config, run_dir), resume=resume is not None, anew=anew), run_dir.without_journal():
-        hosts = [*config.cluster.workers, *[socket.gethostname()] * workers]
-        common: dict[str, Any] = {"world_size": workers, "resume": resume, "backend": backend}
-        specs = [make_spec(config, run_dir, rank=rank, host=hosts[rank], **common) for rank in range(workers)]
-        supervisor = Supervisor(config, run_dir, sinks, module=_PROCESS)
+    check_nothing_is_lost(run.run_dir, run.resume)
+    with run.opened(), run.run_dir.without_journal():
+        hosts = [*run.config.cluster.workers, *[socket.gethostname()] * run.workers]
+        common: dict[str, Any] = {"world_size": run.workers, "resume": run.resume, "backend": run.backend}
+        specs = [make_spec(run, rank=rank, host=hosts[rank], **common) for rank in range(run.workers)]
+        supervisor = Supervisor(run.config, run.run_dir, sinks, module=_PROCESS)
         return supervisor.run(MeshPolicy(supervisor, specs))
 
 

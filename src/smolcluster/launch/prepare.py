@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,26 @@ DEFAULT_CONFIG = "default"
 BACKENDS = ("gloo", "nccl", "mpi")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
+    """A run that can start."""
+
     config: Config
     workers: int
     run_dir: RunDir
-    resume: Path | None
-    plane: str
+    resume: Path | None = None
+    plane: str = "mesh"
+    backend: str | None = None
     anew: bool = False  # the same run, started again: it had saved nothing
+
+    def opened(self, *, again: bool = False) -> AbstractContextManager[None]:
+        """Hold the run directory. Its configuration and tokenizer are written there: it can be moved, and needs no original.
+
+        `again`: the same run, started again.
+        """
+        config, files = with_tokenizer(self.config, str(self.run_dir.tokenizer.absolute()))
+        resume = again or self.resume is not None
+        return self.run_dir.opened(dump(config), files, resume=resume, anew=self.anew)
 
 
 def prepare(
@@ -98,6 +111,7 @@ def prepare(
         run_dir=place,
         resume=None if source is None else Path(source),
         plane=plane,
+        backend=backend,
         anew=anew,
     )
 
@@ -109,12 +123,6 @@ def _use_recorded_tokenizer(config: Config, run: RunDir) -> None:
     recorded = load_config([run.config]).data.tokenizer if run.config.is_file() else None
     if config.data.tokenizer in (None, recorded):
         config.data.tokenizer = str(run.tokenizer.absolute())
-
-
-def recorded(config: Config, run: RunDir) -> tuple[str, dict[str, bytes]]:
-    """Return config.yaml of a run, and the tokenizer's files that the run keeps: it can be moved, and needs no original."""
-    config, files = with_tokenizer(config, str(run.tokenizer.absolute()))
-    return dump(config), files
 
 
 def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]]:

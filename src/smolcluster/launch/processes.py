@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smolcluster.config.schema import Config
-from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import ENVIRONMENT, SIGNALS_TOGETHER_S, WorkerSpec
 from smolcluster.engine.title import title_of
 from smolcluster.errors import UserError
 from smolcluster.launch.outcome import Interrupted
+from smolcluster.launch.prepare import Prepared
 from smolcluster.observe.events import Event, Failed, Notice, from_json
 from smolcluster.observe.logs import log_path, tail
 from smolcluster.stopping import HANGUP, leave_terminal, stop_signals, terminals
@@ -91,16 +90,14 @@ def refuse_inside_a_worker() -> None:
         )
 
 
-def make_spec(
-    config: Config, run_dir: RunDir, *, rank: int, world_size: int, resume: Path | None = None, **more: Any
-) -> WorkerSpec:
+def make_spec(run: Prepared, *, rank: int, world_size: int, resume: Path | None = None, **more: Any) -> WorkerSpec:
     """The spec of a process here. Unless `more` says otherwise all ranks are on this machine."""
     fields = {"local_rank": rank, "local_world_size": world_size, "host": socket.gethostname(), **more}
     return WorkerSpec(
-        config=config.model_dump(mode="json"),
+        config=run.config.model_dump(mode="json"),
         rank=rank,
         world_size=world_size,
-        run_dir=str(run_dir.path),
+        run_dir=str(run.run_dir.path),
         resume=None if resume is None else str(resume),
         **fields,
     )

@@ -22,14 +22,13 @@ from typing import Any
 
 from smolcluster.comm.elastic.security import load_keyring
 from smolcluster.comm.membership import MembershipClient
-from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.local import check_nothing_is_lost
 from smolcluster.launch.meeting import met
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.plan import Elastic, ask_for_plans
-from smolcluster.launch.prepare import recorded
+from smolcluster.launch.prepare import Prepared
 from smolcluster.launch.processes import Child, last_lines, make_spec, refuse_inside_a_worker, tell, why_it_ended
 from smolcluster.launch.rounds import Decree, Over, Rounds, largest
 from smolcluster.launch.supervisor import Policy, Slot, Supervisor, find_culprit
@@ -47,32 +46,20 @@ HOME_S = 3.0  # the others have heard that the run is over
 _PROCESS = "smolcluster.engine.ready"
 
 
-def run_restarting(
-    config: Config,
-    elastic: Elastic,
-    *,
-    run_dir: RunDir,
-    resume: Path | None,
-    backend: str | None,
-    sinks: list[Sink],
-    anew: bool = False,
-) -> dict[str, Any]:
+def run_restarting(run: Prepared, elastic: Elastic, *, sinks: list[Sink]) -> dict[str, Any]:
     """Train until the end, however often workers die. Returns the summary where the run is led, elsewhere only its status."""
     refuse_inside_a_worker()
-    keyring = None if elastic.endpoint is None else load_keyring(config.cluster.token, os.environ)
+    cluster = run.config.cluster
+    keyring = None if elastic.endpoint is None else load_keyring(cluster.token, os.environ)
     with contextlib.ExitStack() as stack:
-        client, leads = stack.enter_context(
-            met(elastic.endpoint, within_s=config.cluster.join_timeout, keyring=keyring)
-        )
+        client, leads = stack.enter_context(met(elastic.endpoint, within_s=cluster.join_timeout, keyring=keyring))
         if leads:
-            check_nothing_is_lost(run_dir, resume)
-            stack.enter_context(run_dir.opened(*recorded(config, run_dir), resume=resume is not None, anew=anew))
-            stack.enter_context(run_dir.without_journal())
+            check_nothing_is_lost(run.run_dir, run.resume)
+            stack.enter_context(run.opened())
+            stack.enter_context(run.run_dir.without_journal())
         shown = sinks if leads else map(OnlyNotices, sinks)
-        supervisor = Supervisor(config, run_dir, shown, module=_PROCESS)
-        return supervisor.run(
-            RestartPolicy(supervisor, elastic, client=client, leads=leads, resume=resume, backend=backend)
-        )
+        supervisor = Supervisor(run.config, run.run_dir, shown, module=_PROCESS)
+        return supervisor.run(RestartPolicy(supervisor, run, elastic, client=client, leads=leads))
 
 
 class RestartPolicy(Policy):
@@ -81,23 +68,19 @@ class RestartPolicy(Policy):
     def __init__(
         self,
         supervisor: Supervisor,
+        run: Prepared,
         elastic: Elastic,
         *,
         client: MembershipClient | None,
         leads: bool,
-        resume: Path | None,
-        backend: str | None,
     ) -> None:
         super().__init__(supervisor)
         self.elastic, self.client, self.leads = elastic, client, leads
-        self.resume = None if resume is None else str(resume)
+        self.resume = None if run.resume is None else str(run.resume)
         self.host = socket.gethostname()
         place: dict[str, Any] = {"world_size": elastic.most, "local_world_size": elastic.here, "host": self.host}
         place["master_addr"] = "127.0.0.1" if elastic.endpoint is None else elastic.endpoint[0]
-        specs = [
-            make_spec(supervisor.config, supervisor.run_dir, rank=number, backend=backend, **place)
-            for number in range(elastic.here)
-        ]
+        specs = [make_spec(run, rank=number, backend=run.backend, **place) for number in range(elastic.here)]
         self.slots = [Slot(spec=spec) for spec in specs]  # each has a device, by its local rank
         self.warm: dict[int, Child] = {}  # by rank: started ahead, not told anything yet
         self.step = 0  # the latest that was logged here

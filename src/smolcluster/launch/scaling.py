@@ -217,7 +217,7 @@ def _measure(
     sink = Rows(lambda event: told(name, event))
     try:
         run = request.prepared(size.workers, f"workers-{size.workers}-repeat-{repeat + 1}", **sets)
-        run_here(run, backend=request.backend, sinks=[sink])
+        run_here(run, sinks=[sink])
         sample = sample_of(
             sink.rows, repeat=repeat + 1, warmup=request.warmup, global_batch=size.shards * size.batch_size
         )
