@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -73,17 +74,13 @@ def look(
     return {
         "system": platform.system(),
         "machine": platform.machine(),
-        "hostname": socket.gethostname(),
         "python": list(sys.version_info[:3]),
-        "executable": sys.executable,
         "time": time.time(),
         "disk_free": shutil.disk_usage(above).free,
         "writable": os.access(above, os.W_OK),
         "cpus": os.cpu_count() or 1,
         "memory": _memory(),
         "gpus": _gpus(),
-        "tmux": shutil.which("tmux"),
-        "uv": _uv(),
         "port_problem": _port_problem(*listens) if listens else None,
         "lacks_environment": wanted is not None and _ready_python(folder, **wanted) is None,
         "processes": states(folder, name),
@@ -111,11 +108,16 @@ def _private_home(folder: str, name: str) -> Path:
 
 def _write_private(path: Path, data: bytes) -> None:
     """Write a file that nobody else can read, not even while it is written."""
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
+
+
+def _asked(*command: str, within_s: float) -> subprocess.CompletedProcess[str] | None:
+    """How a command ended, and what it said; None where it cannot be run, or says nothing in time."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+    return None
 
 
 def _memory() -> int | None:
@@ -126,16 +128,13 @@ def _memory() -> int | None:
 
 def _gpus() -> list[str]:
     """Names of NVIDIA GPUs. One that is there but does not answer is told as the driver says it."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    asked = _asked("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", within_s=20)
+    if asked is None:
         return []
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        asked = subprocess.run(
-            [tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20, check=False
-        )
-        lines = (asked.stdout if asked.returncode == 0 else asked.stdout + asked.stderr).strip().splitlines()
-        return lines if asked.returncode == 0 else [f"driver: {lines[0] if lines else 'no answer'}"]
-    return []
+    if asked.returncode == 0:
+        return asked.stdout.strip().splitlines()
+    lines = (asked.stdout + asked.stderr).strip().splitlines()
+    return [f"driver: {lines[0] if lines else 'no answer'}"]
 
 
 def _uv() -> str | None:
@@ -174,10 +173,8 @@ def version_of(folder: str, package: str, wanted: dict[str, Any], **_: Any) -> d
 
 def _version(python: str, package: str) -> str | None:
     ask = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        asked = subprocess.run([python, "-c", ask, package], capture_output=True, text=True, timeout=60, check=False)
-        return asked.stdout.strip() or None
-    return None
+    asked = _asked(python, "-c", ask, package, within_s=60)
+    return None if asked is None else asked.stdout.strip() or None
 
 
 def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
@@ -217,7 +214,7 @@ def knock(address: str, port: int, within_s: float = 5.0, **_: Any) -> dict[str,
 # Sending
 
 
-def unpack(folder: str, place: str, data: bytes, fresh: bool = False, **_: Any) -> dict[str, Any]:
+def unpack(folder: str, place: str, data: bytes, fresh: bool = False, **_: Any) -> None:
     """An archive into a folder below ours; `fresh`: the folder then holds this and nothing else, or is left as it was."""
     target = _root(folder) / place
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -235,7 +232,6 @@ def unpack(folder: str, place: str, data: bytes, fresh: bool = False, **_: Any) 
     finally:
         if fresh:
             shutil.rmtree(into, ignore_errors=True)
-    return {"bytes": len(data)}
 
 
 def _own_name(target: Path, what: str) -> Path:
@@ -403,13 +399,8 @@ print(json.dumps(missing))
 
 def _missing(python: str, requirements: list[str]) -> list[str]:
     """What that Python does not have."""
-    try:
-        asked = subprocess.run(
-            [python, "-c", _ASK, json.dumps(requirements)], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return requirements
-    if asked.returncode != 0:
+    asked = _asked(python, "-c", _ASK, json.dumps(requirements), within_s=60)
+    if asked is None or asked.returncode != 0:
         return requirements
     found: list[str] = json.loads(asked.stdout)
     return found
@@ -473,11 +464,8 @@ def start(
         if _alive(place):
             continue
         _end_orphan(place)
-        with contextlib.suppress(FileNotFoundError):
-            (place / "stop").unlink()
-        for old in ("state.json", "output.log", "output.log.1"):
-            with contextlib.suppress(FileNotFoundError):
-                (place / old).unlink()
+        for old in ("stop", "state.json", "output.log", "output.log.1"):
+            (place / old).unlink(missing_ok=True)
         call = [python, "-m", "smolcluster"]
         token = {"SMOLCLUSTER_TOKEN_FILE": str(home / "token")} if (home / "token").exists() else {}
         order = {
@@ -514,7 +502,7 @@ def start(
 def _start_keeper(command: list[str], *, session: str, window: str, panes: bool) -> None:
     tmux = shutil.which("tmux")
     if tmux is not None:
-        line = " ".join("'" + part.replace("'", "'\\''") + "'" for part in command)
+        line = shlex.join(command)
         if _tmux(tmux, "has-session", "-t", f"={session}") != 0:
             made = _tmux(tmux, "new-session", "-d", "-s", session, "-n", window, "-x", "200", "-y", "50", line)
         elif panes:
@@ -578,9 +566,8 @@ def states(folder: str, name: str, **_: Any) -> dict[str, Any]:
     for place in sorted(processes.iterdir()) if processes.is_dir() else []:
         if not (place / "order.json").exists():
             continue
-        state: dict[str, Any] = {"state": "starting", "pid": None, "restarts": 0, "status": None, "parcel": None}
-        state["parcel"] = _object(place / "order.json").get("parcel")
-        state |= _object(place / "state.json")
+        state: dict[str, Any] = {"state": "starting", "pid": None, "restarts": 0, "status": None}
+        state |= {"parcel": _object(place / "order.json").get("parcel"), **_object(place / "state.json")}
         alive = _alive(place)
         if not alive and state["state"] not in ("finished", "failed", "stopped") and not _begins(place):
             state["state"] = "gone"  # the keeper itself was killed, or the machine went down
@@ -801,35 +788,19 @@ def stop(
             with contextlib.suppress(OSError):
                 os.kill(keeper, getattr(signal, "SIGKILL", signal.SIGTERM))
     killed = [place.name for place in places if _end_orphan(place)]
-    if any(_alive(place) for place in found):  # others of the cluster go on
-        return {"stopped": [place.name for place in running], "killed": killed}
-    tmux = shutil.which("tmux")
-    if tmux is not None:
-        _tmux(tmux, "kill-session", "-t", f"=smolcluster-{name}")
-    with contextlib.suppress(FileNotFoundError):
-        (home / "token").unlink()
+    if not any(map(_alive, found)):  # else others of the cluster go on
+        tmux = shutil.which("tmux")
+        if tmux is not None:
+            _tmux(tmux, "kill-session", "-t", f"=smolcluster-{name}")
+        (home / "token").unlink(missing_ok=True)
     return {"stopped": [place.name for place in running], "killed": killed}
 
 
 OPERATIONS = {
     operation.__name__: operation
     for operation in (
-        look,
-        version_of,
-        listen,
-        knock,
-        unpack,
-        has,
-        keep_secret,
-        begin,
-        read,
-        tail,
-        environment,
-        start,
-        states,
-        follow,
-        copy,
-        stop,
+        *(look, version_of, listen, knock, unpack, has, keep_secret, read, tail, environment),
+        *(begin, start, states, follow, copy, stop),
     )
 }
 
