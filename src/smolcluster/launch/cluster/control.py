@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import secrets
@@ -21,16 +22,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.cluster.host import Host, HostError, connect
+from smolcluster.launch.cluster.host import Agent, Host, HostError, connect
 from smolcluster.launch.cluster.layout import Layout, Machine, Recorded, Seat, with_run
 from smolcluster.launch.cluster.parcel import Parcel, requirements_key
 from smolcluster.observe.events import StepLogged, restore, restore_fields
 
 CLOCK_S = 120.0  # machines whose clocks differ by more are told
 ROOM_BYTES = 500 << 20  # free disk without which nothing is started
-ENVIRONMENT_BYTES = (
-    2 << 30
-)  # and where an environment is to be made: torch for CPUs takes about one, for GPUs about five
+# And where an environment is to be made: torch for CPUs takes about one GiB, for GPUs about five.
+ENVIRONMENT_BYTES = 2 << 30
 RECONNECT_S = 2.0
 
 T = TypeVar("T")
@@ -90,6 +90,16 @@ def way_to(machines: Mapping[str, Machine], name: str) -> dict[str, Machine]:
         name = via
         found[name] = machines[name]
     return found
+
+
+@contextlib.asynccontextmanager
+async def reached(machines: Mapping[str, Machine], name: str) -> AsyncIterator[tuple[Host, Agent]]:
+    """One machine, and an agent on it. Raises HostError."""
+    async with connected(way_to(machines, name)) as (hosts, problems):
+        if name in problems:
+            raise problems[name]
+        async with hosts[name].agent() as agent:
+            yield hosts[name], agent
 
 
 async def on_all(hosts: Iterable[Host], work: Callable[[Host], Awaitable[T]]) -> dict[str, T]:
@@ -205,37 +215,25 @@ def _check_same(order: Order, facts: Mapping[str, Mapping[str, Any]]) -> None:
 
 def problems_of(layout: Layout, name: str, seen: Mapping[str, Any]) -> Iterable[HostError]:
     running = {seat for seat, state in seen["processes"].items() if state["alive"]}
+    wrong = functools.partial(HostError, name)
     off = clock_off(seen)
     if abs(off) > CLOCK_S:
-        way = "ahead of" if off > 0 else "behind"
-        yield HostError(
-            name,
-            f"its clock is {_duration(abs(off))} {way} this machine's",
-            "set it: sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com; Windows: w32tm /resync)",
-            layer="clock",
-        )
+        what = f"its clock is {_duration(abs(off))} {'ahead of' if off > 0 else 'behind'} this machine's"
+        remedy = "set it: sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com; Windows: w32tm /resync)"
+        yield wrong(what, remedy, layer="clock")
     if not seen["writable"]:
         folder = layout.machines[name].folder
-        yield HostError(
-            name, f"{folder} cannot be written", f"set hosts.{name}.folder to one you may write", layer="disk"
-        )
+        yield wrong(f"{folder} cannot be written", f"set hosts.{name}.folder to one you may write", layer="disk")
     need = ENVIRONMENT_BYTES if seen.get("lacks_environment") else ROOM_BYTES
     if seen["disk_free"] < need:
-        what = ", and an environment with torch is to be made there" if need > ROOM_BYTES else ""
-        yield HostError(
-            name,
-            f"only {seen['disk_free'] >> 20} MiB of disk are free{what}",
-            f"make room, or set hosts.{name}.folder to another disk",
-            layer="disk",
-        )
+        why = ", and an environment with torch is to be made there" if need > ROOM_BYTES else ""
+        what = f"only {seen['disk_free'] >> 20} MiB of disk are free{why}"
+        yield wrong(what, f"make room, or set hosts.{name}.folder to another disk", layer="disk")
     if seen.get("port_problem") and layout.lead.name not in running:
         bind, port = layout.listens
-        yield HostError(
-            name,
-            f"port {port} on {bind} cannot be used: {seen['port_problem']}",
-            f"is another run using it? Choose another, as {'cluster.port' if layout.plane == 'elastic' else 'the port'}",
-            layer="port",
-        )
+        key = "cluster.port" if layout.plane == "elastic" else "the port"
+        remedy = f"is another run using it? Choose another, as {key}"
+        yield wrong(f"port {port} on {bind} cannot be used: {seen['port_problem']}", remedy, layer="port")
 
 
 def clock_off(seen: Mapping[str, Any]) -> float:
@@ -275,11 +273,10 @@ async def _environment(host: Host, order: Order, told: Told) -> str:
 
 
 async def _start(host: Host, order: Order, python: str, chosen: list[Seat], mark: str) -> list[str]:
-    resume = order.resume
     seats = [
         {
             "name": seat.name,
-            "arguments": list(seat.again if resume and seat.again else seat.arguments),
+            "arguments": list(seat.again if order.resume and seat.again else seat.arguments),
             "again": list(seat.again),
             "restart": seat.restart,
             "environment": {**host.machine.environment, **seat.environment},
@@ -287,7 +284,6 @@ async def _start(host: Host, order: Order, python: str, chosen: list[Seat], mark
         for seat in chosen
         if seat.host == host.name
     ]
-    where = _where(host, order.layout)
     begun: list[str] = await host.ask(
         "start",
         seats=seats,
@@ -296,7 +292,7 @@ async def _start(host: Host, order: Order, python: str, chosen: list[Seat], mark
         parcel=order.parcel,
         panes=order.panes,
         mark=mark,
-        **where,
+        **_where(host, order.layout),
     )
     return begun
 
@@ -358,19 +354,16 @@ async def follow(
         cut_off = False
         while True:
             try:
-                async with connected(way_to(machines, name)) as (hosts, problems):
-                    if name in problems:
-                        raise problems[name]
+                async with reached(machines, name) as (host, agent):
                     if cut_off:
                         told(name, "connected again")
                         cut_off = False
-                    async with hosts[name].agent() as agent:
-                        where = _where(hosts[name], cluster)
-                        async for said in agent.talk("follow", seats=seats, past=past, on=on, at=read, **where):
-                            if "line" in said:
-                                show(name, said["seat"], said["line"])
-                            if "at" in said:
-                                read[said["seat"]] = said["at"]
+                    where = _where(host, cluster)
+                    async for said in agent.talk("follow", seats=seats, past=past, on=on, at=read, **where):
+                        if "line" in said:
+                            show(name, said["seat"], said["line"])
+                        if "at" in said:
+                            read[said["seat"]] = said["at"]
                     return
             except HostError as error:
                 if not on:

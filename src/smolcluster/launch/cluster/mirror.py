@@ -21,7 +21,7 @@ from typing import Any
 
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.cluster.agent import proof_of
-from smolcluster.launch.cluster.control import RECONNECT_S, connected, way_to
+from smolcluster.launch.cluster.control import RECONNECT_S, reached
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.layout import Recorded
 from smolcluster.launch.cluster.record import state_folder, writing
@@ -88,18 +88,15 @@ class _Copying:
     async def _one(self, name: str) -> None:
         while True:
             try:
-                async with connected(way_to(self._cluster.machines, name)) as (hosts, problems):
-                    if name in problems:
-                        raise problems[name]
-                    async with hosts[name].agent() as agent:
-                        where: dict[str, Any] = {"folder": hosts[name].machine.folder, "name": self._cluster.name}
-                        async for told in agent.talk("copy", run=self._cluster.run, have=self._have(), **where):
-                            if "file" in told:
-                                with writing(self._folder):
-                                    put(self._folder, told)
-                            elif "up_to_date" in told:
-                                self._looked.add(name)
-                                self._tell()
+                async with reached(self._cluster.machines, name) as (host, agent):
+                    where: dict[str, Any] = {"folder": host.machine.folder, "name": self._cluster.name}
+                    async for told in agent.talk("copy", run=self._cluster.run, have=self._have(), **where):
+                        if "file" in told:
+                            with writing(self._folder):
+                                put(self._folder, told)
+                        elif "up_to_date" in told:
+                            self._looked.add(name)
+                            self._tell()
             except (HostError, SmolclusterError) as error:
                 self._problems[name] = getattr(error, "what", str(error))
                 self._tell()
