@@ -84,26 +84,11 @@ def report(found: list[Finding], *, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in found], indent=1))
     else:
-        widths = [max((len(part(finding)) for finding in found), default=0) for part in (_host, _layer, _verdict)]
-        for finding in found:
-            head = [
-                part(finding).ljust(width)
-                for part, width in zip((_host, _layer, _verdict), widths, strict=True)
-                if width
-            ]
-            print_text("  ".join([*head, finding.what]))
+        heads = [(finding.host, str(finding.layer), str(finding.verdict)) for finding in found]
+        widths = [max(map(len, column)) for column in zip(*heads, strict=True)]
+        for finding, cells in zip(found, heads, strict=True):
+            head = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True) if width)
+            print_text(f"{head}  {finding.what}")
             if finding.remedy and finding.verdict is not Verdict.GOOD:
-                print_text("  ".join([" " * len(cell) for cell in head] + [f"-> {finding.remedy}"]))
+                print_text(f"{' ' * len(head)}  -> {finding.remedy}")
     return 1 if any(finding.verdict is Verdict.BAD for finding in found) else 0
-
-
-def _host(finding: Finding) -> str:
-    return finding.host
-
-
-def _layer(finding: Finding) -> str:
-    return str(finding.layer)
-
-
-def _verdict(finding: Finding) -> str:
-    return str(finding.verdict)

@@ -42,7 +42,10 @@ def logs(
 ) -> int:
     """Show what processes print, wherever they run. Or start and stop a place that keeps it: `logs up`, `logs down`."""
     if node in ("up", "down"):
-        return _stack(node)
+        from smolcluster.launch import logstack
+
+        logstack.start(tell=typer.echo) if node == "up" else logstack.stop()
+        return 0
     if node == "push":
         return _push(run_dir, url)
     from smolcluster.cli.screen import print_text
@@ -82,17 +85,6 @@ async def _show(known: Recorded, chosen: list[str], *, seats: list[str], past: i
         return None
 
     return [problem for problem in await asyncio.gather(*map(one, chosen)) if problem is not None]
-
-
-def _stack(wish: str) -> int:
-    """Grafana and Loki, where there is Docker."""
-    from smolcluster.launch import logstack
-
-    if wish == "up":
-        logstack.start(tell=typer.echo)
-    else:
-        logstack.stop()
-    return 0
 
 
 def _push(run_dir: Path | None, url: str | None) -> int:

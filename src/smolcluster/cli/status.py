@@ -12,7 +12,7 @@ import typer
 
 from smolcluster.cli import options
 from smolcluster.observe.events import plain
-from smolcluster.observe.text import number
+from smolcluster.observe.text import clock, number
 
 if TYPE_CHECKING:
     from smolcluster.launch.cluster.layout import Recorded
@@ -65,7 +65,8 @@ def table(found: dict[str, Any]) -> list[str]:
 
     rows = [["process", "host", "state", "since", "restarts", "last line"]]
     for name, state in found["processes"].items():
-        since = _age(state.get("started")) if state["state"] == "running" else ""
+        running, started = state["state"] == "running", state.get("started")
+        since = clock(max(0.0, time.time() - started)) if running and started is not None else ""
         code = f" ({state['status']})" if state.get("status") not in (None, 0) else ""
         restarts = str(state["restarts"]) if state.get("restarts") else ""
         rows.append(
@@ -79,9 +80,9 @@ def table(found: dict[str, Any]) -> list[str]:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
         for row in rows
     ]
-    running = any(state.get("alive") for state in found["processes"].values())
+    alive = any(state.get("alive") for state in found["processes"].values())
     row, summary = found.get("row"), found.get("summary")
-    if summary is not None and not running:  # else it is of the time before `--resume`
+    if summary is not None and not alive:  # else it is of the time before `--resume`
         lines.append(outcome(summary))
     elif row is not None:
         lines.append(", ".join(_progress(row)))
@@ -100,11 +101,3 @@ def _progress(row: Mapping[str, Any]) -> Iterator[str]:
 
 def _short(line: str, most: int = 80) -> str:
     return line if len(line) <= most else line[: most - 3] + "..."
-
-
-def _age(began: float | None) -> str:
-    if began is None:
-        return ""
-    minutes, seconds = divmod(int(max(0.0, time.time() - began)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,7 +131,7 @@ def _before(name: str) -> Recorded | None:
 async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: bool, detach: bool) -> int:
     from smolcluster.cli.screen import print_line, print_note
     from smolcluster.launch.cluster import control
-    from smolcluster.launch.cluster.layout import SERVING, as_record, from_record
+    from smolcluster.launch.cluster.layout import SERVING, as_record, from_record, with_run
     from smolcluster.launch.cluster.record import put_back, recorded_as, remember
 
     layout = order.layout
@@ -143,8 +144,8 @@ async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: 
         running = await control.states(layout, hosts)
         alive = sorted(name for name, state in running.items() if state["alive"])
         if alive and before is not None and before.run != layout.run:
-            order = _again(order, before)
-            layout = order.layout
+            layout = with_run(layout, before.run)  # what runs already belongs to another run: the rest joins that one
+            order = dataclasses.replace(order, layout=layout)
         former = recorded_as(layout.name)
         try:
             record = {**as_record(layout), "said": said.record()}
@@ -179,15 +180,6 @@ async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: 
         told=print_note,
     )
     return await _result(recorded)
-
-
-def _again(order: Order, before: Recorded) -> Order:
-    """What runs already belongs to another run: the rest joins that one."""
-    import dataclasses
-
-    from smolcluster.launch.cluster.layout import with_run
-
-    return dataclasses.replace(order, layout=with_run(order.layout, before.run))
 
 
 async def _result(recorded: Recorded) -> int:
