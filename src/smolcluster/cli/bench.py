@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smolcluster.cli import options
+from smolcluster.cli.screen import print_text
+from smolcluster.errors import UserError
+from smolcluster.observe.text import supports
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -71,7 +74,6 @@ def scaling(
     efficiency = time on 1 / time on N / N for the same work, or with --weak throughput on N / (N x that of one).
     Workers are started here, on this machine; on others they cannot be started from here.
     """
-    from smolcluster.errors import UserError
     from smolcluster.launch.scaling import THREADS, Request, parse_sizes, run_scaling
 
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -106,7 +108,6 @@ def scaling(
 
 def _folder(out: Path | None) -> Path:
     from smolcluster.engine.run_dir import new_run_dir
-    from smolcluster.errors import UserError
 
     if out is None:
         return new_run_dir("scaling", "bench").path
@@ -118,9 +119,7 @@ def _folder(out: Path | None) -> Path:
 def _report(result: Scaling, folder: Path) -> int:
     from rich.console import Console
 
-    from smolcluster.cli.screen import print_text
     from smolcluster.observe.scaling import chart, remarks
-    from smolcluster.observe.text import supports
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for line, style in chart(result, unicode=supports(sys.stdout, "█│")):

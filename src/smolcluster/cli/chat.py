@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from smolcluster.cli.options import grouped
+from smolcluster.errors import UserError
 
 EXAMPLES = """Examples:
 smolcluster chat
@@ -54,7 +55,6 @@ def chat(
 
     A model without a chat template, such as one trained on plain text, continues what you write.
     """
-    from smolcluster.errors import UserError
     from smolcluster.serve.client import Client
     from smolcluster.serve.terminal import Chat, given, is_coloured, line_reader, print_pieces, read_all
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smolcluster.cli import options
+from smolcluster.cli.screen import print_text
+from smolcluster.errors import UserError, unknown_name
+from smolcluster.observe.text import printable
 
 if TYPE_CHECKING:
     from smolcluster.launch.discovery import Offer
@@ -32,8 +36,6 @@ def init(
     accept_new: options.AcceptNew = False,
 ) -> int:
     """Write a cluster file from what is found: this machine, hosts of ~/.ssh/config that answer, machines that `join`."""
-    from smolcluster.cli.screen import print_text
-    from smolcluster.errors import UserError
     from smolcluster.launch.cluster.finding import find_machines, write_file
 
     if out.exists():
@@ -95,7 +97,6 @@ def accept(
     cluster: Annotated[str | None, typer.Option(help="Name or file of the cluster. Default: started last.")] = None,
 ) -> int:
     """Take a machine that runs `smolcluster join`: type the code that it shows, and it gets the token and works."""
-    from smolcluster.errors import UserError
     from smolcluster.launch.pairing import PairingFailed
     from smolcluster.launch.pairing import accept as pair
 
@@ -106,8 +107,6 @@ def accept(
             facts = pair(line, given, ask=_ask)
     except PairingFailed as error:
         raise UserError(f"not taken: {error}") from error
-    from smolcluster.observe.text import printable
-
     typer.echo(f"{printable(str(facts.get('name')))[:60]} has the token, and joins as worker {given['rank']}")
     return 0
 
@@ -115,7 +114,6 @@ def accept(
 def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
     """Where the machine waits for somebody to take it. One with several links says all its addresses."""
     from smolcluster.comm.elastic.sockets import split_address
-    from smolcluster.errors import UserError, unknown_name
     from smolcluster.launch.discovery import find_offers
 
     if address is not None:
@@ -134,7 +132,6 @@ def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
 def _reached(places: list[tuple[str, int]]) -> socket.socket:
     """By the first of them that this machine has a way to."""
     from smolcluster.comm.elastic.sockets import join_address
-    from smolcluster.errors import UserError
 
     failed = []
     for place in places:
@@ -147,11 +144,8 @@ def _reached(places: list[tuple[str, int]]) -> socket.socket:
 
 def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[str, Any]:
     """What a machine gets: the cluster's name, its server, a token where one is needed, and a rank nobody has."""
-    import os
-
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.comm.elastic.security import find_tokens
-    from smolcluster.errors import UserError
     from smolcluster.launch.cluster.read import known_cluster
     from smolcluster.launch.cluster.record import recall, remember, state_folder
 
@@ -180,8 +174,6 @@ def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[st
 
 
 def _ask(facts: dict[str, Any]) -> str:
-    from smolcluster.observe.text import printable
-
     said = " ".join(printable(str(facts.get(key, "")))[:60] for key in ("name", "system"))
     typer.echo(f"{said} offers itself, and shows a code now")
     if sys.stdin.isatty():

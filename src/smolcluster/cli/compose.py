@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from smolcluster.cli import batch, options
+from smolcluster.errors import UserError
 
 EXAMPLES = """Examples:
 smolcluster compose gpt --strategy edp --workers 3 --out compose.yaml
@@ -34,7 +35,6 @@ def compose(
     user: Annotated[str | None, _docker(metavar="UID:GID", help="Owner of these. Default: you.")] = None,
 ) -> int:
     """Write a compose file: a server and workers, or ranks, each in a container on this machine."""
-    from smolcluster.errors import UserError
     from smolcluster.launch.batch import compose as batch_compose
     from smolcluster.launch.batch.containers import USER, default_image
 

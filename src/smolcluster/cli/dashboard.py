@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from smolcluster.cli import options
+from smolcluster.errors import UserError
 
 EXAMPLES = """Examples:
 smolcluster dashboard
@@ -80,7 +81,6 @@ def dashboard(
 
 def of_cluster(run_dir: Path | None, cluster: str) -> AbstractContextManager[Path]:
     """The run of a cluster, copied here for as long as it is looked at."""
-    from smolcluster.errors import UserError
     from smolcluster.launch.cluster.mirror import mirrored
     from smolcluster.launch.cluster.read import known_cluster
 

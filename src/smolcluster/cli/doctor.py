@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from smolcluster.cli.screen import print_text
 
 if TYPE_CHECKING:
     from smolcluster.launch.doctor.layers import Finding
@@ -64,8 +68,6 @@ def examine_cluster(
     accept_new: bool = False,
 ) -> list[Finding]:
     """As `up` would be given it: which machine leads, and where it listens, depends on the strategy."""
-    import asyncio
-
     from smolcluster.launch.cluster.layout import lay_out
     from smolcluster.launch.cluster.read import read_cluster
     from smolcluster.launch.doctor import cluster
@@ -76,9 +78,6 @@ def examine_cluster(
 
 
 def report(found: list[Finding], *, as_json: bool) -> int:
-    import dataclasses
-
-    from smolcluster.cli.screen import print_text
     from smolcluster.launch.doctor.layers import Verdict
 
     if as_json:

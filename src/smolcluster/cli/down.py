@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smolcluster.cli import options
+from smolcluster.cli.screen import print_note
 
 if TYPE_CHECKING:
     from smolcluster.launch.cluster.layout import Recorded
@@ -31,7 +32,6 @@ def down(
 
 
 async def _down(known: Recorded, *, now: bool) -> int:
-    from smolcluster.cli.screen import print_note
     from smolcluster.launch.cluster import control
 
     async with control.connected(known.machines) as (hosts, problems):

@@ -10,6 +10,7 @@ import typer
 
 from smolcluster.cli.chat import Key, Model, Sampling
 from smolcluster.cli.options import grouped
+from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
     from smolcluster.serve.client import Completes
@@ -51,7 +52,6 @@ def generate(
     sampling: Sampling,
 ) -> int:
     """Continue a text with a served model, or with one that is loaded for it, and print what follows."""
-    from smolcluster.errors import UserError
     from smolcluster.serve.terminal import given, print_pieces, read_all
 
     options = given(asdict(sampling) | {"stop": stop or None})
@@ -72,8 +72,6 @@ def generate(
 
 def _model_and_prompt(words: list[str], from_: str | None) -> tuple[str | None, str]:
     """PROMPT, or MODEL PROMPT as `smolcluster serve MODEL` has it."""
-    from smolcluster.errors import UserError
-
     if len(words) == 1:
         return from_, words[0]
     if len(words) == 2 and from_ is None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from smolcluster.errors import UserError
+
 EXAMPLES = """Examples:
 smolcluster import SmolLM2-135M runs/smollm
 smolcluster import model.gguf runs/smollm
@@ -25,7 +27,6 @@ def import_model(
 ) -> None:
     """Make a run at step 0 from a GPT-2, Llama, Qwen2 or Qwen3 model: its weights, tokenizer and chat template."""
     from smolcluster.engine.importing import import_gguf, import_model
-    from smolcluster.errors import UserError
 
     if not model.exists():
         raise UserError(f"there is no model at {model}; name a folder in Hugging Face's layout, or a *.gguf file")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from smolcluster.cli.screen import print_text
+from smolcluster.errors import UserError
+from smolcluster.observe.text import printable
 
 EXAMPLES = """Examples:
 smolcluster join
@@ -44,13 +51,9 @@ def join(
     ] = True,
 ) -> int:
     """Offer this machine on the local network, show a pairing code, and work for the cluster that takes it."""
-    import platform
-
     from smolcluster.config.checks import HOST_NAME
-    from smolcluster.errors import UserError
     from smolcluster.launch.discovery import announced, own_addresses
     from smolcluster.launch.joining import worker_spec
-    from smolcluster.observe.text import printable
 
     called = name or socket.gethostname().partition(".")[0]
     if not HOST_NAME.fullmatch(called):
@@ -87,7 +90,6 @@ class Given:
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Given:
         """Check what came over the network. Raises UserError."""
-        from smolcluster.errors import UserError
 
         def told(name: str, kind: Any, what: str) -> Any:
             value = fields.get(name)
@@ -130,9 +132,6 @@ def lent(own: Own, given: Mapping[str, Any]) -> str:
 
 def _door(address: str | None) -> socket.socket:
     """Where somebody may knock who wants to take this machine."""
-    import ipaddress
-
-    from smolcluster.errors import UserError
     from smolcluster.launch.discovery import own_addresses
 
     try:
@@ -145,8 +144,6 @@ def _door(address: str | None) -> socket.socket:
 
 def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
     """Whoever dials sees a code on this screen or does not; after a few that were not typed right it is enough."""
-    from smolcluster.cli.screen import print_text
-    from smolcluster.errors import UserError
     from smolcluster.launch.pairing import MOST_CODES, PairingFailed, offer
 
     shown: list[str] = []
@@ -167,8 +164,6 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
 
 def _work(name: str, given: Given, *, own: Own, keep: bool) -> int:
     """Be a worker of that cluster."""
-    import os
-
     from smolcluster.cli.ending import leave_after
     from smolcluster.comm.elastic.security import Entry, token_file
     from smolcluster.launch.joining import run_joined, worker_spec

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from smolcluster.cli import batch, options
+from smolcluster.errors import UserError
 
 EXAMPLES = """Examples:
 smolcluster k8s gpt --strategy fsdp --nodes 4 --gpus 1 --image registry.example.org/smolcluster:cuda --claim runs --submit
@@ -62,7 +63,6 @@ def k8s(
     max_restarts: Annotated[int, _kubernetes(help="Deaths that the run may go on after.")] = 10,
 ) -> int:
     """Write manifests for Kubernetes: a Job whose pods are ranks, or a server and workers. No cluster is spoken to."""
-    from smolcluster.errors import UserError
     from smolcluster.launch.batch import kubernetes
     from smolcluster.launch.batch.containers import default_image
     from smolcluster.launch.prepare import is_task
@@ -108,7 +108,6 @@ def k8s(
 def _token(file: Path | None, *, from_env: bool) -> str | None:
     """The one that the user asks for; nothing is taken from where it happens to lie."""
     from smolcluster.comm.elastic.security import TokenFile, find_tokens
-    from smolcluster.errors import UserError
 
     if file is not None and from_env:
         raise UserError("--token-from-file and --token-from-env: give one of them")

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smolcluster.cli.screen import print_line, print_note, print_text
+from smolcluster.errors import UserError, unknown_name
+
 if TYPE_CHECKING:
     from smolcluster.launch.cluster.host import HostError
     from smolcluster.launch.cluster.layout import Recorded
@@ -48,8 +51,6 @@ def logs(
         return 0
     if node == "push":
         return _push(run_dir, url)
-    from smolcluster.cli.screen import print_text
-    from smolcluster.errors import unknown_name
     from smolcluster.launch.cluster.read import known_cluster
 
     known = known_cluster(cluster)
@@ -71,7 +72,6 @@ def logs(
 
 async def _show(known: Recorded, chosen: list[str], *, seats: list[str], past: int, on: bool) -> list[HostError]:
     """What processes print, on all machines that can be asked. Returns what is wrong with the others."""
-    from smolcluster.cli.screen import print_line, print_note
     from smolcluster.launch.cluster import control
     from smolcluster.launch.cluster.host import HostError
 
@@ -90,7 +90,6 @@ async def _show(known: Recorded, chosen: list[str], *, seats: list[str], past: i
 def _push(run_dir: Path | None, url: str | None) -> int:
     """What was logged while Loki was away."""
     from smolcluster.config import load_config
-    from smolcluster.errors import UserError
     from smolcluster.observe.loki import push_rest
 
     if run_dir is None or not run_dir.is_dir():

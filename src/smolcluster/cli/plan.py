@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from smolcluster.cli import options
+from smolcluster.errors import UserError
 
 EXAMPLES = """Examples:
 smolcluster plan --memory
@@ -42,7 +43,6 @@ def plan(
     flags: options.ModelFlags,
 ) -> int:
     """Say what a run would need, and which strategies fit. Each rank is rehearsed without memory; nothing is trained."""
-    from smolcluster.errors import UserError
     from smolcluster.launch.prepare import prepare
 
     if not memory:
@@ -69,8 +69,6 @@ def plan(
 
 def _nodes(said: str | None) -> dict[str, Any]:
     """`4`, or `mini1,pi5`."""
-    from smolcluster.errors import UserError
-
     if said is None:
         return {}
     if re.fullmatch(r"\s*-?[0-9]+\s*", said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -44,6 +45,4 @@ def outcome(summary: Mapping[str, Any]) -> str:
 
 
 def _coloured() -> bool:
-    import os
-
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

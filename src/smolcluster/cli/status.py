@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smolcluster.cli import options
+from smolcluster.cli.screen import advised, outcome, print_text
 from smolcluster.observe.events import plain
 from smolcluster.observe.text import clock, number
 
@@ -28,7 +29,6 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
     """Say what every process of a cluster does. Status 1 if one has failed or a machine does not answer."""
-    from smolcluster.cli.screen import print_text
     from smolcluster.launch.cluster.read import known_cluster
 
     known = known_cluster(cluster)
@@ -61,8 +61,6 @@ async def _status(known: Recorded) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> list[str]:
     """For a person."""
-    from smolcluster.cli.screen import advised, outcome
-
     rows = [["process", "host", "state", "since", "restarts", "last line"]]
     for name, state in found["processes"].items():
         running, started = state["state"] == "running", state.get("started")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
+import socket
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from smolcluster.cli.screen import print_text
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,8 +96,6 @@ def show(
 @app.command("list", epilog="Example: smolcluster token list")
 def list_() -> None:
     """List every token that is accepted here, by public id, with the note that its line has. The first is current."""
-    from smolcluster.cli.screen import print_text
-
     source, entries = _found()
     typer.echo(f"in {source}:")
     for place, entry in enumerate(entries):
@@ -172,9 +173,6 @@ def _name(entry: Entry) -> str:
 
 
 def _entry(token: str) -> Entry:
-    import datetime
-    import socket
-
     from smolcluster.comm.elastic.security import Entry
 
     return Entry(token, note=f"made {datetime.date.today().isoformat()} on {socket.gethostname()}")

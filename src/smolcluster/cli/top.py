@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from smolcluster.cli import options
+from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
     from smolcluster.dashboard.reading import RunReader
@@ -29,8 +31,6 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print what is known now, and end.")] = False,
 ) -> int:
     """Watch a run in the terminal: machines, loss, events. Reads the run directory, also after the run."""
-    import sys
-
     from smolcluster.cli.dashboard import of_cluster
     from smolcluster.dashboard.server import choose
     from smolcluster.engine.run_dir import RUNS
@@ -47,7 +47,6 @@ def _show(folder: Path, run: str | None, *, once: bool) -> int:
     from smolcluster.dashboard.reading import RunReader
     from smolcluster.dashboard.runs import Runs
     from smolcluster.dashboard.terminal import print_once, watch
-    from smolcluster.errors import UserError
 
     def find() -> RunReader | None:
         name = run or Runs(folder).newest()

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from smolcluster.cli import options
+from smolcluster.errors import UserError
 
 EXAMPLES = """Examples:
 smolcluster train
@@ -69,7 +70,6 @@ def train(
 ) -> int:
     """Train a model on this machine's workers, or as one rank of a job on several machines."""
     from smolcluster.engine.run_dir import RunDir
-    from smolcluster.errors import UserError
     from smolcluster.launch.environment import assigned_place
     from smolcluster.launch.meeting import is_here
     from smolcluster.launch.plan import check_restartable, elastic_wish

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smolcluster.cli import options
+from smolcluster.cli.screen import advised, outcome, print_line, print_note, print_text
+from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
     from smolcluster.launch.cluster.control import Order
@@ -60,8 +62,6 @@ def up(
     ] = False,
 ) -> int:
     """Start a run on the machines of a cluster file over ssh, and show what they print. Ctrl-C leaves it running."""
-    from smolcluster.cli.screen import print_text
-    from smolcluster.errors import UserError
     from smolcluster.launch.cluster.layout import describe, lay_out
     from smolcluster.launch.cluster.read import Said, new_run, order_for
 
@@ -102,7 +102,6 @@ def up(
 
 def _resumed(said: Said, *, local: bool) -> Said:
     """What was said when the run began, and what is said now on top of it."""
-    from smolcluster.errors import UserError
     from smolcluster.launch.cluster.read import Said
 
     if said.file is None and not local:
@@ -119,7 +118,6 @@ def _resumed(said: Said, *, local: bool) -> Said:
 
 def _before(name: str) -> Recorded | None:
     """The cluster of this name as it was brought up last."""
-    from smolcluster.errors import UserError
     from smolcluster.launch.cluster.read import known_cluster
 
     try:
@@ -129,7 +127,6 @@ def _before(name: str) -> Recorded | None:
 
 
 async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: bool, detach: bool) -> int:
-    from smolcluster.cli.screen import print_line, print_note
     from smolcluster.launch.cluster import control
     from smolcluster.launch.cluster.layout import SERVING, as_record, from_record, with_run
     from smolcluster.launch.cluster.record import put_back, recorded_as, remember
@@ -184,7 +181,6 @@ async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: 
 
 async def _result(recorded: Recorded) -> int:
     """How the run ended."""
-    from smolcluster.cli.screen import advised, outcome, print_note, print_text
     from smolcluster.launch.cluster import control
 
     async with control.connected(recorded.machines) as (hosts, _):
