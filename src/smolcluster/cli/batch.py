@@ -39,13 +39,39 @@ class Run(options.Run):
         )
 
 
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here. Default: to the screen.")]
-
-MOST_NODES = 4096
-WorkersPerNode = Annotated[int | None, size(help="Workers on each. Default: one for each GPU, or one.")]
-Gpus = Annotated[int, size(help="GPUs of each machine; a worker computes on one.")]
 Cpus = Annotated[int | None, size(help="Processor cores for each worker.")]
-Time = Annotated[str | None, size(metavar="LIMIT", help="Longest time: 30 (minutes), 1:30:00, 2-12:00:00 (days).")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRun(Run):
+    """What to train in a job of several machines, and on how much."""
+
+    nodes: Annotated[int, size(max=4096, help="Machines, or pods.")] = 1
+    workers_per_node: Annotated[int | None, size(help="Workers on each. Default: one for each GPU, or one.")] = None
+    gpus: Annotated[int, size(help="GPUs of each machine; a worker computes on one.")] = 0
+    cpus: Cpus = None
+    memory: Annotated[
+        str | None,
+        size(metavar="SIZE", help="Memory of each, such as 16GB. Default: Slurm's; 4 GiB a worker in a pod."),
+    ] = None
+    time: Annotated[
+        str | None, size(metavar="LIMIT", help="Longest time: 30 (minutes), 1:30:00, 2-12:00:00 (days).")
+    ] = None
+
+    def plan(self, **more: Any) -> Job:
+        return Run.plan(
+            self,
+            nodes=self.nodes,
+            workers_per_node=self.workers_per_node,
+            gpus_per_node=self.gpus,
+            cpus_per_worker=self.cpus,
+            memory=self.memory,
+            time_limit=self.time,
+            **more,
+        )
+
+
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here. Default: to the screen.")]
 
 
 def deliver(text: str, out: Path | None, *, private: bool = False) -> None:

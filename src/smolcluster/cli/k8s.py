@@ -21,17 +21,9 @@ _kubernetes = options.panel("Kubernetes")
 
 @options.grouped
 def k8s(
-    run: batch.Run,
+    run: batch.ClusterRun,
     out: batch.Out = None,
     submit: Annotated[bool, typer.Option("--submit", help="Give it to `kubectl apply`.")] = False,
-    nodes: Annotated[int, batch.size(max=batch.MOST_NODES, help="Pods.")] = 1,
-    workers_per_node: batch.WorkersPerNode = None,
-    gpus: batch.Gpus = 0,
-    cpus: batch.Cpus = None,
-    memory: Annotated[
-        str | None, batch.size(metavar="SIZE", help="Memory of each pod, such as 16GB. Default: 4 GiB a worker.")
-    ] = None,
-    time: batch.Time = None,
     elastic: Annotated[
         str | None,
         batch.size(
@@ -70,15 +62,7 @@ def k8s(
     for source in run.sources or []:
         if is_task(source):
             kubernetes.check_task(source, image=image or "smolcluster:cpu")
-    job = run.plan(
-        nodes=nodes,
-        workers_per_node=workers_per_node,
-        gpus_per_node=gpus,
-        cpus_per_worker=cpus,
-        memory=memory,
-        time_limit=time,
-        elastic=elastic,
-    )
+    job = run.plan(elastic=elastic)
     token = _token(token_from_file, from_env=token_from_env)
     settings = kubernetes.Settings(
         image=image or default_image(job),

@@ -21,7 +21,7 @@ _as_sbatch = _slurm(help="As sbatch's.")
 
 @options.grouped
 def slurm(
-    run: batch.Run,
+    run: batch.ClusterRun,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where the run is written; all nodes must see it. Default: runs/<name>.")
     ] = None,
@@ -30,12 +30,6 @@ def slurm(
     submit: Annotated[
         bool, typer.Option("--submit", help="Write it to <name>.sbatch, or --out, and call sbatch.")
     ] = False,
-    nodes: Annotated[int, batch.size(max=batch.MOST_NODES, help="Machines.")] = 1,
-    workers_per_node: batch.WorkersPerNode = None,
-    gpus: batch.Gpus = 0,
-    cpus: batch.Cpus = None,
-    memory: Annotated[str | None, batch.size(metavar="SIZE", help="Memory of each machine, such as 16GB.")] = None,
-    time: batch.Time = None,
     partition: Annotated[str | None, _as_sbatch] = None,
     account: Annotated[str | None, _as_sbatch] = None,
     qos: Annotated[str | None, _as_sbatch] = None,
@@ -62,14 +56,7 @@ def slurm(
     """Write a job file for Slurm: one task per rank, or a server and its workers. Saves and goes on at the time limit."""
     from smolcluster.launch.batch import slurm as batch_slurm
 
-    job = run.plan(
-        nodes=nodes,
-        workers_per_node=workers_per_node,
-        gpus_per_node=gpus,
-        cpus_per_worker=cpus,
-        memory=memory,
-        time_limit=time,
-    )
+    job = run.plan()
     settings = batch_slurm.Settings(
         run_dir=(run_dir or Path("runs", job.name)).absolute(),
         folder=Path.cwd(),

@@ -169,7 +169,7 @@ def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
                 target.mkdir(parents=True, exist_ok=True)
                 target.chmod(
                     0o755
-                )  # processes in the containers are other users; whatever umask says, they must read this
+                )  # processes in the containers are other users: they must read this, whatever umask says
             elif not (target.exists() and path.relative_to(source).parts[0] in _YOURS):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())

@@ -39,7 +39,10 @@ class Found:
 
 def find_machines(ssh_config: Path | None, *, accept_new: bool = False, told: Callable[[str], None]) -> list[Found]:
     here = socket.gethostname().partition(".")[0] or "here"
-    known = machines_of_ssh(_text(ssh_config or Path("~/.ssh/config").expanduser()))
+    known: dict[str, Machine] = {}
+    with contextlib.suppress(OSError):
+        text = (ssh_config or Path("~/.ssh/config").expanduser()).read_text(encoding="utf-8", errors="replace")
+        known = machines_of_ssh(text)
     machines = {here: Machine(name=here, address=LOCAL)} | {n: m for n, m in known.items() if n != here}
     twice = _twice(machines)
     offers = _offers()
@@ -61,13 +64,6 @@ def find_machines(ssh_config: Path | None, *, accept_new: bool = False, told: Ca
 
 
 # What ssh knows
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def hosts_of_ssh(text: str) -> list[str]:

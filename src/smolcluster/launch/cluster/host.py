@@ -40,7 +40,6 @@ _PYTHONS = (
     *("python3", "python3.13", "python3.12", "python3.11", "/opt/homebrew/bin/python3", "/usr/local/bin/python3"),
     *("python", "py"),
 )
-_warned: set[str] = set()
 
 
 class HostError(SmolclusterError):
@@ -389,11 +388,10 @@ class KnownHosts:
             return [b""]
 
 
+@functools.cache
 def _warn_once(text: str) -> None:
     """Every machine is looked up in the same file."""
-    if text not in _warned:
-        _warned.add(text)
-        print("smolcluster:", printable(text), file=sys.stderr)
+    print("smolcluster:", printable(text), file=sys.stderr)
 
 
 def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostError:

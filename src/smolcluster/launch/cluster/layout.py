@@ -80,9 +80,8 @@ class Layout:
     machines: dict[str, Machine]
     seats: list[Seat]  # in the order in which they start; the first leads
     config: Config  # as the processes read it
-    ways: list[Way] = field(
-        default_factory=list
-    )  # from each machine to the lead's, where links say more than an address
+    # From each machine to the lead's, where links say more than an address.
+    ways: list[Way] = field(default_factory=list)
     addresses: dict[str, str] = field(default_factory=dict)  # where each machine finds the lead
     listens: tuple[str, int] = ("", 0)  # where the lead listens
     needs_token: bool = False

@@ -47,27 +47,19 @@ class Way:
 
 def find_way(links: Links, source: str, target: str) -> Way | None:
     """The way with the fewest machines between, over the links that are named first. None: no way is known."""
-    before: dict[str, tuple[str, str]] = {source: ("", "")}  # host -> the host before it, and the link between
+    paths: dict[str, list[tuple[LinkConfig, str]]] = {source: []}  # host -> the links to it, and where each leads
     queue = deque([source])
     while queue:
         here = queue.popleft()
-        if here == target:
-            break
-        for name, link in links.items():
+        for link in links.values():
             for other in link.hosts if here in link.hosts else ():
-                if other not in before:
-                    before[other] = (here, name)
+                if other not in paths:
+                    paths[other] = [*paths[here], (link, other)]
                     queue.append(other)
-    if target not in before or source == target:
+    if target not in paths or source == target:
         return None
-    steps: list[tuple[str, str]] = []  # each link, and the host it leads to
-    at = target
-    while at != source:
-        previous, link_name = before[at]
-        steps.insert(0, (link_name, at))
-        at = previous
-    hosts = [source, *(host for _, host in steps)]
-    passed = [links[name] for name, _ in steps]  # between each and the next
+    hosts = [source, *(host for _, host in paths[target])]
+    passed = [link for link, _ in paths[target]]  # between each and the next
     there, back = _net(passed[-1], target), _net(passed[0], source)
     routes = [Route(hosts[at], there, link.hosts[hosts[at + 1]]) for at, link in enumerate(passed[:-1])]
     routes += [Route(hosts[at + 1], back, passed[at].hosts[hosts[at]]) for at in range(len(passed) - 1, 0, -1)]

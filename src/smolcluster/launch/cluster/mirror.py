@@ -37,7 +37,6 @@ def mirrored(cluster: Recorded) -> Iterator[Path]:
     with writing(folder):
         pass  # that it is there
     copying = _Copying(cluster, folder)
-    copying.start()
     try:
         copying.wait_for_all()
         yield folder
@@ -48,15 +47,13 @@ def mirrored(cluster: Recorded) -> Iterator[Path]:
 class _Copying:
     def __init__(self, cluster: Recorded, folder: Path) -> None:
         self._cluster, self._folder = cluster, folder
-        self._loop = asyncio.new_event_loop()
         self._names = list(dict.fromkeys(cluster.hosts.values()))
         self._all_said = threading.Event()
         self._looked: set[str] = set()  # machines of which everything is here
         self._problems: dict[str, str] = {}
-        self._task: asyncio.Task[Any] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._all())
         self._thread = threading.Thread(target=self._work, name="smolcluster-mirror", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def wait_for_all(self) -> None:
@@ -68,15 +65,12 @@ class _Copying:
 
     def stop(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(lambda: self._task.cancel() if self._task is not None else None)
+            self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(timeout=5.0)
 
     def _work(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._task = self._loop.create_task(self._all())
-        with contextlib.suppress(asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError), contextlib.closing(self._loop):
             self._loop.run_until_complete(self._task)
-        self._loop.close()
 
     async def _all(self) -> None:
         await asyncio.gather(*(self._one(name) for name in self._names))
