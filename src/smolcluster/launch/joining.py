@@ -205,10 +205,13 @@ class _Pushing(Sink):
             except OSError as error:
                 if own:
                     raise UserError(f"there is no place for a temporary log ({error}); give --log-dir") from error
-        self._path = None if log_dir is None else log_dir / log_path("", spec.role, spec.rank, spec.host).name
-        self._log_to(self._path)
+        path = None if log_dir is None else log_dir / log_path("", spec.role, spec.rank, spec.host).name
+        self._log_to(path)
         if own:
-            self._push_to(own)
+            from smolcluster.observe.loki import start_pushing
+
+            assert path is not None
+            self._pusher = start_pushing(path, url=own, role=spec.role, rank=spec.rank, host=spec.host)
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted) and self._pusher is None:
@@ -230,13 +233,6 @@ class _Pushing(Sink):
         spec = self._spec
         level = spec.overrides.get("logging.level", "INFO")
         setup_logging(path, level=level, role=spec.role, rank=spec.rank, host=spec.host)
-
-    def _push_to(self, url: str) -> None:
-        from smolcluster.observe.loki import start_pushing
-
-        spec = self._spec
-        assert self._path is not None
-        self._pusher = start_pushing(self._path, url=url, role=spec.role, rank=spec.rank, host=spec.host)
 
     def _forget(self) -> None:
         if self._temporary is not None:

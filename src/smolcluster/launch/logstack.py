@@ -126,11 +126,8 @@ def stop(folder: Path | None = None, *, remove_data: bool = False) -> None:
 def find_compose() -> list[str]:
     """`docker compose`, or the older `docker-compose`."""
     docker = shutil.which("docker")
-    if docker is not None:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            asked = subprocess.run([docker, "compose", "version"], capture_output=True, timeout=30, check=False)
-            if asked.returncode == 0:
-                return [docker, "compose"]
+    if docker is not None and _failure(docker, "compose", "version", within_s=30) is None:
+        return [docker, "compose"]
     older = shutil.which("docker-compose")
     if older is not None:
         return [older]
@@ -147,16 +144,18 @@ def find_compose() -> list[str]:
 def _check_docker() -> None:
     """A client without its daemon would fail later, and in other words."""
     docker = shutil.which("docker")
-    if docker is None:
-        return
+    failure = None if docker is None else _failure(docker, "info", within_s=60)
+    if failure is not None:
+        raise UserError(f"docker does not work here: {failure}; start it, then try again")
+
+
+def _failure(*command: str, within_s: float) -> str | None:
+    """The last that a command says when it fails; None when it does not."""
     try:
-        asked = subprocess.run([docker, "info"], capture_output=True, timeout=60, check=False, text=True)
-        said = asked.stderr.strip().splitlines()
-        if asked.returncode == 0:
-            return
+        asked = subprocess.run(command, capture_output=True, timeout=within_s, check=False, text=True)
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = [str(error)]
-    raise UserError(f"docker does not work here: {said[-1] if said else 'it says nothing'}; start it, then try again")
+        return str(error)
+    return None if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
 
 
 def write_files(folder: Path, settings: Mapping[str, str]) -> dict[str, str]:

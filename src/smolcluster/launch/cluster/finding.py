@@ -157,14 +157,12 @@ async def _ask(machines: Mapping[str, Machine], *, accept_new: bool) -> dict[str
     found: dict[str, tuple[dict[str, Any], str]] = {}
     async with control.connected(machines, accept_new=accept_new) as (hosts, problems):
         for name, machine in machines.items():
-            error: SmolclusterError | None = problems.get(name)
-            if error is None:
-                try:
-                    found[name] = await hosts[name].ask("look", folder=machine.folder, name="none"), ""
-                    continue
-                except SmolclusterError as caught:
-                    error = caught
-            found[name] = {}, str(error).removeprefix(f"{name}: ")
+            try:
+                if name in problems:
+                    raise problems[name]
+                found[name] = await hosts[name].ask("look", folder=machine.folder, name="none"), ""
+            except SmolclusterError as error:
+                found[name] = {}, str(error).removeprefix(f"{name}: ")
     return found
 
 

@@ -71,12 +71,10 @@ class Host:
         finally:
             await agent.close()
 
-    async def ask(
-        self, op: str, *, told: Callable[[str], None] | None = None, data: bytes | None = None, **said: Any
-    ) -> Any:
-        """One question to a fresh agent. `told` hears what it says while it works."""
+    async def ask(self, op: str, **said: Any) -> Any:
+        """Ask a fresh agent, as `Agent.ask` does."""
         async with self.agent() as agent:
-            return await agent.ask(op, told=told, data=data, **said)
+            return await agent.ask(op, **said)
 
     async def close(self) -> None:
         if self.connection is not None:
@@ -189,7 +187,7 @@ class Agent:
     async def ask(
         self, op: str, *, told: Callable[[str], None] | None = None, data: bytes | None = None, **said: Any
     ) -> Any:
-        """One question, and its answer."""
+        """Send a question and return its answer. `told` is called with each line that reports progress."""
         async for answer in self.talk(op, data=data, **said):
             if "say" in answer and told is not None:
                 told(answer["say"])
