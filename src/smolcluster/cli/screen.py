@@ -20,7 +20,9 @@ def print_line(host: str, process: str, line: str) -> None:
     """A line that a process printed."""
     colour = _given.setdefault(process, _COLOURS[len(_given) % len(_COLOURS)])
     name = process if process.endswith(host) else f"{process}@{host}"
-    typer.echo(f"{typer.style(name, fg=colour) if _coloured() else name} | {printable(advised(line))}")
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        name = typer.style(name, fg=colour)
+    typer.echo(f"{name} | {printable(advised(line))}")
 
 
 def print_note(host: str, text: str) -> None:
@@ -42,7 +44,3 @@ def outcome(summary: Mapping[str, Any]) -> str:
     """How a run ended, in a line."""
     loss = summary.get("val_loss")
     return f"{summary['status']}: {summary['steps']} steps" + ("" if loss is None else f", val loss {number(loss)}")
-
-
-def _coloured() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -77,7 +77,7 @@ def worker_spec(
     if server is None:
         raise UserError("where is the server? Give --server HOST:PORT, as the server prints it when it starts")
     _check_address(server)
-    own = _own_values(said)
+    own = _values(said.model_dump(mode="json"), [key for key in _said_keys(said) if key in OWN_KEYS])
     if sources:  # resolved, in the configuration itself
         own = {key: value for key, value in own.items() if key not in ("data.name", "data.tokenizer")}
     if batch_size is not None:
@@ -158,10 +158,6 @@ def own_overrides(config: Config, *, same_machine: bool) -> list[str]:
 
 def _values(plain: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {key: plain[section][name] for key in keys for section, _, name in [key.partition(".")]}
-
-
-def _own_values(config: Config) -> dict[str, Any]:
-    return _values(config.model_dump(mode="json"), [key for key in _said_keys(config) if key in OWN_KEYS])
 
 
 def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> int:

@@ -72,6 +72,8 @@ def plan_job(
     elastic: str | None = None,
 ) -> Job:
     """From what the user said to a job that can run: the configuration is read, and the strategy asked whether it fits."""
+    from smolcluster.compute.memory import parse_size
+
     workers_per_node = workers_per_node if workers_per_node is not None else max(1, gpus_per_node)
     _check_counts(nodes=nodes, workers=workers_per_node, gpus=gpus_per_node, cpus=cpus_per_worker)
     wish = None if elastic is None else _elastic(elastic, nodes=nodes, workers_per_node=workers_per_node)
@@ -106,7 +108,7 @@ def plan_job(
         workers_per_node=workers_per_node,
         gpus_per_node=gpus_per_node,
         cpus_per_worker=cpus_per_worker,
-        memory_bytes=None if memory is None else _memory(memory),
+        memory_bytes=None if memory is None else parse_size(memory, what="--memory"),
         time_limit_s=None if time_limit is None else parse_time(time_limit),
         elastic=wish,
     )
@@ -198,9 +200,3 @@ def _absolute(source: str) -> str:
     if known and (not source.endswith(".yaml") or not Path(source).exists()):
         return source
     return str(Path(source).expanduser().resolve())
-
-
-def _memory(text: str) -> int:
-    from smolcluster.compute.memory import parse_size
-
-    return parse_size(text, what="--memory")

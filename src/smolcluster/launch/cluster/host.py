@@ -408,7 +408,8 @@ def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostEr
             what = f"{place} refuses connections" + ("" if machine.port else f" on port {port}")
             return wrong(what, remedy, layer="port")
         case asyncssh.HostKeyNotVerifiable() if known.changed:
-            remedy = f"if the machine was set up anew, forget the old key: ssh-keygen -R {_known_name(machine)}"
+            known_as = machine.address if port == 22 else f"'[{machine.address}]:{port}'"
+            remedy = f"if the machine was set up anew, forget the old key: ssh-keygen -R {known_as}"
             return wrong(f"the host key of {place} has CHANGED since it was last seen", remedy, layer="host key")
         case asyncssh.HostKeyNotVerifiable():
             remedy = f"connect once by hand (ssh {_by_hand(machine)}), or use --accept-new"
@@ -449,7 +450,3 @@ def _by_hand(machine: Machine) -> str:
     user = f"{machine.user}@" if machine.user else ""
     port = f"-p {machine.port} " if machine.port else ""
     return f"{port}{user}{machine.address}"
-
-
-def _known_name(machine: Machine) -> str:
-    return f"'[{machine.address}]:{machine.port}'" if machine.port and machine.port != 22 else machine.address

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -19,7 +20,6 @@ from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, remedy, 
 from smolcluster.observe.text import size
 
 ROOM_BYTES = 2 << 30
-OLDEST = (3, 11)
 ANSWER_S = 120.0  # torch from a slow disk takes a while
 _SILENT = "no answer; the driver is stuck"
 
@@ -37,19 +37,12 @@ print(json.dumps({
 
 
 def examine() -> Iterator[Finding]:
-    yield _python()
+    yield good(Layer.PYTHON, f"Python {platform.python_version()}")  # an older one than we need does not get here
     yield from _torch_and_gpu()
     yield _disk()
     yield _name()
     yield _token()
     yield _mdns()
-
-
-def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < OLDEST:  # pragma: no cover - the package does not even install there
-        return bad(Layer.PYTHON, f"Python {version}")
-    return good(Layer.PYTHON, f"Python {version}")
 
 
 def _torch_and_gpu() -> Iterator[Finding]:
