@@ -75,7 +75,7 @@ Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here. D
 
 
 def deliver(text: str, out: Path | None, *, private: bool = False) -> None:
-    """To a file, or to the screen."""
+    """Write the text to a file, or to standard output."""
     if out is None:
         typer.echo(text, nl=False)
         return
@@ -86,5 +86,5 @@ def deliver(text: str, out: Path | None, *, private: bool = False) -> None:
 
 
 def note(text: str) -> None:
-    """For the person, not for the pipe."""
+    """Print to standard error: for the user, not for the pipe."""
     typer.echo(text, err=True)

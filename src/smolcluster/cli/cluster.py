@@ -112,7 +112,7 @@ def accept(
 
 
 def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
-    """Where the machine waits for somebody to take it. One with several links says all its addresses."""
+    """Return the addresses at which the machine listens. One with several links announces all of them."""
     from smolcluster.comm.elastic.sockets import split_address
     from smolcluster.launch.discovery import find_offers
 
@@ -130,7 +130,7 @@ def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
 
 
 def _reached(places: list[tuple[str, int]]) -> socket.socket:
-    """By the first of them that this machine has a way to."""
+    """Connect to the first address that this machine can reach."""
     from smolcluster.comm.elastic.sockets import join_address
 
     failed = []
@@ -143,7 +143,7 @@ def _reached(places: list[tuple[str, int]]) -> socket.socket:
 
 
 def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[str, Any]:
-    """What a machine gets: the cluster's name, its server, a token where one is needed, and a rank nobody has."""
+    """What a machine gets: the cluster's name, its server, a token where one is needed, and a free rank."""
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.comm.elastic.security import find_tokens
     from smolcluster.launch.cluster.read import known_cluster

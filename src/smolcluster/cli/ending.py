@@ -1,4 +1,4 @@
-"""How a command ends: what went wrong is said in one place, and a process that was a worker does not linger."""
+"""How a command ends: errors are reported in one place, and a process that was a worker does not linger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smolcluster.errors import SmolclusterError
 
 
 def tell(error: SmolclusterError) -> int:
-    """Say on the screen what went wrong; returns the exit status for it."""
+    """Print the error to standard error and return its exit status."""
     from smolcluster.observe.text import printable
 
     print("smolcluster:", printable(str(error), keep="\t\n"), file=sys.stderr)

@@ -131,7 +131,7 @@ def lent(own: Own, given: Mapping[str, Any]) -> str:
 
 
 def _door(address: str | None) -> socket.socket:
-    """Where somebody may knock who wants to take this machine."""
+    """Listen for a cluster that wants to take this machine."""
     from smolcluster.launch.discovery import own_addresses
 
     try:
@@ -143,7 +143,7 @@ def _door(address: str | None) -> socket.socket:
 
 
 def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
-    """Whoever dials sees a code on this screen or does not; after a few that were not typed right it is enough."""
+    """Pair with the cluster that connects and return what it sends. Gives up after MOST_CODES codes that were mistyped."""
     from smolcluster.launch.pairing import MOST_CODES, PairingFailed, offer
 
     shown: list[str] = []

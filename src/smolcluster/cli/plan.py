@@ -42,7 +42,7 @@ def plan(
     *,
     flags: options.ModelFlags,
 ) -> int:
-    """Say what a run would need, and which strategies fit. Each rank is rehearsed without memory; nothing is trained."""
+    """Say what a run would need, and which strategies fit. Each rank runs a step on fake tensors; nothing is trained."""
     from smolcluster.launch.prepare import prepare
 
     if not memory:
@@ -82,7 +82,7 @@ def _nodes(said: str | None) -> dict[str, Any]:
 
 
 def _progress() -> Any:
-    """A line that tells how far it is, where somebody watches."""
+    """Return a function that shows the progress on one line; None where no terminal shows it."""
     if not sys.stderr.isatty():
         return None
 

@@ -77,6 +77,6 @@ def stage(
 
 def _until_its_end(stop: threading.Event) -> None:
     with contextlib.suppress(OSError):
-        while os.read(0, 4096):  # not through sys.stdin, which could not be put away at the end while somebody reads it
+        while os.read(0, 4096):  # not through sys.stdin, which cannot be closed at the end while a thread reads it
             pass
     stop.set()

@@ -60,7 +60,7 @@ async def _status(known: Recorded) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """For a person."""
+    """Return the lines of the table that the user reads."""
     rows = [["process", "host", "state", "since", "restarts", "last line"]]
     for name, state in found["processes"].items():
         running, started = state["state"] == "running", state.get("started")

@@ -107,7 +107,7 @@ def _resumed(said: Said, *, local: bool) -> Said:
     if said.file is None and not local:
         before = Said.recall(None)
     else:
-        with contextlib.suppress(UserError):  # that there is no run is told with the cluster's name
+        with contextlib.suppress(UserError):  # that there is no run is reported later, with the cluster's name
             before = Said.recall(said.read().name)
             return said if before is None else said.after(before)
         return said
@@ -148,7 +148,7 @@ async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: 
             record = {**as_record(layout), "said": said.record()}
             begun = await control.up(order, hosts, told=print_note, begins=lambda: remember(record))
         except BaseException:  # what was started is stopped again: the cluster is what it was
-            with contextlib.suppress(OSError):  # what went wrong first is told
+            with contextlib.suppress(OSError):  # the first error is the one to report
                 put_back(layout.name, former)
             raise
         _RUNNING.append(layout.name)

@@ -47,7 +47,7 @@ def _zeroconf(interfaces: Sequence[str] | None) -> Any:
 
 @contextlib.contextmanager
 def announced(name: str, port: int, *, addresses: Sequence[str], system: str) -> Iterator[None]:
-    """As long as this lasts, others find this machine."""
+    """Announce this machine on the local network while the context lasts."""
     network = _zeroconf([a for a in addresses if ":" not in a] or None)
     from zeroconf import NonUniqueNameException, ServiceInfo
 
@@ -74,14 +74,14 @@ def announced(name: str, port: int, *, addresses: Sequence[str], system: str) ->
 def find_offers(
     *, within_s: float = BROWSE_S, wanted: str | None = None, interfaces: Sequence[str] | None = None
 ) -> list[Offer]:
-    """Who offers itself now. Ends as soon as the one that is wanted is there."""
+    """Return the machines that offer themselves now. Returns early once the `wanted` one is found."""
     network = _zeroconf(interfaces)
     from zeroconf import ServiceBrowser, ServiceStateChange
 
     found: dict[str, Offer] = {}
     changed = threading.Condition()
 
-    def heard(zeroconf: Any, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+    def on_change(zeroconf: Any, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         if state_change is ServiceStateChange.Removed:
             found.pop(name, None)
             return
@@ -91,13 +91,13 @@ def find_offers(
             return
         system = (info.properties.get(b"system") or b"").decode("utf-8", "replace")[:40]
         label = name.removesuffix(f".{KIND}")
-        if not HOST_NAME.fullmatch(label):  # what `join` would not announce is not written into anybody's file
+        if not HOST_NAME.fullmatch(label):  # `join` announces no such name: it must not get into a cluster file
             return
         with changed:
             found[name] = Offer(name=label, addresses=addresses, port=info.port, system=system)
             changed.notify_all()
 
-    browser = ServiceBrowser(network, KIND, handlers=[heard])
+    browser = ServiceBrowser(network, KIND, handlers=[on_change])
     try:
         deadline = time.monotonic() + within_s
         with changed:

@@ -260,7 +260,7 @@ def dial_address(bind: str, port: int) -> str:
 
 
 def invitation(config: Config, port: int) -> Iterator[str]:
-    """How workers join, in the words of the command."""
+    """Yield the commands by which workers join."""
     cluster = config.cluster
     host = cluster.bind
     if host in _ANY:

@@ -1,4 +1,4 @@
-"""One rank that somebody else started: torchrun, a batch system, or a person on each machine.
+"""One rank that another launcher started: torchrun, a batch system, or a person on each machine.
 
     torchrun             RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment; at a restart also
                          TORCHELASTIC_RESTART_COUNT: the run in --run-dir goes on from its last checkpoint
@@ -52,7 +52,7 @@ def assigned_place(
     srun: bool = True,
     environ: Mapping[str, str] = os.environ,
 ) -> Assigned | None:
-    """Where this process stands in a world somebody else made; None when we make the world ourselves.
+    """Return the place of this process in a world that another launcher made; None when we make the world ourselves.
 
     `srun` False: a task of srun is no rank but starts some itself, as `train --elastic` does.
     """
@@ -108,7 +108,7 @@ def slurm_place(environ: Mapping[str, str]) -> Assigned | None:
 
 
 def local_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Which of the workers on this machine this process is, and of how many; where nobody says, it is the only one."""
+    """Which of the workers on this machine this process is, and of how many; without such variables it is the only one."""
     if environ.get("LOCAL_RANK"):
         return _number("LOCAL_RANK", environ), _number("LOCAL_WORLD_SIZE", environ, default=1)
     if environ.get("SLURM_STEP_ID"):

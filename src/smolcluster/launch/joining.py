@@ -183,7 +183,7 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
 class _Pushing(Sink):
     """The log of this worker, and its push to Loki where its owner names one.
 
-    Without a folder for logs the lines wait in a temporary file, which goes when they have arrived or nobody wants them.
+    Without a folder for logs the lines wait in a temporary file, which is removed when they have arrived or are not wanted.
     """
 
     def __init__(self, spec: WorkerSpec, log_dir: Path | None, sinks: list[Sink]) -> None:
@@ -238,7 +238,7 @@ class _Pushing(Sink):
 
 
 class _Farewell(Sink):
-    """Says on the screen why this worker ends, when all is well."""
+    """Report on the screen why this worker ends, when all is well."""
 
     def __init__(self, spec: WorkerSpec, sinks: list[Sink]) -> None:
         self._server, self._sinks = spec.server, sinks

@@ -54,7 +54,7 @@ class Stack:
     prometheus: str
 
     def lines(self) -> list[str]:
-        """What a person wants to know of it."""
+        """Return how to use it, for the user."""
         return [
             f"Grafana     {self.grafana}   user admin, the password is in {self.folder / '.env'}",
             f"Loki        {self.loki}",
@@ -68,7 +68,7 @@ class Stack:
 
 
 def data_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the files are run from, unless somebody says otherwise."""
+    """Return the default folder that the files are run from."""
     if sys.platform == "win32":
         base = Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -193,7 +193,7 @@ def _read(folder: Path) -> dict[str, str]:
 
 
 def _run(command: list[str], folder: Path, environ: Mapping[str, str]) -> None:
-    """Docker tells of its work itself, on standard error."""
+    """Run it. Docker reports its progress itself, on standard error."""
     status = subprocess.run(command, cwd=folder, env={**os.environ, **environ}, stdout=2, check=False)
     if status.returncode != 0:
         name = " ".join([Path(command[0]).name, *command[1:]])

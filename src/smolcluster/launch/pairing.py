@@ -6,10 +6,10 @@
                                              <----   my key, my nonce: must be what was committed to
       shows the code, 5 + 5 digits                   asks the user for the code
         first five: drawn by chance                    last five must be what it works out itself, or it ends here
-        last five: from both keys and nonces  <----   proof: it was told the first five
+        last five: from both keys and nonces  <----   proof: it knows the first five
       checks the proof                       <----   sealed: token, server, rank
 
-Somebody between the two has other keys on each side, so the last five digits differ and the user is told. Somebody who has not
+A third party between the two has other keys on each side, so the last five digits differ and the user sees it. One that has not
 seen the screen does not know the first five, and has one guess for each code; after three codes the machine offers itself no
 more. Keys are made anew for every attempt (X25519), what is sealed is sealed with ChaCha20-Poly1305.
 """
@@ -30,7 +30,7 @@ from smolcluster.errors import MissingExtra, SmolclusterError
 PROTOCOL = "smolcluster-pair-1"
 MOST_BYTES = 64 << 10
 ANSWER_S = 15.0
-TYPING_S = 300.0  # somebody walks from one screen to the other
+TYPING_S = 300.0  # the user walks from one screen to the other
 MOST_CODES = 3
 
 
@@ -81,7 +81,7 @@ class Agreement:
 
     @property
     def digits(self) -> str:
-        """Five, which differ when somebody is between the two."""
+        """Five digits, which differ when a third party is between the two."""
         return f"{int.from_bytes(self._derive('digits')[:8]) % 100_000:05}"
 
     def proof(self, secret: str) -> str:
@@ -120,7 +120,7 @@ class _Line:
         except OSError as error:
             raise PairingFailed(f"the connection was lost: {error.strerror or error}") from error
 
-    def hear(self, within_s: float = ANSWER_S) -> dict[str, Any]:
+    def receive(self, within_s: float = ANSWER_S) -> dict[str, Any]:
         deadline = time.monotonic() + within_s
         try:
             while b"\n" not in self._rest:
@@ -158,25 +158,25 @@ def _bytes(said: dict[str, Any], name: str, size: int) -> bytes:
 
 
 def _same(one: str, other: str) -> bool:
-    """In a time that does not tell how much of it was right; whatever letters a stranger sends."""
+    """Compare in constant time, whatever characters the peer sends."""
     return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
 
 
 def offer(line: socket.socket, facts: dict[str, Any], *, show: Callable[[str], None]) -> dict[str, Any]:
     """The new machine's side of one attempt. `show` gets the code. Returns what the cluster gave. Raises PairingFailed."""
     talk, side = _Line(line), _Side()
-    hello = talk.hear()
+    hello = talk.receive()
     if hello.get("protocol") != PROTOCOL:
         raise PairingFailed(f"the other side speaks {hello.get('protocol')!r}, not {PROTOCOL}")
     talk.send(key=side.key.hex(), nonce=side.nonce.hex(), facts=facts)
-    said = talk.hear()
+    said = talk.receive()
     key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)
     if not _same(commitment(key, nonce), str(hello.get("commitment"))):
         raise PairingFailed("the other side changed its key on the way")
     agreed = side.agree(key, nonce, dialled=False)
     secret = f"{secrets.randbelow(100_000):05}"
     show(f"{secret}-{agreed.digits}")
-    answer = talk.hear(TYPING_S)
+    answer = talk.receive(TYPING_S)
     if not _same(agreed.proof(secret), str(answer.get("proof"))):
         raise PairingFailed("the code was not typed as it was shown")
     given = agreed.open(str(answer.get("sealed")))
@@ -189,7 +189,7 @@ def accept(line: socket.socket, given: dict[str, Any], *, ask: Callable[[dict[st
     handed. Returns the facts. Raises PairingFailed."""
     talk, side = _Line(line), _Side()
     talk.send(protocol=PROTOCOL, commitment=side.commitment)
-    said = talk.hear()
+    said = talk.receive()
     key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)
     facts = said.get("facts")
     if not isinstance(facts, dict):
@@ -204,5 +204,5 @@ def accept(line: socket.socket, given: dict[str, Any], *, ask: Callable[[dict[st
             "that is not the code of this connection: mistyped, or somebody is between; nothing was handed out"
         )
     talk.send(proof=agreed.proof(typed[:5]), sealed=agreed.seal(given))
-    talk.hear()
+    talk.receive()
     return facts

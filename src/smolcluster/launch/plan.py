@@ -34,7 +34,7 @@ class Elastic:
 def elastic_wish(
     text: str | None, *, workers: int | None, endpoint: str | None, max_restarts: int | None, by_hand: object = None
 ) -> Elastic | None:
-    """What the user asks for by --elastic and its companions; None without. `by_hand`: somebody else starts the ranks."""
+    """What the user asks for by --elastic and its companions; None without. `by_hand`: another launcher starts the ranks."""
     if text is None:
         needs = "--rdzv-endpoint" if endpoint is not None else "--max-restarts" if max_restarts is not None else None
         if needs is not None:

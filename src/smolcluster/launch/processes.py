@@ -77,8 +77,8 @@ class Child:
         return UserError(self.failed.message) if self.failed is not None and self.failed.kind == "user" else None
 
 
-# Events of all processes in one queue; None ends a process's. A notice from nobody is the user's wish to stop, None from
-# nobody something else that the policy should look at.
+# Events of all processes in one queue; None ends a process's. A notice without a process is the user's wish to stop, None
+# without a process something else that the policy should look at.
 Inbox = queue.SimpleQueue[tuple[Child | None, Event | None]]
 
 
@@ -162,7 +162,7 @@ def _read(child: Child, inbox: Inbox) -> None:
 
 @contextlib.contextmanager
 def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[list[int]]:
-    """The first Ctrl-C, SIGTERM or SIGHUP is a notice from nobody in the inbox; the second ends all. Yields those that came.
+    """Put a notice of no process into the inbox at the first Ctrl-C, SIGTERM or SIGHUP; kill all at the second. Yields both.
 
     Two at once are one: `timeout` sends its signal to the process and to its group.
     """
@@ -200,7 +200,7 @@ def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[l
 
 
 def is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    """Whether somebody has stopped it (SIGSTOP, Ctrl-Z)."""
+    """Return whether it is stopped (SIGSTOP, Ctrl-Z)."""
     if sys.platform == "win32" or process.returncode is not None:
         return False
     with contextlib.suppress(ChildProcessError):

@@ -40,7 +40,7 @@ SETTLE_S = 0.5  # a worker lost another: so long the other has to be found dead
 NEWS_S = 0.1  # what others said just before is heard first
 DRAIN_S = 60.0  # workers that are asked to save and leave take so long at most
 GATHER_S = 600.0  # a run with too few workers waits so long for more
-PATIENCE_S = 10.0  # after that a user is told what is waited for
+PATIENCE_S = 10.0  # after that the launcher reports what it waits for
 HOME_S = 3.0  # the others have heard that the run is over
 
 _PROCESS = "smolcluster.engine.ready"

@@ -82,7 +82,7 @@ def deal(agents: Mapping[int, Fields], sizes: Sequence[int]) -> tuple[int, list[
 def next_round(
     current: Decree, agents: Mapping[int, Fields], sizes: Sequence[int], *, last_call: bool
 ) -> tuple[int, list[list[int]]] | None:
-    """What the next round would be; None while it cannot begin. `last_call`: nobody else is waited for."""
+    """What the next round would be; None while it cannot begin. `last_call`: do not wait for more machines."""
     ready = {number: fields for number, fields in agents.items() if int(fields.get("asks", 0)) > current.number}
     members = {number for number, _ in current.parts}
     if any(number in members and number not in ready for number in agents):
@@ -122,7 +122,7 @@ def broken(
 
 
 def _is_launcher(fields: Fields) -> bool:
-    """Anybody may speak at the endpoint; what is not said as a launcher says it is not listened to."""
+    """Return whether these are the fields of a launcher: any process may connect to the endpoint."""
     return isinstance(fields.get("workers"), int) and isinstance(fields.get("asks", 0), int)
 
 
@@ -259,7 +259,7 @@ class Rounds:
         return int(said[1]) if said and said[0] == self.current.number else None
 
     def reasons(self) -> tuple[list[str], list[str]]:
-        """What ended the last round: machines that left, and deaths of workers in the words of those who know best."""
+        """What ended the last round: machines that left, and deaths of workers as the best informed launchers report them."""
         members = {number for number, _ in self.current.parts}
         left = {number: fields for number, fields in self.gone.items() if number in members}
         changes = [_leaving(fields) for fields in left.values()]

@@ -82,7 +82,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def run_scaling(request: Request, *, told: Callable[[str, Event | None], None]) -> Scaling:
-    """Measure all sizes. `told` hears of every run as it begins (no event), and of its events."""
+    """Measure all sizes. `told` is called when a run begins (no event), and with its events."""
     scaling, runs = plan(request)
     try:
         with environment({THREADS: str(request.threads)} if request.threads else {}):

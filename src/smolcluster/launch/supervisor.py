@@ -115,7 +115,7 @@ class Supervisor:
         self.inbox = Inbox()
         self.children: list[Child] = []  # all that have not ended
         self.interrupts: list[int] = []  # signals to stop; the second has killed all
-        self.stopping = False  # nobody is to be started any more
+        self.stopping = False  # no process is to be started any more
         self.restarts = 0
         self._stopped: set[Child] = set()
 

@@ -1,4 +1,4 @@
-"""Runs on machines that somebody else hands out: job files for Slurm, Kubernetes and Docker Compose.
+"""Runs on machines that a batch system allocates: job files for Slurm, Kubernetes and Docker Compose.
 
     job.py           what is trained and on how much, checked: a `Job`
     slurm.py         an sbatch file of it              `smolcluster slurm`

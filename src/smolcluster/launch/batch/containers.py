@@ -19,7 +19,7 @@ from smolcluster.launch.joining import own_overrides
 CONFIG = "/etc/smolcluster/config.yaml"
 DATA = "/data"
 USER = 10001
-GRACE_S = 120  # to save, when a container is told to end
+GRACE_S = 120  # to save, when a container is asked to end
 SERVER_PORT = 65432
 
 # The container that leads is started again after a death: it goes on from what was saved. If nothing was, it begins anew.
@@ -74,7 +74,7 @@ def train_command(job: Job) -> list[str]:
 
 
 def listens(port: int) -> str:
-    """A line of shell that asks the kernel, and not the server: a stranger at its door would be noted in its log."""
+    """A line of shell that asks the kernel, and not the server, which would log an unknown connection."""
     return f"grep -q ':{port:04X} [0-9A-F:]* 0A ' /proc/net/tcp /proc/net/tcp6"
 
 

@@ -6,7 +6,7 @@ elastic plane       Service and Job of the server, Job (Indexed) of the workers,
 always              ConfigMap: the resolved configuration; Secret: the token, only when it was asked for
 
 a rank's pod is evicted   all save and end; another takes its place and they go on, and it does not count as a failure
-the server's is evicted   it is not told (_UNTOLD); its workers wait, and the next one goes on from the journal
+the server's is evicted   it gets no SIGTERM (_UNTOLD); its workers wait, and the next one goes on from the journal
 a worker's is evicted     the others go on; another takes its place
 a rank dies               the others end; all are started again and go on from the last checkpoint, --max-restarts times
 the server's input is     the Job fails at once, starting it again would not help
@@ -50,8 +50,8 @@ if [ "$JOB_COMPLETION_INDEX" = 0 ]; then
 {textwrap.indent(GO_ON, "    ")}fi
 exec "$@"
 """
-# A server that is told to end sends its workers home, and they would not come back to the one that takes its place. So it is
-# not told: a shell without a trap is the first process here, and that hears no signal but the last.
+# A server that gets SIGTERM sends its workers home, and they would not come back to the one that takes its place. So it gets
+# none: a shell without a trap is the first process here, and the kernel delivers no signal to that but SIGKILL.
 _UNTOLD = f'{GO_ON}"$@" || exit $?\n'
 _UNTOLD_S = 1
 
@@ -185,7 +185,7 @@ def _service(job: Job, settings: Settings, name: str, *, component: str, port: i
 
 
 def _only_each_other(job: Job, settings: Settings) -> Manifest:
-    """torch.distributed asks nobody who they are."""
+    """torch.distributed does not authenticate its peers."""
     mine = {"podSelector": {"matchLabels": _labels(job)}}
     spec = {**mine, "policyTypes": ["Ingress"], "ingress": [{"from": [mine]}]}
     return _manifest("networking.k8s.io/v1", "NetworkPolicy", job.name, job, settings, spec=spec)

@@ -40,10 +40,10 @@ from smolcluster.launch.cluster.keeper import hold, identity, kill
 BEGIN_S = 10.0  # for a keeper to say something
 FOLLOW_S = 0.1  # between looks at a log that is followed
 COPY_S = 0.5  # between looks at the files of a run that is copied
-BEAT_S = 2.0  # silence in which whoever follows is told that nothing is new
+BEAT_S = 2.0  # silence after which a client that follows gets a sign of life
 CHUNK_BYTES = 256 << 10
 SMALL_BYTES = 4 << 20  # of a file that is copied whole
-LEFT_S = 86400.0  # after which what was sent in part is nobody's any more
+LEFT_S = 86400.0  # after which a partial upload is abandoned
 COPIES = 3  # of the package, for one that goes back to former code
 PROOF_BYTES = 4096
 PAST_BYTES = 64 << 10  # of a log, shown when one begins to follow it
@@ -101,13 +101,13 @@ def _private_home(folder: str, name: str) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     ours = [root] if root.name == ".smolcluster" else []  # another one is the user's own choice, and may hold more
     for path in (*ours, home.parent, home):
-        with contextlib.suppress(OSError):  # somebody else's, where several users share it
+        with contextlib.suppress(OSError):  # another user's, where several share it
             path.chmod(0o700)
     return home
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Write a file that nobody else can read, not even while it is written."""
+    """Write a file that only its owner can read, also while it is written."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
@@ -127,7 +127,7 @@ def _memory() -> int | None:
 
 
 def _gpus() -> list[str]:
-    """Names of NVIDIA GPUs. One that is there but does not answer is told as the driver says it."""
+    """Names of NVIDIA GPUs. Where the driver fails, its message."""
     asked = _asked("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", within_s=20)
     if asked is None:
         return []
@@ -178,7 +178,7 @@ def _version(python: str, package: str) -> str | None:
 
 
 def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
-    """Let others knock at a port for a while, or until whoever asked for it is gone."""
+    """Accept connections at a port for a while, or until the client is gone."""
     try:
         door = _door(bind, port)
     except OSError as error:
@@ -235,12 +235,12 @@ def unpack(folder: str, place: str, data: bytes, fresh: bool = False, **_: Any) 
 
 
 def _own_name(target: Path, what: str) -> Path:
-    """Beside it, and nobody else's: two may send the same at once, also from machines that share a home."""
+    """Return a unique name beside it: two clients may send the same at once, also from machines that share a home."""
     return target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.{what}")
 
 
 def _put(whole: Path, target: Path) -> None:
-    """Under its name at once. The same that somebody else has just put there is left, as processes may use it already."""
+    """Rename it into place. The same contents that another client has just put there stay: processes may use them."""
     with contextlib.suppress(OSError):
         whole.rename(target)
         return
@@ -255,7 +255,7 @@ def _put(whole: Path, target: Path) -> None:
 
 
 def _clear_out(newest: Path) -> None:
-    """Of what lies beside it, older copies that no process has: a few are kept, for whoever goes back."""
+    """Remove older copies beside it that no process uses. A few are kept, for users who go back to former code."""
     used = {newest.name}
     for order in newest.parents[1].glob("clusters/*/processes/*/order.json"):
         if _alive(order.parent):
@@ -264,7 +264,7 @@ def _clear_out(newest: Path) -> None:
     for path in newest.parent.iterdir():
         with contextlib.suppress(OSError):  # others clear out too
             ages[path] = time.time() - path.stat().st_mtime
-    halves = [path for path in ages if path.suffix in (".new", ".old")]  # what is being sent now is somebody's
+    halves = [path for path in ages if path.suffix in (".new", ".old")]  # another client may be sending them now
     copies = sorted(
         (path for path in ages if path not in halves and path.name not in used), key=lambda path: ages[path]
     )
@@ -278,7 +278,7 @@ def has(folder: str, places: list[str], **_: Any) -> list[bool]:
 
 
 def keep_secret(folder: str, name: str, data: bytes, **_: Any) -> None:
-    """The token, for nobody else's eyes."""
+    """Store the token, readable by its owner alone."""
     _write_private(_private_home(folder, name) / "token", data)
 
 
@@ -315,7 +315,7 @@ def environment(
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         with _alone(root):
-            if (ready := _ready_python(folder, requirements, key, python)) is not None:  # somebody else has made it
+            if (ready := _ready_python(folder, requirements, key, python)) is not None:  # another client has made it
                 return {"python": ready, "made": False}
             began = time.monotonic()
             shutil.rmtree(root, ignore_errors=True)
@@ -437,7 +437,7 @@ def _disk(error: OSError, path: Path) -> Wrong:
 
 
 def begin(folder: str, name: str, mark: str, **_: Any) -> None:
-    """Somebody brings the cluster up, which may take minutes. `stop` takes the mark away."""
+    """Note that an `up` has begun, which may take minutes. `stop` removes the mark."""
     place = _private_home(folder, name) / "ups"
     place.mkdir(parents=True, exist_ok=True)
     (place / mark).write_text("", encoding="utf-8")
@@ -592,9 +592,9 @@ def follow(
     at: dict[str, list[int]] | None = None,
     **_: Any,
 ) -> None:
-    """What processes print, line by line, from the last `past` lines on. `on`: until all have ended, else what is there.
+    """Send what processes print, from the last `past` lines on. `on`: until all have ended, else what is printed so far.
 
-    With each line goes where the next one begins (inode and offset). Who was cut off says it as `at` and misses nothing.
+    Each line carries where the next one begins (inode and offset). A client that was cut off sends it back as `at`.
     """
     outputs = {seat: _Output(number, offset) for seat, (number, offset) in (at or {}).items()}
     beat = time.monotonic()
@@ -638,7 +638,7 @@ class _Output:
 
     @classmethod
     def first_seen(cls, path: Path, past: int) -> _Output:
-        """So that the last `past` lines of what is there come first."""
+        """Return the position from which the last `past` lines follow."""
         try:
             with path.open("rb") as file:
                 seen = os.fstat(file.fileno())
@@ -689,7 +689,7 @@ class _Output:
 
 
 def copy(folder: str, name: str, run: str, have: dict[str, list[Any]], **_: Any) -> None:
-    """What is written of a run here, as it is written, until whoever asked is gone. `have`: how many bytes of a file are there
+    """Send the files of a run as they are written, until the client is gone. `have`: how many bytes of a file are there
     already, and a proof that they are these.
 
     Of rows and logs what was added, of small files all of it. The logs of its workers lie beside the runs.

@@ -27,7 +27,7 @@ from smolcluster.launch.cluster.layout import Layout, Machine, Recorded, Seat, w
 from smolcluster.launch.cluster.parcel import Parcel, requirements_key
 from smolcluster.observe.events import StepLogged, restore, restore_fields
 
-CLOCK_S = 120.0  # machines whose clocks differ by more are told
+CLOCK_S = 120.0  # machines whose clocks differ by more are reported
 ROOM_BYTES = 500 << 20  # free disk without which nothing is started
 # And where an environment is to be made: torch for CPUs takes about one GiB, for GPUs about five.
 ENVIRONMENT_BYTES = 2 << 30
@@ -134,7 +134,7 @@ class Order:
 
     @property
     def parcel(self) -> str:
-        """Names all that the machines are sent, and how they are told to use it."""
+        """Name all that the machines are sent, and how they are to use it."""
         seats = [(s.name, s.host, s.arguments, sorted(s.environment.items())) for s in with_run(self.layout, "").seats]
         hosts = [(m.name, m.python, sorted(m.environment.items())) for m in self.layout.machines.values()]
         told = hashlib.sha256(json.dumps([seats, hosts]).encode()).hexdigest()[:16]
@@ -347,7 +347,7 @@ async def follow(
     show: Callable[[str, str, str], None],
     told: Told,
 ) -> None:
-    """What processes print: `show` hears host, process and line. A machine that is cut off is dialled until it answers."""
+    """Call `show` with host, process and line of all that is printed. A machine that is cut off is dialled until it answers."""
 
     async def one(name: str) -> None:
         read: dict[str, list[int]] = {}  # how far, of each process

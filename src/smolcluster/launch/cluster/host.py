@@ -441,7 +441,7 @@ def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostEr
 
 def _full_path(key: str) -> str:
     path = Path(key)
-    with contextlib.suppress(RuntimeError):  # `~` of a user whom nobody knows: then there is no such file
+    with contextlib.suppress(RuntimeError):  # `~` of an unknown user: then there is no such file
         path = path.expanduser()
     return str(path.absolute())
 

@@ -5,10 +5,10 @@
     FOLDER/order.json     what to run: argv, argv when it is started again, whether it is, folder, environment
     FOLDER/state.json     what became of it; replaced as a whole at every change
     FOLDER/output.log     what it printed; output.log.1 is the part before, when that was much
-    FOLDER/lock           locked as long as the keeper lives, so that anybody can tell
+    FOLDER/lock           locked as long as the keeper lives, so that other processes can tell
     FOLDER/stop           appears when the process is to end; `now` in it: without saving
 
-It is a single file of the standard library, and needs nobody: whoever started it may be gone.
+It is a single file of the standard library, and needs no other process: the one that started it may be gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_DEATHS = 10  # of those in a row
 LONGEST_WAIT_S = 30.0  # before it is started again
 LOG_BYTES = 16 << 20
 LINE_BYTES = 1 << 16  # of output that are kept as one line
-LOCK_S = 2.0  # somebody may be looking whether another keeper has the lock
+LOCK_S = 2.0  # another process may hold it to look whether a keeper lives
 DONE, MISTAKE, INTERRUPTED = 0, 2, 130  # exit statuses after which a process is not started again
 
 
@@ -105,7 +105,7 @@ class Keeper:
         reader.start()
         self._wait(self.child)
         if self.child.returncode not in (DONE, MISTAKE, INTERRUPTED):
-            kill(pid)  # what it had started would be in the way of the next one, or tell others that all is over
+            kill(pid)  # its children would be in the way of the next one, or report to others that all is over
         reader.join(timeout=2.0)  # a grandchild may hold the pipe open
         return self.child.returncode
 
@@ -150,7 +150,7 @@ class Keeper:
                 self.log = (self.folder / "output.log").open("ab")
             self.log.write(line)
             self.log.flush()
-        with contextlib.suppress(OSError, ValueError):  # nobody looks any more
+        with contextlib.suppress(OSError, ValueError):  # no terminal any more
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
 
@@ -184,7 +184,7 @@ def kill(pid: int) -> None:
 
 
 def identity(pid: int) -> str | None:
-    """What tells a process from a later one of the same number: when it began. None: there is none, or nobody knows."""
+    """Return what tells a process from a later one of the same number: when it began. None: there is none, or it is unknown."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     if platform.system() in ("Windows", "Linux"):
@@ -194,7 +194,7 @@ def identity(pid: int) -> str | None:
 
 
 def hold(path: Path, *, shared: bool = False, within_s: float = 0.0) -> Any:
-    """Locks a file for as long as the result is alive; None when somebody else has it and goes on having it. `shared`: with
+    """Lock a file for as long as the result is alive; None when another process has it and keeps it. `shared`: with
     others who want no more than to look (where there is such a lock)."""
     file = path.open("a+b")
     until = time.monotonic() + within_s

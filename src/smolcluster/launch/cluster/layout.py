@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def place(self) -> str:
-        """For a person."""
+        """How a message names it."""
         if self.local:
             return "this machine"
         user = f"{self.user}@" if self.user else ""
@@ -233,7 +233,7 @@ class _Draft:
 
     @property
     def bind(self) -> str:
-        """Where the lead listens: loopback if nobody else is there; its one address if all use that; else all of them."""
+        """Where the lead listens: loopback if there is no other machine; its one address if all use that; else all of them."""
         others = {address for host, address in self.addresses.items() if host != self.lead}
         if not others or all(is_loopback(address) for address in others):
             return "127.0.0.1"

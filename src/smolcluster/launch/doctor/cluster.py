@@ -123,7 +123,7 @@ async def _ways(layout: Layout, hosts: Mapping[str, Host]) -> list[Finding]:
         talk = listener.talk("listen", bind=bind, port=port, within_s=20.0)
         opened = await anext(talk)
         if "listening" not in opened:
-            return found  # the server itself is there already, or the port is taken, which is told above
+            return found  # the server runs already, or the port is taken, which is reported above
         knocks = await asyncio.gather(
             *(host.ask("knock", address=layout.addresses[host.name], port=port) for host in others),
             return_exceptions=True,

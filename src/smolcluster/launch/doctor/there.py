@@ -1,6 +1,6 @@
 """A server somewhere, seen from here: name, route, firewall, port, server, token, in this order; the first that fails ends it.
 
-Who is there is asked with the first message of TLS, to which each answers in its own way:
+The doctor sends the first message of a TLS handshake, which each kind of server answers in its own way:
 
     TLS, with a certificate of ours     a server that has a token; it is ours if its certificate is
     a frame of ours                     a server without one; the frame tells its version
@@ -29,7 +29,7 @@ from smolcluster.observe.text import printable
 
 ANSWER_S = 5.0
 _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL}
-_NOBODY = "0" * 16  # the id of no token: a server answers that, too
+_NOBODY = "0" * 16  # the id of no token: a server answers a handshake with it, too
 _TLS = b"\x16"  # how an answer in TLS begins
 _MOST_WORDS = 60  # of another program, on the screen
 
@@ -67,7 +67,7 @@ def examine(host: str, port: int) -> Iterator[Finding]:
 
 
 def _meet(place: Place) -> Iterator[Finding]:
-    """Whether this machine could work for whoever is there. Each of its tokens has a turn."""
+    """Report whether this machine could join the server that listens there. Each of its tokens is tried."""
     mine: tuple[Credentials, ...] = ()
     answer, problem = None, ""
     try:
@@ -106,19 +106,19 @@ def _tokens(answer: Answer, mine: tuple[Credentials, ...]) -> Finding:
     return bad(Layer.TOKEN, f"that server has no token, and this machine would use {names}", mend)
 
 
-# Who is there
+# What listens there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     wants_token: bool = False
     same: Credentials | None = None  # the token that both have
-    version: int | None = None  # of the protocol, where it is told
-    words: str = ""  # of one who is no server of ours
+    version: int | None = None  # of the protocol, where the answer has it
+    words: str = ""  # of a program that is no server of ours
 
 
 def ask(place: Place, known: Credentials | None = None) -> Answer:
-    """Begin TLS, as one who has this token or none, and see what comes back. Raises OSError if nobody is there any more."""
+    """Begin a TLS handshake with this token or none, and classify the answer. Raises OSError when nothing listens any more."""
     context = known.client_context() if known is not None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whatever is shown is looked at below
     name = known.server_name if known is not None else _NOBODY + DOMAIN
@@ -150,7 +150,7 @@ class _Secure:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
 
     def begin(self) -> bytes:
-        """The first bytes of the other side. None: it hung up, or said nothing for long."""
+        """Return the first bytes of the peer; none when it closed the connection, or sent nothing for ANSWER_S."""
         with contextlib.suppress(ssl.SSLWantReadError):
             self._tls.do_handshake()
         first = b""
@@ -162,7 +162,7 @@ class _Secure:
         return first
 
     def certificate(self) -> bytes | None:
-        """What the other side shows. None: no TLS came of it."""
+        """Return the certificate of the peer; None when the handshake fails."""
         try:
             self._until(self._tls.do_handshake)
         except OSError:
@@ -189,7 +189,7 @@ class _Secure:
 
 
 def _version(first: bytes) -> int | None:
-    """Of one who answers in frames."""
+    """Return the protocol version of a peer that answers in frames."""
     if len(first) < PREFIX.size or not first.startswith(MAGIC):
         return None
     return int(PREFIX.unpack(first[: PREFIX.size])[1])
