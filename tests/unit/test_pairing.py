@@ -166,7 +166,7 @@ def test_letters_of_any_kind_are_only_wrong() -> None:
 def test_one_who_drips_does_not_hold_the_seat(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = socket.socketpair()
     with here, there, ThreadPoolExecutor(1) as pool:
-        machine = pool.submit(pairing._Line(here).hear, 0.3)
+        machine = pool.submit(pairing._Line(here).receive, 0.3)
         while not wait([machine], timeout=0.005).done:
             there.sendall(b" ")
         assert "no answer in 0.3 s" in str(machine.exception(0))
