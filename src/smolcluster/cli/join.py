@@ -6,13 +6,13 @@ import ipaddress
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from smolcluster.cli.options import Own, grouped
 from smolcluster.cli.screen import print_text
 from smolcluster.errors import UserError
 from smolcluster.observe.text import printable
@@ -25,23 +25,10 @@ Then, where the cluster was started: smolcluster cluster accept
 """
 
 
+@grouped
 def join(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="What to call this machine. Default: its name.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, mps. Default: the best one here.")] = None,
-    data_root: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder or file that the cluster may train on. Without: the embedded text, no file of yours."
-        ),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.py:CLASS", help="This machine's copy of the cluster's task; code does not travel."),
-    ] = None,
-    override: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE...", help="Set keys that are this machine's own.")
     ] = None,
     address: Annotated[
         str | None, typer.Option(help="Offer this machine at one address only, e.g. that of a link. Default: all.")
@@ -49,22 +36,17 @@ def join(
     keep: Annotated[
         bool, typer.Option("--keep/--no-keep", help="Keep the cluster's token here for the next time.")
     ] = True,
+    *,
+    own: Own,
 ) -> int:
     """Offer this machine on the local network, show a pairing code, and work for the cluster that takes it."""
     from smolcluster.config.checks import HOST_NAME
     from smolcluster.launch.discovery import announced, own_addresses
-    from smolcluster.launch.joining import worker_spec
 
     called = name or socket.gethostname().partition(".")[0]
     if not HOST_NAME.fullmatch(called):
         raise UserError(f"'{called}' is no name for a machine; use letters, digits, '-', '_' and '.'")
-    own = Own(
-        overrides=override or [],
-        task=task,
-        sets={"training.device": device, "data.root": None if data_root is None else str(data_root.resolve())},
-    )
-    # A mistake shows now.
-    spec = worker_spec(0, called, server="cluster:1", task=own.task, overrides=own.overrides, sets=own.sets)
+    spec = own.spec(0, called, server="cluster:1")  # a mistake shows now
     facts = {"name": called, "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
     with _door(address) as door:
         addresses = [address] if address is not None else own_addresses()
@@ -107,15 +89,6 @@ class Given:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
-    """What the owner of this machine gives to its worker."""
-
-    overrides: Sequence[str]
-    task: str | None
-    sets: Mapping[str, Any]
-
-
 def lent(own: Own, given: Mapping[str, Any]) -> str:
     """What the cluster gets of this machine, for the person who offers it. `given`: the worker's own values by dotted name."""
     root, name = given.get("data.root"), given.get("data.name", "embedded")
@@ -126,7 +99,7 @@ def lent(own: Own, given: Mapping[str, Any]) -> str:
     else:
         said = ["none of its files"]
     said += [f"the code of {own.task}"] if own.task else []
-    said += [f"as you set it: {' '.join(own.overrides)}"] if own.overrides else []
+    said += [f"as you set it: {' '.join(own.override)}"] if own.override else []
     return f"its {given.get('training.device') or 'best device'} and memory, and {'; '.join(said)}"
 
 
@@ -166,10 +139,10 @@ def _work(name: str, given: Given, *, own: Own, keep: bool) -> int:
     """Be a worker of that cluster."""
     from smolcluster.cli.ending import leave_after
     from smolcluster.comm.elastic.security import Entry, token_file
-    from smolcluster.launch.joining import run_joined, worker_spec
+    from smolcluster.launch.joining import run_joined
     from smolcluster.observe.console import ConsoleSink
 
-    spec = worker_spec(given.rank, name, server=given.server, task=own.task, overrides=own.overrides, sets=own.sets)
+    spec = own.spec(given.rank, name, server=given.server)
     if given.token:
         if keep:
             file = token_file(os.environ)

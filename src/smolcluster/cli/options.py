@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from smolcluster.engine.spec import WorkerSpec
 
 R = TypeVar("R")
 
@@ -101,6 +104,37 @@ class Run:
     steps: Steps = None
     seed: Seed = None
     backend: Backend = None
+
+
+_own = panel("This machine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """What the owner of a machine gives to its worker."""
+
+    device: Annotated[str | None, _own(help="cpu, cuda, cuda:1, mps. Default: the best one here.")] = None
+    data_root: Annotated[
+        Path | None,
+        _own(help="Folder or file to train on. Without: the embedded text only, or what --override data.name allows."),
+    ] = None
+    task: Annotated[
+        str | None,
+        _own(metavar="FILE.py:CLASS", help="This machine's copy of a task of your own; code does not travel."),
+    ] = None
+    override: Annotated[
+        list[str] | None, _own(metavar="KEY=VALUE...", help="Set keys that are this machine's own.")
+    ] = None
+
+    def spec(
+        self, rank: int, host: str, *, server: str | None, sets: Mapping[str, Any] | None = None, **more: Any
+    ) -> WorkerSpec:
+        """Return the spec of the worker. `sets`: further keys of its own; `more`: as of `worker_spec`."""
+        from smolcluster.launch.joining import worker_spec
+
+        root = None if self.data_root is None else str(self.data_root.resolve())
+        own = {"training.device": self.device, "data.root": root, **(sets or {})}
+        return worker_spec(rank, host, server=server, task=self.task, overrides=self.override or [], sets=own, **more)
 
 
 _guide = panel("Model and training (the same as --override)")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import panel
+from smolcluster.cli.options import Own, grouped
 
 EXAMPLES = """Examples:
 smolcluster worker 1 pi5 --server 192.168.1.10:65432
@@ -15,9 +15,9 @@ smolcluster worker 2 macbook cluster_config_edp.yaml gpt
 smolcluster worker 0 win --server mini1:65432 --device cuda --batch-size 64
 smolcluster worker 1 pi5 my_task.py:MyTask --server mini1:65432 --data-root ~/photos
 """
-_host = panel("This machine")
 
 
+@grouped
 def worker(
     rank: Annotated[
         int,
@@ -39,43 +39,25 @@ def worker(
         typer.Option(metavar="HOST:PORT", help="Where the server listens. Default: the one that CONFIG names."),
     ] = None,
     strategy: Annotated[str | None, typer.Option(help="What the server must run; without: whatever it runs.")] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.py:CLASS", help="This machine's copy of a task of your own; code does not travel."),
-    ] = None,
-    device: Annotated[str | None, _host(help="cpu, cuda, cuda:1, mps. Default: the best one here.")] = None,
-    precision: Annotated[str | None, _host(help="fp32, bf16 or fp16. Default: the server's.")] = None,
-    batch_size: Annotated[int | None, _host(min=1, help="Samples per step of this worker.")] = None,
-    data_root: Annotated[
-        Path | None,
-        _host(
-            help="Folder or file with the data here. Without: the embedded text only, or what --override data.name allows."
-        ),
-    ] = None,
-    override: Annotated[
-        list[str] | None, _host(metavar="KEY=VALUE...", help="Set keys that are this machine's own.")
-    ] = None,
-    log_dir: Annotated[Path | None, _host(help="Write the log of this worker here. Default: no log.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the server's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per step of this worker.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Write the log of this worker here. Default: no log.")] = None,
+    *,
+    own: Own,
 ) -> int:
     """Join a run. Waits for the server, also when it is gone for a while, and ends when the run does; Ctrl-C leaves it."""
     from smolcluster.launch.environment import local_place
-    from smolcluster.launch.joining import run_joined, worker_spec
+    from smolcluster.launch.joining import run_joined
 
     local_rank, local_world_size = local_place()
-    spec = worker_spec(
+    spec = own.spec(
         rank,
         hostname,
         server=server,
         sources=sources or [],
-        task=task,
         strategy=strategy,
         batch_size=batch_size,
-        overrides=override or [],
-        sets={
-            "training.device": device,
-            "training.precision": precision,
-            "data.root": None if data_root is None else str(data_root.resolve()),
-        },
+        sets={"training.precision": precision},
         local_rank=local_rank,
         local_world_size=local_world_size,
     )
