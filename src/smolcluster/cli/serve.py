@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import panel
+from smolcluster.cli.options import grouped, panel
 from smolcluster.cli.screen import print_text
 
 EXAMPLES = """Examples:
@@ -19,20 +20,17 @@ Then: a browser at http://127.0.0.1:5050, smolcluster chat, or any client of Ope
 _machines, _page = panel("Machines"), panel("Page and API")
 
 
-def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="smollm2, a run directory, a folder in Hugging Face's layout, or a *.gguf file."
-        ),
-    ],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The fields of `smolcluster.serve.life.Wanted` that are options as they are."""
+
     stages: Annotated[
         int | None,
         _machines(min=1, help="Parts that the layers are cut into. Default: as --layers or --workers say, else 1."),
-    ] = None,
+    ] = None
     replicas: Annotated[
         int, _machines(min=1, help="Machines that hold each part alike; requests go to the idlest.")
-    ] = 1,
+    ] = 1
     layers: Annotated[
         str | None,
         _machines(
@@ -41,7 +39,7 @@ def serve(
             metavar="N,N,...|auto",
             help="Layers of each stage; auto: by measured speed and memory. Default: evenly.",
         ),
-    ] = None,
+    ] = None
     workers: Annotated[
         int | None,
         _machines(
@@ -49,36 +47,46 @@ def serve(
             max=64,
             help="Processes on this machine that hold layers; with --stages, more are spares. Default: all that are needed.",
         ),
-    ] = None,
+    ] = None
     listen: Annotated[
         str | None,
         _machines(
             metavar="HOST:PORT",
             help="Let `smolcluster stage` on other machines join here. Beyond this machine a cluster token is needed.",
         ),
-    ] = None,
-    codec: Annotated[str, _machines(help="How activations travel between stages: fp32, bf16, fp16 or int8.")] = "fp16",
-    device: Annotated[str | None, _machines(help="cpu, cuda, mps. Default: the best one here.")] = None,
-    dtype: Annotated[str | None, _machines(help="fp32, bf16 or fp16. Default: fp32 on a CPU, bf16 on a GPU.")] = None,
-    bind: Annotated[
-        str, _page(help="Address of the page. Beyond this machine a key is needed, and made.")
-    ] = "127.0.0.1",
+    ] = None
+    codec: Annotated[str, _machines(help="How activations travel between stages: fp32, bf16, fp16 or int8.")] = "fp16"
+    device: Annotated[str | None, _machines(help="cpu, cuda, mps. Default: the best one here.")] = None
+    dtype: Annotated[str | None, _machines(help="fp32, bf16 or fp16. Default: fp32 on a CPU, bf16 on a GPU.")] = None
+    bind: Annotated[str, _page(help="Address of the page. Beyond this machine a key is needed, and made.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[
         int | None, _page(min=0, max=65535, help="Port of the page. Default: 5050, or the next free one; 0: any.")
-    ] = None,
+    ] = None
     api_key: Annotated[
         str | None,
         _page(envvar="SMOLCLUSTER_API_KEY", show_envvar=True, help="What clients must have; 16 characters or more."),
-    ] = None,
+    ] = None
+    concurrency: Annotated[int, _page(min=1, max=1024, help="Sequences that are continued at the same time.")] = 32
+    temperature: Annotated[float, _page(min=0.0, max=2.0, help="Where a request does not say; 0: the likeliest.")] = 0.6
+    top_p: Annotated[float, _page(min=0.01, max=1.0, help="The same, of the likeliest tokens.")] = 0.9
+
+
+@grouped
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="smollm2, a run directory, a folder in Hugging Face's layout, or a *.gguf file."
+        ),
+    ],
     allow_host: Annotated[
         list[str] | None, _page(metavar="NAME", help="A further name that this machine is opened by.")
     ] = None,
-    concurrency: Annotated[int, _page(min=1, max=1024, help="Sequences that are continued at the same time.")] = 32,
-    temperature: Annotated[
-        float, _page(min=0.0, max=2.0, help="Where a request does not say; 0: the likeliest.")
-    ] = 0.6,
-    top_p: Annotated[float, _page(min=0.01, max=1.0, help="The same, of the likeliest tokens.")] = 0.9,
     browser: Annotated[bool, _page("--browser/--no-browser", help="Open the chat page, on a terminal.")] = True,
+    *,
+    options: Options,
 ) -> int:
     """Serve a model over one machine or many: an API as OpenAI's, and a chat page."""
     from smolcluster.comm.addresses import is_loopback
@@ -90,31 +98,14 @@ def serve(
         base = url.partition("#")[0].rstrip("/")
         typer.echo(f"chat  {url}")
         typer.echo(f"API   {base}/v1")
-        if not is_loopback(bind):
+        if not is_loopback(options.bind):
             typer.echo("this page is not encrypted: use it in a network you trust, or through ssh -L", err=True)
         typer.echo("Ctrl-C ends it")
         if browser and sys.stdout.isatty():
             open_browser(url)
 
     log_to_terminal()
-    wanted = Wanted(
-        model=model,
-        stages=stages,
-        replicas=replicas,
-        layers=layers,
-        workers=workers,
-        listen=listen,
-        codec=codec,
-        device=device,
-        dtype=dtype,
-        bind=bind,
-        port=port,
-        api_key=api_key,
-        allow_hosts=tuple(allow_host or ()),
-        concurrency=concurrency,
-        temperature=temperature,
-        top_p=top_p,
-    )
+    wanted = Wanted(model=model, allow_hosts=tuple(allow_host or ()), **asdict(options))
     try:
         return run_front(wanted, tell=print_text, ready=ready)
     except KeyboardInterrupt:
