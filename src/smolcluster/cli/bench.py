@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +17,6 @@ from smolcluster.errors import UserError
 from smolcluster.observe.text import supports
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from smolcluster.observe.events import Event
     from smolcluster.observe.scaling import Scaling
 
@@ -98,11 +98,10 @@ def scaling(
         threads=threads,
         folder=_folder(out),
     )
-    screen = _Progress(len(sizes) * repeats, warmup + steps)
-    try:
-        result = run_scaling(request, told=screen.told)
-    finally:
-        screen.close()
+    if threads is not None:
+        os.environ[THREADS] = str(threads)  # for the workers
+    with _progress(len(sizes) * repeats, warmup + steps) as told:
+        result = run_scaling(request, told=told)
     return _report(result, request.folder)
 
 
@@ -133,30 +132,24 @@ def _report(result: Scaling, folder: Path) -> int:
     return 0 if result.measured else 1
 
 
-class _Progress:
-    """A line for each run as it begins; on a terminal also how far it is."""
+@contextlib.contextmanager
+def _progress(runs: int, steps: int) -> Iterator[Callable[[str, Event | None], None]]:
+    """Yield a function that prints a line for each run as it begins; on a terminal also how far it is."""
+    from rich.console import Console
 
-    def __init__(self, runs: int, steps: int) -> None:
-        self._runs, self._steps, self._begun = runs, steps, 0
-        self._bar: Status | None = None
-        if sys.stdout.isatty():
-            from rich.console import Console
+    from smolcluster.observe.events import StepLogged
 
-            self._bar = Console(highlight=False).status("starting")
-            self._bar.start()
+    begun = 0
 
-    def told(self, name: str, event: Event | None) -> None:
-        from smolcluster.observe.events import StepLogged
-
+    def told(name: str, event: Event | None) -> None:
+        nonlocal begun
+        begun += event is None
+        line = f"run {begun} of {runs}: {name}"
         if event is None:
-            self._begun += 1
-            if self._bar is None:
-                typer.echo(f"run {self._begun} of {self._runs}: {name}")
-            else:
-                self._bar.update(f"run {self._begun} of {self._runs}: {name}")
-        elif isinstance(event, StepLogged) and event.rank == 0 and self._bar is not None:
-            self._bar.update(f"run {self._begun} of {self._runs}: {name}, step {event.step} of {self._steps}")
+            typer.echo(line) if live is None else live.update(line)
+        elif isinstance(event, StepLogged) and event.rank == 0 and live is not None:
+            live.update(f"{line}, step {event.step} of {steps}")
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    status = Console(highlight=False).status("starting") if sys.stdout.isatty() else None
+    with status or contextlib.nullcontext() as live:
+        yield told

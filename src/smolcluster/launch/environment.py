@@ -16,7 +16,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from smolcluster.engine.spec import ENVIRONMENT, WorkerSpec
@@ -180,18 +180,14 @@ def run_assigned(run: Prepared, place: Assigned, *, sinks: list[Sink], tell: Cal
         from smolcluster.engine.channel import SignalChannel
         from smolcluster.engine.process import leave, run_worker
 
+        assigned = {name: value for name, value in asdict(place).items() if name != "restarts"}
         spec = WorkerSpec(
+            **assigned,
             config=run.config.model_dump(mode="json"),
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
             host=socket.gethostname(),
             run_dir=str(run.run_dir.path) if lead else "",
             resume=None if run.resume is None else str(run.resume),
             backend=run.backend,
-            master_addr=place.master_addr,
-            master_port=place.master_port,
             watched=False,
             again=again,
         )

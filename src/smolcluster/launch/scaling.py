@@ -13,12 +13,11 @@ Several machines: this can start workers only here. Start the run there by hand 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class Request:
     steps: int
     warmup: int
     repeats: int
-    threads: int | None
+    threads: int | None  # OMP_NUM_THREADS of the workers, where the caller has set it
     folder: Path
 
     def prepared(self, size: int, place: str, **more: Any) -> Prepared:
@@ -85,11 +84,10 @@ def run_scaling(request: Request, *, told: Callable[[str, Event | None], None]) 
     """Measure all sizes. `told` is called when a run begins (no event), and with its events."""
     scaling, runs = plan(request)
     try:
-        with environment({THREADS: str(request.threads)} if request.threads else {}):
-            for repeat in range(request.repeats):
-                for size in scaling.sizes[:: -1 if repeat % 2 else 1]:
-                    if not size.reason:
-                        _measure(request, scaling, size, repeat, runs[size.workers], told)
+        for repeat in range(request.repeats):
+            for size in scaling.sizes[:: -1 if repeat % 2 else 1]:
+                if not size.reason:
+                    _measure(request, scaling, size, repeat, runs[size.workers], told)
         scaling.status = "finished"
     except (Interrupted, KeyboardInterrupt):
         scaling.status = "interrupted"
@@ -168,21 +166,6 @@ def processors(device: str | None) -> tuple[str, int]:
     if hasattr(os, "sched_getaffinity"):
         return "cores", len(os.sched_getaffinity(0))
     return "cores", os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """For the processes that are started inside."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # One run
