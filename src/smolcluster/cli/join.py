@@ -72,21 +72,15 @@ class Given:
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Given:
         """Check what came over the network. Raises UserError."""
-
-        def told(name: str, kind: Any, what: str) -> Any:
-            value = fields.get(name)
-            if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+        kinds: dict[str, Any] = {"cluster": str, "server": str, "rank": int, "token": str | None}
+        given = {name: fields.get(name) for name in kinds}
+        for name, value in given.items():
+            is_kind = isinstance(value, kinds[name]) and not isinstance(value, bool)
+            if not is_kind or (isinstance(value, int) and value < 0):
                 said = f"{name} {value!r:.60}" if name in fields else f"no {name}"
+                what = "a number from 0 on" if name == "rank" else "a text"
                 raise UserError(f"the cluster gave {said} instead of {what}; are both machines on one version?")
-            return value
-
-        text = "a text"
-        return cls(
-            cluster=told("cluster", str, text),
-            server=told("server", str, text),
-            rank=told("rank", int, "a number from 0 on"),
-            token=told("token", str | None, text),
-        )
+        return cls(**given)
 
 
 def lent(own: Own, given: Mapping[str, Any]) -> str:

@@ -146,21 +146,12 @@ def _port_problem(bind: str, port: int) -> str | None:
     try:
         _door(bind, port).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return os.strerror(error.errno or 0)
     return None
 
 
 def _door(bind: str, port: int) -> socket.socket:
-    """A socket at that port, as a server would open it. Raises OSError."""
-    door = socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind((bind, port))
-    except OSError:
-        door.close()
-        raise
-    return door
+    return socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
 
 
 def version_of(folder: str, package: str, wanted: dict[str, Any], **_: Any) -> dict[str, str | None]:
@@ -182,10 +173,9 @@ def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
     try:
         door = _door(bind, port)
     except OSError as error:
-        say(taken=error.strerror or str(error))
+        say(taken=os.strerror(error.errno or 0))
         return
     with door:
-        door.listen()
         say(listening=True)
         until = time.monotonic() + within_s
         door.settimeout(0.5)
