@@ -125,11 +125,11 @@ def check_name(name: str) -> None:
         )
 
 
-def check_dns_name(name: str, *, option: str = "--name", longest: int = 63) -> None:
+def check_dns_name(name: str, *, longest: int = 63) -> None:
     """Good for a host: what Kubernetes and Docker ask of names."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(name) > longest:
         raise UserError(
-            f"{option} '{name}' becomes the name of a host there: use small letters, digits and '-', a letter first, "
+            f"--name '{name}' becomes the name of a host there: use small letters, digits and '-', a letter first, "
             f"{longest} at most"
         )
 

@@ -46,6 +46,7 @@ SMALL_BYTES = 4 << 20  # of a file that is copied whole
 LEFT_S = 86400.0  # after which a partial upload is abandoned
 COPIES = 3  # of the package, for one that goes back to former code
 PROOF_BYTES = 4096
+MAKE_ROOM = "make room, or set folder in the cluster file to another disk"
 PAST_BYTES = 64 << 10  # of a log, shown when one begins to follow it
 
 
@@ -407,7 +408,7 @@ def _run(command: list[str]) -> None:
     if process.wait() != 0:
         text = " ".join(lines[-3:])
         if "No space left" in text or "Errno 28" in text:
-            raise Wrong("the disk is full", "make room, or set folder in the cluster file to another disk")
+            raise Wrong("the disk is full", MAKE_ROOM)
         words = "; ".join(lines[-3:]) or f"status {process.returncode}"
         raise Wrong(
             f"the environment could not be made: {words}",
@@ -417,10 +418,9 @@ def _run(command: list[str]) -> None:
 
 def _disk(error: OSError, path: Path) -> Wrong:
     if error.errno == 28:
-        return Wrong(f"the disk is full ({path})", "make room, or set folder in the cluster file to another disk")
-    return Wrong(
-        f"cannot write {path}: {error.strerror or error}", "set folder in the cluster file to one you may write"
-    )
+        return Wrong(f"the disk is full ({path})", MAKE_ROOM)
+    remedy = "set folder in the cluster file to one you may write"
+    return Wrong(f"cannot write {path}: {error.strerror or error}", remedy)
 
 
 # Processes

@@ -41,9 +41,7 @@ class ClusterError(UserError):
     """What is wrong with some of the machines, a line for each."""
 
     def __init__(self, problems: Iterable[HostError], *, also: str = "") -> None:
-        self.problems = list(problems)
-        lines = [str(problem) for problem in self.problems]
-        super().__init__("\n".join([*lines, *([also] if also else [])]))
+        super().__init__("\n".join([*map(str, problems), *([also] if also else [])]))
 
 
 @contextlib.asynccontextmanager
