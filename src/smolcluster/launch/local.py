@@ -6,6 +6,7 @@ worker dies the others are stopped within seconds, and one message says which ra
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import time
@@ -33,8 +34,8 @@ def run_local(run: Prepared, *, sinks: list[Sink]) -> dict[str, Any]:
     check_nothing_is_lost(run.run_dir, run.resume)
     with run.opened(), run.run_dir.without_journal():
         hosts = [*run.config.cluster.workers, *[socket.gethostname()] * run.workers]
-        common: dict[str, Any] = {"world_size": run.workers, "resume": run.resume, "backend": run.backend}
-        specs = [make_spec(run, rank=rank, host=hosts[rank], **common) for rank in range(run.workers)]
+        spec = functools.partial(make_spec, run, world_size=run.workers, resume=run.resume)
+        specs = [spec(rank=rank, host=hosts[rank]) for rank in range(run.workers)]
         supervisor = Supervisor(run.config, run.run_dir, sinks, module=_PROCESS)
         return supervisor.run(MeshPolicy(supervisor, specs))
 

@@ -99,6 +99,7 @@ def make_spec(run: Prepared, *, rank: int, world_size: int, resume: Path | None 
         world_size=world_size,
         run_dir=str(run.run_dir.path),
         resume=None if resume is None else str(resume),
+        backend=run.backend,
         **fields,
     )
 

@@ -80,7 +80,7 @@ class RestartPolicy(Policy):
         self.host = socket.gethostname()
         place: dict[str, Any] = {"world_size": elastic.most, "local_world_size": elastic.here, "host": self.host}
         place["master_addr"] = "127.0.0.1" if elastic.endpoint is None else elastic.endpoint[0]
-        specs = [make_spec(run, rank=number, backend=run.backend, **place) for number in range(elastic.here)]
+        specs = [make_spec(run, rank=number, **place) for number in range(elastic.here)]
         self.slots = [Slot(spec=spec) for spec in specs]  # each has a device, by its local rank
         self.warm: dict[int, Child] = {}  # by rank: started ahead, not told anything yet
         self.step = 0  # the latest that was logged here
