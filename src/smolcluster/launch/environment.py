@@ -14,15 +14,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from smolcluster.engine.spec import ENVIRONMENT, WorkerSpec
+from smolcluster.engine.spec import ENVIRONMENT
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted, Outcome
 from smolcluster.launch.prepare import Prepared
+from smolcluster.launch.processes import make_spec
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import Sink
 
@@ -181,16 +181,9 @@ def run_assigned(run: Prepared, place: Assigned, *, sinks: list[Sink], tell: Cal
         from smolcluster.engine.process import leave, run_worker
 
         assigned = {name: value for name, value in asdict(place).items() if name != "restarts"}
-        spec = WorkerSpec(
-            **assigned,
-            config=run.config.model_dump(mode="json"),
-            host=socket.gethostname(),
-            run_dir=str(run.run_dir.path) if lead else "",
-            resume=None if run.resume is None else str(run.resume),
-            backend=run.backend,
-            watched=False,
-            again=again,
-        )
+        spec = make_spec(run, resume=run.resume, watched=False, again=again, **assigned)
+        if not lead:
+            spec = replace(spec, run_dir="")  # the lead's, which may be on another machine
 
         def cut_off() -> None:
             leave(tell(_error(run, place, outcome)))
