@@ -146,8 +146,8 @@ def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[st
     """What a machine gets: the cluster's name, its server, a token where one is needed, and a free rank."""
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.comm.elastic.security import find_tokens
-    from smolcluster.launch.cluster.read import known_cluster
-    from smolcluster.launch.cluster.record import recall, remember, state_folder
+    from smolcluster.launch.cluster.read import known_cluster, own_tokens
+    from smolcluster.launch.cluster.record import recall, remember
 
     record: dict[str, Any] = {}
     if server is None or cluster is not None:
@@ -156,10 +156,8 @@ def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[st
     if not server:
         raise UserError("that cluster has no server that others could reach; give --server HOST:PORT")
     found = find_tokens(None, os.environ)
-    token = found[1][0].token if found is not None else None
-    own = state_folder() / f"{record.get('name')}.token"
-    if token is None and own.exists():
-        token = own.read_text(encoding="utf-8").strip()
+    entries = found[1] if found is not None else own_tokens(record.get("name", "")).entries()
+    token = entries[0].token if entries else None
     if token is None and not is_loopback(server.rpartition(":")[0]):
         raise UserError("there is no token on this machine, and that server needs one; see `smolcluster token`")
     if rank is None:

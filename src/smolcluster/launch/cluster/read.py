@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from smolcluster.comm.elastic.security import Entry, TokenFile, find_tokens, new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name
@@ -173,22 +173,19 @@ def new_run(config: Config) -> str:
 
 def token_for(layout: Layout) -> str:
     """This machine's token, or one of the cluster's own, kept beside its record."""
-    from smolcluster.comm.elastic.security import find_tokens, new_token
-
     found = find_tokens(layout.config.cluster.token, os.environ)
     if found is not None:
         return found[1][0].token
-    path = state_folder() / f"{layout.name}.token"
-    if path.exists():
-        if os.name == "posix" and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise UserError(f"others may read {path}; chmod 600 it, or delete it for a new token")
-        return path.read_text(encoding="utf-8").strip()
-    token = new_token()
-    with writing(path.parent):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(token + "\n")
-    return token
+    with writing(state_folder()):
+        file = own_tokens(layout.name)
+        if not file.entries():
+            file.add([Entry(new_token())])
+        return file.entries()[0].token
+
+
+def own_tokens(name: str) -> TokenFile:
+    """The token of a cluster that was brought up where this machine had none."""
+    return TokenFile(state_folder() / f"{name}.token")
 
 
 def known_cluster(said: str | None) -> Recorded:
