@@ -81,7 +81,8 @@ def _said_by(command: list[str]) -> subprocess.CompletedProcess[str] | None:
 
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
-    return (good if free > ROOM_BYTES else warning)(Layer.DISK, f"{size(free)} free here")
+    what = f"{size(free)} free here"
+    return good(Layer.DISK, what) if free > ROOM_BYTES else warning(Layer.DISK, what)
 
 
 def _name() -> Finding:
