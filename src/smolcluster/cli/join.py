@@ -73,7 +73,7 @@ class Given:
     def read(cls, fields: Mapping[str, Any]) -> Given:
         """Check what came over the network. Raises UserError."""
         kinds: dict[str, Any] = {"cluster": str, "server": str, "rank": int, "token": str | None}
-        given = {name: fields.get(name) for name in kinds}
+        given: dict[str, Any] = {name: fields.get(name) for name in kinds}
         for name, value in given.items():
             is_kind = isinstance(value, kinds[name]) and not isinstance(value, bool)
             if not is_kind or (isinstance(value, int) and value < 0):

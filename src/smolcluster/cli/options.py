@@ -31,7 +31,7 @@ def apart(examples: str) -> str:
 def grouped(command: Callable[..., R]) -> Callable[..., R]:
     """Return the command with an option for each field of those of its parameters that are dataclasses."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     flat: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         if parameter.name not in groups:

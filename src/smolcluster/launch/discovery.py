@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smolcluster.comm.elastic.sockets import own_host
 from smolcluster.config.checks import HOST_NAME
 from smolcluster.errors import MissingExtra, UserError
 
@@ -124,7 +123,8 @@ def own_addresses() -> list[str]:
         import ifaddr  # zeroconf needs it, too
 
         found += [str(ip.ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips if ip.is_IPv4]
-    with contextlib.suppress(UserError):
-        found.insert(0, own_host("192.0.2.1:9"))  # on the way out
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: it only finds the way out
+        found.insert(0, probe.getsockname()[0])
     others = [address for address in dict.fromkeys(found) if not ipaddress.ip_address(address).is_loopback]
     return others or ["127.0.0.1"]
