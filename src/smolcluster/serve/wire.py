@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -176,13 +176,15 @@ class _Forgotten(BaseModel):
     sequences: list[Whole]
 
 
-_adapter = functools.cache(TypeAdapter)
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _read(kind: type[T], meta: Mapping[str, Any]) -> T:
     """Return a value of this class, or raise a ValueError that names the first field that does not fit."""
     try:
-        found: T = _adapter(kind).validate_python(meta)
+        found: T = _adapter(cast(Any, kind)).validate_python(meta)
         return found
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
