@@ -8,7 +8,8 @@ Importing the package imports neither torch nor anything else; names load when t
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from smolcluster.version import __version__
+
 __all__ = ["Task", "__version__", "train"]
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ def build_app(only: str | None = None) -> typer.Typer:
 
 def _top(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
-        from smolcluster import __version__
+        from smolcluster.version import __version__
 
         typer.echo(f"smolcluster {__version__}")
         raise typer.Exit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import platform
 import secrets
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from smolcluster.comm.elastic.messages import Peer
+from smolcluster.version import __version__
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -46,7 +46,7 @@ def new_run_id() -> str:
 
 def versions() -> dict[str, str]:
     return {
-        "smolcluster": importlib.import_module("smolcluster").__version__,
+        "smolcluster": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",

@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from smolcluster import __version__
 from smolcluster.comm.membership import SILENT, Fields, MembershipClient
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
 from smolcluster.launch.outcome import Interrupted
+from smolcluster.version import __version__
 
 SILENT_S = 6.0  # a launcher has nothing to do but to listen
 LAST_CALL_S = 3.0  # once there are enough: how long the first round waits for more

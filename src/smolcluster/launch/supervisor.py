@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,20 +69,20 @@ class Slot:
         return self.deaths < MOST_DEATHS
 
 
-class Policy:
+class Policy(ABC):
     """What a kind of run does about its processes. The supervisor calls one method at a time, on one thread."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
         self.crew: list[Child] = []  # those that wait for each other
 
+    @abstractmethod
     def begin(self) -> None:
         """Start the first processes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def listens(self, child: Child, port: int) -> None:
         """Pass on where rank 0 or the server listens."""
-        raise NotImplementedError
 
     def shown(self, child: Child, event: Event) -> Event | None:
         """Note an event, and return it as the sinks are to see it."""
@@ -91,16 +92,16 @@ class Policy:
         """Ask the processes to save and leave: the user wishes it."""
         ask_to_stop(self.crew)
 
-    def ended(self, child: Child) -> None:
+    def ended(self, child: Child) -> None:  # noqa: B027
         """Answer the end of a process, in order or not."""
 
+    @abstractmethod
     def tick(self) -> bool:
         """Do what is due. Called at the start, after events and at least every TICK_S. Return whether the run is over."""
-        raise NotImplementedError
 
+    @abstractmethod
     def conclude(self) -> dict[str, Any]:
         """Return the summary when all processes have ended, or raise why there is none."""
-        raise NotImplementedError
 
 
 class Supervisor:
