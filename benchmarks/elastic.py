@@ -50,8 +50,8 @@ def elastic_config(shape: Shape, *, workers: int, steps: int, strategy: str, set
 
 def options_of(config: Config) -> tuple[type[Strategy[Options]], Options]:
     """The strategy's class and its options."""
-    strategy = find_strategy(config.strategy.name, plane="elastic")
-    return strategy, read_options(strategy, config.strategy)[0]
+    options, _ = read_options(config.strategy, plane="elastic")
+    return find_strategy(config.strategy.name, "elastic", options), options
 
 
 class ElasticRun:

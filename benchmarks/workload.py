@@ -72,8 +72,8 @@ def make_strategy(config: Config, task: Task, *, group: Group, device: torch.dev
     training = config.training
     assert training.batch_size is not None
     assert training.steps is not None
-    strategy_class = find_strategy(config.strategy.name)
-    options, _ = read_options(strategy_class, config.strategy)
+    options, _ = read_options(config.strategy)
+    strategy_class = find_strategy(config.strategy.name, options=options)
     nodes = [Node(name=f"rank{r}", batch_size=training.batch_size) for r in range(group.size)]
     seats = strategy_class.plan(options, nodes, None).checked().seats
     context = Context(

@@ -49,6 +49,7 @@ PRELOAD = [
     "smolcluster.engine.member",
     "smolcluster.strategies.edp",
     "smolcluster.strategies.fsdp",
+    "smolcluster.strategies.fsdp_sharded",
     "smolcluster.strategies.mesh",
     "smolcluster.strategies.syncps",
 ]

@@ -80,8 +80,8 @@ class Case:
     @property
     def readers(self) -> int:
         """Workers that read samples of their own."""
-        strategy = find_strategy(self.strategy, plane=self.plane)
-        options, _ = read_options(strategy, self.config({}).strategy)
+        options, _ = read_options(self.config({}).strategy, plane=self.plane)
+        strategy = find_strategy(self.strategy, self.plane, options)
         return strategy.plan(options, self.nodes(), None).checked().num_shards
 
     def nodes(self) -> list[Node]:
@@ -89,7 +89,7 @@ class Case:
 
     def sets(self, **more: Any) -> dict[str, Any]:
         """The strategy section and the plane, by dotted names. `more` are options to set where the strategy has them."""
-        known = find_strategy(self.strategy, plane=self.plane).Config.model_fields
+        known = find_strategy(self.strategy, plane=self.plane).Config.on(self.plane)
         options = {key: value for key, value in more.items() if key in known}
         if "timeout" in known:
             options["timeout"] = PATIENT_S

@@ -22,7 +22,7 @@ FIRST = {
 def options_of(case: Case, sets: dict[str, Any]) -> Any:
     """What a launcher does, and then every worker."""
     config = case.config(sets)
-    return read_options(find_strategy(case.strategy, plane=case.plane), config.strategy, plane=case.plane)[0]
+    return read_options(config.strategy, plane=case.plane)[0]
 
 
 @over([*FIRST.values()])
@@ -34,7 +34,7 @@ def test_an_unknown_option_is_refused(case: Case) -> None:
 def bounded(case: Case) -> list[tuple[str, float]]:
     """Every option that has bounds, with a value beyond each."""
     found = []
-    for name, field in find_strategy(case.strategy, plane=case.plane).Config.model_fields.items():
+    for name, field in find_strategy(case.strategy, plane=case.plane).Config.on(case.plane).items():
         for bound in field.metadata:
             found += [(name, getattr(bound, kind) - 1) for kind in ("ge", "gt") if hasattr(bound, kind)]
             found += [(name, getattr(bound, kind) + 1) for kind in ("le", "lt") if hasattr(bound, kind)]
@@ -55,8 +55,8 @@ def test_a_number_of_workers_that_cannot_be_is_refused(case: Case, tmp_path: Any
     refusals = {}
     for workers in range(1, 10):
         other = case.on(workers)
-        strategy = find_strategy(case.strategy, plane=case.plane)
-        refused = strategy.plan(options_of(other, {}), other.nodes(), None).refusals
+        options = options_of(other, {})
+        refused = find_strategy(case.strategy, case.plane, options).plan(options, other.nodes(), None).refusals
         if refused:
             refusals[workers] = refused[0]
     assert case.workers not in refusals

@@ -35,7 +35,7 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.worker import Worker
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.memory import show_memory
-from smolcluster.parallel.exchange import deal_turns
+from smolcluster.parallel.owned_buckets import deal_turns
 from smolcluster.parallel.placement import Cost
 from smolcluster.tasks.find import find_task
 
@@ -121,7 +121,7 @@ def test_states_are_those_of_the_formula(four: Subject, choice: Choice) -> None:
     scene = four.scene(choice)
     costs = scene.placement.costs
     stage = choice.options.get("fsdp_stage")
-    for alike in alike_seats(four, scene, every_seat=True):
+    for alike in alike_seats(scene, every_seat=True):
         rank = alike[0].rank
         cost, seen = costs[rank], rehearse_rank(four, choice, rank, [Way()])
         at_most, at_rest = seen.ways[Way()].each, seen.states

@@ -24,6 +24,7 @@ from smolcluster.parallel.placement import Node, Shape
 from smolcluster.parallel.stages import Cut, layers_of, num_microbatches
 from smolcluster.parallel.tensor_styles import Fusions
 from smolcluster.strategies.fsdp import FSDP
+from smolcluster.strategies.fsdp_sharded import ShardedFSDP
 from smolcluster.strategies.mesh import Mesh
 from smolcluster.strategies.pipeline import Pipeline
 from smolcluster.strategies.registry import read_options
@@ -72,7 +73,7 @@ def test_ranks_that_compute_the_same_draw_the_same_numbers() -> None:
         (Mesh, MeshOptions(cp=3), 8, "tp 1 x cp 3 does not divide 8 workers"),
         (Mesh, MeshOptions(shard_size=4, fsdp_stage=1), 8, "shard_size is for stages 2 and 3, not 1"),
         (Mesh, MeshOptions(shard_size=3, fsdp_stage=3), 8, "shard_size = 3 does not divide dp 8; try 1, 2, 4, 8"),
-        (FSDP, FSDPOptions(shard_size=4), 6, "shard_size = 4 does not divide 6 workers; try 1, 2, 3, 6"),
+        (ShardedFSDP, FSDPOptions(shard_size=4), 6, "shard_size = 4 does not divide 6 workers; try 1, 2, 3, 6"),
         (FSDP, FSDPOptions(shard_size=2, fsdp_stage=1), 4, "shard_size is for stages 2 and 3, not 1"),
         (TensorParallel, TensorOptions(tp=2), 4, "tp = 2 on 4 workers: .* use --strategy mesh"),
         (Pipeline, PipelineOptions(schedule="1f1"), 2, "unknown strategy.schedule '1f1'; did you mean '1f1b'"),
@@ -110,10 +111,10 @@ def test_a_plan_refuses_a_model_that_cannot_be_shared_out(
 @pytest.mark.parametrize(
     ("strategy", "options", "machines", "shape"),
     [
-        (FSDP, {}, "aabb", (2, 2)),
-        (FSDP, {}, "aaaa", (1, 4)),
-        (FSDP, {}, "abcd", (4, 1)),
-        (FSDP, {"shard_size": 4}, "aabb", (1, 4)),
+        (ShardedFSDP, {}, "aabb", (2, 2)),
+        (ShardedFSDP, {}, "aaaa", (1, 4)),
+        (ShardedFSDP, {}, "abcd", (4, 1)),
+        (ShardedFSDP, {"shard_size": 4}, "aabb", (1, 4)),
         (Mesh, {"tp": 2}, "aaaabbbb", (2, 2)),
         (Mesh, {"pp": 2}, "aabbccdd", (2, 2)),
         (Mesh, {"tp": 2}, "aabbccdd", (4, 1)),
@@ -131,7 +132,7 @@ def test_hybrid_needs_as_many_neighbours_on_each_machine(machines: str, said: st
     with pytest.raises(
         UserError, match=f"neighbouring ranks are {said}; use as many on each machine, next to each other"
     ):
-        FSDP.plan(FSDPOptions(shard_size="node"), found, None).checked()
+        ShardedFSDP.plan(FSDPOptions(shard_size="node"), found, None).checked()
 
 
 def test_ranks_on_the_same_samples_have_one_batch_size() -> None:
@@ -271,9 +272,9 @@ def test_fused_rows_are_dealt_out_section_by_section() -> None:
     [
         (FSDP, FSDPOptions(fsdp_stage=0), 4, 4800, 9600, 7200),
         (FSDP, FSDPOptions(fsdp_stage=1), 4, 4800, 2400, 7200),
-        (FSDP, FSDPOptions(fsdp_stage=2), 4, 4800 + 1200, 2400, 7200),  # FSDP2 keeps its pieces beside the whole
-        (FSDP, FSDPOptions(fsdp_stage=3), 4, 1200, 2400, 10800),
-        (FSDP, FSDPOptions(fsdp_stage=3, shard_size=2), 4, 2400, 4800, 7200 + 2400),
+        (ShardedFSDP, FSDPOptions(fsdp_stage=2), 4, 4800 + 1200, 2400, 7200),  # FSDP2 keeps its pieces beside the whole
+        (ShardedFSDP, FSDPOptions(fsdp_stage=3), 4, 1200, 2400, 10800),
+        (ShardedFSDP, FSDPOptions(fsdp_stage=3, shard_size=2), 4, 2400, 4800, 7200 + 2400),
         (TensorParallel, TensorOptions(), 4, 1200, 2400, 0),
         (Pipeline, PipelineOptions(), 2, 2400, 4800, 0),
         (Mesh, MeshOptions(tp=2, fsdp_stage=3), 8, 600, 1200, 5400),
@@ -282,7 +283,7 @@ def test_fused_rows_are_dealt_out_section_by_section() -> None:
 def test_the_formulas(strategy: Any, options: Any, count: int, parameters: int, optimizer: int, moved: int) -> None:
     cost = strategy.plan(options, nodes(count), Shape(parameters=1200)).cost
     assert (cost.parameter_bytes, cost.optimizer_bytes, cost.bytes_sent) == (parameters, optimizer, moved)
-    assert cost.activations_travel == (strategy is not FSDP)
+    assert cost.activations_travel == (strategy not in (FSDP, ShardedFSDP))
 
 
 @pytest.mark.parametrize(
@@ -291,9 +292,9 @@ def test_the_formulas(strategy: Any, options: Any, count: int, parameters: int, 
         (FSDP, FSDPOptions(fsdp_stage=0), 4800, 4800, 7200),  # autocast rounds at every use
         (FSDP, FSDPOptions(fsdp_stage=1), 4800, 4800, 7200),
         (FSDP, FSDPOptions(fsdp_stage=1, param_dtype="bf16"), 2400 + 1200, 2400, 900 * (4 + 2)),
-        (FSDP, FSDPOptions(fsdp_stage=2), 2400 + 1200, 1200, 900 * (2 + 4)),
-        (FSDP, FSDPOptions(fsdp_stage=3), 1200, 1200, 900 * (2 + 2 + 4)),
-        (FSDP, FSDPOptions(fsdp_stage=3, reduce_dtype="bf16"), 1200, 1200, 900 * (2 + 2 + 2)),
+        (ShardedFSDP, FSDPOptions(fsdp_stage=2), 2400 + 1200, 1200, 900 * (2 + 4)),
+        (ShardedFSDP, FSDPOptions(fsdp_stage=3), 1200, 1200, 900 * (2 + 2 + 4)),
+        (ShardedFSDP, FSDPOptions(fsdp_stage=3, reduce_dtype="bf16"), 1200, 1200, 900 * (2 + 2 + 2)),
         # Six micro-batches: seven times gathered, once summed.
         (Mesh, MeshOptions(pp=2, fsdp_stage=3, num_microbatches=6), 1200, 1200, 300 * (7 * 2 + 4)),
         # Pieces of layers stay in fp32, and so does what a pipeline adds up.
@@ -339,8 +340,8 @@ def test_stages_have_names(name: str, stage: int | str) -> None:
 
 
 def test_a_bucket_has_a_size_in_bytes_or_in_numbers() -> None:
-    config = load_config([], overrides=["strategy.reduce_bucket_size=262144"])
-    assert read_options(FSDP, config.strategy)[0].bucket_mb == 1.0
+    config = load_config([], overrides=["strategy.name=fsdp", "strategy.reduce_bucket_size=262144"])
+    assert read_options(config.strategy)[0].bucket_mb == 1.0
     config.strategy.bucket_mb = 2.0
     with pytest.raises(UserError, match=r"bucket_mb and strategy\.reduce_bucket_size say the same"):
-        read_options(FSDP, config.strategy)
+        read_options(config.strategy)

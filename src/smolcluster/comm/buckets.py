@@ -89,11 +89,6 @@ class GradientBuckets:
         self._ready = [False] * len(self._parameters)
         self._next_to_send = 0
 
-    def send(self, slot: int, *, weight: float) -> None:
-        """Backward is over already: send the gradients on the parameters, times `weight`."""
-        self.arm(slot, weight=weight, stop=False)
-        self.disarm()
-
     def disarm(self) -> None:
         """Backward is over: what has not left leaves now.
 

@@ -190,7 +190,7 @@ def rows_of(owner: Sequence[int], members: int) -> list[list[int]]:
 
 
 def shares(sizes: Sequence[int], deal: Deal, members: int) -> list[int]:
-    """The encoded bytes that each member owns."""
+    """What each member owns of things of these sizes."""
     return [sum(sizes[j] for j in row) for row in rows_of(deal(sizes, members), members)]
 
 

@@ -61,7 +61,7 @@ class Committed:
     slot: int
     factor: float = 1.0  # makes the sum a mean
     scale: float = 1.0  # of the loss, which is still in the sum
-    norm: float | None = None  # of the mean, where all must clip alike; None: each member computes it
+    norm: float | Tensor | None = None  # of the mean, where all must clip alike; None: each member computes it
     empty: bool = False  # nothing in it was fit to count
     age: int = 0  # updates of the server's weights between those it was computed at and those it is added to
 
@@ -98,6 +98,10 @@ class Combination(ABC):
     def stop_count(self, slot: int) -> Tensor:
         """Return how many members asked to stop in this round, after `wait`."""
         raise AssertionError(f"{type(self).__name__} needs a coordinator")
+
+    def norm(self, slot: int) -> Tensor | None:
+        """Return the norm of the result where members that stay hold parts of it, after `stop_count`; None: each has it all."""
+        return None
 
     @abstractmethod
     def give(self, result: Committed) -> None:
@@ -338,7 +342,9 @@ class MeshRounds(Rounds):
             oldest = self.flights.popleft()
             self.combination.wait(oldest.slot)
             self.stop = self._stop_flag(self.combination.stop_count(oldest.slot))
-            self._apply(Committed(oldest.step, oldest.slot, scale=oldest.scale))
+            norm = self.combination.norm(oldest.slot)
+            norm = None if norm is None else norm / oldest.scale
+            self._apply(Committed(oldest.step, oldest.slot, scale=oldest.scale, norm=norm))
             self.combination.complete()
 
     def state(self) -> tuple[list[dict[str, Any]], list[list[Tensor | None]]]:

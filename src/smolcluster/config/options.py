@@ -25,11 +25,12 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     only_elastic: ClassVar[frozenset[str]] = frozenset()  # options without effect where members stay
+    only_mesh: ClassVar[frozenset[str]] = frozenset()  # and where they come and go
 
     @classmethod
     def on(cls, plane: str | None) -> Mapping[str, FieldInfo]:
         """The options that have an effect on this plane; None: on any."""
-        unused = cls.only_elastic if plane == "mesh" else frozenset()
+        unused = {"mesh": cls.only_elastic, "elastic": cls.only_mesh}.get(plane or "", frozenset())
         return {key: field for key, field in cls.model_fields.items() if key not in unused}
 
 
@@ -88,11 +89,9 @@ _StageOrName = Annotated[
 Stage = Annotated[_Stage, Written(_StageOrName)]  # of ZeRO, or the name that FSDP gives to it
 
 
-class ElasticFSDPOptions(AllReduceOptions):
-    fsdp_stage: Stage = Field(1, description="0: all-reduce on full replicas; 1: optimizer states sharded")
+class ShardOptions(Options):
+    """Of strategies that cut up optimizer state, gradients and parameters along the data axis (ZeRO)."""
 
-
-class FSDPOptions(Options):
     fsdp_stage: Stage = Field(
         3, description="ZeRO stage: what is cut up; 0 nothing, 3 all; HYBRID_SHARD: stage 3 with shard_size node"
     )
@@ -118,6 +117,16 @@ class FSDPOptions(Options):
         return said
 
 
+class FSDPOptions(ShardOptions, AllReduceOptions):
+    only_elastic = frozenset({"staleness_bound"}) | AllReduceOptions.only_elastic
+    only_mesh = frozenset(ShardOptions.model_fields) - {"fsdp_stage", "bucket_mb"}
+
+
+class ElasticFSDPOptions(FSDPOptions):
+    fsdp_stage: Stage = Field(1, description="0: all-reduce on full replicas; 1: optimizer states sharded")
+    bucket_mb: Positive = Field(25.0, description="gradients travel in buckets of this size")
+
+
 class PipelineOptions(Options):
     schedule: str = Field("1f1b", description=f"one of {', '.join(SCHEDULES)}")
     num_microbatches: Count | None = Field(
@@ -138,7 +147,7 @@ class TensorOptions(Options):
     tp: Count | None = Field(None, description="ranks that share a layer; null: all")
 
 
-class MeshOptions(PipelineOptions, FSDPOptions):
+class MeshOptions(PipelineOptions, ShardOptions):
     fsdp_stage: Stage = Field(0, description="ZeRO stage along dp: what is cut up; 0 nothing, 3 all")
     dp: Count | None = Field(None, description="data shards; null: what tp and pp leave")
     tp: Count = Field(1, description="ranks that share each layer")

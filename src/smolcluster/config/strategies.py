@@ -62,6 +62,7 @@ class Record:
     where: Mapping[str, str]  # plane, mesh or elastic -> `module:Class`; the first plane is the default
     # Of all planes, or by plane. None: known only to its code, and first read when a run begins.
     options: type[Options] | Mapping[str, type[Options]] | None = None
+    code_for: Callable[[Any], str | None] | None = None  # options that have code of their own; None: as `where` says
     use_when: str = ""
     aliases: tuple[str, ...] = ()
     topology: Topology = "ring"  # who exchanges with whom: a server and its workers, neighbours, a chain
@@ -99,6 +100,12 @@ def _axes(asked: Asked) -> Iterable[Variant]:
         yield label, {"pp": pp, "tp": tp, "cp": None, "dp": None, "fsdp_stage": 0, "shard_size": None}
 
 
+def _sharded(options: FSDPOptions) -> str | None:
+    """Stages 2 and 3 are torch's."""
+    elastic = isinstance(options, ElasticFSDPOptions)  # where there are none
+    return f"{_HERE}.fsdp_sharded:ShardedFSDP" if options.fsdp_stage >= 2 and not elastic else None
+
+
 _HERE = "smolcluster.strategies"
 
 # In the order in which a plan looks at them: those that exchange least first, those that save most last.
@@ -125,8 +132,9 @@ _RECORDS = (
         name="fsdp",
         algorithm="FSDP",
         summary="ZeRO 0-3 and hybrid: optimizer state, gradients and parameters cut up among the workers",
-        where={"mesh": f"{_HERE}.fsdp:FSDP", "elastic": f"{_HERE}.fsdp_elastic:ElasticFSDP"},
+        where={"mesh": f"{_HERE}.fsdp:FSDP", "elastic": f"{_HERE}.fsdp:FSDP"},
         options={"mesh": FSDPOptions, "elastic": ElasticFSDPOptions},
+        code_for=_sharded,
         use_when="the optimizer's state, or the model, is too much for every machine",
         aliases=("zero",),
         variants=_stages,

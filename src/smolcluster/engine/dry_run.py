@@ -25,8 +25,8 @@ from smolcluster.tasks.find import find_task
 def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str | None, plane: str = "mesh") -> str:
     """Opens the data and builds the model without memory, so that a mistake shows here."""
     device = choose_device(config.training.device)
-    strategy = find_strategy(config.strategy.name, plane=plane)
-    options, ignored = read_options(strategy, config.strategy, plane=plane)
+    options, ignored = read_options(config.strategy, plane=plane)
+    strategy = find_strategy(config.strategy.name, plane, options)
     named = len(config.cluster.workers)
     nodes = [
         replace(node, machine=node.name if rank < named else "this machine", stays=plane != "elastic")

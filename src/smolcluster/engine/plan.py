@@ -10,7 +10,6 @@ what cannot be rehearsed has the formula, without activations, and says so
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +26,7 @@ from smolcluster.engine.choices import ALONE, Choice
 from smolcluster.engine.journal import disk_bound
 from smolcluster.engine.rehearsal import CannotRehearse, Rehearsed, Scene, Way, rehearse
 from smolcluster.errors import UserError
-from smolcluster.parallel.axes import machines
 from smolcluster.parallel.placement import Cost, Node, Seat, Shape
-from smolcluster.parallel.shards import owners
-from smolcluster.strategies.base.parallel import Parallel
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 
@@ -136,8 +132,8 @@ class Subject:
         # Measured when a run begins; about even where machines are alike.
         if section.said().get("layer_distribution") == "auto":
             section = section.saying({"layer_distribution": None})
-        strategy = find_strategy(choice.strategy, plane=choice.plane)
-        options, _ = read_options(strategy, section)
+        options, _ = read_options(section, plane=choice.plane)
+        strategy = find_strategy(choice.strategy, choice.plane, options)
         nodes = self.nodes[:1] if choice == ALONE else self.nodes
         nodes = [dataclasses.replace(node, stays=choice.plane != "elastic") for node in nodes]
         config = self.config.model_copy(update={"strategy": section})
@@ -171,7 +167,7 @@ def forecast(
         scene = subject.scene(choice)
         if choice.plane == "elastic":
             return Forecast(choice=choice, seats=_elastic_seats(subject, scene, ways, here))
-        return Forecast(choice=choice, seats=_mesh_seats(subject, choice, scene, ways, here, every_seat))
+        return Forecast(choice=choice, seats=_mesh_seats(choice, scene, ways, here, every_seat))
     except UserError as error:
         return Forecast(choice=choice, cannot=str(error))
 
@@ -182,7 +178,6 @@ def rehearse_rank(subject: Subject, choice: Choice, rank: int, ways: Sequence[Wa
 
 
 def _mesh_seats(
-    subject: Subject,
     choice: Choice,
     scene: Scene,
     ways: Sequence[Way],
@@ -190,7 +185,7 @@ def _mesh_seats(
     every_seat: bool,
 ) -> list[SeatMemory]:
     found = []
-    for alike in alike_seats(subject, scene, every_seat=every_seat):
+    for alike in alike_seats(scene, every_seat=every_seat):
         rank = alike[0].rank
         ranks = sorted(seat.rank for seat in alike)
         try:
@@ -205,7 +200,7 @@ def _mesh_seats(
     return found
 
 
-def alike_seats(subject: Subject, scene: Scene, *, every_seat: bool) -> list[list[Seat]]:
+def alike_seats(scene: Scene, *, every_seat: bool) -> list[list[Seat]]:
     """Seats that hold the same, the one that holds most first. Of a pipeline only the ends, unless `every_seat`."""
     groups: dict[tuple[int, int], list[Seat]] = {}
     for seat in scene.placement.seats:
@@ -213,22 +208,10 @@ def alike_seats(subject: Subject, scene: Scene, *, every_seat: bool) -> list[lis
     stages = {stage for stage, _ in groups}
     ends = stages if every_seat else {min(stages), max(stages)}
     return [
-        sorted(seats, key=lambda seat: -_owned(subject, scene, seat))
+        sorted(seats, key=lambda seat: -scene.placement.costs[seat.rank].states_bytes)
         for (stage, _), seats in groups.items()
         if stage in ends
     ]
-
-
-def _owned(subject: Subject, scene: Scene, seat: Seat) -> int:
-    """What this seat alone updates, where parameters are dealt out in whole."""
-    strategy, options, model = scene.strategy, scene.options, subject.shape.model
-    if not issubclass(strategy, Parallel) or strategy.zero(options).stage != 1 or model is None:
-        return 0
-    axes = strategy.axes(options, machines(scene.nodes))
-    part = strategy.parts(options, model, axes, scene.nodes)[seat.coords["pp"]]
-    sizes = [math.prod(shape) for shape in part.values()]
-    me = seat.coords["dp"] * axes.cp + seat.coords["cp"]
-    return sum(size for size, place in zip(sizes, owners(sizes, axes.data), strict=True) if place == me)
 
 
 def _elastic_seats(

@@ -29,7 +29,6 @@ from smolcluster.engine.choices import ALONE, Choice
 from smolcluster.engine.plan import Ask, Forecast, Subject, forecast, rehearse_rank
 from smolcluster.engine.rehearsal import CannotRehearse, Rehearsed, Way
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.strategies.registry import find_strategy
 from smolcluster.tasks.find import find_task
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,8 @@ def forecast_all(
     if num == 1 or len(asked) < FEW:
         return [one(choice) for choice in asked]
     for choice in asked:  # here: some of torch's modules cannot be imported by two threads at once
-        find_strategy(choice.strategy, plane=choice.plane)
+        with contextlib.suppress(UserError):  # which a forecast tells of
+            subject.scene(choice)
     with ThreadPoolExecutor(num) as pool, contextlib.ExitStack() as children:
         # All of them start before this process has threads: it has imported torch already.
         for ask in [children.enter_context(_child(subject)) for _ in range(num - 1)]:

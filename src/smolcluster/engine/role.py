@@ -99,8 +99,8 @@ class Role(ABC):
             endpoint_of(self.config.logging.loki_url)  # a mistake shows before anyone waits
         share_cores(self.spec.local_world_size)
         self.device = choose_device(self.config.training.device, local_rank=self.spec.local_rank)
-        self.strategy_class = find_strategy(self.config.strategy.name, plane=self.spec.plane)
-        self.options, ignored = read_options(self.strategy_class, self.config.strategy, plane=self.spec.plane)
+        self.options, ignored = read_options(self.config.strategy, plane=self.spec.plane)
+        self.strategy_class = find_strategy(self.config.strategy.name, self.spec.plane, self.options)
         if self.config.training.profile is not None:
             steps_of(self.config.training.profile)  # a mistake shows before anyone waits
             if self.spec.plane == "elastic" and lead:

@@ -75,8 +75,8 @@ def _model(config: Config) -> nn.Module | None:
 
 def place(config: Config, nodes: Sequence[Node], shape: Shape | None = None, *, plane: str | None = None) -> Placement:
     """Where the strategy puts the ranks on these nodes. Raises UserError for what it cannot do with so many."""
-    strategy = find_strategy(config.strategy.name, plane=plane)
-    options, _ = read_options(strategy, config.strategy)
+    options, _ = read_options(config.strategy, plane=plane)
+    strategy = find_strategy(config.strategy.name, plane, options)
     return strategy.plan(options, nodes, shape).checked()
 
 

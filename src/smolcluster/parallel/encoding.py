@@ -10,7 +10,7 @@ from smolcluster.comm.codecs import Codec, chosen_codec, make_codec
 from smolcluster.comm.encoded_sum import messages_of, rows_of, shares
 from smolcluster.config.options import CodecOptions, ServedOptions
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape
-from smolcluster.parallel.shards import largest_share, owners, ward
+from smolcluster.parallel.shards import owners, ward
 
 
 def with_codec(
@@ -47,7 +47,7 @@ def sharded_traffic(codec: Codec, shape: Shape, n: int) -> list[tuple[int, int]]
     """Return what each of n workers sends and receives where every parameter has an owner and a backup (`owned_sum.py`)."""
     tensors = _tensors(shape, n)
     counts = list(map(math.prod, tensors))
-    share = largest_share(counts, n) * shape.bytes_per_parameter
+    share = max(shares(counts, owners, n)) * shape.bytes_per_parameter
     if codec.lossless:
         return [((2 * n - 1) * share, (2 * n - 1) * share)] * n
     owned = [sum(codec.nbytes(tensors[j]) for j in row) for row in rows_of(owners(counts, n), n)]

@@ -35,7 +35,7 @@ class Sharded(Exchange):
         prefetch: int,
     ) -> None:
         self._num_ranks = group.size
-        super().__init__(weight)
+        super().__init__(weight, group)
         self._mesh, self._stage = mesh, stage
         self._order = SameBlocks(group, stage)
         self._gloo = getattr(group, "backend", "") == "gloo"
@@ -118,10 +118,13 @@ class Sharded(Exchange):
                 "uses weights of one that was not: call its blocks as block(x), by no other method, or use stage 0 or 1"
             ) from error
 
-    def settle(self) -> None:
+    @contextlib.contextmanager
+    def in_full(self) -> Iterator[None]:
+        """What was gathered for a while is in pieces again."""
         for module in self._replica.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        yield
 
 
 class SameBlocks:

@@ -21,14 +21,6 @@ def owners(sizes: Sequence[int], members: int) -> list[int]:
     return owner
 
 
-def largest_share(sizes: Sequence[int], members: int) -> int:
-    """What the member that owns most owns."""
-    loads = [0] * members
-    for size, place in zip(sizes, owners(sizes, members), strict=True):
-        loads[place] += size
-    return max(loads)
-
-
 def buddy(place: int, members: int) -> int:
     """Who keeps a copy for the member at this place; itself where it is alone."""
     return (place + 1) % members

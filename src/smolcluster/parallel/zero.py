@@ -1,4 +1,4 @@
-"""ZeRO's formulas: what a rank holds and moves along the data axis, by stage. `fsdp.py` has them as a table.
+"""ZeRO's formulas: what a rank holds and moves along the data axis, by stage. `fsdp.py` and `fsdp_sharded.py` have them as a table.
 
 Only this axis has bytes that do not depend on the samples; what tensors and layers a rank has is decided before.
 """
@@ -9,11 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smolcluster.comm.encoded_sum import shares
 from smolcluster.compute.precision import DTYPES
-from smolcluster.config.options import FSDPOptions
+from smolcluster.config.options import ShardOptions
 from smolcluster.parallel.axes import Axes
 from smolcluster.parallel.placement import Cost, Shape
-from smolcluster.parallel.shards import largest_share
+from smolcluster.parallel.shards import owners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Zero:
     by_machine: bool = False  # cut up inside each machine, whatever its ranks
 
 
-def zero_of(options: FSDPOptions) -> Zero:
+def zero_of(options: ShardOptions) -> Zero:
     return Zero(
         stage=options.fsdp_stage,
         param_dtype=options.param_dtype,
@@ -37,8 +38,11 @@ def zero_of(options: FSDPOptions) -> Zero:
     )
 
 
-def cost_of_stage(zero: Zero, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, gathers: int) -> Cost:
-    """Of a rank with these parameters before they are cut up. Stage 3 gathers each of them `gathers` times in a step.
+def cost_of_stage(
+    zero: Zero, shape: Shape, axes: Axes, tensors: Sequence[Sequence[int]], *, place: int, gathers: int = 2
+) -> Cost:
+    """Of the rank at this place of the data axis, with these parameters before they are cut up. Stage 3 gathers each of them
+    `gathers` times in a step: for forward and for backward.
 
     Without `tensors`, as if all ranks had equally many and pieces needed no padding.
     """
@@ -55,13 +59,14 @@ def cost_of_stage(zero: Zero, shape: Shape, axes: Axes, tensors: Sequence[Sequen
         updated = count
         moved = 2 * (dp - 1) * count * each // dp
     elif stage == 1:
-        updated = largest_share(list(map(math.prod, tensors)), dp) if tensors else -(-count // dp)
+        owned = shares(list(map(math.prod, tensors)), owners, dp) if tensors else [-(-count // dp)] * dp
+        updated = owned[place]
         asked = zero.param_dtype is not None and shape.used_bytes < 4
         rounded = asked and used < each and axes.tp == axes.pp == 1  # matrices, but for the owner's, in full besides
         matrix = used if rounded else each
         gradients = sum(math.prod(t) * (matrix if len(t) > 1 else each) for t in tensors) or count * matrix
         parameters = gradients + (updated * each if rounded else 0)
-        moved = (dp - 1) * updated * (each + gradients / count)
+        moved = (dp - 1) * max(owned) * (each + gradients / count)
     else:
         updated = sum(-(-t[0] // shards) * math.prod(t[1:]) if t else 1 for t in tensors) or -(-count // shards)
         gathers = 1 if stage == 2 else gathers

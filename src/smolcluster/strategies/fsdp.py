@@ -1,131 +1,142 @@
-"""fsdp (ZeRO): data parallel, with optimizer state, gradients and parameters cut up among the workers.
+"""fsdp (ZeRO), stages 0 and 1: whole models on every worker; in stage 1 the optimizer's state is dealt out.
 
     for each step, on N workers:
-        my gradient on my samples; parameters that are not here are gathered for as long as they are used     (stage 3)
-        reduce-scatter: each worker gets the mean gradient of its piece
-        w[piece] <- optimizer(w[piece], clip(g[piece]))
-        all-gather: everybody gets the pieces they need                                          (stages 1, 2)
+        my gradient on my samples, at my weights
+        reduce-scatter: the sum of each parameter's gradient goes to its owner                     (stage 1)
+        w[own] <- optimizer(w[own], clip(g[own]))
+        all-gather: every owner hands out its updated parameters, and only those
 
-    stage  also called       cut up                  bytes sent and received per step, for S bytes of parameters
-    0      NO_SHARD          nothing                 2 (N-1)/N S    as allreduce
-    1                        optimizer               2 (N-1)/N S    shares are padded to the largest
-    2      SHARD_GRAD_OP     + gradients             2 (N-1)/N S
-    3      FULL_SHARD        + parameters            3 (N-1)/N S    gathered again for backward
+    stage  also called       cut up          bytes sent and received per step, for S bytes of parameters
+    0      NO_SHARD          nothing         2 (N-1)/N S    as allreduce
+    1                        optimizer       2 (N-1)/N S    shares are padded to the largest
+    2      SHARD_GRAD_OP     + gradients     stages 2 and 3: fsdp_sharded.py
+    3      FULL_SHARD        + parameters
 
-HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` says other groups than machines. With
-accumulation stages 2 and 3 exchange for each part of a batch; in a pipeline of M micro-batches stage 3 gathers M + 1 times.
+Memory of a worker, with AdamW and P parameters, in bytes: 16 P in stage 0, 8 P + 8 P/N in stage 1; with bf16 there are 2 P
+more that autocast rounds. `param_dtype: bf16` in stage 1 keeps matrices and their gradients rounded, and the owner of a matrix
+has it in full besides: 4 P + 12 P/N.
 
-Memory of a worker, with AdamW and P parameters, in bytes:
+Parameters are dealt out in whole (`parallel/shards.py`): each has one owner, who alone updates it. Where members stay,
+gradients travel a buffer full at a time (`parallel/owned_buckets.py`).
 
-    stage   fp32            in bf16, weights and sums in fp32
-    0       16 P            16 P             and 2 P that autocast rounds
-    1       8 P + 8 P/N     8 P + 8 P/N      and 2 P as above; `param_dtype: bf16`: 4 P + 12 P/N
-    2       4 P + 16 P/N    2 P + 16 P/N     ZeRO: 12 and 14 P/N; FSDP2's pieces stay beside what is gathered of them
-    3       16 P/N          16 P/N           and a few whole blocks while they are in use
-
-Stage 1 deals whole parameters out (`parallel/shards.py`): each has one owner, who alone updates it and hands it out. Stages 2
-and 3 are torch's FSDP2, with one group of pieces for each block of the model. In bf16 what is gathered has two bytes for each
-number instead of four, and gradients are averaged in four. With `param_dtype: bf16` stage 1 keeps matrices and their gradients
-rounded too; the owner of a matrix also has it in full.
+Where members come and go (`parallel/owned_sum.py`), the owner passes its sums on to its buddy before a round is committed, and
+both update: so when an owner dies, its buddy takes the committed step in its place and hands the parameters out. In a new view
+the parameters are dealt anew, and optimizer state moves from those who hold it to those who should. Only when a member and its
+buddy die at the same moment is something lost, and the run must go on from its checkpoint. That is 2 (N-1)/N S + S/N bytes, and
+2/N of the optimizer's memory; with `staleness_bound` K gradients take 2 (K + 1) sets. With a `codec` gradients travel encoded,
+to the owner and to its buddy, who both add them up: 2 (N-1)/N S' for S' encoded bytes, in place of (N-1)/N S and S/N.
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
-Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", 2023.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from smolcluster.comm.codecs import chosen_codec
+from smolcluster.comm.rounds import Combination
 from smolcluster.compute.precision import DTYPES
-from smolcluster.config.options import FSDPOptions
-from smolcluster.errors import UserError
-from smolcluster.parallel.axes import Axes, divisors, ranks_per_machine
-from smolcluster.parallel.exchange import Exchange, Owned, Summed
-from smolcluster.parallel.fsdp2 import Sharded
-from smolcluster.parallel.zero import Zero, zero_of
-from smolcluster.strategies.base.parallel import Parallel
+from smolcluster.compute.replica import Batch
+from smolcluster.config.options import FSDPOptions, ShardOptions
+from smolcluster.parallel.axes import Axes
+from smolcluster.parallel.encoding import sharded_traffic
+from smolcluster.parallel.owned_buckets import OwnedBuckets
+from smolcluster.parallel.owned_sum import EncodedOwnedSum, OwnedSum
+from smolcluster.parallel.placement import Node, Placement, Shape
+from smolcluster.parallel.zero import cost_of_stage, zero_of
+from smolcluster.strategies.allreduce import AllReduce
+from smolcluster.strategies.base import Context, Scope, State, StepReport
+from smolcluster.tasks.base import Task
 
-FSDPT = TypeVar("FSDPT", bound=FSDPOptions)
 
-
-class FSDP(Parallel[FSDPOptions]):
-    @classmethod
-    def axes(cls, options: FSDPOptions, hosts: Sequence[str]) -> Axes:
-        return cut_up(Axes(shards=len(hosts)), options, hosts, "{} workers")
-
-    def make_exchange(self) -> Exchange:
-        return make_exchange(self)
+class FSDP(AllReduce[FSDPOptions]):
+    _owned: OwnedBuckets | None = None  # stage 1 where members stay
 
     @classmethod
-    def zero(cls, options: FSDPOptions) -> Zero:
-        return zero_of(options)
+    def plan(cls, options: FSDPOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        stage, n = options.fsdp_stage, len(nodes)
+        if stage > 1:
+            said = f"fsdp_stage {stage} needs machines that stay; on the elastic plane there are 0 and 1"
+            return Placement(refusals=[said])
+        if options.shard_size not in (None, n):
+            return Placement(refusals=[f"strategy.shard_size is for stages 2 and 3, not {stage}"])
+        placement = super().plan(options, nodes, shape)
+        if shape is None or stage == 0 or n == 1:
+            return placement
+        if all(node.stays for node in nodes):
+            zero, axes = zero_of(options), Axes(shards=n)
+            return replace(
+                placement, costs=[cost_of_stage(zero, shape, axes, shape.tensors, place=place) for place in range(n)]
+            )
+        traffic = sharded_traffic(chosen_codec(options), shape, n)
+        costs = [
+            replace(cost, optimizer_bytes=2 * cost.optimizer_bytes // n, bytes_sent=sent, bytes_received=received)
+            for cost, (sent, received) in zip(placement.costs, traffic, strict=True)
+        ]
+        return replace(placement, costs=costs)
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        if self._owned is not None:
+            self._owned.round_off()
+            self.replica.norms = self._owned.gradient_norms
+
+    def combination(self) -> Combination:
+        context, options = self.context, self.options
+        if self.results_are_whole or context.is_alone:
+            return super().combination()
+        if context.fixed_group is not None:
+            bucket_bytes, lower = int(options.bucket_mb * 2**20), rounded_by_owners(context, options)
+            self._owned = OwnedBuckets(self.replica, context.fixed_group, bucket_bytes=bucket_bytes, lower=lower)
+            return self._owned
+        codec, slots = chosen_codec(options), self.rounds_in_flight + 1
+        if codec.lossless:
+            return OwnedSum(self.replica, num_slots=slots)
+        return EncodedOwnedSum(self.replica, codec=codec, num_slots=slots)
+
+    @property
+    def results_are_whole(self) -> bool:
+        return self.options.fsdp_stage == 0
+
+    def step(self, batch: Batch) -> StepReport:
+        with nullcontext() if self._owned is None else self._owned.explained():
+            return super().step(batch)
+
+    def state(self, of: Scope = "run") -> State:
+        owned = self._owned
+        if owned is None:
+            return super().state(of)
+        with owned.in_full():
+            state = super().state(of)
+            return replace(
+                state, **owned.saved(state.weights, {} if of == "weights" else state.optimizer, of == "rank")
+            )
+
+    def load_state(self, state: State) -> None:
+        if self._owned is None:
+            super().load_state(state)
+            return
+        with self._owned.in_full():
+            self.replica.model.load_state_dict(state.weights)
+            mine = {name: state.optimizer[name] for name in self._owned.owned(list(state.optimizer))}
+            self.replica.load_optimizer(mine, state.numbers, bare=not state.optimizer)
+        self.replica.buffers.load(state.own)
 
 
-def cut_up(axes: Axes, options: FSDPOptions, hosts: Sequence[str], what: str) -> Axes:
-    """The data ranks as replicas of groups that share one set of pieces; `what` names their number in an error."""
-    data, size = axes.data, options.shard_size
-    if size is not None and size != data and options.fsdp_stage < 2:
-        raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
-    shards = ranks_per_machine(axes.lines("dp", "cp"), hosts) if size == "node" else size or data
-    if data % shards:
-        raise UserError(f"strategy.shard_size = {shards} does not divide {what.format(data)}; try {divisors(data)}")
-    return replace(axes, replicas=data // shards, shards=shards)
-
-
-def make_exchange(strategy: Parallel[FSDPT]) -> Exchange:
-    """What `fsdp_stage` says, along the data axis."""
-    options = strategy.options
-    axes, group, weight, mesh = strategy.mesh_axes, strategy.data, strategy.weight, strategy.mesh
-    if axes.data == 1:
-        return Exchange(weight)
-    context = strategy.context
-    if options.shard_size == "node" and context.seat.rank == 0:
-        where = "inside a machine, replicated across machines"
-        if axes.replicas == 1:
-            where = "over all ranks, which are on one machine: as FULL_SHARD"
-        elif axes.shards == 1:
-            where = "nowhere, as no two ranks of the data axis share a machine: as NO_SHARD"
-        context.tell(f"HYBRID_SHARD: cut up {where}; {axes.replicas} x {axes.shards}")
-    bucket_bytes = int(options.bucket_mb * 2**20)
-    if options.fsdp_stage == 0 or axes.shards == 1:
-        return Summed(group, bucket_bytes=bucket_bytes, weight=weight)
-    if options.fsdp_stage == 1:
-        lower = _rounded_by_owners(strategy)
-        return Owned(group, bucket_bytes=bucket_bytes, weight=weight, lower=lower)
-    assert mesh is not None
-    names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
-    if options.cpu_offload and context.device.type == "cpu":
-        context.warn("strategy.cpu_offload has no effect: there is no GPU to take the load off")
-    return Sharded(
-        mesh[names],
-        group,
-        stage=options.fsdp_stage,
-        weight=weight,
-        param_dtype=DTYPES[options.param_dtype or context.config.training.precision],
-        reduce_dtype=DTYPES[options.reduce_dtype or "fp32"],
-        buffer_dtype=DTYPES[options.buffer_dtype] if options.buffer_dtype else None,
-        offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
-        prefetch=options.prefetch,
-    )
-
-
-def _rounded_by_owners(strategy: Parallel[FSDPT]) -> torch.dtype | None:
+def rounded_by_owners(context: Context, options: ShardOptions, axes: Axes | None = None) -> torch.dtype | None:
     """Stage 1: the type that matrices are kept in by all but their owners, where that is asked for and loses nothing."""
-    context, axes, options = strategy.context, strategy.mesh_axes, strategy.options
     if options.param_dtype in (None, "fp32"):
         return None
-    training = context.config.training
-    why = ""
+    training, why = context.config.training, ""
     if training.precision == "fp32":
         why = "without a lower training.precision"
-    elif axes.tp > 1:
+    elif axes is not None and axes.tp > 1:
         why = "where layers are cut up along tp"
-    elif axes.pp > 1 or training.grad_accumulation > 1:
+    elif (axes is not None and axes.pp > 1) or training.grad_accumulation > 1:
         why = f"where a step adds up several gradients, which {options.param_dtype} would round"
     if why and context.seat.rank == 0:
         context.warn(f"strategy.param_dtype has no effect in stage 1 {why}")

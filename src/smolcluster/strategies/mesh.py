@@ -4,7 +4,7 @@
 
     axis   what is shared out                   read
     pp     layers, one after the other          pipeline.py
-    dp     samples; with fsdp_stage also        fsdp.py
+    dp     samples; with fsdp_stage also        fsdp_sharded.py
            optimizer, gradients, parameters
     cp     the tokens of each sequence          ../parallel/context.py
     tp     the work of each layer               tensor.py
@@ -30,7 +30,7 @@ from smolcluster.parallel.stages import Shapes, holders, num_microbatches
 from smolcluster.parallel.tensor_styles import Fusions, shared_shapes
 from smolcluster.parallel.zero import Zero, zero_of
 from smolcluster.strategies.base.parallel import Parallel
-from smolcluster.strategies.fsdp import cut_up, make_exchange
+from smolcluster.strategies.fsdp_sharded import cut_up, make_exchange
 from smolcluster.strategies.pipeline import make_pipe
 from smolcluster.strategies.tensor import share_out
 

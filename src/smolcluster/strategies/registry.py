@@ -13,33 +13,39 @@ from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
     from smolcluster.config.options import Options
-    from smolcluster.strategies.base import OptionsT, Strategy
+    from smolcluster.strategies.base import Strategy
 
 
-def find_strategy(name: str, plane: str | None = None) -> type[Strategy[Options]]:
-    """The class that runs on this plane; None: on the first that it has."""
+def find_strategy(name: str, plane: str | None = None, options: Options | None = None) -> type[Strategy[Options]]:
+    """The class that runs on this plane, with these options; None: on the first that it has, with the usual ones."""
     record = record_of(name)
     plane = plane or record.planes[0]
     if plane not in record.where:
         raise UserError(f"strategy {record.name} does not run on the {plane} plane")
-    module, _, attribute = record.where[plane].partition(":")
+    where = record.where[plane]
+    if options is not None and record.code_for is not None:
+        where = record.code_for(options) or where
+    module, _, attribute = where.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise UserError(f"strategy {record.name}: {record.where[plane]} cannot be imported: {error}") from error
-    options = record.options_on(plane)
-    if options not in (None, found.Config):
-        text = f"its record has the options {options.__name__}, and {attribute} has {found.Config.__name__}; name one class"
+        raise UserError(f"strategy {record.name}: {where} cannot be imported: {error}") from error
+    said = record.options_on(plane)
+    if said is not None and (
+        not issubclass(said, found.Config) or set(said.model_fields) - set(found.Config.model_fields)
+    ):
+        text = (
+            f"its record has the options {said.__name__}, and {attribute} has {found.Config.__name__}; name one class"
+        )
         raise UserError(f"strategy {record.name}: {text}")
     return cast("type[Strategy[Options]]", found)
 
 
-def read_options(
-    strategy: type[Strategy[OptionsT]], section: StrategyConfig, *, plane: str | None = None
-) -> tuple[OptionsT, list[str]]:
+def read_options(section: StrategyConfig, *, plane: str | None = None) -> tuple[Options, list[str]]:
     """The strategy's own options out of the section, and the names of those set that it does not use on this plane."""
-    said, made = section.said(), cast("type[OptionsT]", strategy.Config)
-    known = made.model_fields
+    record = record_of(section.name)
+    made = record.options_on(plane or record.planes[0]) or find_strategy(section.name, plane).Config
+    said, known = section.said(), made.on(plane)
     if "reduce_bucket_size" in said and "bucket_mb" in known:
         if "bucket_mb" in said:
             raise UserError("strategy.bucket_mb and strategy.reduce_bucket_size say the same; leave one of them out")
@@ -50,4 +56,4 @@ def read_options(
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"strategy.{place} = {first['input']!r}: {first['msg']}") from error
-    return options, sorted(said.keys() - made.on(plane).keys())
+    return options, sorted(said.keys() - known.keys())

@@ -3,7 +3,7 @@
     setup:  the whole model, alike on every rank, then this rank's part of it:
                 pipeline   some of its layers                          pipeline.py
                 tensor     of each layer some rows or columns          tensor.py
-                fsdp       of each tensor a piece, or all of it        fsdp.py, ../parallel/exchange.py
+                fsdp       of each tensor a piece, or all of it        fsdp_sharded.py, ../parallel/exchange.py
             or all of it, and a piece of every sequence (cp)           ../parallel/context.py
             the optimizer sees what is left
 
@@ -101,8 +101,11 @@ class Parallel(Strategy[OptionsT]):
         if shape.model is not None:
             stages = [list(part.values()) for part in cls.parts(options, shape.model, axes, nodes)]
         zero, gathers = cls.zero(options), cls.gathers(options, axes, nodes)
-        found = [cost_of_stage(zero, shape, axes, tensors, gathers=gathers) for tensors in stages]
-        return [found[axes.coords(rank)["pp"] % len(found)] for rank in range(len(nodes))]
+        costs = []
+        for coords in map(axes.coords, range(len(nodes))):
+            tensors, place = stages[coords["pp"] % len(stages)], coords["dp"] * axes.cp + coords["cp"]
+            costs.append(cost_of_stage(zero, shape, axes, tensors, place=place, gathers=gathers))
+        return costs
 
     def used_in(self, model: nn.Module) -> dict[str, torch.dtype]:
         """The type that each parameter and buffer of this part of a model has in forward."""
@@ -119,7 +122,7 @@ class Parallel(Strategy[OptionsT]):
         return None
 
     def make_exchange(self) -> Exchange:
-        return Exchange(self.weight)
+        return Exchange(self.weight, self.data)
 
     # Setting up
 
@@ -221,7 +224,6 @@ class Parallel(Strategy[OptionsT]):
         part = self._weigh(batch)
         if self._pieces is not None:
             batch = self._pieces.batch(batch)
-        self._exchange.prepare()
         with self._engine():
             if pipe is None:
                 loss = self._exchange.compute(batch)
@@ -300,7 +302,6 @@ class Parallel(Strategy[OptionsT]):
 
     def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
         self._evaluated = True
-        self._exchange.prepare()
         with self._traffic.counted(), self._engine():
             model = self.replica.model if self._pipe is None else self._pipe.answering(part)
             if model is None:
@@ -320,14 +321,13 @@ class Parallel(Strategy[OptionsT]):
 
     # What is saved, and taken up again
 
-    def _settle(self) -> None:
-        self._exchange.settle()
-        self._evaluated = False
-
     def state(self, of: Scope = "run") -> State:
         """Whole on the lead rank; the others take part in gathering it, and get nothing."""
-        if of == "rank":
-            return self._boxes()
+        self._evaluated = False
+        with self._exchange.in_full():
+            return self._boxes() if of == "rank" else self._whole(of)
+
+    def _whole(self, of: Scope) -> State:
         weights = self._whole_weights()
         if of == "weights":
             return State(weights=weights, optimizer={}, numbers={})
@@ -340,7 +340,6 @@ class Parallel(Strategy[OptionsT]):
         return self.replica.buffers.changing() if self.data.rank > 0 else {}
 
     def _boxes(self) -> State:
-        self._settle()
         optimizer, numbers = self.replica.state_dict()
         kinds = {"weights": self.replica.weights(), "optimizer": optimizer}
         boxes: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
@@ -375,7 +374,6 @@ class Parallel(Strategy[OptionsT]):
 
     def _whole_weights(self) -> dict[str, Tensor]:
         """In the types that the model has them in."""
-        self._settle()
         weights = self._gather(self.replica.weights())
         return {name: tensor.to(self.replica.layout[name].dtype) for name, tensor in weights.items()}
 
@@ -397,7 +395,11 @@ class Parallel(Strategy[OptionsT]):
         return found if self.context.seat.rank == 0 else {}
 
     def load_state(self, state: State) -> None:
-        self._settle()
+        self._evaluated = False
+        with self._exchange.in_full():
+            self._load(state)
+
+    def _load(self, state: State) -> None:
         replica = self.replica
         with torch.no_grad():
             for name, tensor in replica.model.state_dict().items():

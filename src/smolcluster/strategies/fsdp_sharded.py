@@ -1,0 +1,112 @@
+"""fsdp (ZeRO), stages 2 and 3, and hybrid: gradients and parameters are cut up too. torch's FSDP2.
+
+    for each step, on N workers:
+        my gradient on my samples; parameters that are not here are gathered for as long as they are used     (stage 3)
+        reduce-scatter: each worker gets the mean gradient of its piece
+        w[piece] <- optimizer(w[piece], clip(g[piece]))
+        all-gather: everybody gets the pieces they need                                                       (stage 2)
+
+    stage  also called       cut up                      bytes sent and received per step, for S bytes of parameters
+    2      SHARD_GRAD_OP     optimizer, gradients        2 (N-1)/N S
+    3      FULL_SHARD        + parameters                3 (N-1)/N S    gathered again for backward
+
+HYBRID_SHARD is stage 3 inside a machine, replicated across machines; `shard_size` says other groups than machines. With
+accumulation these stages exchange for each part of a batch; in a pipeline of M micro-batches stage 3 gathers M + 1 times.
+
+Memory of a worker, with AdamW and P parameters, in bytes:
+
+    stage   fp32            in bf16, weights and sums in fp32
+    2       4 P + 16 P/N    2 P + 16 P/N     ZeRO: 12 and 14 P/N; FSDP2's pieces stay beside what is gathered of them
+    3       16 P/N          16 P/N           and a few whole blocks while they are in use
+
+There is one group of pieces for each block of the model. In bf16 what is gathered has two bytes for each number instead of
+four, and gradients are averaged in four. Stages 0 and 1: `fsdp.py`; `mesh` has all four along its data axis (`make_exchange`).
+
+Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
+Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from smolcluster.comm.rounds import BucketSum
+from smolcluster.compute.precision import DTYPES
+from smolcluster.config.options import FSDPOptions, ShardOptions
+from smolcluster.errors import UserError
+from smolcluster.parallel.axes import Axes, divisors, ranks_per_machine
+from smolcluster.parallel.exchange import Exchange
+from smolcluster.parallel.fsdp2 import Sharded
+from smolcluster.parallel.owned_buckets import OwnedBuckets
+from smolcluster.parallel.zero import Zero, zero_of
+from smolcluster.strategies.base.parallel import Parallel
+from smolcluster.strategies.fsdp import rounded_by_owners
+
+ShardT = TypeVar("ShardT", bound=ShardOptions)
+
+
+class ShardedFSDP(Parallel[FSDPOptions]):
+    @classmethod
+    def axes(cls, options: FSDPOptions, hosts: Sequence[str]) -> Axes:
+        return cut_up(Axes(shards=len(hosts)), options, hosts, "{} workers")
+
+    def make_exchange(self) -> Exchange:
+        return make_exchange(self)
+
+    @classmethod
+    def zero(cls, options: FSDPOptions) -> Zero:
+        return zero_of(options)
+
+
+def cut_up(axes: Axes, options: ShardOptions, hosts: Sequence[str], what: str) -> Axes:
+    """The data ranks as replicas of groups that share one set of pieces; `what` names their number in an error."""
+    data, size = axes.data, options.shard_size
+    if size is not None and size != data and options.fsdp_stage < 2:
+        raise UserError(f"strategy.shard_size is for stages 2 and 3, not {options.fsdp_stage}")
+    shards = ranks_per_machine(axes.lines("dp", "cp"), hosts) if size == "node" else size or data
+    if data % shards:
+        raise UserError(f"strategy.shard_size = {shards} does not divide {what.format(data)}; try {divisors(data)}")
+    return replace(axes, replicas=data // shards, shards=shards)
+
+
+def make_exchange(strategy: Parallel[ShardT]) -> Exchange:
+    """What `fsdp_stage` says, along the data axis."""
+    options = strategy.options
+    axes, group, weight, mesh = strategy.mesh_axes, strategy.data, strategy.weight, strategy.mesh
+    if axes.data == 1:
+        return Exchange(weight, group)
+    context = strategy.context
+    if options.shard_size == "node" and context.seat.rank == 0:
+        where = "inside a machine, replicated across machines"
+        if axes.replicas == 1:
+            where = "over all ranks, which are on one machine: as FULL_SHARD"
+        elif axes.shards == 1:
+            where = "nowhere, as no two ranks of the data axis share a machine: as NO_SHARD"
+        context.tell(f"HYBRID_SHARD: cut up {where}; {axes.replicas} x {axes.shards}")
+    bucket_bytes = int(options.bucket_mb * 2**20)
+    if options.fsdp_stage == 0 or axes.shards == 1:
+        return Exchange(weight, group, lambda r: BucketSum(r.parameters, group, bucket_bytes=bucket_bytes, num_slots=1))
+    if options.fsdp_stage == 1:
+        lower = rounded_by_owners(context, options, axes)
+        return Exchange(
+            weight, group, lambda r: OwnedBuckets(r, group, bucket_bytes=bucket_bytes, lower=lower), lower=lower
+        )
+    assert mesh is not None
+    names = tuple(name for name in ("replicas", "shards") if name in (mesh.mesh_dim_names or ()))
+    if options.cpu_offload and context.device.type == "cpu":
+        context.warn("strategy.cpu_offload has no effect: there is no GPU to take the load off")
+    return Sharded(
+        mesh[names],
+        group,
+        stage=options.fsdp_stage,
+        weight=weight,
+        param_dtype=DTYPES[options.param_dtype or context.config.training.precision],
+        reduce_dtype=DTYPES[options.reduce_dtype or "fp32"],
+        buffer_dtype=DTYPES[options.buffer_dtype] if options.buffer_dtype else None,
+        offload=CPUOffloadPolicy() if options.cpu_offload and context.device.type != "cpu" else OffloadPolicy(),
+        prefetch=options.prefetch,
+    )
