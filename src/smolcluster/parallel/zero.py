@@ -1,4 +1,4 @@
-"""ZeRO's formulas: what a rank holds and moves along the data axis, by stage. `fsdp.py` and `fsdp_sharded.py` have them as a table.
+"""ZeRO's formulas: what a rank holds and moves along the data axis, by stage. Tables: `fsdp.py`, `fsdp_sharded.py`.
 
 Only this axis has bytes that do not depend on the samples; what tensors and layers a rank has is decided before.
 """
