@@ -8,22 +8,35 @@ from dataclasses import replace
 
 from smolcluster.comm.codecs import Codec, chosen_codec, make_codec
 from smolcluster.comm.encoded_sum import messages_of, rows_of, shares
-from smolcluster.config.options import CodecOptions, ServedOptions
-from smolcluster.parallel.placement import Cost, Node, Placement, Shape
+from smolcluster.config.options import ExchangeOptions, ServedOptions
+from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
 from smolcluster.parallel.shards import owners, ward
 
 
-def with_codec(
-    placement: Placement, options: CodecOptions, nodes: Sequence[Node], shape: Shape | None, *, rounds: int
+def summed_by_workers(
+    options: ExchangeOptions, nodes: Sequence[Node], shape: Shape | None, *, rounds: int
 ) -> Placement:
-    """Replace what gradients take, on the wire and in memory, where they are encoded: on the elastic plane.
+    """A whole model on every node, and gradients that all get the sum of; encoded, on the elastic plane, if there is a codec.
 
-    `rounds`: in flight, with the one that is computed.
-
-    Without the shapes of tensors, as if each worker owned one of equal size.
+    `rounds`: in flight, with the one that is computed. Without the shapes of tensors, as if each worker owned one of equal
+    size.
     """
     codec, n = chosen_codec(options), len(nodes)
-    if shape is None or codec.lossless or all(node.stays for node in nodes):
+    seats = worker_on_each(nodes)
+    if shape is None:
+        return with_coordinator(Placement(seats=seats), nodes, shape)
+    size = shape.parameters * shape.bytes_per_parameter
+    moved = 2 * (n - 1) * size // n
+    cost = Cost(
+        parameter_bytes=size,
+        gradient_bytes=size * rounds,
+        optimizer_bytes=size * shape.optimizer_states,
+        bytes_sent=moved,
+        bytes_received=moved,
+        messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
+    )
+    placement = with_coordinator(Placement(seats=seats, costs=[cost] * n), nodes, shape)
+    if codec.lossless or all(node.stays for node in nodes):
         return placement
     sizes = [codec.nbytes(tensor) for tensor in _tensors(shape, n)]
     owned, dense = shares(sizes, owners, n), 4 * shape.parameters

@@ -56,7 +56,7 @@ class Exchange:
         self._combination = self._combine(replica)
         if isinstance(self._combination, OwnedBuckets):
             self._owned = self._combination
-            self._owned.round_off()
+            self._owned.begin()
         else:
             self.copies = self._group.size
 

@@ -54,19 +54,15 @@ class OwnedBuckets(Combination):
         self._row = torch.zeros(width, dtype=dtype, device=home)
         self._all_used = [torch.ones(len(share), dtype=dtype, device=home) for share in shares]
         self._counts = torch.zeros(len(shares[group.rank]), dtype=dtype, device=home)  # ranks that used what I own
-        self._deal_updates()
 
-    def round_off(self) -> None:
-        """Keep matrices rounded from now on, where there is a lower type; owners keep theirs in full besides."""
+    def begin(self) -> None:
+        """Weights are alike from here on. With a lower type keep matrices rounded, and owners theirs in full besides."""
         rounded = rounded_to(self._lower, self._replica.model)
         for parameter in self._replica.parameters:
             if parameter in rounded:
                 if parameter in self._own:
                     self._masters[parameter] = parameter.data
                 parameter.data = parameter.data.to(rounded[parameter])
-        self._deal_updates()
-
-    def _deal_updates(self) -> None:
         sizes = [local(p.detach()).nbytes for p in self._replica.parameters]
         self._to_all = deal_turns([[(i, sizes[i]) for i in share] for share in self._shares], self._row.nbytes)
 

@@ -44,8 +44,8 @@ from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.config.options import AllReduceOptions
-from smolcluster.parallel.encoding import with_codec
-from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
+from smolcluster.parallel.encoding import summed_by_workers
+from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.base import StepReport
 from smolcluster.strategies.base.replicated import Exchanging, train_alone
 from smolcluster.tasks.base import Task
@@ -58,20 +58,7 @@ class AllReduce(Exchanging[AllReduceT]):
 
     @classmethod
     def plan(cls, options: AllReduceT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
-        if shape is None:
-            return with_coordinator(Placement(seats=worker_on_each(nodes)), nodes, shape)
-        size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
-        moved = 2 * (n - 1) * size // n
-        cost = Cost(
-            parameter_bytes=size,
-            gradient_bytes=size * (options.staleness_bound + 1),
-            optimizer_bytes=size * shape.optimizer_states,
-            bytes_sent=moved,
-            bytes_received=moved,
-            messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
-        )
-        placement = with_coordinator(Placement(seats=worker_on_each(nodes), costs=[cost] * n), nodes, shape)
-        return with_codec(placement, options, nodes, shape, rounds=options.staleness_bound + 1)
+        return summed_by_workers(options, nodes, shape, rounds=options.staleness_bound + 1)
 
     def setup(self, task: Task) -> None:
         super().setup(task)

@@ -82,7 +82,7 @@ class FSDP(AllReduce[FSDPOptions]):
     def setup(self, task: Task) -> None:
         super().setup(task)
         if self._owned is not None:
-            self._owned.round_off()
+            self._owned.begin()
             self.replica.norms = self._owned.gradient_norms
 
     def combination(self) -> Combination:

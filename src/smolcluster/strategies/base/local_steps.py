@@ -40,8 +40,8 @@ from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
 from smolcluster.config.options import LocalStepOptions
-from smolcluster.parallel.encoding import with_codec
-from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
+from smolcluster.parallel.encoding import summed_by_workers
+from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.base import Scope, State, StepReport
 from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
@@ -77,24 +77,15 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     @classmethod
     def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        placement = summed_by_workers(options, nodes, shape, rounds=1)
         if shape is None:
-            return with_coordinator(Placement(seats=worker_on_each(nodes)), nodes, shape)
-        size, n = shape.parameters * shape.bytes_per_parameter, len(nodes)
-        moved = 2 * (n - 1) * size // n
-        cost = Cost(
-            parameter_bytes=2 * size,
-            gradient_bytes=size,
-            optimizer_bytes=size * (shape.optimizer_states + cls.outer_states(options)),
-            bytes_sent=moved,
-            bytes_received=moved,
-            messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
-        )
-        placement = with_coordinator(Placement(seats=worker_on_each(nodes), costs=[cost] * n), nodes, shape)
-        placement = with_codec(placement, options, nodes, shape, rounds=1)
-        h = options.local_steps
+            return placement
+        size, h = shape.parameters * shape.bytes_per_parameter, options.local_steps
         costs = [
             replace(
                 cost,
+                parameter_bytes=2 * size,
+                optimizer_bytes=cost.optimizer_bytes + size * cls.outer_states(options),
                 gradient_bytes=cost.gradient_bytes + size,  # of the steps between, beside what is exchanged
                 bytes_sent=cost.bytes_sent // h,
                 bytes_received=cost.bytes_received // h,
