@@ -35,6 +35,9 @@ from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.errors import SmolclusterError
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Contribution:
     """My part of a round that is not applied yet."""
@@ -44,7 +47,7 @@ class Contribution:
     samples: int = 0  # 0: a round of the others, to which I add nothing
     weight: float = 0.0  # samples, or targets where the task counts them
     scale: float = 1.0  # of the loss, when it was computed
-    start: Callable[[], None] = lambda: None  # the next backward is the last: contribute gradients as they appear
+    start: Callable[[], None] = _nothing  # the next backward is the last: contribute gradients as they appear
     loss: Tensor | None = None
     said_loss: float = 0.0  # the same number, on the host
     loss_factor: float = 1.0  # makes the mean of losses over samples that of the global batch
@@ -256,6 +259,7 @@ class Rounds(ABC):
         self.flights.append(mine)
         started = time.perf_counter()
         yield mine
+        mine.start = _nothing  # it refers to this contribution, whose tensors would wait for the garbage collector
         self.combination.finish(mine.slot)
         self._contributed(mine, started)
 

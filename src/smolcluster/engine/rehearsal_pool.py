@@ -24,11 +24,12 @@ from typing import Any
 
 from smolcluster.compute.device import choose_device
 from smolcluster.compute.ledger import Held, Peak
-from smolcluster.config.schema import Config
+from smolcluster.config.schema import Config, StrategyConfig
 from smolcluster.engine.choices import ALONE, Choice
 from smolcluster.engine.plan import Ask, Forecast, Subject, forecast, rehearse_rank
 from smolcluster.engine.rehearsal import CannotRehearse, Rehearsed, Way
 from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ def forecast_all(
         return [one(choice) for choice in asked]
     for choice in asked:  # here: some of torch's modules cannot be imported by two threads at once
         with contextlib.suppress(UserError):  # which a forecast tells of
-            subject.scene(choice)
+            section = StrategyConfig().saying(choice.options, name=choice.strategy)
+            find_strategy(choice.strategy, choice.plane, read_options(section, plane=choice.plane)[0])
     with ThreadPoolExecutor(num) as pool, contextlib.ExitStack() as children:
         # All of them start before this process has threads: it has imported torch already.
         for ask in [children.enter_context(_child(subject)) for _ in range(num - 1)]:

@@ -35,6 +35,7 @@ class OwnedBuckets(Combination):
         self._replica, self._group, self._bucket_bytes, self._lower = replica, group, bucket_bytes, lower
         self._masters: dict[nn.Parameter, Tensor] = {}  # of what this rank owns
         self._working: dict[nn.Parameter, Tensor] = {}  # while the masters are in their places
+        self._norm: Tensor | None = None
         parts = [local(p.detach()) for p in replica.parameters]
         sizes = [part.numel() for part in parts]
         owner = owners(sizes, group.size)
@@ -127,8 +128,9 @@ class OwnedBuckets(Combination):
         self._norm = said[0].sqrt()
         return said[1:].float()
 
-    def norm(self, slot: int) -> Tensor:
-        return self._norm
+    def norm(self, slot: int) -> Tensor | None:
+        norm, self._norm = self._norm, None
+        return norm
 
     def give(self, result: Committed) -> None:
         """The sums are on the parameters."""
