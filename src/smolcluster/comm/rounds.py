@@ -80,8 +80,6 @@ class Unreadable(SmolclusterError):
 class Combination(ABC):
     """How the contributions to a round are combined over a group, in memory for several rounds in flight (`slot`)."""
 
-    whole: bool = True  # every member holds the whole result
-
     @abstractmethod
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
         """Take each gradient, times `weight`, as the next backward produces it. `scale`: of the loss, to be divided out."""

@@ -29,8 +29,6 @@ class OwnedBuckets(Combination):
     owner has such a matrix in full besides, its master, which takes the place of the other while it is updated and saved.
     """
 
-    whole = False
-
     def __init__(self, replica: Replica, group: Group, *, bucket_bytes: int, lower: torch.dtype | None = None) -> None:
         self._replica, self._group, self._bucket_bytes, self._lower = replica, group, bucket_bytes, lower
         self._masters: dict[nn.Parameter, Tensor] = {}  # of what this rank owns

@@ -28,8 +28,6 @@ from smolcluster.parallel.shards import buddy, owners, providers, ward
 class OwnedSum(Combination):
     """Sums go to the owners of parameters; each takes the step for its own and its ward's."""
 
-    whole = False
-
     def __init__(self, replica: Replica, *, num_slots: int) -> None:
         self._replica = replica
         self._names = {p: n for n, p in replica.model.named_parameters()}
