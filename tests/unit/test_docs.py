@@ -19,6 +19,7 @@ import typer
 import yaml
 
 from smolcluster.cli import build_app, main, spread_overrides
+from smolcluster.parallel.placement import Node, Shape
 
 pytestmark = pytest.mark.usefixtures("warm")
 ROOT = Path(__file__).parents[2]
@@ -134,3 +135,21 @@ def test_the_cluster_file_of_the_readme(tmp_path: Path) -> None:
 def test_what_uv_sync_writes_is_ignored() -> None:
     """CONTRIBUTING.md says why there is no lock."""
     assert subprocess.run(["git", "check-ignore", "--quiet", "uv.lock"], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_strategies_that_are_shown_are_strategies() -> None:
+    """They stand in the order in which a reader would write them; each has all that its base asks for."""
+    page = (ROOT / "docs/strategies/index.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "shown"}
+    for language, block in BLOCK.findall(
+        page[page.index("## Which class to begin with") : page.index("## The conformance")]
+    ):
+        if language == "python":
+            exec(block, names)
+    nodes = [Node(name=name) for name in "ab"]
+    for shown, base in (("FedAvg", "LocalSteps"), ("Outer", "LocalSteps"), ("Signum", "AllReduce")):
+        strategy = names[shown]
+        assert issubclass(strategy, names[base])
+        assert not strategy.__abstractmethods__
+        cost, usual = (s.plan(s.Config(), nodes, Shape(parameters=100)).cost for s in (strategy, names["AllReduce"]))
+        assert cost.states_bytes >= usual.states_bytes + 400, "it keeps a set of tensors more"

@@ -140,7 +140,8 @@ class Exchanging(Replicated[OptionsT]):
 
     def load_state(self, state: State) -> None:
         super().load_state(state)
-        self.replica.buffers.load({name: own for name, own in state.own.items() if not name.startswith(CODEC)})
+        buffers = dict(self.replica.model.named_buffers())  # a subclass may have names of its own beside these
+        self.replica.buffers.load({name: own for name, own in state.own.items() if name in buffers})
         if own := under(CODEC, state.own):
             self.rounds.load_own(own)
         if in_flight := state.numbers.get("in_flight"):
