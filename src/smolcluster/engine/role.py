@@ -235,8 +235,7 @@ class Role(ABC):
 
     def _add_trackers(self, started: RunStarted, folder: Path) -> None:
         if self.config.logging.tensorboard:
-            from smolcluster.observe.tensorboard import TensorBoardSink
-            from smolcluster.observe.tracking import run_name
+            from smolcluster.observe.tracking import TensorBoardSink, run_name
 
             self.observer.add(TensorBoardSink(folder / "tensorboard", run_name(started)))
         if self.config.logging.wandb:

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import re
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -101,28 +100,22 @@ def log_path(run_dir: str | Path, role: str, rank: int | None, host: str) -> Pat
     return Path(run_dir) / "logs" / re.sub(r"[^\w.-]", "_", f"{seat}-{host}.log", flags=re.ASCII)
 
 
-def setup_logging(
-    path: Path | None, *, level: str | int, role: str, rank: int | None, host: str, console: bool = False
-) -> None:
-    """Send everything logged in this process, and every warning, to the file; to stderr as well if `console`.
+def setup_logging(path: Path | None, *, level: str | int, role: str, rank: int | None, host: str) -> None:
+    """Send everything logged in this process, and every warning, to the file.
 
     May be called again: it replaces what it set up before. Handlers of others (a notebook's, a test's) stay.
     """
     reset_logging()
-    handlers: list[logging.Handler] = []
+    handler: logging.Handler = logging.NullHandler()  # with no handler at all, Python would print warnings
     if path is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A lone surrogate becomes \udcXX, which is what JSON would write for it anyway.
-        handlers.append(logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace"))
-        handlers[-1].setFormatter(JsonFormatter(role=role, rank=rank, host=host))
-    if console:
-        handlers.append(logging.StreamHandler(sys.stderr))
-        handlers[-1].setFormatter(LineFormatter())
+        handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
+        handler.setFormatter(JsonFormatter(role=role, rank=rank, host=host))
     root = logging.getLogger()
     root.setLevel(level)
-    for handler in handlers or [logging.NullHandler()]:  # with no handler at all, Python would print warnings
-        handler.set_name(_OURS)
-        root.addHandler(handler)
+    handler.set_name(_OURS)
+    root.addHandler(handler)
     logging.captureWarnings(True)
 
 

@@ -239,15 +239,13 @@ def answer_of(status: int, retry_after: str | None, text: str) -> Answer:
     return Answer("wrong", reason + ("; give user:password@ in the URL or in " + AUTH if status in (401, 403) else ""))
 
 
-def _seconds(value: str | None) -> float:
+def _seconds(retry_after: str | None) -> float:
     """Of a Retry-After, which is a number or a date."""
-    if value is None:
-        return 0.0
-    try:
-        seconds = float(value) if value.strip().isdigit() else _until(value)
-    except ValueError:
-        return 0.0
-    return min(max(0.0, seconds), MOST_RETRY_AFTER_S)
+    value = retry_after or "0"
+    with contextlib.suppress(ValueError):
+        until = float(value) if value.strip().isdigit() else _until(value)
+        return min(max(0.0, until), MOST_RETRY_AFTER_S)
+    return 0.0
 
 
 def _until(date: str) -> float:

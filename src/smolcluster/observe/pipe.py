@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-import io
 import threading
-from typing import IO, Any
+from typing import IO
 
 from smolcluster.observe.events import Event, to_json
 
@@ -19,19 +18,21 @@ class PipeSink:
     A broken pipe is silent: the launcher is gone, and the control channel is what notices that and acts.
     """
 
-    def __init__(self, stream: IO[Any]) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
-        self._text = isinstance(stream, io.TextIOBase)
         self._lock = threading.Lock()
         self._gone = False
 
     def handle(self, event: Event) -> None:
-        line = to_json(event) + "\n"
+        line = to_json(event).encode("ascii") + b"\n"
         with self._lock:
             if self._gone or self._stream.closed:
                 return
             try:
-                self._write(line)
+                rest = memoryview(line)
+                while rest:  # an unbuffered stream may take a part only
+                    rest = rest[self._stream.write(rest) or 0 :]
+                self._stream.flush()
             except OSError as error:
                 if error.errno not in _READER_GONE:
                     raise
@@ -39,13 +40,3 @@ class PipeSink:
 
     def close(self) -> None:
         """Every line is flushed already."""
-
-    def _write(self, line: str) -> None:
-        if self._text:
-            self._stream.write(line)
-        else:
-            # An unbuffered stream may take a part only.
-            rest = memoryview(line.encode("ascii"))
-            while rest:
-                rest = rest[self._stream.write(rest) or 0 :]
-        self._stream.flush()

@@ -19,7 +19,7 @@ import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -140,8 +140,7 @@ class PrometheusSink:
             if name == "smolcluster_val_metric":
                 samples = [(labels | {"metric": label}, value) for label, value in named.items()]
             if samples:
-                lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
-                lines += [f"{name}{{{written(labels)}}} {number(value)}" for labels, value in samples]
+                lines += exposed(name, metric.kind, metric.help, samples)
         return "\n".join(lines) + "\n"
 
     def _row(self, row: StepLogged) -> None:
@@ -157,6 +156,13 @@ class PrometheusSink:
     def _set(self, values: Mapping[str, float]) -> None:
         with self._lock:
             self._values.update(values)
+
+
+def exposed(name: str, kind: str, about: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> list[str]:
+    """Return the lines of one metric, its samples by their labels."""
+    labelled = [(f"{{{written(labels)}}}" if labels else "", value) for labels, value in samples]
+    values = [f"{name}{labels} {number(value)}" for labels, value in labelled]
+    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *values]
 
 
 def written(labels: Mapping[str, str]) -> str:

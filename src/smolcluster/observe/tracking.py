@@ -1,8 +1,12 @@
-"""What the experiment trackers share: the name of a run and the names of its metrics."""
+"""Experiment trackers: the name of a run and of its metrics, and TensorBoard (extra `tensorboard`); wandb.py has the other."""
 
 from __future__ import annotations
 
-from smolcluster.observe.events import RunStarted, StepLogged
+import importlib
+from pathlib import Path
+
+from smolcluster.errors import needed
+from smolcluster.observe.events import Event, RunStarted, StepLogged
 
 # Field of StepLogged -> name in TensorBoard and W&B. The order is the order of the charts.
 METRICS = {
@@ -33,3 +37,23 @@ def metrics_of(row: StepLogged) -> dict[str, float]:
     values |= {f"val/{name}": value for name, value in (row.val_extra or {}).items()}
     values |= {f"gradients/{name}": norm for name, norm in (row.gradient_norms or {}).items()}
     return {name: value for name, value in values.items() if value is not None}
+
+
+class TensorBoardSink:
+    """Writes the rows of one rank to `log_dir/run_name`; look at them with `tensorboard --logdir LOG_DIR`."""
+
+    def __init__(self, log_dir: str | Path, run_name: str) -> None:
+        with needed(extra="tensorboard", purpose="logging.tensorboard"):
+            importlib.import_module("tensorboard")
+        writers = importlib.import_module("torch.utils.tensorboard")
+        self.path = Path(log_dir) / run_name
+        # Rows are rare (one per log_interval), so a short interval shows them soon and costs nothing.
+        self._writer = writers.SummaryWriter(str(self.path), flush_secs=10)
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepLogged):
+            for name, value in metrics_of(event).items():
+                self._writer.add_scalar(name, value, event.step, walltime=event.time)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smolcluster.observe.prometheus import number, written
+from smolcluster.observe.prometheus import exposed, number, written
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -48,25 +48,22 @@ class Metrics:
 
     def text(self, state: Mapping[str, Any]) -> str:
         """What a scrape gets. `state` is the engine's."""
-        lines: list[str] = []
-
-        def head(name: str, kind: str, about: str) -> str:
-            lines.extend([f"# HELP {_PREFIX}{name} {about}", f"# TYPE {_PREFIX}{name} {kind}"])
-            return _PREFIX + name
-
-        def one(name: str, kind: str, about: str, value: float) -> None:
-            lines.append(f"{head(name, kind, about)} {number(value)}")
-
-        name = head("requests_total", "counter", "Answers, by route and status; 499: the client left before.")
-        for (route, status), count in sorted(self.requests.items()):
-            lines.append(f"{name}{{{written({'route': route, 'status': str(status)})}}} {count}")
-        one("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens)
-        one("generated_tokens_total", "counter", "Tokens that were generated.", self.generated_tokens)
-        one("ready", "gauge", "1 while every layer is on some machine.", int(bool(state.get("ready"))))
-        one("running", "gauge", "Sequences that are continued now.", int(state.get("running", 0)))
-        one("waiting", "gauge", "Sequences that wait for their turn.", int(state.get("waiting", 0)))
-        lines += self.first_token.lines(
-            head("first_token_seconds", "histogram", "From a sequence's request to its first token.")
-        )
-        lines += self.token.lines(head("token_seconds", "histogram", "Between one token of a sequence and the next."))
+        answers = [
+            ({"route": route, "status": str(status)}, count) for (route, status), count in sorted(self.requests.items())
+        ]
+        about = "Answers, by route and status; 499: the client left before."
+        lines = exposed(f"{_PREFIX}requests_total", "counter", about, answers)
+        for name, kind, about, value in (
+            ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
+            ("generated_tokens_total", "counter", "Tokens that were generated.", self.generated_tokens),
+            ("ready", "gauge", "1 while every layer is on some machine.", state.get("ready")),
+            ("running", "gauge", "Sequences that are continued now.", state.get("running")),
+            ("waiting", "gauge", "Sequences that wait for their turn.", state.get("waiting")),
+        ):
+            lines += exposed(_PREFIX + name, kind, about, [({}, int(value or 0))])
+        for name, about, histogram in (
+            ("first_token_seconds", "From a sequence's request to its first token.", self.first_token),
+            ("token_seconds", "Between one token of a sequence and the next.", self.token),
+        ):
+            lines += [*exposed(_PREFIX + name, "histogram", about, ()), *histogram.lines(_PREFIX + name)]
         return "\n".join(lines) + "\n"
