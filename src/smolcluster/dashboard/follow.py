@@ -34,6 +34,14 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def lstat(path: Path) -> os.stat_result | None:
+    """What is there, not through a link; None: nothing, or nothing for us."""
+    try:
+        return os.lstat(path)
+    except (OSError, ValueError):
+        return None
+
+
 def read_at(descriptor: int, position: int, count: int) -> bytes:
     """`count` bytes from `position`, or as many as there are."""
     os.lseek(descriptor, position, os.SEEK_SET)

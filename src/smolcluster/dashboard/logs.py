@@ -8,13 +8,12 @@ not shift it.
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from smolcluster.dashboard.follow import opened, read_at
+from smolcluster.dashboard.follow import lstat, opened, read_at
 from smolcluster.dashboard.reading import log_names
 from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.text import printable
@@ -88,10 +87,8 @@ def _backwards(path: Path, position: int, budget: Budget) -> Iterator[tuple[str,
 
 
 def file_size(path: Path) -> int:
-    try:
-        return os.lstat(path).st_size
-    except OSError:
-        return 0
+    found = lstat(path)
+    return 0 if found is None else found.st_size
 
 
 def lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:

@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from smolcluster.config.describe import hide_credentials
-from smolcluster.dashboard.follow import LineFollower, News, read_start, read_whole
+from smolcluster.dashboard.follow import LineFollower, News, lstat, read_start, read_whole
 from smolcluster.dashboard.joining import Joined, is_here
 from smolcluster.dashboard.machines import GOOD_BYE, MOST_TEXT, Machine
 from smolcluster.dashboard.pace import Pace
@@ -144,12 +144,8 @@ class RunReader:
 
     def _changed(self, name: str) -> bool:
         """Whether this file or folder is not as it was when it was last asked for."""
-        stamp: tuple[int, int, int] | None
-        try:
-            found = os.lstat(self.path / name)
-            stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
-        except OSError:
-            stamp = None
+        found = lstat(self.path / name)
+        stamp = None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
         changed = name not in self._stamps or self._stamps[name] != stamp
         self._stamps[name] = stamp
         return changed
@@ -187,7 +183,9 @@ class RunReader:
             manifest = json_object(read_whole(folder / name / "manifest.json", most_bytes=4 << 20) or b"")
             if manifest is None:
                 continue
-            found.append(_checkpoint(name, manifest, saved=_modified(folder / name)) | {"best": name == best})
+            stat = lstat(folder / name)
+            saved = 0.0 if stat is None else stat.st_mtime
+            found.append(_checkpoint(name, manifest, saved=saved) | {"best": name == best})
         self.checkpoints = found
         return True
 
@@ -559,13 +557,6 @@ def _checkpoint(name: str, manifest: Mapping[str, Any], *, saved: float = 0.0) -
         "bytes": int(sum(filter(None, map(finite, sizes)))),
         "val_loss": finite(metrics.get("val_loss")) if isinstance(metrics, dict) else None,
     }
-
-
-def _modified(path: Path) -> float:
-    try:
-        return os.lstat(path).st_mtime
-    except OSError:
-        return 0.0
 
 
 def count_of(said: str) -> int | None:

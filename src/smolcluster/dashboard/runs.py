@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smolcluster.dashboard.follow import read_whole
+from smolcluster.dashboard.follow import lstat, read_whole
 from smolcluster.dashboard.logs import Budget, file_size, lines_before
 from smolcluster.dashboard.reading import QUIET_S, RunReader, count_of, flat_config
 from smolcluster.dashboard.telling import Teller
@@ -46,15 +46,10 @@ class Runs:
         if not is_name(name):
             raise NoSuchRun
         path = self.folder / name
-        try:
-            if (
-                not stat.S_ISDIR(os.lstat(path).st_mode)
-                or path.resolve().parent != self.folder
-                or not holds_a_run(path)
-            ):
-                raise NoSuchRun
-        except (OSError, ValueError) as error:
-            raise NoSuchRun from error
+        found = lstat(path)
+        is_folder = found is not None and stat.S_ISDIR(found.st_mode)
+        if not (is_folder and path.resolve().parent == self.folder and holds_a_run(path)):
+            raise NoSuchRun
         return path
 
     def list(self) -> list[dict[str, Any]]:
@@ -180,8 +175,5 @@ def differences(configs: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]
 
 
 def _stamp(path: Path) -> float | None:
-    try:
-        found = os.lstat(path)
-    except (OSError, ValueError):
-        return None
-    return found.st_mtime if stat.S_ISREG(found.st_mode) else None
+    found = lstat(path)
+    return found.st_mtime if found is not None and stat.S_ISREG(found.st_mode) else None
