@@ -690,9 +690,9 @@ def _formed(peers: Peers, view: View, network: Switchboard) -> Any:
 NUM_LAYERS = 6
 READERS: Mapping[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Any], dict[str, Any]]]] = {
     "model": (wire.read_model, wire.model_meta),
-    "offer": (wire.read_offer, wire.offer_meta),
-    "assignment": (lambda meta: wire.read_assignment(meta, num_layers=NUM_LAYERS), wire.assignment_meta),
-    "batch": (wire.read_batch, wire.batch_meta),
+    "offer": (wire.read_offer, wire.meta_of),
+    "assignment": (lambda meta: wire.read_assignment(meta, num_layers=NUM_LAYERS), wire.meta_of),
+    "batch": (wire.read_batch, wire.meta_of),
     "chosen": (wire.read_chosen, lambda value: wire.chosen_meta(*value)),
     "sequences": (wire.read_sequences, lambda value: {"sequences": value}),
 }

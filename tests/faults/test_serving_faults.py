@@ -289,9 +289,9 @@ def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource)
 def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
     """Neither write into caches that are not his, nor have new ones kept for him."""
     batch = Batch(rows=(Row(sequence=1, start=0, count=2, answer=False),), route=(("ab", "127.0.0.1:1"),))
-    tokens = Message(kind=Kind.ROWS, step=1, meta=wire.batch_meta(batch), payload=torch.tensor([1, 2]))
+    tokens = Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(batch), payload=torch.tensor([1, 2]))
     hidden = dataclasses.replace(batch, route=(), secret="x" * 32)
-    numbers = Message(kind=Kind.ROWS, step=1, meta=wire.batch_meta(hidden), payload=torch.ones(2, 32))
+    numbers = Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(hidden), payload=torch.ones(2, 32))
     with cluster(source, *"ab") as made:
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
         for holder, _, _ in made.stages.values():
@@ -305,7 +305,7 @@ def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
 
 
 def test_a_machine_asks_once_and_offers_itself_once(source: RandomSource) -> None:
-    offer = Message(kind=Kind.JOIN, meta=wire.offer_meta(OFFER))
+    offer = Message(kind=Kind.JOIN, meta=wire.meta_of(OFFER))
     with cluster(source, *"ab") as made:
         assert "has asked already" in told_by_a_guest(made.front.address, ASK, ASK)
         assert made.front.state()["lost"] == []

@@ -65,9 +65,9 @@ def travelled(meta: dict[str, Any]) -> dict[str, Any]:
 def test_everything_comes_back_as_it_was() -> None:
     for model in (MODEL, dataclasses.replace(MODEL, config=qwen3())):
         assert wire.read_model(travelled(wire.model_meta(model))) == model
-    assert wire.read_offer(travelled(wire.offer_meta(OFFER))) == OFFER
-    assert wire.read_assignment(travelled(wire.assignment_meta(ASSIGNMENT)), num_layers=6) == ASSIGNMENT
-    assert wire.read_batch(travelled(wire.batch_meta(BATCH))) == BATCH
+    assert wire.read_offer(travelled(wire.meta_of(OFFER))) == OFFER
+    assert wire.read_assignment(travelled(wire.meta_of(ASSIGNMENT)), num_layers=6) == ASSIGNMENT
+    assert wire.read_batch(travelled(wire.meta_of(BATCH))) == BATCH
     assert wire.read_chosen(travelled(wire.chosen_meta(CHOSEN, BATCH.spent))) == (CHOSEN, list(BATCH.spent))
 
 
@@ -82,9 +82,9 @@ JSON = st.recursive(
 )
 READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "model": (wire.read_model, wire.model_meta(MODEL)),
-    "offer": (wire.read_offer, wire.offer_meta(OFFER)),
-    "assignment": (lambda meta: wire.read_assignment(meta, num_layers=6), wire.assignment_meta(ASSIGNMENT)),
-    "batch": (wire.read_batch, wire.batch_meta(BATCH)),
+    "offer": (wire.read_offer, wire.meta_of(OFFER)),
+    "assignment": (lambda meta: wire.read_assignment(meta, num_layers=6), wire.meta_of(ASSIGNMENT)),
+    "batch": (wire.read_batch, wire.meta_of(BATCH)),
     "chosen": (wire.read_chosen, wire.chosen_meta(CHOSEN, BATCH.spent)),
 }
 
@@ -115,14 +115,14 @@ def test_anything_else_is_refused_or_a_value(kind: str, data: st.DataObject) -> 
 @pytest.mark.parametrize(
     ("meta", "words"),
     [
-        ({"rows": []}, "secret"),
-        ({"rows": [], "secret": ""}, "route"),
+        ({"secret": ""}, "rows"),
+        ({"rows": [[1, 0, 1, 1]]}, "boolean"),
         ({"rows": [], "secret": "", "route": []}, "rows of different sequences"),
-        ({"rows": [[1, 0, 1, 1], [1, 5, 1, 1]], "secret": "", "route": []}, "rows of different sequences"),
-        ({"rows": [[1, 0, 1 << 20, 1]], "secret": "", "route": []}, "at most 65536 tokens"),
-        ({"rows": [[1, -1, 1, 1]], "secret": "", "route": []}, "whole number"),
-        ({"rows": [[1, 0, 0, 1]], "secret": "", "route": []}, "whole number"),
-        ({"rows": [[True, 0, 1, 1]], "secret": "", "route": []}, "whole number"),
+        ({"rows": [[1, 0, 1, True], [1, 5, 1, True]], "secret": "", "route": []}, "rows of different sequences"),
+        ({"rows": [[1, 0, 1 << 20, True]], "secret": "", "route": []}, "at most 65536 tokens"),
+        ({"rows": [[1, -1, 1, True]], "secret": "", "route": []}, "whole number"),
+        ({"rows": [[1, 0, 0, True]], "secret": "", "route": []}, "whole number"),
+        ({"rows": [[True, 0, 1, True]], "secret": "", "route": []}, "whole number"),
     ],
 )
 def test_batches_that_cannot_be(meta: dict[str, Any], words: str) -> None:
@@ -326,7 +326,7 @@ def test_new_layers_put_an_end_to_weights_that_were_on_their_way() -> None:
     first, *_ = state_messages({"a": torch.zeros(8)}, {})
     holder.received(link, first)  # type: ignore[arg-type]
     assert holder._incoming is not None
-    holder.received(link, Message(kind=Kind.LAYERS, step=2, meta=wire.assignment_meta(ASSIGNMENT)))  # type: ignore[arg-type]
+    holder.received(link, Message(kind=Kind.LAYERS, step=2, meta=wire.meta_of(ASSIGNMENT)))  # type: ignore[arg-type]
     assert (holder._incoming, holder._wanted) == (None, None)
     assert not link.closed
 

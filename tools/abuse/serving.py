@@ -85,7 +85,7 @@ def _rows(sequence: int, *, activations: bool, route: tuple[tuple[str, str], ...
         rows=(Row(sequence=sequence, start=0, count=2, answer=True),), route=route, samplings={sequence: opening}
     )
     payload = torch.ones(2, DIM) if activations else torch.tensor([1, 2])
-    return Message(kind=Kind.ROWS, step=1, meta=wire.batch_meta(batch), payload=payload)
+    return Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(batch), payload=payload)
 
 
 def _offer() -> Message:
@@ -99,7 +99,7 @@ def _offer() -> Message:
         memory_bytes=1 << 33,
         layer_s=0.001,
     )
-    return Message(kind=Kind.JOIN, meta=wire.offer_meta(offer))
+    return Message(kind=Kind.JOIN, meta=wire.meta_of(offer))
 
 
 def _chosen(batch: int, sequences: Sequence[int]) -> Message:
@@ -124,7 +124,7 @@ def speech(canary: Path) -> Speech:
         Message(kind=Kind.FAILED, step=1, meta={"why": command.decode()}),
         _rows(1, activations=True),
         _rows(1, activations=False, route=(HOP,)),
-        Message(kind=Kind.LAYERS, step=1, meta=wire.assignment_meta(assignment)),
+        Message(kind=Kind.LAYERS, step=1, meta=wire.meta_of(assignment)),
         Message(kind=Kind.FORGET, meta={"sequences": list(range(20))}),
         Message(kind=Kind.STATE, meta=weights),
         Message(kind=Kind.STATE, payload=torch.frombuffer(bytearray(command), dtype=torch.uint8)),

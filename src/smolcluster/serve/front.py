@@ -70,6 +70,12 @@ class Machine:
     def name(self) -> str:
         return self.offer.name if self.offer is not None else self.link.peer.host
 
+    @property
+    def state(self) -> str:
+        if self.held:
+            return "ready"
+        return "failed" if self.problem else "spare" if self.layers is None else "loading"
+
     def busy(self, now: float) -> float:
         recent = [seconds for at, seconds in list(self.work) if at >= now - RECENT_S]
         return min(1.0, sum(recent) / RECENT_S)
@@ -135,7 +141,23 @@ class Front:
             with contextlib.suppress(RuntimeError):  # its loop is closed: the client is gone
                 loop.call_soon_threadsafe(told.put_nowait, item)
 
-        cancel = self._begin(ask, tell)
+        story: Story | None = None
+
+        def submit() -> None:
+            nonlocal story
+            try:
+                story = self._scheduler.submit(ask, lambda told: self._news.append((tell, told)))
+            except (Busy, NobodyThere) as error:
+                tell(error)
+            else:
+                self._pump()
+
+        def cancel() -> None:
+            if story is not None:
+                self._scheduler.cancel(story)
+                self._pump()
+
+        self._transport.call_later(0.0, submit)
         try:
             while True:
                 item = await told.get()
@@ -215,29 +237,8 @@ class Front:
             "tokens": machine.tokens,
             "busy": round(machine.busy(now), 2),
             "sequences": self._scheduler.load(instance),
-            "state": _state_of(machine),
+            "state": machine.state,
         }
-
-    def _begin(self, ask: Ask, tell: Callable[[Told], None]) -> Callable[[], None]:
-        """Submit a sequence on the transport's thread. Returns what cancels it there, to be called later on that thread."""
-        story: Story | None = None
-
-        def submit() -> None:
-            nonlocal story
-            try:
-                story = self._scheduler.submit(ask, lambda told: self._news.append((tell, told)))
-            except (Busy, NobodyThere) as error:
-                tell(error)
-            else:
-                self._pump()
-
-        def cancel() -> None:
-            if story is not None:
-                self._scheduler.cancel(story)
-                self._pump()
-
-        self._transport.call_later(0.0, submit)
-        return cancel
 
     # Links
 
@@ -350,7 +351,7 @@ class Front:
             name=machine.name,
             next=hops,
         )
-        machine.link.send(Message(kind=Kind.LAYERS, step=self._assignments, meta=wire.assignment_meta(assignment)))
+        machine.link.send(Message(kind=Kind.LAYERS, step=self._assignments, meta=wire.meta_of(assignment)))
 
     def _held(self, instance: str, machine: Machine, message: Message) -> None:
         if message.step != machine.assignment or machine.layers is None:
@@ -479,7 +480,7 @@ class Front:
         route = tuple((m, self._machines[m].offer.address) for m in sent.way[1:])  # type: ignore[union-attr]
         batch = Batch(rows=sent.rows, secret=self._secret, route=route, samplings=sent.openings)
         payload = torch.tensor(sent.tokens, dtype=torch.int64)
-        message = Message(kind=Kind.ROWS, step=sent.number, meta=wire.batch_meta(batch), payload=payload)
+        message = Message(kind=Kind.ROWS, step=sent.number, meta=wire.meta_of(batch), payload=payload)
         try:
             self._machines[sent.way[0]].link.send(message)
         except ValueError as error:  # too long; only its own sequences fail
@@ -525,11 +526,3 @@ class Front:
                 log.error("batch %d has not come back for %g s", number, STUCK_S)
                 self._scheduler.lost(number, now=now)
         self._pump()
-
-
-def _state_of(machine: Machine) -> str:
-    if machine.held:
-        return "ready"
-    if machine.problem:
-        return "failed"
-    return "spare" if machine.layers is None else "loading"

@@ -19,24 +19,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from smolcluster.models.protocols import DecoderConfig, Pipelined, Ragged
 from smolcluster.models.registry import build
+from smolcluster.serve.ask import Flag, Positive, Whole
 
 STEP = 64  # tokens; a cache has room for a multiple of it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """New tokens of one sequence."""
 
-    sequence: int
-    start: int  # tokens of it that the cache must hold already; what it holds beyond that is forgotten
-    count: int  # new tokens, at least 1
-    answer: bool  # the last part gives the logits behind the last of them
+    sequence: Whole
+    start: Whole  # tokens of it that the cache must hold already; what it holds beyond that is forgotten
+    count: Positive  # type: ignore[assignment]  # new tokens; nobody asks a row for tuple.count
+    answer: Flag  # the last part gives the logits behind the last of them
 
     @property
     def end(self) -> int:
@@ -50,14 +51,6 @@ class Piece:
     start: int
     count: int
     cache: Tensor
-
-
-class NotHeld(ValueError):
-    """Rows go on from tokens that are not here. `held` has the number of those that are, by sequence."""
-
-    def __init__(self, held: dict[int, int], message: str) -> None:
-        super().__init__(message)
-        self.held = held
 
 
 @dataclass(slots=True)
@@ -186,13 +179,13 @@ class Part:
             if row.end > limit:
                 raise ValueError(f"sequence {row.sequence}: {row.end} tokens do not fit max_seq_len {limit}")
         held = self.lengths()
-        lacking = {row.sequence: held.get(row.sequence, 0) for row in rows if row.start > held.get(row.sequence, 0)}
+        lacking = [row for row in rows if row.start > held.get(row.sequence, 0)]
         if lacking:
-            starts = {row.sequence: row.start for row in rows}
             told = ", ".join(
-                f"sequence {one} goes on from {starts[one]}, {has} are held" for one, has in lacking.items()
+                f"sequence {row.sequence} goes on from {row.start}, {held.get(row.sequence, 0)} are held"
+                for row in lacking
             )
-            raise NotHeld(lacking, f"{told}: send these again from the first token")
+            raise ValueError(f"{told}: send these again from the first token")
         total = sum(row.count for row in rows)
         shape = (total,) if self.first else (total, self.config.model_dim)
         if x.shape != shape or (x.dtype != torch.int64 if self.first else not x.is_floating_point()):
@@ -219,8 +212,3 @@ class Part:
     def lengths(self) -> dict[int, int]:
         """How many tokens are held of each sequence."""
         return {sequence: cache.length for sequence, cache in self._caches.items()}
-
-    @property
-    def cache_bytes(self) -> int:
-        """What the caches take now, room to grow included."""
-        return sum(cache.kv.nbytes for cache in self._caches.values())

@@ -10,6 +10,7 @@ dialled until it is back, or another is there; layers are kept meanwhile, caches
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hmac
 import logging
 import math
@@ -19,7 +20,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from smolcluster.comm.elastic.group import Landing
 from smolcluster.comm.elastic.messages import Head, Kind, Message
 from smolcluster.comm.elastic.sockets import join_address, split_address
 from smolcluster.comm.elastic.states import IncomingState
-from smolcluster.comm.elastic.transport import Dialer, Link, Transport
+from smolcluster.comm.elastic.transport import Dialer, Handler, Link, Transport
 from smolcluster.compute.device import synchronize
 from smolcluster.compute.memory import built_in_bytes, free_bytes
 from smolcluster.errors import SmolclusterError
@@ -106,7 +108,9 @@ class Holder:
         self._over: OrderedDict[int, None] = OrderedDict()
         bound = transport.listen(*listen, self)
         self.address = bound if advertise is None else join_address(advertise, split_address(bound)[1])
-        self._dialer = transport.dial(front, _Front(self))
+        self._dialer = transport.dial(
+            front, self._dialled(self.front_is_there, self.front_is_gone, self._front_refused)
+        )
 
     def run(self) -> None:
         """Until `stop`."""
@@ -207,14 +211,22 @@ class Holder:
 
     def unlinked(self, link: Link, reason: str) -> None:
         self._landing.pop(link, None)
-        for instance, known in list(self._links.items()):
-            if known is link:
-                del self._links[instance]
 
     def refused(self, address: str, reason: str) -> None:
         """A peer that connected to us speaks another version. Not logged: there may be many."""
 
-    def front_refused(self, address: str, reason: str) -> None:
+    def _dialled(
+        self,
+        linked: Callable[[Link], None],
+        unlinked: Callable[[Link, str], None],
+        refused: Callable[[str, str], None],
+    ) -> Handler:
+        """The handler of a link that is opened from here."""
+        own = SimpleNamespace(linked=linked, unlinked=unlinked, refused=refused)
+        own.place, own.received = self.place, self.received
+        return cast(Handler, own)
+
+    def _front_refused(self, address: str, reason: str) -> None:
         self.refusal = reason
         self.stop()
 
@@ -224,6 +236,7 @@ class Holder:
         link.send(Message(kind=Kind.ASK))
 
     def front_is_gone(self, link: Link, reason: str) -> None:
+        self.unlinked(link, reason)
         if link is self._front:
             if not self._ending:
                 log.warning("the server at %s is gone: %s", self._front_address, reason)
@@ -238,9 +251,14 @@ class Holder:
         if is_loopback(host) and not is_loopback(front):
             address = join_address(front, port)
         if instance not in self._dialers:
-            self._dialers[instance] = self._transport.dial(address, _Next(self, instance))
+            handler = self._dialled(
+                functools.partial(self._next_is_there, instance),
+                functools.partial(self._next_is_unlinked, instance),
+                lambda _, reason: self._next_is_gone(instance, reason),
+            )
+            self._dialers[instance] = self._transport.dial(address, handler)
 
-    def next_is_there(self, instance: str, link: Link) -> None:
+    def _next_is_there(self, instance: str, link: Link) -> None:
         if link.peer.instance != instance:
             link.close("another process was meant")
             return
@@ -248,7 +266,7 @@ class Holder:
         for _, message in self._unsent.pop(instance, []):
             self._pass_on(link, message)
 
-    def next_is_gone(self, instance: str, reason: str) -> None:
+    def _next_is_gone(self, instance: str, reason: str) -> None:
         self._links.pop(instance, None)
         dialer = self._dialers.pop(instance, None)
         if dialer is not None:
@@ -256,7 +274,7 @@ class Holder:
         for _, message in self._unsent.pop(instance, []):
             self._failed(message.step, f"the next stage is gone: {reason}")
 
-    def next_is_unlinked(self, instance: str, link: Link, reason: str) -> None:
+    def _next_is_unlinked(self, instance: str, link: Link, reason: str) -> None:
         """What had left over this link may not have come. The front knows what it still waits for, and when the machine itself
         is gone: that it has to find out first, or it would take these batches for ones that cannot be computed."""
         front, numbers = self._front, self._passed_on.pop(link, ())
@@ -266,7 +284,7 @@ class Holder:
                 self._failed(number, f"the link to the next stage was lost: {reason}")
 
         self._transport.call_later(DIAL_S, tell)
-        self.next_is_gone(instance, reason)
+        self._next_is_gone(instance, reason)
 
     def _send_next(self, instance: str, address: str, message: Message) -> None:
         link = self._links.get(instance)
@@ -323,7 +341,7 @@ class Holder:
             weight_bytes=self._type().itemsize,
             shared_bytes=built_in_bytes(self._device),
         )
-        self._tell(Kind.JOIN, meta=wire.offer_meta(offer))
+        self._tell(Kind.JOIN, meta=wire.meta_of(offer))
 
     def _type(self) -> torch.dtype:
         return self._dtype or (torch.float32 if self._device.type == "cpu" else torch.bfloat16)
@@ -470,7 +488,7 @@ class Holder:
             synchronize(self._device)
             spent = (*batch.spent, self._spent(rows, arrived, began))
             passed = dataclasses.replace(batch, rows=rows or batch.rows, route=batch.route[1:], spent=spent)
-            return Message(kind=Kind.ROWS, step=number, codec=used, meta=wire.batch_meta(passed), payload=encoded)
+            return Message(kind=Kind.ROWS, step=number, codec=used, meta=wire.meta_of(passed), payload=encoded)
         for sequence, opening in batch.samplings.items():
             if sequence not in self._over:
                 self._choosers[sequence] = _chooser(opening)
@@ -545,38 +563,6 @@ class Holder:
             self._incoming, self._wanted = None, None
             assert wanted is not None
             self._later(lambda: self._hold(*wanted, tensors))
-
-
-class _Front:
-    """The handler of the link to the front."""
-
-    def __init__(self, holder: Holder) -> None:
-        self._holder = holder
-        self.place, self.received, self.refused = holder.place, holder.received, holder.front_refused
-
-    def linked(self, link: Link) -> None:
-        self._holder.front_is_there(link)
-
-    def unlinked(self, link: Link, reason: str) -> None:
-        self._holder.unlinked(link, reason)
-        self._holder.front_is_gone(link, reason)
-
-
-class _Next:
-    """The handler of a link to a machine that comes next."""
-
-    def __init__(self, holder: Holder, instance: str) -> None:
-        self._holder, self._instance = holder, instance
-        self.place, self.received = holder.place, holder.received
-
-    def linked(self, link: Link) -> None:
-        self._holder.next_is_there(self._instance, link)
-
-    def unlinked(self, link: Link, reason: str) -> None:
-        self._holder.next_is_unlinked(self._instance, link, reason)
-
-    def refused(self, address: str, reason: str) -> None:
-        self._holder.next_is_gone(self._instance, reason)
 
 
 def _chooser(opening: Opening) -> Chooser:

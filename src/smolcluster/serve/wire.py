@@ -32,11 +32,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from smolcluster.comm.codecs import CodecError, make_codec
@@ -55,6 +55,7 @@ FP16_LARGEST = 65504.0
 
 T = TypeVar("T")
 Hop = tuple[Name, Name]  # instance and address of a stage
+Key = Annotated[int, Field(ge=0)]  # a sequence; JSON makes texts of keys
 
 
 # Values
@@ -102,39 +103,37 @@ class Assignment:
         return range(self.first_layer, self.first_layer + self.num_layers)
 
 
+class Opening(NamedTuple):
+    """How the tokens of a sequence are chosen, and what came before: the prompt, then what was generated. Tokens only where
+    the choice depends on them: a long prompt is long here, too."""
+
+    sampling: Sampling
+    position: Whole  # of the next one
+    tokens: tuple[Whole, ...] = ()
+    prompt: Whole = 0  # so many of them
+
+
+class Spent(NamedTuple):
+    """Where a batch spent its time."""
+
+    name: Name
+    waited_s: Real
+    computed_s: Real
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Rows of several sequences on their way through the same machines."""
 
     rows: tuple[Row, ...]
-    secret: str = field(default="", repr=False)
+    secret: Name = field(default="", repr=False)
     route: tuple[Hop, ...] = ()  # the stages still to come
-    samplings: Mapping[int, Opening] = field(default_factory=dict)  # of sequences whose first answer this is
+    samplings: Mapping[Key, Opening] = field(default_factory=dict)  # of sequences whose first answer this is
     spent: tuple[Spent, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """How the tokens of a sequence are chosen, and what came before: the prompt, then what was generated. Tokens only where
-    the choice depends on them: a long prompt is long here, too."""
-
-    sampling: Sampling
-    position: int  # of the next one
-    tokens: tuple[int, ...] = ()
-    prompt: int = 0  # so many of them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
-    """Where a batch spent its time."""
-
-    name: str
-    waited_s: float
-    computed_s: float
 
 
 # To meta and back
@@ -149,19 +148,9 @@ class _ModelMeta(BaseModel):
     codec: Name
 
 
-class _BatchMeta(BaseModel):
-    """A batch as it travels: lists of fields in the order of their classes, without their names."""
-
-    rows: list[tuple[Whole, Whole, Positive, Whole]]
-    secret: Name
-    route: tuple[Hop, ...]
-    samplings: list[tuple[Whole, Sampling, Whole, tuple[Whole, ...], Whole]] = []
-    spent: list[tuple[Name, Real, Real]] = []
-
-
 class _ChosenMeta(BaseModel):
     rows: list[tuple[Whole, Whole, Real | None, tuple[tuple[Whole, Real], ...]]]
-    spent: list[tuple[Name, Real, Real]] = []
+    spent: list[Spent] = []
 
 
 class _Room(BaseModel):
@@ -209,16 +198,14 @@ def read_model(meta: Mapping[str, Any]) -> Model:
     )
 
 
-def offer_meta(offer: Offer) -> dict[str, Any]:
-    return asdict(offer)
+def meta_of(value: Offer | Assignment | Batch) -> dict[str, Any]:
+    """Return a value as it travels; named tuples travel as lists, without the names of their fields."""
+    meta: dict[str, Any] = _adapter(cast(Any, type(value))).dump_python(value, mode="json", exclude_defaults=True)
+    return meta
 
 
 def read_offer(meta: Mapping[str, Any]) -> Offer:
     return _read(Offer, meta)
-
-
-def assignment_meta(assignment: Assignment) -> dict[str, Any]:
-    return asdict(assignment)
 
 
 def read_assignment(meta: Mapping[str, Any], *, num_layers: int) -> Assignment:
@@ -229,34 +216,8 @@ def read_assignment(meta: Mapping[str, Any], *, num_layers: int) -> Assignment:
     return assignment
 
 
-def batch_meta(batch: Batch) -> dict[str, Any]:
-    meta: dict[str, Any] = {
-        "rows": [[row.sequence, row.start, row.count, int(row.answer)] for row in batch.rows],
-        "secret": batch.secret,
-        "route": batch.route,
-    }
-    if batch.samplings:
-        meta["samplings"] = [
-            [sequence, asdict(opening.sampling), opening.position, opening.tokens, opening.prompt]
-            for sequence, opening in batch.samplings.items()
-        ]
-    if batch.spent:
-        meta["spent"] = [[spent.name, spent.waited_s, spent.computed_s] for spent in batch.spent]
-    return meta
-
-
 def read_batch(meta: Mapping[str, Any]) -> Batch:
-    told = _read(_BatchMeta, meta)
-    batch = Batch(
-        rows=tuple(Row(sequence=s, start=start, count=n, answer=bool(a)) for s, start, n, a in told.rows),
-        secret=told.secret,
-        route=told.route,
-        samplings={
-            sequence: Opening(sampling=sampling, position=position, tokens=tokens, prompt=prompt)
-            for sequence, sampling, position, tokens, prompt in told.samplings
-        },
-        spent=tuple(_spent(told.spent)),
-    )
+    batch = _read(Batch, meta)
     sequences = {row.sequence for row in batch.rows}
     if not sequences or len(sequences) != len(batch.rows) or batch.num_tokens > MOST_TOKENS:
         raise ValueError(f"a batch has rows of different sequences, and at most {MOST_TOKENS} tokens")
@@ -265,17 +226,13 @@ def read_batch(meta: Mapping[str, Any]) -> Batch:
 
 def chosen_meta(chosen: Mapping[int, Token], spent: Sequence[Spent]) -> dict[str, Any]:
     rows = [[sequence, token.token, token.logprob, token.top] for sequence, token in chosen.items()]
-    return {"rows": rows, "spent": [[one.name, one.waited_s, one.computed_s] for one in spent]}
+    return {"rows": rows, "spent": spent}
 
 
 def read_chosen(meta: Mapping[str, Any]) -> tuple[dict[int, Token], list[Spent]]:
     told = _read(_ChosenMeta, meta)
     chosen = {s: Token(token=token, logprob=logprob, top=top) for s, token, logprob, top in told.rows}
-    return chosen, _spent(told.spent)
-
-
-def _spent(entries: list[tuple[str, float, float]]) -> list[Spent]:
-    return [Spent(name=name, waited_s=waited, computed_s=computed) for name, waited, computed in entries]
+    return chosen, told.spent
 
 
 def read_room(meta: Mapping[str, Any]) -> int:
