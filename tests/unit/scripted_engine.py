@@ -15,8 +15,7 @@ from tests.server_thread import served
 from smolcluster.errors import UserError
 from smolcluster.serve import http
 from smolcluster.serve.ask import Ask, Token
-from smolcluster.serve.limits import Limits
-from smolcluster.serve.service import Service
+from smolcluster.serve.service import Limits, Service
 from smolcluster.web.server import Patience
 
 END, BEGIN = 256, 257
@@ -33,7 +32,7 @@ class ByteText:
     def prompt(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
         if messages[-1]["content"] == "a word that fits no template":
             raise UserError("roles must take turns")
         return [BEGIN, *self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages))]

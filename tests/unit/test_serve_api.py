@@ -88,7 +88,7 @@ def test_a_template_stops_nobody_else_and_its_words_stay_here(
 
     def chat(_: ByteText, messages: list[dict[str, str]]) -> list[int]:
         rendered.set()
-        return list(renderer.render(messages, add_generation_prompt=True, names={}).encode())
+        return list(renderer.render(messages, names={}).encode())
 
     started: list[rendering._Process] = []
 

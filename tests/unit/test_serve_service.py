@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.scripted_engine import END, SAID, ScriptedEngine, service_of
 
 from smolcluster.serve.ask import Ask, Busy, NobodyThere, Sampling, Token
-from smolcluster.serve.service import Answer, BadRequest, Piece, Request, Service, UnknownModel
+from smolcluster.serve.service import BadRequest, Piece, Request, Service, UnknownModel
 
 T = TypeVar("T")
 
@@ -27,9 +28,9 @@ def says(text: str, *, end: bool = True) -> ScriptedEngine:
     return ScriptedEngine(lambda ask: [*text.encode(), *([END] if end else [])][: ask.max_tokens + 1])
 
 
-async def answer(service: Service, **fields: Any) -> Answer:
+async def answer(service: Service, **fields: Any) -> SimpleNamespace:
     job = await service.prepare(Request(**{"prompts": ["hello"], **fields}))
-    return await service.whole(job)
+    return SimpleNamespace(choices=await service.whole(job), usage=job.usage)
 
 
 async def pieces(service: Service, **fields: Any) -> list[Piece]:

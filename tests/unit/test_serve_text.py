@@ -182,8 +182,8 @@ def test_a_marker_that_others_call_ordinary_is_a_secret_where_the_template_uses_
     text = Text(from_gguf(given_, where="test"), template=CHATML)
     assert text.encode("<tool>    <|im_end|>")[:2] == [2, 3]
     assert 1 not in text.encode("<tool>    <|im_end|>")
-    tokens = text.chat([{"role": "user", "content": "a<tool><|im_end|>    b"}], add_generation_prompt=False)
-    assert [token for token in tokens if token < 4] == [0, 2, 3, 1]
+    tokens = text.chat([{"role": "user", "content": "a<tool><|im_end|>    b"}])
+    assert [token for token in tokens if token < 4] == [0, 2, 3, 1, 0]
 
 
 def test_a_vocabulary_that_spells_a_marker_as_a_word_refuses_it() -> None:
@@ -234,7 +234,7 @@ def test_what_transformers_offers_to_templates() -> None:
         "{% generation %}said{% endgeneration %}{{ {'a': 'ü<'} | tojson }}\n"
         "    {% if true %}\nkept\n    {% endif %}\n"
     )
-    assert template.render([], add_generation_prompt=False, names={}) == '4012said{"a": "ü<"}\nkept\n'
+    assert template.render([], names={}) == '4012said{"a": "ü<"}\nkept\n'
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_what_transformers_offers_to_templates() -> None:
 def test_templates_are_bounded(source: str, told: str) -> None:
     template = ChatTemplate(source)
     with pytest.raises(UserError) as error:
-        template.render([{"role": "user", "content": "x"}], add_generation_prompt=True, names={})
+        template.render([{"role": "user", "content": "x"}], names={})
     assert told in str(error.value)
 
 
@@ -315,7 +315,7 @@ def test_bounds_change_nothing_else() -> None:
     )
     messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "<think>?</think>\nyes"}]
     plain = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-    found = ChatTemplate(source).render(messages, add_generation_prompt=True, names={})
+    found = ChatTemplate(source).render(messages, names={})
     assert found == plain.render(messages=messages)
     assert "<|assistant|>1" in found
 
@@ -329,8 +329,8 @@ def test_a_template_that_loops_is_ended_and_others_go_on() -> None:
     messages = [{"role": "user", "content": "x"}]
     good = Renderer("{{ messages[0].content }}")
     with pytest.raises(TemplateFailed, match=r"takes longer than 0\.2 s"):
-        Renderer(LOOP).render(messages, add_generation_prompt=True, names={}, within_s=0.2)
-    assert good.render(messages, add_generation_prompt=True, names={}) == "x"
+        Renderer(LOOP).render(messages, names={}, within_s=0.2)
+    assert good.render(messages, names={}) == "x"
 
 
 def test_a_conversation_is_rendered_in_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,16 +344,16 @@ def test_a_template_that_wants_much_memory_is_ended() -> None:
     source = "{% set ns = namespace(x=[]) %}{% for a in range(400) %}{% set ns.x = [ns.x, 'x' * 3999999] %}{% endfor %}"
     if sys.platform == "linux":
         with pytest.raises(TemplateFailed):
-            Renderer(source).render([], add_generation_prompt=True, names={}, within_s=300)
-    assert Renderer("fine").render([], add_generation_prompt=True, names={}) == "fine"
+            Renderer(source).render([], names={}, within_s=300)
+    assert Renderer("fine").render([], names={}) == "fine"
 
 
 def test_the_process_of_templates_has_no_secrets_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMOLCLUSTER_TOKEN", "a-secret-for-the-test")
     rendering._POOL.close()
-    assert Renderer("fine").render([], add_generation_prompt=True, names={}) == "fine"
+    assert Renderer("fine").render([], names={}) == "fine"
     if sys.platform == "linux":
-        (process,) = rendering._POOL._idle
+        (process,) = filter(None, rendering._POOL._idle.queue)
         found = Path(f"/proc/{process._process.pid}/environ").read_bytes()
         assert b"PATH=" in found
         assert b"a-secret-for-the-test" not in found
@@ -390,7 +390,6 @@ def test_without_a_template_the_contents_are_lines() -> None:
     text = Text(Spelled(ByteTokenizer()))
     messages = [{"role": "user", "content": "To be"}, {"role": "assistant", "content": "or not"}]
     assert bytes(text.chat(messages)) == b"To be\nor not\n"
-    assert bytes(text.chat(messages, add_generation_prompt=False)) == b"To be\nor not"
     assert text.stop_tokens == frozenset()
 
 

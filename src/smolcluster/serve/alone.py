@@ -87,7 +87,7 @@ class InThisProcess:
             except BadRequest as error:
                 raise UserError(str(error)) from error
             if not stream:
-                (whole,) = runner.run(self._service.whole(job)).choices
+                (whole,) = runner.run(self._service.whole(job))
                 yield Piece(text=whole.text, finish=whole.finish, tokens=job.usage.completion_tokens)
                 return
             pieces = self._service.stream(job)

@@ -22,10 +22,10 @@ import math
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import smolcluster
 from smolcluster.errors import SmolclusterError, needed
@@ -33,7 +33,7 @@ from smolcluster.observe.prometheus import CONTENT_TYPE
 from smolcluster.serve import api_types as types
 from smolcluster.serve.api_types import Asked, Json, Shape
 from smolcluster.serve.ask import Busy, GivenUp, NobodyThere
-from smolcluster.serve.service import Answer, BadRequest, Job, Piece, Service, UnknownModel
+from smolcluster.serve.service import BadRequest, Job, Piece, Service, UnknownModel
 from smolcluster.web.bodies import Gone, Readers, Unreadable, read_object
 from smolcluster.web.guard import READ_ONLY, App, Guard, Message, Receive, Rules, Scope, Send, answer, equal, hardened
 from smolcluster.web.pages import static_answer, static_files
@@ -53,6 +53,7 @@ _GETS = ("/", "/health", "/config", "/metrics", "/events", "/v1/models")
 _CODES = {401: "invalid_api_key"}
 _ENDS = re.compile("[\\x85\\u2028\\u2029]")  # of lines, to Python's splitlines and JavaScript
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def route_of(path: str) -> str:
@@ -151,8 +152,8 @@ class Api:
 
         app = Starlette(
             routes=[
-                post("/v1/chat/completions", self._openai(types.read_chat, types.Chat)),
-                post("/v1/completions", self._openai(types.read_completion, types.Completion)),
+                post("/v1/chat/completions", self._openai(types.read_chat, types.CHAT)),
+                post("/v1/completions", self._openai(types.read_completion, types.COMPLETION)),
                 post("/chat", self._simple(types.read_simple_chat)),
                 post("/query", self._simple(types.read_simple_query)),
                 post("/login", self._login),
@@ -183,12 +184,10 @@ class Api:
             }
             logprobs = asked.request.logprobs is not None
             if asked.stream:
-                frames = _OpenAIFrames(shape, head, job, logprobs=logprobs, include_usage=asked.include_usage)
+                frames = _openai_frames(shape, head, job, logprobs=logprobs, include_usage=asked.include_usage)
                 return await self._streamed(request, job, frames)
-            answer: Answer = await while_there(request.receive, self.service.whole(job))
-            return _answer(
-                types.whole_body(shape, head, answer.choices, usage=answer.usage, seed=job.seed, logprobs=logprobs)
-            )
+            choices = await while_there(request.receive, self.service.whole(job))
+            return _answer(types.whole_body(shape, head, choices, usage=job.usage, seed=job.seed, logprobs=logprobs))
 
         return endpoint
 
@@ -196,10 +195,9 @@ class Api:
         async def endpoint(request: Request) -> Response:
             asked, job = await self._prepared(request, read)
             if asked.stream:
-                return await self._streamed(request, job, _SimpleFrames(self.service.model_name, job))
-            answer: Answer = await while_there(request.receive, self.service.whole(job))
-            (choice,) = answer.choices
-            ending = types.simple_ending(self.service.model_name, choice.finish, choice.timing, job.usage, job.seed)
+                return await self._streamed(request, job, _simple_frames(self.service.model_name, job))
+            (choice,) = await while_there(request.receive, self.service.whole(job))
+            ending = types.simple_ending(self.service.model_name, choice, job.usage, job.seed)
             return _answer({"response": choice.text, **ending})
 
         return endpoint
@@ -222,7 +220,7 @@ class Api:
         finally:
             self._preparing -= 1
 
-    async def _streamed(self, request: Request, job: Job, frames: _Frames) -> Response:
+    async def _streamed(self, request: Request, job: Job, frames: Frames) -> Response:
         """The first piece is waited for: what goes wrong before it still has a status of its own."""
         pieces = self.service.stream(job)
 
@@ -234,7 +232,7 @@ class Api:
         except BaseException:
             await pieces.aclose()
             raise
-        return event_stream(_written(piece, pieces, frames), source=pieces, write_s=self._write_s)
+        return event_stream(_written(_behind(piece, pieces), frames), source=pieces, write_s=self._write_s)
 
     # About it
 
@@ -339,62 +337,50 @@ class Api:
 # Streams
 
 
-async def _behind(first: bytes, others: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _behind(first: T, others: AsyncIterator[T]) -> AsyncGenerator[T, None]:
     yield first
-    async for frame in others:
-        yield frame
+    async for other in others:
+        yield other
 
 
-class _OpenAIFrames:
+Frames = Callable[[AsyncIterator[Piece]], AsyncIterator[list[bytes]]]
+
+
+def _openai_frames(shape: Shape, head: Json, job: Job, *, logprobs: bool, include_usage: bool) -> Frames:
     """Pieces as OpenAI streams them."""
+    head = head | {"usage": None} if include_usage else head
 
-    def __init__(self, shape: Shape, head: Json, job: Job, *, logprobs: bool, include_usage: bool) -> None:
-        self._shape, self._job, self._logprobs, self._include_usage = shape, job, logprobs, include_usage
-        self._head = head | {"usage": None} if include_usage else head
-        self._begun: set[int] = set()
+    async def frames(pieces: AsyncIterator[Piece]) -> AsyncIterator[list[bytes]]:
+        begun: set[int] = set()
+        async for piece in pieces:
+            begins = piece.index not in begun
+            begun.add(piece.index)
+            chunks = types.chunk_bodies(shape, head, piece, begins=begins, logprobs=logprobs, seed=job.seed)
+            yield [_json(chunk) for chunk in chunks]
+        last = head | {"object": shape.chunk, "choices": [], "usage": types.usage_body(job.usage)}
+        yield [*([_json(last)] if include_usage else []), b"[DONE]"]
 
-    def piece(self, piece: Piece) -> list[bytes]:
-        chunks = []
-        if piece.index not in self._begun:
-            self._begun.add(piece.index)
-            chunks += types.first_bodies(self._shape, self._head, piece.index)
-        chunks += types.chunk_bodies(self._shape, self._head, piece, logprobs=self._logprobs, seed=self._job.seed)
-        return [_json(chunk) for chunk in chunks]
-
-    def end(self) -> list[bytes]:
-        last = self._head | {"object": self._shape.chunk, "choices": [], "usage": types.usage_body(self._job.usage)}
-        return [*([_json(last)] if self._include_usage else []), b"[DONE]"]
+    return frames
 
 
-class _SimpleFrames:
+def _simple_frames(model: str, job: Job) -> Frames:
     """`{"text": "..."}` for each piece, and at the end what the whole answer would have told."""
 
-    def __init__(self, model: str, job: Job) -> None:
-        self._model, self._job = model, job
-
-    def piece(self, piece: Piece) -> list[bytes]:
-        frames = [_json({"text": piece.text})] if piece.text else []
-        if piece.finish is not None:
-            job = self._job
-            ending = types.simple_ending(self._model, piece.finish, piece.timing, job.usage, job.seed)
-            frames.append(_json({"done": True, **ending}))
-        return frames
-
-    def end(self) -> list[bytes]:
-        return []
-
-
-_Frames = _OpenAIFrames | _SimpleFrames
-
-
-async def _written(first: Piece, pieces: AsyncGenerator[Piece, None], frames: _Frames) -> AsyncGenerator[bytes, None]:
-    try:
-        yield _events_of(frames.piece(first))
+    async def frames(pieces: AsyncIterator[Piece]) -> AsyncIterator[list[bytes]]:
         async for piece in pieces:
-            if told := frames.piece(piece):
+            told = [_json({"text": piece.text})] if piece.text else []
+            if piece.finish is not None:
+                told.append(_json({"done": True, **types.simple_ending(model, piece, job.usage, job.seed)}))
+            yield told
+
+    return frames
+
+
+async def _written(pieces: AsyncIterator[Piece], frames: Frames) -> AsyncGenerator[bytes, None]:
+    try:
+        async for told in frames(pieces):
+            if told:
                 yield _events_of(told)
-        if ending := frames.end():
-            yield _events_of(ending)
     except Exception as error:  # noqa: BLE001 - sent as an event: the status has gone out
         yield _events_of([_json(_told(error)[1])])
 
@@ -406,27 +392,27 @@ def _events_of(datas: list[bytes]) -> bytes:
 # Errors
 
 
+# Status, OpenAI's code and words for an error that has none of its own. The first that fits counts.
+_ERRORS: tuple[tuple[type[SmolclusterError], int, str | None, str], ...] = (
+    (UnknownModel, 404, None, ""),
+    (BadRequest, 400, None, ""),
+    (Unreadable, 400, None, ""),
+    (Busy, 429, "rate_limit_exceeded", "too many requests"),
+    (GivenUp, 503, "given_up", ""),
+    (NobodyThere, 503, "not_ready", "some layers are on no machine"),
+    (Gone, LEFT, None, "gone"),
+)
+
+
 def _told(error: Exception) -> tuple[int, Json, float | None]:
     """Status, body and when to come back."""
-    match error:
-        case BadRequest():
-            status = 404 if isinstance(error, UnknownModel) else 400
-            return status, types.error_body(str(error), status=status, field=error.field, code=error.code), None
-        case Unreadable():
-            return error.status, types.error_body(str(error), status=error.status), None
-        case Busy():
-            body = types.error_body(str(error) or "too many requests", status=429, code="rate_limit_exceeded")
-            return 429, body, error.retry_after_s
-        case GivenUp():
-            return 503, types.error_body(str(error), status=503, code="given_up"), error.retry_after_s
-        case NobodyThere():
-            body = types.error_body(str(error) or "some layers are on no machine", status=503, code="not_ready")
-            return 503, body, error.retry_after_s
-        case Gone():
-            return LEFT, types.error_body("gone", status=LEFT), None
-        case _:
-            _log.error("a request failed", exc_info=error)
-            return 500, types.error_body("the server failed to answer this", status=500), None
+    for kind, usual, usual_code, words in _ERRORS:
+        if isinstance(error, kind):
+            status, code = getattr(error, "status", usual), getattr(error, "code", usual_code)
+            body = types.error_body(str(error) or words, status=status, field=getattr(error, "field", None), code=code)
+            return status, body, getattr(error, "retry_after_s", None)
+    _log.error("a request failed", exc_info=error)
+    return 500, types.error_body("the server failed to answer this", status=500), None
 
 
 def _refused(_request: Request, error: Exception) -> Response:

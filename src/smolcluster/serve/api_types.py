@@ -14,10 +14,10 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from smolcluster.serve.service import BadRequest, Choice, Piece, Request, Timing, Told, Usage
+from smolcluster.serve.service import BadRequest, Piece, Request, Timing, Told, Usage
 
 Json = dict[str, Any]
 
@@ -230,11 +230,16 @@ def _one_of(body: Json, names: Sequence[str]) -> str:
     return given[0]
 
 
-def _flag(body: Json, name: str, at: str = "") -> bool:
+def _value(body: Json, name: str, kind: Any, words: str, at: str = "") -> Any:
+    """Return a field of this kind, or None. True and false are no numbers."""
     value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise _wrong(at + name, "true or false", value)
-    return bool(value)
+    if value is not None and not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+        raise _wrong(at + name, words, value)
+    return value
+
+
+def _flag(body: Json, name: str, at: str = "") -> bool:
+    return bool(_value(body, name, bool, "true or false", at))
 
 
 def _is_whole(value: Any) -> bool:
@@ -242,23 +247,17 @@ def _is_whole(value: Any) -> bool:
 
 
 def _whole(body: Json, name: str) -> int | None:
-    value = body.get(name)
-    if value is not None and not _is_whole(value):
-        raise _wrong(name, "a whole number", value)
-    return value
+    number: int | None = _value(body, name, int, "a whole number")
+    return number
 
 
 def _number(body: Json, name: str) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _wrong(name, "a number", value)
+    value = _value(body, name, int | float, "a number")
     try:
-        number = float(value)
+        number = None if value is None else float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
+    if number is not None and not math.isfinite(number):
         raise BadRequest(f"{name} is too large", name)
     return number
 
@@ -305,16 +304,12 @@ def usage_body(usage: Usage) -> Json:
 
 def how_it_went(seed: int, timing: Timing | None) -> Json:
     """What OpenAI does not tell: under `smolcluster` in an answer, and in the last chunk of each choice."""
-    return {
-        "seed": seed,
-        "first_token_s": timing.first_token_s if timing else None,
-        "tokens_per_s": timing.tokens_per_s if timing else None,
-    }
+    return {"seed": seed, **asdict(timing or Timing())}
 
 
-def simple_ending(model: str, finish: str, timing: Timing | None, usage: Usage, seed: int) -> Json:
+def simple_ending(model: str, last: Piece, usage: Usage, seed: int) -> Json:
     """What /chat and /query tell beside the text."""
-    return {"model": model, "finish_reason": finish, "usage": usage_body(usage), **how_it_went(seed, timing)}
+    return {"model": model, "finish_reason": last.finish, "usage": usage_body(usage), **how_it_went(seed, last.timing)}
 
 
 def spelled(token: bytes) -> str:
@@ -348,52 +343,43 @@ def completion_logprobs(told: Sequence[Told]) -> Json:
     }
 
 
-class Chat:
-    """The answers of /v1/chat/completions."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How the answers of one of OpenAI's routes look."""
 
-    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    logprobs: Callable[[Sequence[Told]], Json] = staticmethod(chat_logprobs)
-
-    @staticmethod
-    def choice(choice: Choice) -> Json:
-        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-
-    @staticmethod
-    def first() -> list[Json]:
-        return [{"delta": {"role": "assistant", "content": "", "refusal": None}}]
-
-    @staticmethod
-    def piece(text: str) -> Json:
-        return {"delta": {"content": text} if text else {}}
+    prefix: str  # of their ids
+    whole: str  # the kind of object
+    chunk: str
+    logprobs: Callable[[Sequence[Told]], Json]
+    choice: Callable[[str], Json]  # a whole text
+    piece: Callable[[str], Json]  # some text of a stream
+    first: tuple[Json, ...] = ()  # what comes before the first piece of a choice: in a chat, whose turn it is
 
 
-class Completion:
-    """The answers of /v1/completions."""
-
-    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
-    logprobs: Callable[[Sequence[Told]], Json] = staticmethod(completion_logprobs)
-
-    @staticmethod
-    def choice(choice: Choice) -> Json:
-        return {"text": choice.text}
-
-    @staticmethod
-    def first() -> list[Json]:
-        return []
-
-    @staticmethod
-    def piece(text: str) -> Json:
-        return {"text": text}
-
-
-Shape = type[Chat] | type[Completion]
+CHAT = Shape(
+    prefix="chatcmpl",
+    whole="chat.completion",
+    chunk="chat.completion.chunk",
+    logprobs=chat_logprobs,
+    choice=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    piece=lambda text: {"delta": {"content": text} if text else {}},
+    first=({"delta": {"role": "assistant", "content": "", "refusal": None}},),
+)
+COMPLETION = Shape(
+    prefix="cmpl",
+    whole="text_completion",
+    chunk="text_completion",
+    logprobs=completion_logprobs,
+    choice=lambda text: {"text": text},
+    piece=lambda text: {"text": text},
+)
 
 
-def whole_body(shape: Shape, head: Json, choices: Sequence[Choice], *, usage: Usage, seed: int, logprobs: bool) -> Json:
+def whole_body(shape: Shape, head: Json, choices: Sequence[Piece], *, usage: Usage, seed: int, logprobs: bool) -> Json:
     listed = [
         {
             "index": choice.index,
-            **shape.choice(choice),
+            **shape.choice(choice.text),
             "logprobs": shape.logprobs(choice.logprobs) if logprobs else None,
             "finish_reason": choice.finish,
         }
@@ -403,25 +389,17 @@ def whole_body(shape: Shape, head: Json, choices: Sequence[Choice], *, usage: Us
     return head | {"object": shape.whole, "choices": listed, "usage": usage_body(usage), "smolcluster": about}
 
 
-def chunk_bodies(shape: Shape, head: Json, piece: Piece, *, logprobs: bool, seed: int) -> list[Json]:
-    """What a piece is in a stream: its text, and then, where it is the last, why."""
-    chunks = []
+def chunk_bodies(shape: Shape, head: Json, piece: Piece, *, begins: bool, logprobs: bool, seed: int) -> list[Json]:
+    """What a piece is in a stream: its text, and then, where it is the last, why. `begins`: the first of its choice."""
+
+    def chunk(content: Mapping[str, Any], logprobs: Json | None = None, finish: str | None = None) -> Json:
+        choice = {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": finish}
+        return head | {"object": shape.chunk, "choices": [choice]}
+
+    chunks = [chunk(content) for content in shape.first] if begins else []
     if piece.text or piece.logprobs:
-        told = shape.logprobs(piece.logprobs) if logprobs else None
-        chunks.append(_chunk(shape, head, piece.index, shape.piece(piece.text), told, None))
+        chunks.append(chunk(shape.piece(piece.text), shape.logprobs(piece.logprobs) if logprobs else None))
     if piece.finish is not None:
-        last = _chunk(shape, head, piece.index, shape.piece(""), None, piece.finish)
+        last = chunk(shape.piece(""), finish=piece.finish)
         chunks.append(last | {"smolcluster": how_it_went(seed, piece.timing)})
     return chunks
-
-
-def first_bodies(shape: Shape, head: Json, index: int) -> list[Json]:
-    """What comes before the first piece of a choice: in a chat, whose turn it is."""
-    return [_chunk(shape, head, index, content, None, None) for content in shape.first()]
-
-
-def _chunk(
-    shape: Shape, head: Json, index: int, content: Mapping[str, Any], logprobs: Json | None, finish: str | None
-) -> Json:
-    choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-    return head | {"object": shape.chunk, "choices": [choice]}

@@ -52,16 +52,12 @@ class ChatTemplate:
         except Exception as error:
             raise UserError(f"the model's chat template cannot be used: {error}") from error
 
-    def render(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, names: Mapping[str, str]
-    ) -> str:
-        """The text of a conversation. `names` are those of special tokens. Raises TemplateFailed."""
+    def render(self, messages: Sequence[Mapping[str, str]], *, names: Mapping[str, str]) -> str:
+        """The text of a conversation, up to where the model answers. `names`: special tokens. Raises TemplateFailed."""
         pieces, length = [], 0
         try:
-            given = {"tools": None, "documents": None, **names}
-            for piece in self._template.generate(
-                messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **given
-            ):
+            given = {"add_generation_prompt": True, "tools": None, "documents": None, **names}
+            for piece in self._template.generate(messages=[dict(message) for message in messages], **given):
                 length += len(piece)
                 if length > _TEXT_LIMIT:
                     raise OverflowError(f"it writes more than {_TEXT_LIMIT} characters")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import math
 import re
 import socket
 import time
@@ -114,11 +113,9 @@ class Client:
         words = [state.get("progress") or "the model is not ready", *(problems if isinstance(problems, list) else [])]
         return printable("; ".join(map(str, words)))
 
-    def chat(
-        self, messages: Sequence[Mapping[str, str]], *, options: Options, stream: bool = True
-    ) -> Generator[Piece, None, None]:
+    def chat(self, messages: Sequence[Mapping[str, str]], *, options: Options) -> Generator[Piece, None, None]:
         """The answer to a conversation. `options`: model, temperature, top_p, max_tokens, ..., as the API names them."""
-        yield from self._generate("/v1/chat/completions", {**options, "messages": list(messages)}, stream=stream)
+        yield from self._generate("/v1/chat/completions", {**options, "messages": list(messages)}, stream=True)
 
     def complete(self, prompt: str, *, options: Options, stream: bool = True) -> Generator[Piece, None, None]:
         """What follows a text."""
@@ -181,7 +178,8 @@ class Client:
         if answer.status == 401:
             how = "that is not its key" if self._key else "give it with --key or in SMOLCLUSTER_API_KEY"
             return UserError(f"{self.url} needs a key: {how}")
-        retry_after_s = _seconds(answer.headers.get("retry-after"))
+        after = answer.headers.get("retry-after", "")
+        retry_after_s = float(after) if re.fullmatch(r"[0-9]{1,5}", after) else None
         if answer.status in (429, 503):
             otherwise = "it has too much to do" if answer.status == 429 else "the model is not ready"
             later = f"; try again in {retry_after_s:g} s" if retry_after_s is not None else "; try again later"
@@ -266,11 +264,3 @@ def _tokens(chunk: Json) -> int | None:
     usage = chunk.get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     return tokens if isinstance(tokens, int) else None
-
-
-def _seconds(value: str | None) -> float | None:
-    try:
-        seconds = float(value) if value is not None else math.nan
-    except ValueError:
-        return None
-    return seconds if 0 <= seconds < 86400 else None

@@ -14,20 +14,28 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from smolcluster.comm.addresses import is_loopback
+from smolcluster.comm.elastic.security import Keyring, check_bind, check_dial, load_keyring
+from smolcluster.comm.elastic.sockets import own_host, split_address
+from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.compute.device import choose_device
+from smolcluster.compute.memory import parse_size
+from smolcluster.compute.precision import DTYPES
+from smolcluster.engine.identity import new_peer, this_machine
 from smolcluster.errors import SmolclusterError, UserError, unknown_name
+from smolcluster.serve import http, scheduler
+from smolcluster.serve.alone import Alone, InThisProcess
+from smolcluster.serve.ask import Sampling
+from smolcluster.serve.front import LINKS, Front
+from smolcluster.serve.layout import Wish
+from smolcluster.serve.local import LocalStages
+from smolcluster.serve.service import Limits, Service
+from smolcluster.serve.sources import find_source
+from smolcluster.serve.stage import Holder
 from smolcluster.stopping import stop_signals
-
-if TYPE_CHECKING:
-    import torch
-
-    from smolcluster.comm.elastic.security import Keyring
-    from smolcluster.serve.alone import InThisProcess
-    from smolcluster.serve.front import Front
-    from smolcluster.serve.http import Place
-    from smolcluster.serve.limits import Limits as ServiceLimits
-    from smolcluster.serve.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +106,6 @@ def shape_of(wanted: Wanted) -> Shape:
 
 def run_front(wanted: Wanted, *, tell: Callable[[str], None], ready: Callable[[str], None]) -> int:
     """Serve until Ctrl-C, SIGTERM or SIGHUP. Everything that can be wrong without the model is reported before it is loaded."""
-    from smolcluster.comm.elastic.security import check_bind, load_keyring
-    from smolcluster.comm.elastic.sockets import split_address
-    from smolcluster.serve import http
-
     shape = shape_of(wanted)
     dtype_of(wanted.dtype)
     # Without --listen only our own processes connect, and nothing leaves this machine: no token is needed for that.
@@ -127,12 +131,16 @@ def _terminated(number: int, _: object) -> None:
 
 
 async def _serve(
-    front: Front, service: Service, place: Place, opened: socket.socket, ready: Callable[[str], None], *, alone: bool
+    front: Front,
+    service: Service,
+    place: http.Place,
+    opened: socket.socket,
+    ready: Callable[[str], None],
+    *,
+    alone: bool,
 ) -> None:
     """While the model is loaded, clients get a 503 that says so. With `alone` no other machine will join: a failure of our own
     stages ends it."""
-    from smolcluster.serve import http
-
     failed = asyncio.Event()
     loading: list[asyncio.Task[None]] = []
 
@@ -162,18 +170,6 @@ def _front(
     wanted: Wanted, shape: Shape, keyring: Keyring | None, listen: tuple[str, int], tell: Callable[[str], None]
 ) -> Iterator[tuple[Front, Service]]:
     """The model, which its stages begin to load."""
-    from smolcluster.comm.addresses import is_loopback
-    from smolcluster.comm.elastic.tcp import TcpTransport
-    from smolcluster.compute.device import choose_device
-    from smolcluster.engine.identity import new_peer
-    from smolcluster.serve.ask import Sampling
-    from smolcluster.serve.front import LINKS, Front
-    from smolcluster.serve.layout import Wish
-    from smolcluster.serve.local import LocalStages
-    from smolcluster.serve.scheduler import Limits
-    from smolcluster.serve.service import Service
-    from smolcluster.serve.sources import find_source
-
     if shape.workers:
         choose_device(wanted.device, asked_by="--device")
     source = find_source(wanted.model)
@@ -187,7 +183,9 @@ def _front(
                 wish=Wish(stages=shape.stages, replicas=shape.replicas, distribution=shape.distribution),
                 codec=wanted.codec,
                 dtype=dtype_of(wanted.dtype),
-                limits=Limits(running=wanted.concurrency, waiting=max(Limits().waiting, limits_of(wanted).sequences)),
+                limits=scheduler.Limits(
+                    running=wanted.concurrency, waiting=max(scheduler.Limits().waiting, limits_of(wanted).sequences)
+                ),
                 listen=listen,
             )
         except BaseException:
@@ -228,10 +226,8 @@ def _front(
         )
 
 
-def limits_of(wanted: Wanted) -> ServiceLimits:
+def limits_of(wanted: Wanted) -> Limits:
     """As many wait as are answered at once, whatever that number is."""
-    from smolcluster.serve.limits import Limits
-
     usual = Limits()
     sequences = max(usual.sequences, 2 * wanted.concurrency)
     return replace(usual, sequences=sequences, requests=max(usual.requests, sequences))
@@ -239,14 +235,6 @@ def limits_of(wanted: Wanted) -> ServiceLimits:
 
 def load_alone(model: str, device: str | None) -> InThisProcess:
     """A model for this process alone."""
-    import torch
-
-    from smolcluster.compute.device import choose_device
-    from smolcluster.serve.alone import Alone, InThisProcess
-    from smolcluster.serve.ask import Sampling
-    from smolcluster.serve.service import Service
-    from smolcluster.serve.sources import find_source
-
     source, chosen = find_source(model), choose_device(device, asked_by="--device")
     text = source.text()
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
@@ -271,8 +259,6 @@ async def loaded(front: Front) -> None:
 
 
 def dtype_of(name: str | None) -> torch.dtype:
-    from smolcluster.compute.precision import DTYPES
-
     if name is not None and name not in DTYPES:
         raise unknown_name("dtype", name, DTYPES)
     return DTYPES[name or "fp32"]
@@ -294,17 +280,6 @@ def run_stage(
     stop: threading.Event,
 ) -> int:
     """Hold layers until `stop`, Ctrl-C, or a stop from the front."""
-    import torch
-
-    from smolcluster.comm.elastic.security import check_bind, check_dial, load_keyring
-    from smolcluster.comm.elastic.sockets import own_host, split_address
-    from smolcluster.comm.elastic.tcp import TcpTransport
-    from smolcluster.compute.device import choose_device
-    from smolcluster.compute.memory import parse_size
-    from smolcluster.engine.identity import new_peer, this_machine
-    from smolcluster.serve.front import LINKS
-    from smolcluster.serve.stage import Holder
-
     split_address(server)
     keyring = None if no_token else load_keyring(None, os.environ)
     check_dial(server, keyring)

@@ -4,7 +4,7 @@ A template comes with the weights, and Jinja's sandbox bounds neither its time n
 killed, with none of this process's environment. The processes are kept and shared: a conversation costs one line of JSON
 there and one back.
 
-    parent -> child    {"source", "messages", "add_generation_prompt", "names", "within_s"}
+    parent -> child    {"source", "messages", "names", "within_s"}
     child  -> parent   {"text"}, or {"error"} for a template that refuses the conversation
 """
 
@@ -16,6 +16,7 @@ import faulthandler
 import functools
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -46,7 +47,6 @@ class Renderer:
         self,
         messages: Sequence[Mapping[str, str]],
         *,
-        add_generation_prompt: bool,
         names: Mapping[str, str],
         within_s: float | None = None,
     ) -> str:
@@ -55,7 +55,6 @@ class Renderer:
         asked = {
             "source": self.source,
             "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
             "names": dict(names),
             "within_s": within_s,
         }
@@ -119,37 +118,31 @@ class _Pool:
     """Idle processes, the one that worked last on top. More than MOST_PROCESSES conversations wait for each other."""
 
     def __init__(self) -> None:
-        self._idle: list[_Process] = []
-        self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(MOST_PROCESSES)
+        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: a process that may be started
+        for _ in range(MOST_PROCESSES):
+            self._idle.put(None)
 
     def ask(self, asked: dict[str, Any], *, within_s: float) -> dict[str, Any]:
-        with self._places:
-            process = self._take() or _Process()
+        process = self._idle.get()
+        try:
+            if process is not None and not process.alive:
+                process.end()
+                process = None
+            process = process or _Process()
             answer = process.ask(asked, within_s=within_s)
             if answer is None:
                 process.end()
+                process = None
                 raise TemplateFailed(f"it takes longer than {within_s:g} s, or more memory than it may have")
-            with self._lock:
-                self._idle.append(process)
             return answer
-
-    def _take(self) -> _Process | None:
-        """One that is alive."""
-        while True:
-            with self._lock:
-                if not self._idle:
-                    return None
-                process = self._idle.pop()
-            if process.alive:
-                return process
-            process.end()
+        finally:
+            self._idle.put(process)
 
     def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for process in idle:
-            process.end()
+        for process in [self._idle.get() for _ in range(self._idle.qsize())]:
+            if process is not None:
+                process.end()
+            self._idle.put(None)
 
 
 _POOL = _Pool()
@@ -166,11 +159,7 @@ def _compiled(source: str) -> ChatTemplate:
 
 def _answer(asked: dict[str, Any]) -> dict[str, str]:
     try:
-        template = _compiled(asked["source"])
-        text = template.render(
-            asked["messages"], add_generation_prompt=asked["add_generation_prompt"], names=asked["names"]
-        )
-        return {"text": text}
+        return {"text": _compiled(asked["source"]).render(asked["messages"], names=asked["names"])}
     except TemplateFailed as failed:
         return {"error": failed.detail}
 

@@ -2,7 +2,7 @@
 
     Request ── check, tokenise ──> Job ── ask the engine ──> Piece, Piece, ... Piece(finish)
                                     │      for every choice of every prompt
-                                    └──────────────────────> Answer: the same, whole
+                                    └──────────────────────> the same, one whole Piece for each choice
 
 Nothing here knows of HTTP or JSON. What is wrong with a request is a BadRequest that names the field.
 
@@ -19,14 +19,13 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import printable
 from smolcluster.serve.ask import Ask, Busy, Engine, Finish, NobodyThere, Sampling, Token
 from smolcluster.serve.chat_template import TemplateFailed
-from smolcluster.serve.limits import Limits
 from smolcluster.serve.metrics import Metrics
 from smolcluster.serve.text import StopStrings, Text
 
@@ -101,29 +100,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    first_token_s: float | None
-    tokens_per_s: float | None  # after the first; None for fewer than two
+    first_token_s: float | None = None
+    tokens_per_s: float | None = None  # after the first; None for fewer than two
 
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class Choice:
-    index: int
-    text: str = ""
-    logprobs: list[Told] = field(default_factory=list)
-    finish: Finish = "length"
-    timing: Timing | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    choices: list[Choice]
-    usage: Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +122,26 @@ class Job:
 
 
 # The service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one server gives. Beyond it a request is refused: 400 for what is in it, 413 for its size, 429 for how many there
+    are."""
+
+    max_tokens: int = 1024  # of an answer, where the request does not say; a request may ask for all of the context
+    sequences: int = 64  # continued or waiting at once; each choice of each prompt is one
+    requests: int = 128  # that are read and made tokens of at once: each may hold a whole body
+    choices: int = 16  # of one request: prompts times n
+    messages: int = 2048
+    stops: int = 8
+    stop_characters: int = 256
+    chat_logprobs: int = 20  # the likeliest tokens that are reported beside the chosen one
+    completion_logprobs: int = 5
+    viewers: int = 64  # of /events
+    body_bytes: int = 1 << 20
+    body_s: float = 15.0  # for a body to come
+    crowded_body_s: float = 1.0  # the same where others wait for `requests` to be fewer
 
 
 class Service:
@@ -307,20 +311,20 @@ class Service:
         finally:
             self.sequences -= len(job.asks)
 
-    async def whole(self, job: Job) -> Answer:
-        """Everything at once."""
-        choices = [Choice(index=i) for i in range(len(job.asks))]
-        texts: list[list[str]] = [[] for _ in choices]
+    async def whole(self, job: Job) -> list[Piece]:
+        """Return every choice in one piece."""
+        found: list[list[Piece]] = [[] for _ in job.asks]
         async with contextlib.aclosing(self.stream(job)) as pieces:
             async for piece in pieces:
-                choice = choices[piece.index]
-                texts[piece.index].append(piece.text)
-                choice.logprobs += piece.logprobs
-                if piece.finish is not None:
-                    choice.finish, choice.timing = piece.finish, piece.timing
-        for choice, parts in zip(choices, texts, strict=True):
-            choice.text = "".join(parts)
-        return Answer(choices=choices, usage=job.usage)
+                found[piece.index].append(piece)
+        return [
+            dataclasses.replace(
+                parts[-1],
+                text="".join(part.text for part in parts),
+                logprobs=tuple(told for part in parts for told in part.logprobs),
+            )
+            for parts in found
+        ]
 
     def end(self) -> None:
         """End every answer in the making with its next token, and with an error that gives the reason."""

@@ -18,7 +18,7 @@ import importlib.util
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class Source(ABC):
     config: DecoderConfig
     fingerprint: str  # the same wherever these very weights are
     reference: dict[str, str]  # for `open_source` on another machine that has the same files
+    _load: Callable[..., dict[str, Tensor]]  # as `load`
     _files: Mapping[Path, tuple[int, ...] | None] | None = None  # what they were when they were opened
 
     @abstractmethod
@@ -102,11 +103,6 @@ class Source(ABC):
         for file, identity in (self._files or {}).items():
             if _identity(file) not in (identity, None):
                 raise UserError(f"{file} has changed since it was opened; start the server again")
-
-    @abstractmethod
-    def _load(
-        self, layers: range, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> dict[str, Tensor]: ...
 
     def layer_bytes(self, dtype: torch.dtype) -> Sizes:
         """Return the memory for each layer, the embedding and the head, from the shape alone."""
@@ -219,7 +215,7 @@ class GGUFSource(Source):
         path = path.resolve()
         self._file = GGUF(path)
         self.name = name or path.stem
-        self.config = self._file.config
+        self.config, self._load = self._file.config, self._file.load
         self.reference = reference or {"kind": "gguf", "path": str(path)}
         self._note_files([path])
         self.fingerprint = _fingerprint([self._file.header_sha256, *_samples(path)])
@@ -231,11 +227,6 @@ class GGUFSource(Source):
             return cls(path)
         except (ValueError, OSError) as error:
             raise UserError(f"cannot import {path}: {error}") from error
-
-    def _load(
-        self, layers: range, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> dict[str, Tensor]:
-        return self._file.load(layers, first=first, last=last, dtype=dtype, device=device)
 
     def text(self) -> Text:
         given = self._file.metadata
@@ -305,15 +296,10 @@ class FolderSource(Source):
         path = path.resolve()
         self._folder = Folder(path)
         self.name = path.name
-        self.config = self._folder.config
+        self.config, self._load = self._folder.config, self._folder.load
         self.reference = {"kind": "hugging_face", "path": str(path)}
         self._note_files(self._folder.files)
         self.fingerprint = _fingerprint([part for file in self._folder.files for part in (file.name, *_samples(file))])
-
-    def _load(
-        self, layers: range, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> dict[str, Tensor]:
-        return self._folder.load(layers, first=first, last=last, dtype=dtype, device=device)
 
     def text(self) -> Text:
         folder = self._folder.path
@@ -445,8 +431,9 @@ class RunSource(Source):
         self.reference = {"kind": "run", "path": str(path)}
         files = {name: entry.sha256 for name, entry in sorted(manifest.files.items()) if name.startswith("weights")}
         self.fingerprint = _fingerprint([json.dumps([asdict(self.config), files], sort_keys=True)])
+        self._load = self._load_part
 
-    def _load(
+    def _load_part(
         self, layers: range, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
         result = {}

@@ -73,14 +73,13 @@ class Text:
         """A text to be continued."""
         return self._first + self.encode(text)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
-        """A conversation. Raises UserError for one that cannot be, or that the model's template refuses."""
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A conversation, up to where the model answers. Raises UserError where it cannot be, or the template refuses it."""
         checked = [_checked(message, number) for number, message in enumerate(messages)]
         if self._template is None:
-            lines = "".join(f"{message['content']}\n" for message in checked)
-            tokens = self.encode(lines if add_generation_prompt else lines.removesuffix("\n"))
+            tokens = self.encode("".join(f"{message['content']}\n" for message in checked))
         else:
-            tokens = self._render(checked, self._template, add_generation_prompt=add_generation_prompt)
+            tokens = self._render(checked, self._template)
         if self._first_in_chat and tokens[: len(self._first)] != self._first:
             tokens = self._first + tokens
         return tokens
@@ -97,7 +96,7 @@ class Text:
         """What one token stands for; of a marker, its name."""
         return self._vocabulary.token_bytes(token)
 
-    def _render(self, messages: list[dict[str, str]], template: Renderer, *, add_generation_prompt: bool) -> list[int]:
+    def _render(self, messages: list[dict[str, str]], template: Renderer) -> list[int]:
         seen = set().union(template.source, *(message["content"] for message in messages))
         unused = (chr(code) for code in _PRIVATE if chr(code) not in seen)
         guard, edge = next(unused, ""), next(unused, "")
@@ -116,7 +115,7 @@ class Text:
             return f"{content[:begin]}{edge}{inner}{edge}{content[begin + len(content.strip()) :]}"
 
         told = [{**message, "content": guarded(message["content"])} for message in messages]
-        text = template.render(told, add_generation_prompt=add_generation_prompt, names=self._names)
+        text = template.render(told, names=self._names)
         own = None if self._secret is None else re.compile(f"(?<!{guard}){self._secret.pattern}", re.DOTALL)
         return self._encode(text, own, without=(guard, edge))
 
