@@ -111,6 +111,28 @@ def test_a_command_reads_no_other_ones_options() -> None:
     assert {"smolcluster.cli.status", "smolcluster.cli.train"} & set(read.stdout.split()) == {"smolcluster.cli.status"}
 
 
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = """import sys
+from smolcluster.cli import main
+try:
+    main(["--help"])
+finally:
+    print(*sys.modules, file=sys.stderr)"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert " import " in shown.stdout
+    imported = set(shown.stderr.split())
+    ours = {name for name in imported if name.startswith("smolcluster.")}
+    assert ours == {f"smolcluster.{name}" for name in ("cli", "cli.ending", "cli.options", "errors", "version")}
+    assert not {"torch", "pydantic", "yaml", "asyncio"} & imported
+
+
+def test_a_shell_completes_the_options_of_a_command(tmp_path: Path) -> None:
+    line = {"_SMOLCLUSTER_COMPLETE": "complete_bash", "COMP_WORDS": "smolcluster train --wor", "COMP_CWORD": "2"}
+    command = [sys.executable, "-m", "smolcluster"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | line, cwd=tmp_path)
+    assert "--workers" in shown.stdout.split()
+
+
 def test_version_by_every_name(smol: Smol, tmp_path: Path) -> None:
     expected = "smolcluster 0.1.0\n"
     assert smol.run("--version", cwd=tmp_path).ok().out == expected

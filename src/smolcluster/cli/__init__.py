@@ -20,16 +20,55 @@ from smolcluster.errors import SmolclusterError
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 # In the order of the help. Each is a module here, which has a function of that name, or an app of several commands.
-COMMANDS = (
-    *("train", "plan", "server", "worker", "up", "status", "logs", "down", "slurm", "k8s", "compose", "join"),
-    *("dashboard", "top", "doctor", "serve", "stage", "chat", "generate", "strategies", "export", "import"),
-)
-GROUPS = ("bench", "cluster", "config", "token")
+COMMANDS = {
+    "train": "Train a model on this machine's workers, or as one rank of a job on several machines.",
+    "plan": "Say what a run would need, and which strategies fit. "
+    "Each rank runs a step on fake tensors; nothing is trained.",
+    "server": "Serve a run: workers join it with `smolcluster worker`, and may come and go. "
+    "A server that dies is started again.",
+    "worker": "Join a run. "
+    "Waits for the server, also when it is gone for a while, and ends when the run does; Ctrl-C leaves it.",
+    "up": "Start a run on the machines of a cluster file over ssh, and show what they print. Ctrl-C leaves it running.",
+    "status": "Say what every process of a cluster does. Status 1 if one has failed or a machine does not answer.",
+    "logs": "Show what processes print, wherever they run. "
+    "Or start and stop a place that keeps it: `logs up`, `logs down`.",
+    "down": "Save and end everything that `up` started. Nothing is left running; run directories stay where they are.",
+    "slurm": "Write a job file for Slurm: one task per rank, or a server and its workers. "
+    "Saves and goes on at the time limit.",
+    "k8s": "Write manifests for Kubernetes: a Job whose pods are ranks, or a server and workers. "
+    "No cluster is spoken to.",
+    "compose": "Write a compose file: a server and workers, or ranks, each in a container on this machine.",
+    "join": "Offer this machine on the local network, show a pairing code, and work for the cluster that takes it.",
+    "dashboard": "Show a run as a live page: machines, curves, time line, logs. "
+    "Reads the run directory, also after the run.",
+    "top": "Watch a run in the terminal: machines, loss, events. Reads the run directory, also after the run.",
+    "doctor": "Name the layer that fails (name, route, ..., token) and the remedy. "
+    "Changes nothing. Status 1 if any is bad.",
+    "serve": "Serve a model over one machine or many: an API as OpenAI's, and a chat page.",
+    "stage": "Hold layers of a model for `smolcluster serve`, and compute them.\n\n"
+    "Until Ctrl-C, or until the server is ended so (or by SIGTERM). A server that is lost in another way is waited for.",
+    "chat": "Talk to a served model. In a pipe: one question from stdin, the answer and nothing else to stdout.\n\n"
+    "A model without a chat template, such as one trained on plain text, continues what you write.",
+    "generate": "Continue a text with a served model, or with one that is loaded for it, and print what follows.",
+    "strategies": "List every strategy: name, aliases, what it is for, its options.",
+    "export": "Write the weights of a run as a Hugging Face model: config.json and model.safetensors.",
+    "import": "Make a run at step 0 from a GPT-2, Llama, Qwen2 or Qwen3 model: its weights, "
+    "tokenizer and chat template.",
+}
+GROUPS = {
+    "bench": "What this machine does, measured with your own configuration.",
+    "cluster": "A cluster file: write one, check one; take machines that offer themselves.",
+    "config": "Check, show and describe configurations.",
+    "token": "The secret that the machines of a cluster share: make, show, hand on, replace.",
+}
 MODULES = {"import": "import_model"}  # where a command's name cannot be one
 
 
-def build_app(only: str | None = None) -> typer.Typer:
-    """Return the command-line app, with all subcommands unless `only` names one: reading the options of all takes 0.3 s."""
+def build_app(only: str | None = None, *, overview: bool = False) -> typer.Typer:
+    """Return the command-line app, with all subcommands unless `only` names one.
+
+    Reading the options of all takes 0.3 s; for an `overview`, which shows names and summaries, no command is imported.
+    """
     app = typer.Typer(
         name="smolcluster",
         help="Train one model on every computer you own, and serve it from the same machines.",
@@ -39,15 +78,21 @@ def build_app(only: str | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(_top)
-    names = [only] if only in (*COMMANDS, *GROUPS) else [*COMMANDS, *GROUPS]
-    for name in names:
+    summaries = COMMANDS | GROUPS
+    for name in [only] if only in summaries else summaries:
         place = MODULES.get(name, name)
-        module = importlib.import_module(f"smolcluster.cli.{place}")
-        if name in GROUPS:
-            app.add_typer(module.app, name=name)
+        module = None if overview else importlib.import_module(f"smolcluster.cli.{place}")
+        if module is None:
+            app.command(name, help=summaries[name])(_not_imported)
+        elif name in GROUPS:
+            app.add_typer(module.app, name=name, help=summaries[name])
         else:
-            app.command(name, epilog=apart(module.EXAMPLES))(getattr(module, place))
+            app.command(name, help=summaries[name], epilog=apart(module.EXAMPLES))(getattr(module, place))
     return app
+
+
+def _not_imported() -> None:
+    """Stand for a command where only its name and summary are shown."""
 
 
 def _top(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
@@ -65,7 +110,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # no command fails for a letter that the terminal does not have
     try:
-        app = build_app(arguments[0] if arguments else None)
+        # A shell that completes a line passes it in the environment, and needs every option.
+        overview = (
+            arguments[:1] in ([], ["-h"], ["--help"], ["--version"]) and "_SMOLCLUSTER_COMPLETE" not in os.environ
+        )
+        app = build_app(arguments[0] if arguments else None, overview=overview)
         status = app(arguments, prog_name="smolcluster", standalone_mode=False)
     except SmolclusterError as error:
         sys.exit(tell(error))

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from smolcluster.observe.scaling import Scaling
 
 app = typer.Typer(
-    help="What this machine does, measured with your own configuration.",
     no_args_is_help=False,
     invoke_without_command=True,
     epilog="Example: smolcluster bench scaling gpt --workers 4",

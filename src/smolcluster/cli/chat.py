@@ -51,10 +51,6 @@ def chat(
     *,
     sampling: Sampling,
 ) -> int:
-    """Talk to a served model. In a pipe: one question from stdin, the answer and nothing else to stdout.
-
-    A model without a chat template, such as one trained on plain text, continues what you write.
-    """
     from smolcluster.serve.client import Client
     from smolcluster.serve.terminal import Chat, given, is_coloured, line_reader, print_pieces, read_all
 

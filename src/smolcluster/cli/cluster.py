@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 REACH_S = 5.0
 
 app = typer.Typer(
-    help="A cluster file: write one, check one; take machines that offer themselves.",
     no_args_is_help=True,
     epilog="Example: smolcluster cluster init && smolcluster cluster check cluster.yaml",
 )

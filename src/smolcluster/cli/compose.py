@@ -34,7 +34,6 @@ def compose(
     token_file: Annotated[Path, _docker(help="Elastic plane: the token of the run.")] = Path("token"),
     user: Annotated[str | None, _docker(metavar="UID:GID", help="Owner of these. Default: you.")] = None,
 ) -> int:
-    """Write a compose file: a server and workers, or ranks, each in a container on this machine."""
     from smolcluster.launch.batch import compose as batch_compose
     from smolcluster.launch.batch.containers import USER, default_image
 

@@ -10,7 +10,6 @@ import typer
 from smolcluster.cli import options
 
 app = typer.Typer(
-    help="Check, show and describe configurations.",
     no_args_is_help=True,
     epilog="Example: smolcluster config check cluster.yaml gpt.yaml",
 )

@@ -52,7 +52,6 @@ def dashboard(
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser, on a terminal.")
     ] = True,
 ) -> int:
-    """Show a run as a live page: machines, curves, time line, logs. Reads the run directory, also after the run."""
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.dashboard.server import Place, choose, give_way, serve
     from smolcluster.engine.run_dir import RUNS

@@ -34,7 +34,6 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> int:
-    """Name the layer that fails (name, route, ..., token) and the remedy. Changes nothing. Status 1 if any is bad."""
     if what is None:
         from smolcluster.launch.doctor import here
 

@@ -24,7 +24,6 @@ def down(
     cluster: options.Cluster = None,
     now: Annotated[bool, typer.Option("--now", help="Do not wait until the run is saved.")] = False,
 ) -> int:
-    """Save and end everything that `up` started. Nothing is left running; run directories stay where they are."""
     from smolcluster.launch.cluster.read import known_cluster
 
     known = known_cluster(cluster)

@@ -27,7 +27,6 @@ def export(
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16: the type of the written weights.")] = "fp32",
 ) -> None:
-    """Write the weights of a run as a Hugging Face model: config.json and model.safetensors."""
     from smolcluster.engine.export import export_run
 
     done = export_run(run, out, checkpoint=checkpoint, dtype=dtype)

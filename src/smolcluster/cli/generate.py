@@ -51,7 +51,6 @@ def generate(
     *,
     sampling: Sampling,
 ) -> int:
-    """Continue a text with a served model, or with one that is loaded for it, and print what follows."""
     from smolcluster.serve.terminal import given, print_pieces, read_all
 
     options = given(asdict(sampling) | {"stop": stop or None})

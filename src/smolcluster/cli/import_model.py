@@ -25,7 +25,6 @@ def import_model(
     ],
     run: Annotated[Path, typer.Argument(help="The run directory to make; it must not hold a run yet.")],
 ) -> None:
-    """Make a run at step 0 from a GPT-2, Llama, Qwen2 or Qwen3 model: its weights, tokenizer and chat template."""
     from smolcluster.engine.importing import import_gguf, import_model
 
     if not model.exists():

@@ -39,7 +39,6 @@ def join(
     *,
     own: Own,
 ) -> int:
-    """Offer this machine on the local network, show a pairing code, and work for the cluster that takes it."""
     from smolcluster.config.checks import HOST_NAME
     from smolcluster.launch.discovery import announced, own_addresses
 

@@ -54,7 +54,6 @@ def k8s(
     ] = None,
     max_restarts: Annotated[int, _kubernetes(help="Deaths that the run may go on after.")] = 10,
 ) -> int:
-    """Write manifests for Kubernetes: a Job whose pods are ranks, or a server and workers. No cluster is spoken to."""
     from smolcluster.launch.batch import kubernetes
     from smolcluster.launch.batch.containers import default_image
     from smolcluster.launch.prepare import is_task

@@ -43,7 +43,6 @@ def logs(
         str | None, typer.Option(help="With push: the Loki server. Default: the run's logging.loki_url.")
     ] = None,
 ) -> int:
-    """Show what processes print, wherever they run. Or start and stop a place that keeps it: `logs up`, `logs down`."""
     if node in ("up", "down"):
         from smolcluster.launch import logstack
 

@@ -42,7 +42,6 @@ def plan(
     *,
     flags: options.ModelFlags,
 ) -> int:
-    """Say what a run would need, and which strategies fit. Each rank runs a step on fake tensors; nothing is trained."""
     from smolcluster.launch.prepare import prepare
 
     if not memory:

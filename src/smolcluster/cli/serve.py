@@ -88,7 +88,6 @@ def serve(
     *,
     options: Options,
 ) -> int:
-    """Serve a model over one machine or many: an API as OpenAI's, and a chat page."""
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.observe.logs import log_to_terminal
     from smolcluster.serve.life import Wanted, run_front

@@ -39,7 +39,6 @@ def server(
     override: options.Override = None,
     resume: options.Resume = None,
 ) -> int:
-    """Serve a run: workers join it with `smolcluster worker`, and may come and go. A server that dies is started again."""
     from smolcluster.launch.elastic import run_elastic
     from smolcluster.launch.prepare import prepare
 

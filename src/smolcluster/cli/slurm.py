@@ -53,7 +53,6 @@ def slurm(
         list[Path] | None, _slurm(metavar="FOLDER", help="All nodes see this, though it is in /tmp.")
     ] = None,
 ) -> int:
-    """Write a job file for Slurm: one task per rank, or a server and its workers. Saves and goes on at the time limit."""
     from smolcluster.launch.batch import slurm as batch_slurm
 
     job = run.plan()

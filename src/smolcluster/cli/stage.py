@@ -48,10 +48,6 @@ def stage(
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     local_rank: Annotated[int, typer.Option("--local-rank", min=0, hidden=True)] = 0,
 ) -> int:
-    """Hold layers of a model for `smolcluster serve`, and compute them.
-
-    Until Ctrl-C, or until the server is ended so (or by SIGTERM). A server that is lost in another way is waited for.
-    """
     from smolcluster.observe.logs import log_to_terminal
     from smolcluster.serve.life import run_stage
 

@@ -28,7 +28,6 @@ def status(
     cluster: options.Cluster = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
-    """Say what every process of a cluster does. Status 1 if one has failed or a machine does not answer."""
     from smolcluster.launch.cluster.read import known_cluster
 
     known = known_cluster(cluster)

@@ -13,7 +13,6 @@ EXAMPLES = "Example: smolcluster strategies --json"
 def strategies(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """List every strategy: name, aliases, what it is for, its options."""
     from smolcluster.config.strategies import all_records, options_of
 
     rows: list[dict[str, Any]] = []

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from smolcluster.comm.elastic.security import Entry, TokenFile
 
 app = typer.Typer(
-    help="The secret that the machines of a cluster share: make, show, hand on, replace.",
     no_args_is_help=True,
     epilog="Example: smolcluster token new",
 )

@@ -30,7 +30,6 @@ def top(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print what is known now, and end.")] = False,
 ) -> int:
-    """Watch a run in the terminal: machines, loss, events. Reads the run directory, also after the run."""
     from smolcluster.cli.dashboard import of_cluster
     from smolcluster.dashboard.server import choose
     from smolcluster.engine.run_dir import RUNS

@@ -68,7 +68,6 @@ def train(
     *,
     flags: options.TrainingFlags,
 ) -> int:
-    """Train a model on this machine's workers, or as one rank of a job on several machines."""
     from smolcluster.engine.run_dir import RunDir
     from smolcluster.launch.environment import assigned_place
     from smolcluster.launch.meeting import is_here

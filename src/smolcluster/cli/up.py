@@ -61,7 +61,6 @@ def up(
         bool, typer.Option("--dry-run", help="Say who would run what where, and contact nobody.")
     ] = False,
 ) -> int:
-    """Start a run on the machines of a cluster file over ssh, and show what they print. Ctrl-C leaves it running."""
     from smolcluster.launch.cluster.layout import describe, lay_out
     from smolcluster.launch.cluster.read import Said, new_run, order_for
 

@@ -45,7 +45,6 @@ def worker(
     *,
     own: Own,
 ) -> int:
-    """Join a run. Waits for the server, also when it is gone for a while, and ends when the run does; Ctrl-C leaves it."""
     from smolcluster.launch.environment import local_place
     from smolcluster.launch.joining import run_joined
 
