@@ -14,6 +14,7 @@ import logging
 import socket
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,15 +29,15 @@ NO_FILES_PAUSE_S = 0.05
 WARN_EVERY_S = 10.0
 
 
-class Candidate(asyncio.BaseProtocol):
+class Candidate(asyncio.BaseProtocol, ABC):
     """The protocol of a connection that is to prove itself."""
 
     address: str
     linked: bool  # it has
     decided: asyncio.Future[None]  # linked, or over
 
-    def end(self, reason: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def end(self, reason: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

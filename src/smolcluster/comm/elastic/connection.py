@@ -24,19 +24,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from smolcluster.comm.elastic import frames
 from smolcluster.comm.elastic.frames import Frame, FrameError, Parser
 from smolcluster.comm.elastic.handshake import MAX_REASON, Handshake, Refusal, printable
-from smolcluster.comm.elastic.security import Credentials, Refused, open_credentials
+from smolcluster.comm.elastic.security import Credentials, Keyring, Refused, open_credentials
 from smolcluster.comm.elastic.sockets import set_options, unanswered_s, wake_at
-from smolcluster.comm.elastic.transport import Handler, Kind, Link, Message
-from smolcluster.comm.pending import Candidate
+from smolcluster.comm.elastic.transport import Handler, Kind, Link, Message, Peer
+from smolcluster.comm.pending import Candidate, PendingConnections
 from smolcluster.comm.work import Done, PeerLost, Traffic, Work
-
-if TYPE_CHECKING:
-    from smolcluster.comm.elastic.tcp import TcpTransport
 
 LINGER_S = 1.0  # a link that is being closed ends when nothing has moved for so long
 READ_AT_BYTES = 1 << 16  # of a payload: read when so much has come
@@ -59,6 +56,27 @@ class Limits:
     silence_s: float = 1.75
     stall_s: float = 0.0  # if longer: how long a peer may be silent while its kernel still acknowledges what we send
     stuck_s: float = 300.0  # the socket takes nothing; on a slow line a large buffer is full for minutes
+
+
+class Owner(Protocol):
+    """The transport that a link belongs to, as `TcpTransport` has it."""
+
+    me: Peer
+    keyring: Keyring | None
+    secret: bytes
+    buffer_size: int | None
+    limits: Limits
+    links: set[TcpLink]
+    connections: set[TcpLink]
+    past: Traffic
+    waste: memoryview
+    loop: asyncio.AbstractEventLoop
+    pending: PendingConnections
+
+    @property
+    def run(self) -> bytes: ...
+
+    def post(self, callback: Callable[..., object], *args: object) -> None: ...
 
 
 class _Sending:
@@ -90,7 +108,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
     Everything that is not said to be for any thread belongs to the transport's.
     """
 
-    def __init__(self, owner: TcpTransport, handler: Handler, address: str, *, dialing: bool) -> None:
+    def __init__(self, owner: Owner, handler: Handler, address: str, *, dialing: bool) -> None:
         self.traffic = Traffic()
         self.address = address
         self.linked = False
