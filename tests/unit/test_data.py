@@ -1,9 +1,9 @@
 """Datasets, the token cache, text sources and MNIST."""
 
+import errno
 import gzip
 import json
 import os
-import socket
 import struct
 import subprocess
 import sys
@@ -26,6 +26,7 @@ from smolcluster.data.sources import find_sources
 from smolcluster.data.text import open_text
 from smolcluster.data.tokenizers import ByteTokenizer, CharTokenizer
 from smolcluster.errors import MissingExtra, UserError
+from smolcluster.locks import try_lock
 
 # -- Datasets
 
@@ -238,7 +239,6 @@ def test_processes_that_start_together_build_once(tmp_path):
     assert sorted(p.suffix for p in (tmp_path / "tokens").iterdir()) == [".bin", ".json"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows waits until the lock is silent for long enough")
 def test_a_killed_builder_is_replaced_at_once(tmp_path):
     dead = start_worker(tmp_path, "dead", 1, "die")
     dead.communicate(timeout=60)
@@ -251,43 +251,41 @@ def test_a_killed_builder_is_replaced_at_once(tmp_path):
     assert sorted(p.suffix for p in (tmp_path / "tokens").iterdir()) == [".bin", ".json"]
 
 
-def test_a_silent_lock_of_another_host_is_taken_over(tmp_path, monkeypatch):
+def test_a_lock_file_that_nobody_holds_is_no_obstacle(tmp_path):
     lock = tmp_path / "lock"
-    lock.write_text(json.dumps({"pid": 1, "host": "not " + socket.gethostname()}), encoding="utf-8")
-    naps = []
-    monkeypatch.setattr(once, "STALE_S", 0.0)
-    monkeypatch.setattr(once.time, "sleep", naps.append)
-    assert once.once(lock, ready=lambda: None, produce=lambda beat: "made") == "made"
+    lock.touch()
+    assert once.once(lock, ready=lambda: None, produce=lambda: "made") == "made"
     assert not lock.exists()
 
 
-def test_a_lock_that_beats_is_waited_for(tmp_path, monkeypatch):
-    lock = once.Lock(tmp_path / "lock")
-    assert lock.acquire()
-    assert not once.Lock(tmp_path / "lock").acquire()
-    beats = []
+def test_a_lock_that_is_held_is_waited_for(tmp_path, monkeypatch):
+    lock, naps = tmp_path / "lock", []
+    with lock.open("ab") as holder:
+        assert try_lock(holder.fileno())
 
-    def nap(seconds):
-        # Stands for time passing: the owner beats a few times, then is done.
-        beats.append(lock.path.exists())
-        os.utime(lock.path, ns=(len(beats), len(beats)))
-        clock[0] += 0.9 * once.STALE_S
-        if len(beats) == 4:
-            lock.release()
+        def nap(seconds):
+            naps.append(seconds)
+            if len(naps) == 4:
+                holder.close()
 
-    clock = [0.0]
-    monkeypatch.setattr(once.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(once.time, "sleep", nap)
-    results = iter([None, "made by the owner"])
-    assert once.once(lock.path, ready=lambda: next(results), produce=lambda beat: not_again()) == "made by the owner"
-    assert beats == [True] * 4
+        monkeypatch.setattr(once.time, "sleep", nap)
+        results = iter([None, "made by the holder"])
+        assert once.once(lock, ready=lambda: next(results), produce=not_again) == "made by the holder"
+    assert len(naps) == 4
+
+
+def test_without_locks_all_work(tmp_path, monkeypatch):
+    def no_locks(fd):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(once, "try_lock", no_locks)
+    with once._locked(tmp_path / "lock"):
+        assert once.once(tmp_path / "lock", ready=lambda: None, produce=lambda: "made") == "made"
 
 
 def test_a_result_that_came_just_before_the_lock_is_used(tmp_path):
     results = iter([None, "made meanwhile"])
-    assert (
-        once.once(tmp_path / "lock", ready=lambda: next(results), produce=lambda beat: not_again()) == "made meanwhile"
-    )
+    assert once.once(tmp_path / "lock", ready=lambda: next(results), produce=not_again) == "made meanwhile"
     assert not (tmp_path / "lock").exists()
 
 

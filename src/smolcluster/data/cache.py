@@ -99,10 +99,10 @@ def cached_tokens(
     key = hashlib.sha256(json.dumps([FORMAT_VERSION, source_hash, tokenizer.fingerprint]).encode()).hexdigest()[:32]
     path = root / "tokens" / f"{key}.bin"
 
-    def build(beat: Callable[[], None]) -> Tokens:
+    def build() -> Tokens:
         remove_abandoned(path.parent)
         facts = {"source": source_hash, "tokenizer": tokenizer.fingerprint, "tokenizer_name": tokenizer.name}
-        _write(path, tokenizer=tokenizer, chunks=chunks(), facts=facts, beat=beat)
+        _write(path, tokenizer=tokenizer, chunks=chunks(), facts=facts)
         tokens = _read(path)
         if tokens is None:
             raise UserError(
@@ -119,9 +119,7 @@ def cached_tokens(
         ) from error
 
 
-def _write(
-    path: Path, *, tokenizer: Encoder, chunks: Iterable[str], facts: dict[str, Any], beat: Callable[[], None]
-) -> None:
+def _write(path: Path, *, tokenizer: Encoder, chunks: Iterable[str], facts: dict[str, Any]) -> None:
     dtype = np.dtype(tokenizer.dtype).newbyteorder("<")
     count, head = 0, b""
     try:
@@ -131,7 +129,6 @@ def _write(
                 head += raw[: HEAD_BYTES - len(head)]
                 file.write(raw)
                 count += len(raw) // dtype.itemsize
-                beat()
         sidecar = {
             "format": FORMAT_VERSION,
             "dtype": dtype.str,

@@ -13,7 +13,7 @@ import ssl
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,14 +52,17 @@ def fetch(
     """Make sure that `target` is the file with this checksum; download it if it is not."""
 
     def ready() -> Path | None:
-        return target if target.is_file() and hash_file(target) == sha256 else None
+        if not target.is_file():
+            return None
+        with target.open("rb") as file:
+            return target if hashlib.file_digest(file, "sha256").hexdigest() == sha256 else None
 
-    def download(beat: Callable[[], None]) -> Path:
+    def download() -> Path:
         remove_abandoned(target.parent)
         reasons = []
         for url in urls:
             try:
-                _fetch_one(url, target, sha256=sha256, progress=_with_beat(progress, beat), max_bytes=max_bytes)
+                _fetch_one(url, target, sha256=sha256, progress=progress, max_bytes=max_bytes)
                 return target
             except NETWORK_ERRORS as error:
                 reasons.append(f"  {url}: {error or type(error).__name__}")
@@ -77,7 +80,8 @@ def fetch(
         ) from error
 
 
-def _fetch_one(url: str, target: Path, *, sha256: str, progress: Progress, max_bytes: int) -> None:
+def _fetch_one(url: str, target: Path, *, sha256: str, progress: Progress | None, max_bytes: int) -> None:
+    told = progress or (lambda *_: None)
     request = urllib.request.Request(url, headers={"User-Agent": "smolcluster"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, replacing(target) as file:
         length = response.headers.get("Content-Length", "")
@@ -90,18 +94,13 @@ def _fetch_one(url: str, target: Path, *, sha256: str, progress: Progress, max_b
             digest.update(block)
             file.write(block)
             if done != total:
-                progress(target.name, done, total)
+                told(target.name, done, total)
         # The two ways to be wrong; leaving the block by an exception throws the temporary file away.
         if total is not None and done != total:
             raise _BadMirror(f"ended after {done} of {total} bytes")
         if digest.hexdigest() != sha256:
             raise _BadMirror(f"has the checksum {digest.hexdigest()}, not {sha256}")
-    progress(target.name, done, done)
-
-
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    told(target.name, done, done)
 
 
 @dataclass(frozen=True)
@@ -124,16 +123,13 @@ def fetch_members(archive: Archive, folder: Path, *, progress: Progress | None =
     def ready() -> list[Path] | None:
         return files if all(f.is_file() for f in files) else None
 
-    def unpack(beat: Callable[[], None]) -> list[Path]:
+    def unpack() -> list[Path]:
         put_by_user = (folder / archive.filename).is_file()
-        downloaded = fetch(
-            archive.urls, folder / archive.filename, sha256=archive.sha256, progress=_with_beat(progress, beat)
-        )
+        downloaded = fetch(archive.urls, folder / archive.filename, sha256=archive.sha256, progress=progress)
         with zipfile.ZipFile(downloaded) as opened:
             for member, file in zip(archive.members, files, strict=True):
                 with opened.open(member) as packed, replacing(file) as unpacked:
                     shutil.copyfileobj(packed, unpacked, BLOCK_BYTES)
-                beat()
         if not put_by_user:
             downloaded.unlink()
         return files
@@ -145,15 +141,6 @@ def fetch_members(archive: Archive, folder: Path, *, progress: Progress | None =
             f"cannot unpack {archive.filename} in {folder}: {error}; "
             "set data.root or data.cache_dir to a writable folder"
         ) from error
-
-
-def _with_beat(progress: Progress | None, beat: Callable[[], None]) -> Progress:
-    def report(name: str, done: int, total: int | None) -> None:
-        beat()
-        if progress is not None:
-            progress(name, done, total)
-
-    return report
 
 
 def missing_files(what: str, folder: Path, names: Iterable[str]) -> UserError:

@@ -13,13 +13,14 @@ import os
 import shutil
 import sys
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-if sys.platform == "win32":
-    import msvcrt
-else:
+from smolcluster.locks import try_lock, unlock
+
+if sys.platform != "win32":
     import fcntl
 
 # What a file system answers when it does not know an operation (to flush a folder on SMB, to lock on NFS).
@@ -28,11 +29,11 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, err
 TEMPORARY = ".tmp-"  # every unfinished file or folder starts with this
 
 
-class Closing:
+class Closing(ABC):
     """Base of what a `with` block closes."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -119,36 +120,19 @@ class Files:
         Yields False where the file system has no locks. Raises BlockingIOError when another holder has it.
         """
         with path.open("ab") as file:
-            held = _take_lock(file.fileno(), path)
+            held = True
+            try:
+                if not try_lock(file.fileno()):
+                    raise BlockingIOError(errno.EAGAIN, "another process is writing here", str(path.parent))
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                held = False
             try:
                 yield held
             finally:
                 if held:
-                    _release_lock(file.fileno())
-
-
-def _take_lock(fd: int, path: Path) -> bool:
-    try:
-        if sys.platform == "win32":
-            os.lseek(fd, 0, os.SEEK_SET)
-            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        raise BlockingIOError(errno.EAGAIN, "another process is writing here", str(path.parent)) from error
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
-        return False
-    return True
-
-
-def _release_lock(fd: int) -> None:
-    if sys.platform == "win32":
-        os.lseek(fd, 0, os.SEEK_SET)
-        msvcrt.locking(fd, msvcrt.LK_UNLCK, 1)
-    else:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+                    unlock(file.fileno())
 
 
 def temporary_name(name: str) -> str:

@@ -24,7 +24,6 @@ import io
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,10 +31,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
+from smolcluster.locks import try_lock
 
 PRINTED = "STDERR"  # the level of lines that are no records
 BLOCK_BYTES = 512 * 1024  # read at once at most; a longer line is cut into pieces
@@ -224,15 +220,8 @@ class Follower:
 
 
 def _lock(fd: int) -> bool:
-    """On the log file itself: nothing else locks it, and the system releases it when the process dies, however it dies."""
+    """On the log file itself: nothing else locks it."""
     try:
-        if sys.platform == "win32":
-            os.lseek(fd, 2**31 - 2, os.SEEK_SET)  # one byte far beyond any line, so that writers are not in its way
-            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
+        return try_lock(fd)
     except OSError:  # a file system without locks: entries that two readers send are dropped as duplicates
-        pass
-    return True
+        return True
