@@ -28,7 +28,6 @@ from smolcluster.engine.history import (
     Line,
     Member,
     check,
-    check_applied,
     last_commit,
     read,
 )
@@ -347,50 +346,6 @@ def test_any_dropped_doubled_or_swapped_commit_is_found() -> None:
 def test_nonsense_is_told_and_not_raised(line: dict[str, Any]) -> None:
     (violation,) = check([line])
     assert violation.startswith("line 1 is not a line of a history: ")
-    assert check_applied([line], {"worker 0": [(0, 1, "x")]}) == ["worker 0 applied step 0, which was never committed"]
-
-
-# What workers applied
-
-
-def applied() -> dict[str, list[tuple[int, int, str]]]:
-    """Worker 2 came back after step 2 with the state; worker 1 heard of step 3 from the second server."""
-    epochs = [line["epoch"] for line in commits(lines_of(a_run()))]
-    rows = [(step, epoch, f"d{step}") for step, epoch in enumerate(epochs)]
-    return {
-        "worker 0": rows[:5],
-        "worker 1": [*rows[:3], (3, epochs[4], "d3"), *rows[4:]],
-        "worker 2": [*rows[:2], *rows[4:]],
-    }
-
-
-def test_workers_that_agree_pass() -> None:
-    assert check_applied(lines_of(a_run()), applied()) == []
-    assert check_applied(lines_of(a_run()), {"worker 0": [], "worker 1": [(0, 9, "")]}) == []
-
-
-@pytest.mark.parametrize(
-    ("worker", "at", "row", "sentence"),
-    [
-        ("worker 1", 2, (2, 5, "x"), "worker 1 has digest x after step 2, the history has d2"),
-        ("worker 0", 4, (6, 9, "d6"), "worker 0 applied step 6, which was never committed"),
-        ("worker 1", 1, (0, 4, "d0"), "worker 1 applied step 0 after step 0"),
-        ("worker 2", 2, (0, 4, "d0"), "worker 2 applied step 0 after step 1"),
-        ("worker 1", 4, (4, 5, "d4"), "worker 1 applied step 4 of epoch 5, but it was committed in 10"),
-    ],
-)
-def test_workers_that_do_not_agree_are_found(worker: str, at: int, row: tuple[int, int, str], sentence: str) -> None:
-    rows = applied()
-    rows[worker][at] = row
-    assert sentence in check_applied(lines_of(a_run()), rows)
-
-
-def test_workers_are_compared_with_each_other_when_the_history_has_no_digest() -> None:
-    lines = [line | {"digest": ""} if line["kind"] == "commit" else line for line in lines_of(a_run())]
-    rows = applied()
-    assert check_applied(lines, rows) == []
-    rows["worker 2"][0] = (0, rows["worker 2"][0][1], "x")
-    assert check_applied(lines, rows) == ["worker 2 has digest x after step 0, worker 0 has d0"]
 
 
 # The file
@@ -412,12 +367,16 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert read(path) == []
     with History(path) as history:
         part = {"rank": 0, "instance": "a", "seq": 1, "ranges": [[0, 4]], "samples": 4}
-        begin = history.begin(0, epoch=1, server="s1")
-        member = history.member("joined", rank=0, instance="a", epoch=2)
-        commit = history.commit(0, epoch=2, server="s1", contributors=[part], digest="x")
+        added = [
+            Begin(next_step=0, epoch=1, server="s1"),
+            Member(event="joined", rank=0, instance="a", epoch=2),
+            Commit(step=0, epoch=2, server="s1", contributors=[part], digest="x"),
+        ]
+        for line in added:
+            history.add(line)
         history.flush()
         lines = read(path)
-    assert lines == [begin.fields(), member.fields(), commit.fields()]
+    assert lines == [line.fields() for line in added]
     assert lines[2].pop("time") > 0
     assert lines[2] == {
         "kind": "commit",
@@ -470,7 +429,7 @@ def test_steps_that_the_journal_does_not_have_are_cut(path: Path, caplog: pytest
         assert history.epoch == lines[-1]["epoch"]
         history.reconcile(lines, next_step=3)
         assert history.epoch == lines[-1]["epoch"], "it was used, and must not be again"
-        history.begin(3, epoch=history.epoch + 1, server="s9")
+        history.add(Begin(next_step=3, epoch=history.epoch + 1, server="s9"))
         assert history.epoch == lines[-1]["epoch"] + 1
     assert read(path)[:-1] == lines[: lines.index(commits(lines)[3])]
     assert "of steps from 3 on, which do not count" in caplog.text

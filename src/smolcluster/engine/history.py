@@ -142,24 +142,6 @@ class History(Closing):
         self._unwritten += json.dumps(line.fields()).encode() + b"\n"
         self._write()
 
-    def begin(self, next_step: int, **fields: Any) -> Begin:
-        """`add(Begin(...))`; the line is returned."""
-        line = Begin(next_step=next_step, **fields)
-        self.add(line)
-        return line
-
-    def commit(self, step: int, **fields: Any) -> Commit:
-        """`add(Commit(...))`: epoch, server, contributors, and digest and data if known."""
-        line = Commit(step=step, **fields)
-        self.add(line)
-        return line
-
-    def member(self, event: str, **fields: Any) -> Member:
-        """`add(Member(...))`: rank, instance, epoch, and the reason if there is one."""
-        line = Member(event=event, **fields)
-        self.add(line)
-        return line
-
     def reconcile(self, lines: Iterable[Mapping[str, Any] | Line], *, next_step: int) -> None:
         """Bring the file in line with the journal, whose last lines these are and which goes on with `next_step`.
 
@@ -260,44 +242,12 @@ def check(lines: Iterable[Mapping[str, Any]], *, data: Mapping[str, Any] | None 
     return checker.violations
 
 
-def check_applied(
-    lines: Sequence[Mapping[str, Any]], applied: Mapping[str, Sequence[tuple[int, int, str]]]
-) -> list[str]:
-    """What is wrong with what workers applied: each worker's list of (step, epoch, digest), in the order it did so.
-
-    Steps may be missing from a list, where a worker got the state instead. An empty digest is not compared.
-    """
-    commits: dict[int, Commit] = {}
-    for fields in lines:
-        with contextlib.suppress(ValidationError):  # that is for `check` to say
-            line = _LINE.validate_python(fields)
-            if isinstance(line, Commit):
-                commits.setdefault(line.step, line)
-    digests = {step: ("the history", line.digest) for step, line in commits.items() if line.digest}
-    violations = []
-    for worker, steps in applied.items():
-        last: int | None = None
-        for step, epoch, digest in steps:
-            if last is not None and step <= last:
-                violations.append(f"{worker} applied step {step} after step {last}")
-            last = step
-            if step not in commits:
-                violations.append(f"{worker} applied step {step}, which was never committed")
-                continue
-            committed = commits[step].epoch
-            if epoch < committed:
-                violations.append(f"{worker} applied step {step} of epoch {epoch}, but it was committed in {committed}")
-            source, expected = digests.setdefault(step, (worker, digest)) if digest else ("", "")
-            if digest != expected:
-                violations.append(f"{worker} has digest {digest} after step {step}, {source} has {expected}")
-    return violations
-
-
 class _Checker:
     """Takes lines in order and remembers what later ones must agree with."""
 
     def __init__(self) -> None:
         self.violations: list[str] = []
+        self._say = self.violations.append
         self.epoch: int | None = None
         self.servers: dict[int, str] = {}  # by epoch
         self.server: str | None = None
@@ -313,9 +263,6 @@ class _Checker:
             self._commit(line)
         else:
             self._member(line)
-
-    def _say(self, sentence: str) -> None:
-        self.violations.append(sentence)
 
     def _begin(self, line: Begin) -> None:
         self._check_epoch(line, f"server {line.server} began")

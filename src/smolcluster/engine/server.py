@@ -301,9 +301,9 @@ class Server(Role):
             self.history.reconcile([], next_step=self.step + 1)
         last = max(self.roster.epoch, self.history.epoch)
         self.roster.epoch = last + EPOCHS - last % EPOCHS if last else 1
-        self.history.begin(
-            self.step + 1, epoch=self.roster.epoch, server=self.me.instance, data=self.office.leases.state_dict()
-        )
+        data = history.Data.model_validate(self.office.leases.state_dict())
+        begun = history.Begin(next_step=self.step + 1, epoch=self.roster.epoch, server=self.me.instance, data=data)
+        self.history.add(begun)
         self.office.first_step = self.step
         self._set_end(self.step, data=self.office.leases.state_dict(), batch=sum(self.batch_sizes))
         self._read_by = {self.step: self.office.leases.state_dict()}
@@ -501,7 +501,8 @@ class Server(Role):
                 self.metrics.handle(dataclasses.replace(event, host=member.host))
 
     def _on_change(self, what: str, member: Member, reason: str) -> None:
-        self.history.member(what, rank=member.rank, instance=member.instance, epoch=self.roster.epoch, reason=reason)
+        who, epoch = member.instance, self.roster.epoch
+        self.history.add(history.Member(event=what, rank=member.rank, instance=who, epoch=epoch, reason=reason))
         if what == "joined" and member.returning:
             self.observer.emit(Notice(level="INFO", message=f"{member.name} is back"))
         elif what == "joined":
