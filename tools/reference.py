@@ -1,6 +1,6 @@
-"""Pages of the documentation that are written from the schema and from the records of the strategies.
+"""Pages of the documentation that are written from the schema, the records of the strategies and the doctor's table.
 
-python -m tools.reference docs    configuration.md, and the tables in strategies/
+python -m tools.reference docs    configuration.md, troubleshooting.md, and the tables in strategies/
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from smolcluster.config.names import SECTIONS, SHORTHAND
 from smolcluster.config.schema import Config, HostConfig, LinkConfig, Section
 from smolcluster.config.strategies import ALIASES, BUILT_IN, Option, Record, built_in_options, options_of
 from smolcluster.config.tree import KeyPath
+from smolcluster.launch.doctor.layers import TROUBLES
 
 _INTRO = """\
 # Configuration
@@ -77,7 +78,7 @@ _END = "<!-- end -->\n"
 
 def pages(docs: Path) -> dict[Path, str]:
     """Every page with generated text, as it should be."""
-    found = {docs / "configuration.md": markdown()}
+    found = {docs / "configuration.md": markdown(), docs / "troubleshooting.md": troubleshooting()}
     tables = {"index": _strategy_table()}
     tables |= {name: table for name, record in BUILT_IN.items() if (table := _option_table(record))}
     for name, table in tables.items():
@@ -151,6 +152,29 @@ def _table(kind: type[Section], keys: Iterable[str], path: KeyPath) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def troubleshooting() -> str:
+    """docs/troubleshooting.md."""
+    lines = [
+        "# Troubleshooting",
+        "",
+        "<!-- Written by `python -m tools.reference docs`; change launch/doctor/layers.py, not this page. -->",
+        "",
+        "Ask first. It names the layer that fails, from the lowest up, and what to do:",
+        "",
+        "```",
+        "smolcluster doctor                        # this machine",
+        "smolcluster doctor 192.168.1.10           # a server, seen from here; HOST:PORT for another port than 65432",
+        "smolcluster doctor cluster.yaml           # all machines of a cluster, and the ways between them",
+        "```",
+        "",
+    ]
+    for layer, troubles in TROUBLES.items():
+        lines += [f"## {layer}", "", "| you see | because | do |", "|---|---|---|"]
+        lines += [f"| {t.sign} | {t.cause} | {t.remedy.replace('|', chr(92) + '|')} |" for t in troubles]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tools.reference import troubleshooting
 
 from smolcluster.cli.doctor import place_of
 from smolcluster.comm.elastic.security import Keyring, new_token
@@ -22,7 +23,7 @@ from smolcluster.engine.identity import new_peer
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.links import Route, Way
 from smolcluster.launch.doctor import cluster, here, there
-from smolcluster.launch.doctor.layers import TROUBLES, Finding, Layer, Verdict, markdown
+from smolcluster.launch.doctor.layers import TROUBLES, Finding, Layer, Verdict
 from smolcluster.launch.doctor.there import classify
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def verdicts(found: list[Finding]) -> dict[Layer, Verdict]:
 def test_every_layer_has_a_remedy_and_the_page_is_current() -> None:
     assert set(TROUBLES) == set(Layer)
     assert all(trouble.remedy for troubles in TROUBLES.values() for trouble in troubles)
-    assert (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8") == markdown()
+    assert (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8") == troubleshooting()
 
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

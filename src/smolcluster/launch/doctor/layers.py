@@ -1,6 +1,6 @@
 """The layers between two machines that want to train together, from the lowest up; what goes wrong in each; the remedy.
 
-One table for the command and for docs/troubleshooting.md, which `python -m smolcluster.launch.doctor.layers` prints.
+One table for the command and for docs/troubleshooting.md, which `python -m tools.reference docs` writes.
 """
 
 from __future__ import annotations
@@ -184,30 +184,3 @@ def warning(layer: Layer, what: str, mend: str = "", *, host: str = "") -> Findi
 def bad(layer: Layer, what: str, mend: str = "", *, host: str = "") -> Finding:
     """`mend`: what to do, where it is not the layer's first remedy."""
     return Finding(layer=layer, verdict=Verdict.BAD, what=what, remedy=mend or remedy(layer), host=host)
-
-
-def markdown() -> str:
-    """docs/troubleshooting.md."""
-    lines = [
-        "# Troubleshooting",
-        "",
-        "<!-- Written by `python -m smolcluster.launch.doctor.layers`; change the table there, not this page. -->",
-        "",
-        "Ask first. It names the layer that fails, from the lowest up, and what to do:",
-        "",
-        "```",
-        "smolcluster doctor                        # this machine",
-        "smolcluster doctor 192.168.1.10           # a server, seen from here; HOST:PORT for another port than 65432",
-        "smolcluster doctor cluster.yaml           # all machines of a cluster, and the ways between them",
-        "```",
-        "",
-    ]
-    for layer, troubles in TROUBLES.items():
-        lines += [f"## {layer}", "", "| you see | because | do |", "|---|---|---|"]
-        lines += [f"| {t.sign} | {t.cause} | {t.remedy.replace('|', chr(92) + '|')} |" for t in troubles]
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
