@@ -6,7 +6,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,24 @@ from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig, Qwen3Config, hugging_face
 from smolcluster.models.hugging_face import (
     Folder,
+    Weights,
     export_config,
     export_weights,
     family_of,
     import_config,
-    import_weights,
     load,
 )
 from smolcluster.models.parts import MOST_LAYERS, cast, check_values
 
 VOCAB, CONTEXT = 61, 24
+
+
+def import_weights(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors as our state dict."""
+    found = Weights(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    return {name: found.read(name, tensors.__getitem__) for name in found.ours}
+
+
 GPT2 = GPTConfig(vocab_size=VOCAB, model_dim=48, num_layers=2, num_heads=4, max_seq_len=CONTEXT)
 LLAMA = GPTConfig.llama(
     vocab_size=VOCAB, model_dim=48, num_layers=2, num_heads=6, num_kv_heads=2, ff_dim=80, max_seq_len=CONTEXT

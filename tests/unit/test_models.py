@@ -99,16 +99,6 @@ def test_the_parameter_formula_is_exact(config: GPTConfig) -> None:
             assert count(GPT(changed)) == changed.num_parameters
 
 
-def test_flops_count_what_is_multiplied() -> None:
-    small = GPTConfig.gpt2()
-    assert small.flops_per_token(1024) == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
-    apart = replace(LLAMA, tie_head=False)
-    wide = replace(QWEN3, head_dim=16)
-    more = wide.num_parameters - QWEN3.num_parameters
-    assert wide.flops_per_token(8) - QWEN3.flops_per_token(8) == 6 * more + 12 * 3 * 6 * 4 * 8
-    assert apart.flops_per_token(8) == LLAMA.flops_per_token(8) == 6 * LLAMA.num_parameters + 12 * 3 * 48 * 8
-
-
 def test_automatic_values_are_filled_in() -> None:
     assert (GPT2.num_kv_heads, GPT2.ff_dim, GPT2.bias, GPT2.qkv_bias) == (4, 192, True, True)
     assert (LLAMA.bias, LLAMA.qkv_bias, QWEN2.bias, QWEN2.qkv_bias) == (False, False, False, True)

@@ -249,9 +249,6 @@ class _Farewell(Sink):
             for sink in self._sinks:
                 sink.handle(Notice(level="INFO", message=text))
 
-    def close(self) -> None:
-        pass
-
 
 class _Visible(logging.Filter):
     """While there is no server, what the transport notes in its log is what the person before the screen wants to know."""

@@ -13,6 +13,7 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.summary import failed_summary, write_summary
 from smolcluster.errors import SmolclusterError
 from smolcluster.observe.events import Event, Failed, Notice, RunFinished, StepLogged, evaluation_of, plain
+from smolcluster.observe.observer import Sink
 
 _SUMMED = ("samples", "tokens", "bytes_sent", "bytes_received", "stale_rejected", "tokens_per_s", "samples_per_s")
 _GREATEST = ("step", "staleness_max", "skipped")
@@ -25,7 +26,7 @@ class Interrupted(SmolclusterError):
 
 
 @dataclass(slots=True)
-class Outcome:
+class Outcome(Sink):
     """A sink that keeps what the last message and summary.json are made of. `command` is what continues a run."""
 
     command: str = "train"
@@ -49,9 +50,6 @@ class Outcome:
                 self.evaluation = evaluation_of(event) or self.evaluation
             case _:
                 pass
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     @property
     def last_row(self) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from smolcluster.launch.api import run_here
 from smolcluster.launch.outcome import Interrupted
 from smolcluster.launch.prepare import Prepared, prepare
 from smolcluster.observe.events import Event, StepLogged, plain
+from smolcluster.observe.observer import Sink
 from smolcluster.observe.scaling import Sample, Scaling, Size, draw
 
 THREADS = "OMP_NUM_THREADS"
@@ -171,7 +172,7 @@ def processors(device: str | None) -> tuple[str, int]:
 # One run
 
 
-class Rows:
+class Rows(Sink):
     """A sink that keeps the rows of workers."""
 
     def __init__(self, told: Callable[[Event], None]) -> None:
@@ -182,9 +183,6 @@ class Rows:
         if isinstance(event, StepLogged) and event.role != "server":
             self.rows.append(event)
         self._told(event)
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _measure(

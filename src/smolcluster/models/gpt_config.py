@@ -1,4 +1,4 @@
-"""The shape of a GPT, its parameters and its work per token: arithmetic only, no tensors."""
+"""The shape of a GPT and its parameters: arithmetic only, no tensors."""
 
 from __future__ import annotations
 
@@ -146,16 +146,6 @@ class GPTConfig:
     def num_parameters(self) -> int:
         """Exact, without building the model."""
         return sum(map(math.prod, self.shapes().values()))
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """Forward and backward, as commonly counted: 6 N + 12 L D T.
-
-        N leaves out tables that are only looked up: learned positions, and the token embedding where the head is apart.
-        Attention counts every pair of tokens, although the causal half would do. Recomputation is not counted.
-        """
-        looked_up = self.max_seq_len * (self.position == "learned") + self.vocab_size * (not self.tie_head)
-        multiplied = self.num_parameters - looked_up * self.model_dim
-        return 6 * multiplied + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
 
 
 def _linear(name: str, out: int, into: int, *, bias: bool | None) -> dict[str, tuple[int, ...]]:

@@ -82,17 +82,13 @@ def export_config(config: DecoderConfig, *, dtype: torch.dtype = torch.float32) 
 def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights under their names: views where possible, no arithmetic."""
     family = family_of(config)
-    check_shapes(_shapes_of(weights), config.shapes())
+    check_shapes({name: tuple(tensor.shape) for name, tensor in weights.items()}, config.shapes())
     result: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         theirs, transposed = their_names(family.names, name), is_under(name, family.transposed)
         pieces = tensor.split_with_sizes(config.cuts(name)) if len(theirs) > 1 else (tensor,)
         result |= {their: piece.t() if transposed else piece for their, piece in zip(theirs, pieces, strict=True)}
     return result
-
-
-def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _strange(config: DecoderConfig, family: Family) -> list[str]:
@@ -144,11 +140,6 @@ def import_config(theirs: Mapping[str, Any]) -> DecoderConfig:
     return config
 
 
-def import_weights(config: DecoderConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors as our state dict, in memory of its own. Raises ValueError with the names that are wrong."""
-    return _Weights(config, _shapes_of(tensors)).read(tensors.__getitem__)
-
-
 def load(folder: str | Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """A model from config.json and model.safetensors, in one piece or in shards. Raises ValueError with the place.
 
@@ -172,7 +163,7 @@ class Folder:
             raise ValueError(f"{self.path / CONFIG}: {error}") from error
         self._places = _find_weights(self.path)
         try:
-            self._weights = _Weights(self.config, {name: shape for name, (_, shape) in self._places.items()})
+            self._weights = Weights(self.config, {name: shape for name, (_, shape) in self._places.items()})
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
 
@@ -203,7 +194,7 @@ class Folder:
                 return tensor
 
             def parameter(name: str) -> Tensor:
-                (tensor,) = self._weights.read(read, [name]).values()
+                tensor = self._weights.read(name, read)
                 return (tensor if dtype is None else cast(name, tensor, dtype)).to(device)
 
             try:
@@ -213,7 +204,7 @@ class Folder:
                 raise ValueError(f"{self.path}: {error}") from error
 
 
-class _Weights:
+class Weights:
     """Their tensors by our names. Names and shapes are checked when it is made, values when they are read."""
 
     def __init__(self, config: DecoderConfig, stored: Mapping[str, Shape]) -> None:
@@ -227,11 +218,8 @@ class _Weights:
         self.ours = list(config.shapes())
         check_shapes(found, their_shapes(family.names, config, transposed=family.transposed))
 
-    def read(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Some of ours, or all, in memory of their own."""
-        return {name: self._join(name, read) for name in (self.ours if names is None else names)}
-
-    def _join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+    def read(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """One of ours, in memory of its own. `read` gives one of theirs."""
         transposed = is_under(name, self._family.transposed)
         pieces = []
         for their in their_names(self._family.names, name):
