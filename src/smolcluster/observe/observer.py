@@ -20,7 +20,8 @@ class Sink(Protocol):
         """Take one event; ignore the kinds it does not know."""
 
     def close(self) -> None:
-        """Write out what is left and let go. Called once, also after `handle` has failed."""
+        """Write out what is left and let go; by default there is nothing. Called once, also after `handle` has failed."""
+        return
 
 
 class Observer:
