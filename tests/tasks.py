@@ -355,6 +355,13 @@ class Digits(Classification):
         return x[kept], y[kept]
 
 
+class WideDigits(Digits):
+    """A state of 15 MB: more than a connection takes in at once."""
+
+    def model(self) -> nn.Module:
+        return SimpleNN(input_dim=64, hidden=16384, out=10)
+
+
 class DoubleGPT(GPTTask):
     """The embedded text in fp64."""
 

@@ -42,7 +42,7 @@ SIZES = [p.numel() for p in Tiny(config=None).model().parameters()]  # type: ign
 class FakeLink:
     """Keeps what is sent."""
 
-    open, silent_s, stalled = True, 0.0, False
+    open, silent_s, stalled, queued_bytes = True, 0.0, False, 0
 
     def __init__(self, rank: int, instance: str) -> None:
         self.peer = Peer(role="worker", rank=rank, host="testhost", instance=instance, run="run", versions={})
@@ -533,6 +533,133 @@ def test_nobody_is_lent_a_step_twice_when_the_run_becomes_shorter_and_longer_aga
     assert sorted(run.office.leases.held(run.roster.members[0].instance)) == [3, 4, 5]
 
 
+# Newcomers get the state while the others train
+
+
+def followed(run: Run, *, state_bytes: int = 2 << 20) -> None:
+    """Ranks 0 and 1 train; rank 2 comes after step 1, and what is sent to it stays in its queue."""
+    run.join_together(0, 1)
+    run.commit(1)
+    run.upload(0, {"w/x": torch.zeros(1)})
+    run.commit(2)  # which the coordinator has no state of
+    run.knock(2)
+    run.links[2].queued_bytes = state_bytes
+    run.go_on()
+
+
+def share(run: Run, *ranks: int, step: int, nbytes: int = 64) -> None:
+    """These members send their share of a result."""
+    for rank in ranks:
+        part = torch.full((nbytes,), rank, dtype=torch.uint8)
+        run.hear(rank, Message(kind=Kind.STATE, step=step, channel=rank, meta={"share": "more"}, payload=part))
+        run.hear(rank, Message(kind=Kind.STATE, step=step, meta={"share": "last"}))
+    run.go_on()
+
+
+def sent_to(run: Run, rank: int, kind: Kind) -> list[tuple[int, int]]:
+    return [(message.step, message.channel) for message in run.links[rank].sent if message.kind is kind]
+
+
+def test_rounds_are_committed_while_a_newcomer_gets_its_state() -> None:
+    run = Run(whole=True)
+    followed(run)
+    run.upload(0, {"w/x": torch.zeros(1)})
+    assert sent_to(run, 2, Kind.WELCOME) == [(2, 0)]
+    for step in (3, 4):
+        run.commit(step)
+    assert [commit.step for commit in run.commits] == [1, 2, 3, 4]
+    assert sorted(run.roster.members) == [0, 1]
+    assert run.links[0].last(Kind.COMMIT).meta["share"]
+
+    # The results come in any order, and leave in theirs, when the state is through.
+    share(run, 1, 0, step=4)
+    share(run, 0, step=3)
+    run.links[2].queued_bytes = 0
+    run.go_on()
+    assert sent_to(run, 2, Kind.COMMIT) == []
+    share(run, 1, step=3)
+    assert sent_to(run, 2, Kind.COMMIT) == [(3, 0), (4, 0)]
+    assert sent_to(run, 2, Kind.STATE)[1:] == [(3, 0), (3, 1), (4, 1), (4, 0)]
+    assert run.links[2].last(Kind.COMMIT).meta["members"] == 2
+    view = run.links[2].last(Kind.VIEW)
+    assert (view.step, view.meta["donations"], view.meta["idle"]) == (4, {}, [2])
+    run.commit(5)
+    assert not run.links[0].last(Kind.COMMIT).meta["share"]
+
+
+def test_when_little_is_left_for_a_newcomer_it_is_waited_for() -> None:
+    """Else rounds that are short would never let it in."""
+    run = Run(whole=True)
+    followed(run)
+    run.upload(0, {"w/x": torch.zeros(1)})
+    run.commit(3)
+    run.links[2].queued_bytes = 0
+    run.commit(4)
+    assert len(run.commits) == 3
+    share(run, 0, 1, step=3)
+    assert sorted(run.roster.members) == [0, 1, 2]
+
+
+def test_a_newcomer_that_never_comes_nearer_is_waited_for() -> None:
+    """What is kept for it is bounded."""
+    run = Run(whole=True)
+    followed(run)
+    run.upload(0, {"w/x": torch.zeros(1)})
+    weights_bytes = sum(tensor.nbytes for tensor in run.replica.weights().values())
+    for step in range(3, 9):
+        run.commit(step)
+        if len(run.commits) == step:
+            share(run, 0, 1, step=step, nbytes=weights_bytes // 2)
+    assert len(run.commits) == 2 + 5, "more than four times the weights are kept"
+    [warning] = run.warnings
+    assert warning == "worker 2 (testhost) gets the state more slowly than the others train: they wait for it"
+    run.links[2].queued_bytes = 0
+    run.go_on()
+    assert sorted(run.roster.members) == [0, 1, 2]
+
+
+def test_when_a_member_is_lost_with_its_share_newcomers_get_another_state() -> None:
+    run = Run(whole=True)
+    followed(run)
+    run.upload(0, {"w/x": torch.zeros(1)})
+    run.commit(3)
+    share(run, 1, step=3)
+    run.leave(0)
+    run.go_on()
+    assert sorted(run.roster.members) == [1]
+    run.upload(1, {"w/x": torch.zeros(1)})
+    assert sent_to(run, 2, Kind.WELCOME) == [(2, 0), (3, 0)]
+    run.commit(4)
+    assert [commit.step for commit in run.commits] == [1, 2, 3, 4], "the others wait"
+    share(run, 1, step=4)
+    run.links[2].queued_bytes = 0
+    run.go_on()
+    assert sorted(run.roster.members) == [1, 2]
+
+
+def test_a_newcomer_that_dies_on_its_way_is_forgotten() -> None:
+    run = Run(whole=True)
+    followed(run)
+    run.upload(0, {"w/x": torch.zeros(1)})
+    run.leave(2)
+    run.go_on()
+    run.commit(3)
+    assert run.coordinator._committed == 3
+    assert not run.links[0].last(Kind.COMMIT).meta["share"]
+
+
+def test_a_newcomer_that_has_caught_up_has_the_weights_when_all_others_die() -> None:
+    run = Run(whole=True)
+    followed(run)
+    run.upload(0, {"w/x": torch.zeros(1)})
+    run.leave(0)
+    run.leave(1)
+    run.links[2].queued_bytes = 0
+    run.go_on()
+    assert sorted(run.roster.members) == [2]
+    assert run.coordinator._needy == set()
+
+
 # A member is silent
 
 
@@ -552,9 +679,10 @@ def test_a_silent_member_is_paused_and_comes_back_when_it_is_heard() -> None:
     assert run.coordinator._done.get(3) is None
     run.links[1].stalled, run.links[1].silent_s = False, 0.0
     run.go_on()
-    run.go_on()
+    assert sorted(run.roster.members) == [0, 2], "it has missed a step"
+    for _ in (1, 2):  # the state of step 1, which was asked for first, does not help it
+        run.upload(0, {"w/x": torch.zeros(1)})
     assert sorted(run.roster.members) == [0, 1, 2]
-    assert run.links[1].last(Kind.VIEW).meta["donations"] == {"1": 0}
     run.commit(3)
     assert run.coordinator._committed == 3
     assert (run.roster.joined, run.roster.lost) == (3, 0)
@@ -564,7 +692,7 @@ def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(monkey
     """It was stopped when a newcomer waited for its state."""
     clock = [1000.0]
     monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    run = Run(whole=True)
+    run = Run(whole=False)
     run.join(0)
     run.commit(1)
     run.links[0].stalled, run.links[0].silent_s = True, 2.0
@@ -583,12 +711,12 @@ def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(monkey
 
 
 def test_a_paused_member_is_not_waited_for_where_the_coordinator_has_the_weights() -> None:
-    """A newcomer was to get them from that member, which has sent them here before it fell silent."""
+    """A newcomer got them from that member, by way of the coordinator, before it fell silent."""
     run = Run(whole=True)
     run.join(0)
     run.commit(1)
     run.join(1)
-    assert run.coordinator._needy == {1}
+    assert sorted(run.roster.members) == [0], "it has no state"
     run.upload(0, {"w/x": torch.zeros(1)})
     run.links[0].stalled, run.links[0].silent_s = True, 2.0
     for _ in range(4):
@@ -603,7 +731,7 @@ def test_a_paused_member_without_the_weights_is_not_waited_for(monkeypatch: pyte
     """The one that had them is gone, and does not come back in time."""
     clock = [1000.0]
     monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    run = Run(whole=True)
+    run = Run(whole=False)
     run.join(0)
     run.commit(1)
     run.knock(1, 2)

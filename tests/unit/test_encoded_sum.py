@@ -453,3 +453,28 @@ def test_owner_and_backup_hold_the_same_bits_for_the_bytes_of_the_plan(name: str
         heads = (HEAD.size + len(SHAPES)) * (size - 1)
         assert sent - handed_out <= group.traffic.bytes_sent <= sent - handed_out + heads
         assert received - handed_out <= group.traffic.bytes_received <= received - handed_out + heads
+
+
+# Those who follow
+
+
+@CODED
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_that_follows_gets_the_same_bits(name: str, size: int) -> None:
+    """From the shares of all members, without being one. A tensor that nobody used has no gradient there either."""
+    members, follower = world(size, name, slots=2), Member(name, slots=2)
+    for step in (1, 2, 3):
+        used = {n: g for n, g in random_gradients(step).items() if n != "bias"}
+        for member in members:
+            member.contribute(step, used)
+        each(members, lambda member, slot=step % 2: member.combination.wait(slot))  # type: ignore[misc]
+        shares: dict[int, Tensor] = {}
+        for member in members:
+            shares |= {n: share.clone() for n, share in member.combination.shares(step % 2).items()}
+        follower.combination.follow(step % 2, shares, members=size)
+        follower.combination.give(Committed(step, step % 2, factor=1 / size))
+        theirs = taken(members, step, weight=size)
+        assert same(theirs, {n: p.grad for n, p in follower.parameters.items() if p.grad is not None})
+        assert "bias" not in theirs
+    with pytest.raises(ValueError, match="not as 4 members have them"):
+        follower.combination.follow(0, shares, members=4)

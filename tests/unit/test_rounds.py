@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from smolcluster.comm.elastic.view import View
 from smolcluster.comm.group import Group
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.rounds import BucketSum, Committed, MeshRounds
@@ -115,3 +116,42 @@ def test_all_stop_after_the_same_round_when_one_is_asked_to() -> None:
 
 def test_allreduce_is_the_same_class_on_both_planes() -> None:
     assert find_strategy("allreduce", plane="elastic") is find_strategy("allreduce", plane="mesh")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_that_follows_gets_the_same_bits(size: int) -> None:
+    """From the buckets of all members, of which each sends some. A parameter that nobody used has no gradient there either."""
+
+    def made(group: Group) -> tuple[list[nn.Parameter], BucketSum]:
+        parameters = [nn.Parameter(torch.zeros(5)) for _ in range(4)]
+        combination = BucketSum(parameters, None, bucket_bytes=16, num_slots=1)
+        combination.formed(group, View(1, 0, ()), [])
+        return parameters, combination
+
+    def work(group: Group) -> tuple[dict[int, torch.Tensor], list[torch.Tensor | None]]:
+        parameters, combination = made(group)
+        combination.start(0, weight=2.0)
+        for number, parameter in enumerate(parameters[1:]):
+            (parameter * (0.1 + number + group.rank)).sum().backward()  # type: ignore[no-untyped-call]
+        combination.finish(0)
+        combination.wait(0)
+        shares = {number: share.clone() for number, share in combination.shares(0).items()}
+        combination.give(Committed(1, 0, factor=1 / 6))
+        return shares, [parameter.grad for parameter in parameters]
+
+    with ThreadPoolExecutor(size) as pool:
+        done = list(pool.map(work, MemoryGroup.world(size)))
+    shares = {number: share for mine, _ in done for number, share in mine.items()}
+    parameters, combination = made(MemoryGroup.world(1)[0])
+    combination.follow(0, shares, members=size)
+    combination.give(Committed(1, 0, factor=1 / 6))
+    unused, *used = [parameter.grad for parameter in parameters]
+    assert unused is None
+    for _, (first, *rest) in done:
+        assert first is None
+        for mine, theirs in zip(used, rest, strict=True):
+            assert mine is not None
+            assert theirs is not None
+            assert torch.equal(mine, theirs)
+    with pytest.raises(ValueError, match="buckets, where there are"):
+        combination.follow(0, {0: shares[0]}, members=size)

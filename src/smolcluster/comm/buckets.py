@@ -18,7 +18,7 @@ another group (`restart`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -164,6 +164,21 @@ class GradientBuckets:
         for j, (view, mine) in enumerate(zip(self._views_of(current.flats), sums, strict=True)):
             used[j] = 0.0 if mine is None else 1.0
             view.zero_() if mine is None else view.copy_(mine)
+
+    def flats(self, slot: int) -> list[Tensor]:
+        """Return the sums of this slot as they travel, after `wait`."""
+        return self._slots[slot].flats
+
+    def take(self, slot: int, flats: Mapping[int, Tensor]) -> None:
+        """Take these for the sums of this slot, as another rank's `flats` has them."""
+        current = self._slots[slot]
+        if flats.keys() != set(range(len(current.flats))):
+            raise ValueError(f"{len(flats)} buckets, where there are {len(current.flats)}")
+        current.unused = set(range(len(self._parameters)))  # here: the counts say which ones nobody used
+        for number, flat in enumerate(current.flats):
+            if flats[number].shape != flat.shape or flats[number].dtype != flat.dtype:
+                raise ValueError(f"bucket {number} is not as it is here")
+            flat.copy_(flats[number])
 
     def _idle(self, slot: _Slot) -> set[int]:
         """Parameters that no rank used. A rank knows of those that it used itself."""

@@ -58,14 +58,18 @@ class EncodedSum(Combination):
         self._slots = [Means() for _ in range(num_slots)]
 
     def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
-        packers = self._parts.packers
-        owner = self._deal([packer.nbytes for packer in packers], group.size)
-        self._group, self._rows = group, rows_of(owner, group.size)
-        self._layouts = [Layout([packers[j] for j in row]) for row in self._rows]
+        self._group = group
+        self._rows, self._layouts = self._dealt(group.size)
         self._parts.formed(group, self._rows, step=view.step)
         mine = {self._parts.names[j] for j in self._rows[group.rank]}
         self._settled = {name: memory for name, memory in self._settled.items() if name in mine}
         self._feedback.memories = self._settled
+
+    def _dealt(self, members: int) -> tuple[list[list[int]], list[Layout]]:
+        """The tensors of each owner, and how their means travel."""
+        packers = self._parts.packers
+        rows = rows_of(self._deal([packer.nbytes for packer in packers], members), members)
+        return rows, [Layout([packers[j] for j in row]) for row in rows]
 
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
         self._parts.start(slot, weight=weight, scale=scale)
@@ -92,7 +96,7 @@ class EncodedSum(Combination):
         for work in means.works:
             work.wait()
         if means.sums is None:
-            means.sums = self._decode(means)
+            means.sums = self._decode(means.messages, self._rows, self._layouts)
 
     def norms(self, slot: int) -> tuple[float, float]:
         sums = self._slots[slot].sums
@@ -109,6 +113,17 @@ class EncodedSum(Combination):
         self._settled = means.residual
         self._parts.counted(result.slot)
         self._slots[result.slot] = Means()
+
+    def shares(self, slot: int) -> dict[int, Tensor]:
+        me, messages = self._group.rank, self._slots[slot].messages
+        return {me: messages[me]} if me in messages else {}
+
+    def follow(self, slot: int, shares: Mapping[int, Tensor], *, members: int) -> None:
+        rows, layouts = self._dealt(members)
+        sizes = {place: layout.nbytes for place, layout in enumerate(layouts) if rows[place]}
+        if {place: share.nbytes for place, share in shares.items()} != sizes:
+            raise ValueError(f"the means of {len(shares)} owners are not as {members} members have them")
+        self._slots[slot] = Means(sums=self._decode(shares, rows, layouts))
 
     def own_state(self) -> dict[str, Tensor]:
         kinds = {PARTS: self._parts.own_state(), MEANS: tensors_of(self._settled)}
@@ -165,18 +180,20 @@ class EncodedSum(Combination):
             limit = self._codec.limit
             return packer.encode([mean.clamp(-limit, limit)], data, key=key)
 
-    def _decode(self, means: Means) -> list[Tensor | None]:
+    def _decode(
+        self, messages: Mapping[int, Tensor], rows: Sequence[Sequence[int]], layouts: Sequence[Layout]
+    ) -> list[Tensor | None]:
         """Raises Unreadable where an owner sent what cannot be read, or reports that of another member."""
         sums: list[Tensor | None] = [None] * len(self._parts.packers)
-        for place, data in sorted(means.messages.items()):
-            layout = self._layouts[place]
+        for place, data in sorted(messages.items()):
+            layout = layouts[place]
             try:
                 weight, unreadable, used = layout.read(data)
-                if unreadable > self._group.size:
+                if unreadable > len(rows):
                     raise CodecError(f"it complains of member {unreadable - 1}, which does not exist")
                 if unreadable:
                     raise Unreadable(unreadable - 1, "its part cannot be read")
-                for index, j in enumerate(self._rows[place]):
+                for index, j in enumerate(rows[place]):
                     if used[index]:
                         sums[j] = layout.decode(data, index).mul_(weight)
             except CodecError as error:

@@ -144,6 +144,14 @@ class Combination(ABC):
         """Return the norm of my own weighted part, and of what I hold of the result."""
         raise AssertionError(f"{type(self).__name__} needs members that stay")
 
+    def shares(self, slot: int) -> dict[int, Tensor]:
+        """Return my share of the result, after `wait`. Those of all members make up the whole, for one that only follows."""
+        raise AssertionError(f"{type(self).__name__} has no whole result")
+
+    def follow(self, slot: int, shares: Mapping[int, Tensor], *, members: int) -> None:
+        """Take the shares of so many members for the result of a round. Raises ValueError for those that do not fit."""
+        raise AssertionError(f"{type(self).__name__} has no whole result")
+
     def owned(self, names: Sequence[str]) -> list[str]:
         """Of these optimizer tensors, those that this member saves for all."""
         return list(names)
@@ -196,6 +204,13 @@ class BucketSum(Combination):
 
     def norms(self, slot: int) -> tuple[float, float]:
         return self.buckets.kept_norm(slot), self.buckets.sum_norm(slot)
+
+    def shares(self, slot: int) -> dict[int, Tensor]:
+        group, flats = self.buckets.group, self.buckets.flats(slot)
+        return {number: flats[number] for number in range(group.rank, len(flats), group.size)}
+
+    def follow(self, slot: int, shares: Mapping[int, Tensor], *, members: int) -> None:
+        self.buckets.take(slot, shares)
 
 
 class AtServer(Combination):

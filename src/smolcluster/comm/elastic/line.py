@@ -10,9 +10,11 @@ next one is a WELCOME, since the line has joined again. Leases travel in the met
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,8 @@ from smolcluster.comm.group import Done, PeerLost, Work
 from smolcluster.errors import UserError
 
 log = logging.getLogger(__name__)
+
+BESIDE = 4  # messages of a large transfer that a link has at a time
 
 
 class Stopped(Exception):
@@ -74,6 +78,9 @@ class Line:
         self._link: Link | None = None
         self._kept: Message | None = None  # read, and not yet answered for
         self._stop_requested = stop_requested
+        self._lock = threading.Lock()
+        self._beside: deque[tuple[Link, Message]] = deque()  # wait for those before them to leave; guarded by the lock
+        self._leaving = 0  # of them, that their link has; guarded by the lock
         self._dialer = transport.dial(address, mailbox)
 
     # Sending
@@ -103,6 +110,26 @@ class Line:
                 payload=payload,
             )
         )
+
+    def send_beside(self, messages: Iterable[Message]) -> None:
+        """Send these in order, a few at a time: what `send` is given meanwhile does not wait for all of them."""
+        if (link := self._link) is not None:
+            with self._lock:
+                self._beside += [(link, message) for message in messages]
+            self._pump()
+
+    def _pump(self, most: float = BESIDE) -> None:
+        with self._lock:  # also while they are sent: another thread would send the next one first
+            while self._beside and self._leaving < most:
+                link, message = self._beside.popleft()
+                self._leaving += 1
+                link.send(message, sent=self._left)  # on a link that has ended it is dropped
+
+    def _left(self, _: bool) -> None:
+        """On the transport's thread."""
+        with self._lock:
+            self._leaving -= 1
+        self._pump()
 
     @property
     def connected(self) -> bool:
@@ -185,5 +212,6 @@ class Line:
         return message
 
     def close(self) -> None:
+        self._pump(most=math.inf)
         self._dialer.close()
         self.transport.close()

@@ -29,6 +29,7 @@ from smolcluster.compute.claims import Claims
 from smolcluster.compute.gate import TRIES
 from smolcluster.compute.replica import Replica
 from smolcluster.engine.elastic.deadline import ComputeWatch
+from smolcluster.engine.elastic.followers import Followers
 from smolcluster.engine.elastic.rounds import CONNECT_S
 from smolcluster.engine.elastic.server_side import RETURN_S, ServerSide, send_state
 from smolcluster.errors import SmolclusterError
@@ -54,7 +55,13 @@ class Upload:
     step: int
     epoch: int
     missing: list[Member]
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)  # of each tensor, as rows
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Put them together, once: each part is let go as soon as its tensor is whole."""
+        shapes = self.shapes.items()
+        return {name: torch.cat([part.view(-1) for part in self.parts.pop(name)]).view(s) for name, s in shapes}
 
 
 class Coordinator(ServerSide):
@@ -103,6 +110,8 @@ class Coordinator(ServerSide):
         self._wanted: list[int] = []  # steps whose state is asked for next
         self._rounds: list[int] = []  # that members have samples for, and that are not committed: their last steps
         self._torn = 0  # how many states in a row came with a part missing
+        weights_bytes = sum(tensor.nbytes for tensor in replica.weights().values())
+        self._followers = Followers(weights_bytes=weights_bytes, warn=context.warn)
 
     def serve(self) -> None:
         self.take_up()
@@ -143,6 +152,7 @@ class Coordinator(ServerSide):
 
     def _go_on(self) -> None:
         """See who is here, and hear one of them."""
+        self._lead()
         if (self._view_due or any(map(self._may_come, self._roster.newcomers))) and not self._holder_may_return():
             self._form_view()
         self._listen()
@@ -155,7 +165,10 @@ class Coordinator(ServerSide):
             self._lose(event.member)
         elif isinstance(event, Said):
             member, message = event.member, event.message
-            if message.kind is Kind.STATE:
+            if message.kind is Kind.STATE and "share" in message.meta:
+                if (objection := self._followers.take(member, message)) is not None:
+                    self._roster.evict(member, objection)
+            elif message.kind is Kind.STATE:
                 self._take_state(member, message)
             elif message.epoch == self._roster.epoch:  # or it belongs to a view that is over
                 if message.kind is Kind.DONE:
@@ -164,6 +177,26 @@ class Coordinator(ServerSide):
                     self._take_suspicion(member, message)
                 elif message.kind is Kind.WAITING:
                     self._watch.waits(member.instance, now=time.monotonic())
+
+    # Newcomers that need the state
+
+    def _lead(self) -> None:
+        """Bring newcomers that need the state nearer to it. Where nobody goes on meanwhile, or has the whole, none follows."""
+        newcomers, leads = self._roster.newcomers, self._whole and self._has_holder()
+        needy = [m for m in newcomers if leads and self._is_let_in(m) and not self._knows(m)]
+        follow = [m for m in newcomers if m in self._followers or m in needy]
+        self._followers.follow(follow, committed=self._committed)
+        if self._followers.lack_state and self._followers.can_start(self._has):
+            tensors, numbers = self.copied_state()
+            meta = {"numbers": numbers, "scale": self.office.scale.state_dict()}
+            self._followers.start(tensors, meta, step=self._has, epoch=self._roster.epoch)
+        elif self._followers.lack_state and self._upload is None:
+            self._wanted.append(self._committed)
+            self._ask()
+        self._followers.send(epoch=self._roster.epoch)
+
+    def _has_holder(self) -> bool:
+        return any(member.rank not in self._needy for member in self._roster.in_order())
 
     # Views
 
@@ -261,6 +294,10 @@ class Coordinator(ServerSide):
         return now < self._without_since + RETURN_S
 
     def _may_come(self, newcomer: Member) -> bool:
+        follows = newcomer in self._followers and not self._knows(newcomer)
+        return self._is_let_in(newcomer) and not (follows and self._has_holder())
+
+    def _is_let_in(self, newcomer: Member) -> bool:
         return time.monotonic() >= self._barred.get(newcomer.rank, 0.0)
 
     def _still_held(self) -> list[str | None]:
@@ -306,6 +343,8 @@ class Coordinator(ServerSide):
 
     def _knows(self, member: Member) -> bool:
         """Whether what a newcomer brings leads to the committed step."""
+        if self._followers.is_current(member, committed=self._committed):
+            return True
         updates, held = member.said.get("updates"), member.said.get("held")
         if self._has == self._committed or not isinstance(updates, int) or not isinstance(held, list):
             return False
@@ -323,6 +362,7 @@ class Coordinator(ServerSide):
 
     def _lose(self, member: Member) -> None:
         self.office.leases.give_back(member.instance)
+        self._followers.lost(member.rank, committed=self._committed)
         if member in self._roster.paused and member.rank not in self._needy:
             # It has every COMMIT so far, or reads it before anything new; what it said when it joined is old.
             member.said = {**member.said, "updates": self._committed, "held": []}
@@ -408,7 +448,7 @@ class Coordinator(ServerSide):
         members, done = self._roster.members.keys(), self._done.get(step, {})
         if self._view_due or self._view_epoch != self._roster.epoch:
             return False  # a result has the part of one who is gone, and whose samples go to others
-        if not members or not done.keys() >= members:
+        if not members or not done.keys() >= members or self._waits_for_newcomer():
             return False
         sums = [float(said["held"]) for said in done.values()]
         finite = [math.isfinite(held) for held in sums]
@@ -435,6 +475,10 @@ class Coordinator(ServerSide):
             odd = max(done, key=lambda rank: _distance(float(done[rank]["held"]), middle))
             self._roster.evict(self._roster.members[odd], "its result differs from everybody else's")
         return False
+
+    def _waits_for_newcomer(self) -> bool:
+        """Local steps: members send a state only when a round is over."""
+        return self._followers.waits() and not (self._local_steps > 1 and self._followers.lack_state)
 
     def _commit(self, step: int) -> None:
         roster, leases = self._roster, self.office.leases
@@ -482,9 +526,10 @@ class Coordinator(ServerSide):
         self._rounds.remove(step)
         more = self._further(self._rounds)
         self._rounds += more
+        result = {"samples": int(samples), "weight": weight, "norm": norm, "scale": self.office.scale.state_dict()}
+        self._followers.committed(step, result, roster.members)
         for member in roster.in_order():
-            meta: dict[str, Any] = {"samples": int(samples), "weight": weight, "norm": norm}
-            meta["scale"] = self.office.scale.state_dict()
+            meta: dict[str, Any] = {**result, "share": bool(self._followers)}
             if more:
                 meta["leases"] = [self.lend(member, later, steps=steps) for later, steps in self._lengths(more)]
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
@@ -546,13 +591,15 @@ class Coordinator(ServerSide):
             return  # it answers a question from before this view
         upload.step = message.step  # a member whose round was under way answers after it
         if message.payload is not None:
-            upload.tensors[str(message.meta.get("name"))] = message.payload
+            name = str(message.meta.get("name"))
+            upload.parts.setdefault(name, []).append(message.payload)
+            upload.shapes[name] = message.meta.get("shape", list(message.payload.shape))
         if message.meta.get("last"):
             upload.missing.remove(member)
         if not upload.missing:
             self._upload = None
             try:
-                state = State.unpacked(upload.tensors, message.meta["numbers"])
+                state = State.unpacked(upload.tensors(), message.meta["numbers"])
                 if "loss_scale" in state.numbers:
                     state.numbers["loss_scale"] = self.office.scale.state_dict()  # that is kept here
                 if broken := not_finite(state.weights):

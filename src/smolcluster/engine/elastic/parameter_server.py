@@ -86,14 +86,19 @@ class ParameterServer(ServerSide):
         """Of a member that is welcomed now."""
         return self.replica.updates + 1
 
+    def _first_waits(self) -> bool:
+        """Whether a newcomer begins only when it has read the state."""
+        return False
+
     def _welcome(self) -> None:
         """Newcomers take part from here on."""
         if self._roster.newcomers:
+            waits = self._first_waits()
             state, numbers = self.copied_state()
             for member in sorted(self._roster.newcomers, key=lambda m: m.rank):
                 self._roster.welcome(member)
                 first = self._first_step(member)
-                leases = [self.lend(member, first + i) for i in range(self.leases_ahead)]
+                leases = [] if waits else [self.lend(member, first + i) for i in range(self.leases_ahead)]
                 self._send_state(member, state, numbers, leases=leases)
 
     def _send_state(

@@ -14,7 +14,9 @@ survivors still hold. A contribution that does not count (not finite, absurd) is
 older view are dropped. Only the side of a cut network that has the coordinator can commit.
 
 A newcomer gets weights and optimizer state from a member, or from the coordinator at the start of a run, and adds nothing to
-the rounds that the others have already computed.
+the rounds that the others have already computed. Where every member holds the whole result it follows first, outside the view,
+while the others train: it gets a state by way of the coordinator, then the results of the rounds since, and applies them as
+they did (`followers.py`).
 
 The coordinator's record survives it. When it is started again the workers come back with what they hold; a round whose COMMIT
 was recorded and not heard is applied from the result they kept.
@@ -26,9 +28,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.group import ElasticGroup
@@ -36,6 +39,7 @@ from smolcluster.comm.elastic.line import Lease
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.peers import Peers
 from smolcluster.comm.elastic.proofs import read_keys
+from smolcluster.comm.elastic.states import SLICE_BYTES
 from smolcluster.comm.elastic.view import Member as Seated
 from smolcluster.comm.elastic.view import View, ViewChanged
 from smolcluster.comm.group import PeerLost
@@ -77,9 +81,11 @@ class ElasticRounds(Rounds, MemberSide):
         self._settled = False  # I have what is mine in the present view
         self._donated: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # a state for a view that is to come
         self._line.at_once(Kind.VIEW, self._announced)
+        self._line.at_once(Kind.WELCOME, lambda _: self._abort("this worker was put out, and comes again"))
         self._line.at_once(None, self._lost_the_line)
         self._apply_s = 0.0  # what the last step took to apply
         self._round = 0  # that I have begun: the step it ends with
+        self._shares: dict[int, list[Tensor]] = {}  # of the next round that I follow, in slices
         self._pull: Message | None = None  # the coordinator wants the state, as soon as no round is under way here
 
     def introduction(self) -> dict[str, Any]:
@@ -170,7 +176,13 @@ class ElasticRounds(Rounds, MemberSide):
             case Kind.VIEW:
                 self._regroup(message)
                 self._use_scale(message)  # a state that was donated came with its donor's
+            case Kind.STATE if message.payload is not None:
+                self._shares.setdefault(message.channel, []).append(message.payload)
+            case Kind.COMMIT if "members" in message.meta:
+                self._follow(message)
             case Kind.COMMIT if self.flights and message.step == self.flights[0].step:
+                if message.meta.get("share"):
+                    self._share(self.flights[0])
                 self._take_step(weight=float(message.meta["weight"]), norm=float(message.meta["norm"]))
             case Kind.PULL if self._settled:  # or it is asked again in the next view
                 self._pull = message
@@ -196,17 +208,39 @@ class ElasticRounds(Rounds, MemberSide):
         except ViewChanged:
             pass  # completed when the next view is formed
 
+    def _share(self, flight: Contribution) -> None:
+        """Send my share of a committed result to the coordinator, for those who follow."""
+        shares = self.combination.shares(flight.slot)
+        parts = [(number, part) for number, share in shares.items() for part in _slices(share)]
+        last = Message(kind=Kind.STATE, step=flight.step, meta={"share": "last"})
+        more = [
+            Message(kind=Kind.STATE, step=flight.step, channel=number, meta={"share": "more"}, payload=part)
+            for number, part in parts
+        ]
+        self._line.send_beside([*more, last])
+
+    def _follow(self, message: Message) -> None:
+        """Apply a round of the others, whose result has come."""
+        meta, slot = message.meta, self.slot_of(message.step)
+        shares, self._shares = {number: torch.cat(parts) for number, parts in self._shares.items()}, {}
+        if meta["weight"]:
+            self.combination.follow(slot, shares, members=int(meta["members"]))
+        self.flights.append(Contribution(message.step, slot))
+        self._take_step(weight=float(meta["weight"]), norm=float(meta["norm"]))
+
     def _announced(self, epoch: int) -> None:
         """On the transport's thread, long before the message has its turn."""
         self._newest = max(self._newest, epoch)
-        if self._group is not None:
-            self._group.abort(ViewChanged("there is a new view"))
+        self._abort("there is a new view")
 
     def _lost_the_line(self, _: int) -> None:
         """On the transport's thread."""
         self._away = True
+        self._abort("the coordinator is away")
+
+    def _abort(self, reason: str) -> None:
         if self._group is not None:
-            self._group.abort(ViewChanged("the coordinator is away"))
+            self._group.abort(ViewChanged(reason))
 
     def _is_over(self, view: View) -> bool:
         return self._away or view.epoch < self._newest
@@ -223,7 +257,7 @@ class ElasticRounds(Rounds, MemberSide):
             self.flights.clear()
             if computed and self._strategy.stops_when_stale:
                 raise SmolclusterError("this worker's gradients came too late to count, and on_stale is stop")
-        self._away, self._pull = False, None
+        self._away, self._pull, self._shares = False, None, {}
         super()._enter(welcome)
 
     def _regroup(self, message: Message) -> None:
@@ -290,13 +324,23 @@ class ElasticRounds(Rounds, MemberSide):
         part = {f"w/{n}": t for n, t in state.weights.items() if first}
         part |= {f"o/{n}": t for n, t in state.optimizer.items() if n in mine}
         part |= {f"s/{n}": t for n, t in state.shared.items() if first}
-        numbers = state.numbers
-        if not part:  # also who has nothing is waited for
-            self._line.send(Kind.STATE, step=step, epoch=self._epoch, meta={"last": True, "numbers": numbers})
-        for channel, (name, tensor) in enumerate(part.items()):
-            meta = {"name": name, "last": channel == len(part) - 1, "numbers": numbers}
-            tensor = tensor.to("cpu", copy=True).contiguous()
-            self._line.send(Kind.STATE, step=step, channel=channel, epoch=self._epoch, meta=meta, payload=tensor)
+        last = {"last": True, "numbers": state.numbers}
+        self._line.send_beside(
+            [
+                *(
+                    Message(
+                        kind=Kind.STATE,
+                        step=step,
+                        epoch=self._epoch,
+                        meta={"name": name, "shape": list(tensor.shape)},
+                        payload=piece,
+                    )
+                    for name, tensor in part.items()
+                    for piece in _slices(tensor)
+                ),
+                Message(kind=Kind.STATE, step=step, epoch=self._epoch, meta=last),  # also who has nothing is waited for
+            ]
+        )
 
     def _suspect(self, rank: int, reason: str) -> None:
         self._line.send(Kind.SUSPECT, epoch=self._epoch, meta={"rank": rank, "reason": reason})
@@ -308,3 +352,9 @@ class ElasticRounds(Rounds, MemberSide):
 def connect_s(context: Context) -> float:
     """Return within how many seconds workers must have connected to each other."""
     return max(CONNECT_S, context.config.cluster.silence_timeout)
+
+
+def _slices(tensor: Tensor) -> Sequence[Tensor]:
+    """Return a copy of it on the host, as parts of one row."""
+    row = tensor.detach().to("cpu", copy=True).reshape(-1)
+    return torch.split(row, SLICE_BYTES // row.itemsize)

@@ -3,6 +3,8 @@
 A worker that was late is a straggler: it costs the others one timeout, not one per step. It sits out until its late gradient
 has come, then starts with the others on the next step. Its gradients count if they come before the server is done, but the
 server waits for it again only once it has delivered one within the timeout of the first of its step.
+
+A newcomer gets the state, and the averages behind it, while the others train. It starts on a step when it has read them.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class SynchronousServer(ParameterServer):
         self._behind: set[Member] = set()  # have not read what they were sent
         self._late: dict[Member, Late] = {}  # compute a step that is over
         self._idle: set[Member] = set()  # have delivered it, and start on the next step with the others
+        self._coming: set[Member] = set()  # newcomers that have not read the state
         self._stragglers: set[Member] = set()  # are not waited for
         self._sent: dict[Member, float] = {}  # who got the last average, and when
 
@@ -98,7 +101,7 @@ class SynchronousServer(ParameterServer):
             if arrived and (done >= awaited or (deadline and time.monotonic() >= deadline)):
                 break
             if not present:  # nobody is here, has read what it was sent, or holds a lease of this step
-                self._bring_up(self._idle - self._behind)
+                self._bring_up((self._idle | self._coming) - self._behind)
                 self._welcome()
             elif not arrived and done >= present:  # all were refused
                 done.clear()
@@ -129,7 +132,7 @@ class SynchronousServer(ParameterServer):
 
     def _present(self) -> set[Member]:
         """Return the members that hold a lease of the current step, or have answered it."""
-        out = self._behind | self._idle | self._late.keys()
+        out = self._behind | self._coming | self._idle | self._late.keys()
         return {member for member in self._roster.members.values() if member not in out}
 
     def _gone(self, gone: Gone) -> None:
@@ -138,8 +141,15 @@ class SynchronousServer(ParameterServer):
         self._behind.discard(gone.member)
         self._stragglers.discard(gone.member)
 
+    def _first_waits(self) -> bool:
+        """Where others train, they need not wait for it."""
+        waits = bool(self._present())
+        self._coming.update(self._roster.newcomers if waits else ())
+        return waits
+
     def _takes_part(self, member: Member) -> None:
         """Forget what it was late with."""
+        self._coming.discard(member)
         self._late.pop(member, None)
         self._idle.discard(member)
 
@@ -244,7 +254,9 @@ class SynchronousServer(ParameterServer):
         reached = [member for member in self._roster.in_order() if self._keeps_up(member)]
         for member in reached:
             meta: dict[str, object] = {"counted": counted, "scale": self.office.scale.state_dict()}
-            if step < self.context.total_steps and member not in self._late:
+            if member.link.queued_bytes <= self._gradients.nbytes:  # it is at the last average, or before it
+                self._coming.discard(member)
+            if step < self.context.total_steps and member not in self._late and member not in self._coming:
                 meta["leases"] = [self.lend(member, step + 1)]
                 self._idle.discard(member)
             self._send_buckets(member, Kind.AVERAGE, step, encoded, meta)

@@ -1,0 +1,83 @@
+"""A worker's line to its server: what is sent beside other messages does not hold them up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from smolcluster.comm.elastic.line import BESIDE, Line
+from smolcluster.comm.elastic.mailbox import Mailbox
+from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.transport import Link, Transport
+
+
+class FakeLink:
+    """Keeps what is sent; it leaves when a test says so."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.leaving: list[Callable[[bool], None]] = []
+
+    def send(self, message: Message, *, sent: Callable[[bool], None] | None = None) -> None:
+        self.sent.append(message)
+        if sent is not None:
+            self.leaving.append(sent)
+
+
+def linked() -> tuple[Line, FakeLink]:
+    dialled: list[Mailbox] = []
+
+    def dial(address: str, mailbox: Mailbox) -> SimpleNamespace:
+        dialled.append(mailbox)
+        return SimpleNamespace(close=lambda: None)
+
+    transport = SimpleNamespace(dial=dial, close=lambda: None)
+    line, link = Line(cast(Transport, cast(Any, transport)), "testhost:1"), FakeLink()
+    dialled[0].linked(cast(Link, cast(Any, link)))
+    assert line.get(0) is None
+    link.sent.clear()  # it has asked what is trained
+    return line, link
+
+
+def state(count: int) -> list[Message]:
+    return [Message(kind=Kind.STATE, step=number) for number in range(count)]
+
+
+def test_a_message_goes_before_the_rest_of_a_state() -> None:
+    line, link = linked()
+    line.send_beside(state(10))
+    assert len(link.sent) == BESIDE
+    line.send(Kind.DONE, step=7)
+    while link.leaving:
+        link.leaving.pop(0)(True)
+    assert [message.kind for message in link.sent].index(Kind.DONE) == BESIDE
+    assert [message.step for message in link.sent if message.kind is Kind.STATE] == list(range(10))
+
+
+def test_parts_of_a_state_keep_their_order_whoever_sends_them() -> None:
+    """The next ones leave on the transport's thread, while the line's own adds more."""
+    line, link = linked()
+    over = threading.Event()
+
+    def transport() -> None:
+        while not over.is_set() or link.leaving:
+            if link.leaving:
+                link.leaving.pop(0)(True)
+
+    thread = threading.Thread(target=transport)
+    thread.start()
+    messages = state(3000)
+    for start in range(0, 3000, 3):
+        line.send_beside(messages[start : start + 3])
+    over.set()
+    thread.join()
+    assert [message.step for message in link.sent] == list(range(3000))
+
+
+def test_a_worker_that_leaves_sends_the_rest_first() -> None:
+    line, link = linked()
+    line.send_beside(state(10))
+    line.close()
+    assert [message.step for message in link.sent] == list(range(10))
