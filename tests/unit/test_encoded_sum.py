@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smolcluster.comm import contributions
 from smolcluster.comm.codecs import CODECS, CodecError, Packer, make_codec
 from smolcluster.comm.contributions import HEAD, Layout
 from smolcluster.comm.elastic.view import Member as Seated
@@ -38,6 +39,16 @@ LOSSY: dict[str, dict[str, Any]] = {
 }
 CODED = pytest.mark.parametrize("name", [name for name in CODECS if name != "fp32"])
 Gradients = Mapping[str, Tensor]
+
+
+@pytest.fixture
+def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with tensors that are large: each is a bucket of its own, or two are."""
+    monkeypatch.setattr(contributions, "LEAST_PIECE_BYTES", 1)
+    monkeypatch.setattr(contributions, "MOST_PIECE_BYTES", 8)
+
+
+SEVERAL_BUCKETS = pytest.mark.usefixtures("several_buckets")
 
 
 def view_of(size: int, *, step: int = 0, epoch: int = 1) -> View:
@@ -110,6 +121,7 @@ def taken(members: Sequence[Member], step: int, *, weight: float) -> dict[str, T
     return dict(first)
 
 
+@SEVERAL_BUCKETS
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 @pytest.mark.parametrize("name", list(CODECS))
 def test_everybody_has_the_same_bits(name: str, size: int) -> None:
@@ -120,6 +132,7 @@ def test_everybody_has_the_same_bits(name: str, size: int) -> None:
         assert mean.keys() == SHAPES.keys()
 
 
+@SEVERAL_BUCKETS
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_without_loss_it_is_the_weighted_mean(size: int) -> None:
     members, gradients = world(size, "fp32"), [random_gradients(rank) for rank in range(size)]
@@ -143,6 +156,7 @@ def test_without_loss_it_is_the_weighted_mean(size: int) -> None:
     assert [mine for mine, _ in told] == pytest.approx([own[rank] * (rank + 1) for rank in range(size)], rel=1e-5)
 
 
+@SEVERAL_BUCKETS
 @pytest.mark.parametrize("name", ["fp16", "int8", "topk"])
 def test_what_nobody_used_has_no_gradient(name: str) -> None:
     members = world(2, name)
@@ -168,6 +182,7 @@ def test_everything_arrives_in_the_end(name: str) -> None:
     assert errors[-1] < 0.15
 
 
+@SEVERAL_BUCKETS
 @CODED
 def test_a_member_that_dies_in_a_round_leaves_no_trace(name: str) -> None:
     """Two owners have sent means with its part in them. They combine again, and go on as if it had never been there."""
@@ -191,6 +206,7 @@ def test_a_member_that_dies_in_a_round_leaves_no_trace(name: str) -> None:
         assert same(expected[step - 1], round_of(trio[:2], step, gradients[step][:2]))
 
 
+@SEVERAL_BUCKETS
 @CODED
 def test_what_was_left_out_of_a_refused_gradient_does_not_come_later(name: str) -> None:
     gradients = [[random_gradients(10 * step + rank) for rank in range(2)] for step in range(5)]
@@ -212,6 +228,7 @@ def test_what_was_left_out_of_a_refused_gradient_does_not_come_later(name: str) 
         assert same(*(round_of(pair, step, gradients[step]) for pair in pairs))
 
 
+@SEVERAL_BUCKETS
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
 def test_a_part_that_came_too_late_leaves_no_trace(name: str) -> None:
     """Its member was away, and found the round committed without it when it came back."""
@@ -230,6 +247,7 @@ def test_a_part_that_came_too_late_leaves_no_trace(name: str) -> None:
     assert same(late.take(3, weight=1), punctual.take(3, weight=1))
 
 
+@SEVERAL_BUCKETS
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 def test_what_cannot_be_encoded_is_reported_and_nobody_waits(value: float) -> None:
     members, gradients = world(2, "fp16"), [random_gradients(0), random_gradients(1)]
@@ -250,9 +268,105 @@ def test_what_cannot_be_encoded_is_reported_and_nobody_waits(value: float) -> No
     assert math.isfinite(held)
 
 
+def test_a_round_that_is_not_combined_again_yet_has_a_result() -> None:
+    """A view that is over before it is formed: what is asked of it meanwhile is of no use, and no error."""
+    member = world(1, "int8")[0]
+    member.contribute(1, random_gradients(0))
+    regroup([member], step=0, epoch=2)
+    member.combination.wait(0)
+
+
+# While backward runs
+
+
+class Model(nn.Module):
+    """It does not use its first tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name in ("number", "matrix", "bias", "table"):
+            setattr(self, name, nn.Parameter(torch.randn(SHAPES[name], generator=generator)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.matrix.T + self.bias)
+        return torch.tanh(x[:, :8] @ self.table)
+
+
+def backward(model: nn.Module, group: MemoryGroup, *, seed: int) -> float:
+    """Return how many bytes had left when it reached the input."""
+    sent: list[float] = []
+    x = torch.randn(3, 10, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    x.register_hook(lambda _: sent.append(group.traffic.bytes_sent))
+    model(x).square().sum().backward()
+    return sent[0]
+
+
+@SEVERAL_BUCKETS
+@CODED
+def test_parts_leave_while_backward_runs_and_are_the_same_bits(name: str) -> None:
+    """As those of a twin that begins when backward is over. Two micro-batches; only the last is final."""
+    worlds = []
+    for _ in range(2):
+        members = [Member(name) for _ in range(2)]
+        models = [Model() for _ in members]
+        groups = MemoryGroup.world(2)
+        for member, model, group in zip(members, models, groups, strict=True):
+            member.parameters = dict(model.named_parameters())
+            codec = make_codec(name, **LOSSY[name])
+            member.combination = EncodedSum(member.parameters, codec=codec, deal=owners, num_slots=1)
+            member.join(group, step=0)
+        worlds.append((members, models, groups))
+    for step in (1, 2, 3):
+        means = []
+        for early, (members, models, groups) in zip((True, False), worlds, strict=True):
+            left: list[float] = []
+            for rank, (member, model, group) in enumerate(zip(members, models, groups, strict=True)):
+                before = group.traffic.bytes_sent
+                assert backward(model, group, seed=10 * step + rank) == before
+                if early:
+                    member.combination.start(0, weight=1.0, scale=2.0)
+                sent = backward(model, group, seed=100 * step + rank)
+                left.append(sent - before)
+                if not early:
+                    member.combination.start(0, weight=1.0, scale=2.0)
+                member.combination.finish(0)
+            assert any(left) == early, "or all that a member sends is the first layer's"
+            means.append(taken(members, step, weight=2))
+        assert same(*means)
+        assert means[0].keys() == SHAPES.keys() - {"number"}
+
+
+@SEVERAL_BUCKETS
+@pytest.mark.parametrize("name", ["fp16", "topk"])
+def test_a_part_that_breaks_half_way_leaves_no_trace(name: str) -> None:
+    """Buckets of it have left. It is combined again without, and the residual is what it was before."""
+    broken, quiet = world(2, name), world(2, name)
+    gradients = [[random_gradients(10 * step + rank) for rank in range(2)] for step in range(4)]
+    for pair in (broken, quiet):
+        round_of(pair, 1, gradients[1])
+    for rank, member in enumerate(broken):
+        bad = {"matrix": torch.full(SHAPES["matrix"], math.nan)} if rank == 1 else {}
+        member.combination.start(0, weight=1.0)
+        for key in reversed(SHAPES):
+            member.parameters[key].grad = {**gradients[2][rank], **bad}[key].clone()
+            member.combination._parts._on_gradient(list(SHAPES).index(key), member.parameters[key])
+        member.combination.finish(0)
+    each(broken, lambda member: member.combination.wait(0))
+    assert math.isnan(broken[1].combination.norms(0)[0])
+    regroup(broken, step=1, epoch=2)
+    for rank, member in enumerate(broken):
+        member.again(2, zero=rank == 1)
+    for rank, member in enumerate(quiet):
+        member.contribute(2, gradients[2][rank] if rank == 0 else {}, weight=float(rank == 0))
+    assert same(*(taken(pair, 2, weight=1) for pair in (broken, quiet)))
+    assert same(*(round_of(pair, 3, gradients[3]) for pair in (broken, quiet)))
+
+
 # Rounds in flight
 
 
+@SEVERAL_BUCKETS
 @CODED
 def test_several_rounds_in_flight_stay_exact_through_a_new_view(name: str) -> None:
     gradients = [[random_gradients(10 * step + rank) for rank in range(2)] for step in range(6)]
@@ -351,15 +465,14 @@ def test_all_others_name_the_member_whose_bytes_cannot_be_read(kind: type[Garbli
 @pytest.mark.parametrize("name", list(CODECS))
 def test_any_bytes_are_read_or_refused(name: str) -> None:
     codec = make_codec(name, **LOSSY.get(name, {}))
-    layout = Layout([Packer([(n, shape)], codec) for n, shape in SHAPES.items()])
+    layout = Layout([Packer([(n, shape)], codec) for n, shape in SHAPES.items()], range(len(SHAPES)))
     generator = torch.Generator().manual_seed(1)
     refused = 0
     for number in range(100):
         data = torch.randint(0, 256, (layout.nbytes,), dtype=torch.uint8, generator=generator)
         if number % 2:  # a sound head
-            data[: HEAD.size + len(SHAPES)] = layout.write(3.0, [True] * len(SHAPES), [None] * len(SHAPES))[
-                : HEAD.size + len(SHAPES)
-            ]
+            head = HEAD.size + len(SHAPES)
+            data[:head] = layout.write(3.0, dict.fromkeys(range(len(SHAPES))))[:head]
         try:
             layout.read(data)
             for index in range(len(SHAPES)):
@@ -372,10 +485,11 @@ def test_any_bytes_are_read_or_refused(name: str) -> None:
 # What it costs
 
 
+@SEVERAL_BUCKETS
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 @pytest.mark.parametrize("name", ["fp16", "int8", "powersgd"])
 def test_bytes_are_those_of_the_plan(name: str, size: int) -> None:
-    """For every member, though tensors do not deal evenly; and heads on top."""
+    """For every member, though tensors do not deal evenly; and on top the heads of as many messages as the plan says."""
     strategy = find_strategy("allreduce", plane="elastic")
     options = strategy.Config.model_validate({"codec": name, "codec_rank": 1})
     nodes = [Node(name=f"n{rank}", stays=False) for rank in range(size)]
@@ -385,14 +499,17 @@ def test_bytes_are_those_of_the_plan(name: str, size: int) -> None:
     if name == "int8":
         for member in members:
             member.combination = EncodedSum(member.parameters, codec=make_codec("int8"), deal=owners, num_slots=1)
+    assert size != 2 or sum(cost.messages - 2 for cost in costs) > 4, "one bucket is all there is"
     groups = MemoryGroup.world(size)
     for member, group in zip(members, groups, strict=True):
         member.join(group, step=0)
     round_of(members, 1, [random_gradients(rank) for rank in range(size)])
     for cost, group in zip(costs, groups, strict=True):
-        heads = (HEAD.size + len(SHAPES)) * 2 * (size - 1)
-        assert cost.bytes_sent <= group.traffic.bytes_sent <= cost.bytes_sent + heads
-        assert cost.bytes_received <= group.traffic.bytes_received <= cost.bytes_received + heads
+        flags = len(SHAPES) * size
+        heads = HEAD.size * (cost.messages - 2)
+        assert 0 <= group.traffic.bytes_sent - cost.bytes_sent - heads <= flags
+        heads = HEAD.size * (size - 1) * len(SHAPES) * 2
+        assert cost.bytes_received <= group.traffic.bytes_received <= cost.bytes_received + heads + flags
     assert size == 1 or sum(c.bytes_sent for c in costs) == 2 * (size - 1) * sum(
         make_codec(name, **({"rank": 1} if name == "powersgd" else {})).nbytes(s) for s in SHAPES.values()
     )
@@ -411,6 +528,7 @@ def test_members_that_stay_encode_nothing() -> None:
 # Each sum at its owner
 
 
+@SEVERAL_BUCKETS
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["fp16", "int8", "topk"])
 def test_owner_and_backup_hold_the_same_bits_for_the_bytes_of_the_plan(name: str, size: int) -> None:
@@ -450,7 +568,7 @@ def test_owner_and_backup_hold_the_same_bits_for_the_bytes_of_the_plan(name: str
     shape = Shape(parameters=sum(map(math.prod, SHAPES.values())), tensors=list(SHAPES.values()))
     handed_out = (size - 1) * 4 * max(shares(list(map(math.prod, SHAPES.values())), owners, size))
     for group, (sent, received) in zip(groups, sharded_traffic(codec, shape, size), strict=True):
-        heads = (HEAD.size + len(SHAPES)) * (size - 1)
+        heads = (HEAD.size + 1) * len(SHAPES) * (size - 1)
         assert sent - handed_out <= group.traffic.bytes_sent <= sent - handed_out + heads
         assert received - handed_out <= group.traffic.bytes_received <= received - handed_out + heads
 

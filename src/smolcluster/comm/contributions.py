@@ -1,7 +1,12 @@
 """Encoded contributions to rounds: every member sends the others those of its gradients that they sum.
 
-Where members come and go. A part is encoded once, tensor by tensor, when backward is over. A round that is combined again,
-in another view, sends the same bytes again to those who sum them there: nothing more is lost by it.
+Where members come and go. Each tensor is encoded once, when its gradient is final: in the last backward of a step, which
+produces them from the last layer to the first. Buckets of several tensors leave meanwhile, always in the same order; each
+member gets its tensors of a bucket in one message. What one is encoded to does not depend on when the others are. A round that
+is combined again, in another view, sends the same bytes again to those who sum them there: nothing more is lost by it.
+
+A part that turns out not to be encodable (not finite) goes on with a weight of 0, its norm is reported as NaN, and so the round
+is combined again without it.
 
 Error feedback (`codecs/feedback.py`): rounds are encoded in order, each against the residual of the one before, also with
 several in flight. A part that does not count (left out, or too late) is taken back, and the residual is what it was before.
@@ -11,7 +16,7 @@ reach the sums. A tensor without a gradient is not sent; its residual waits.
 Gradients are encoded as means over a member's samples and weighted by whoever sums them, so that their magnitude, and that of
 the residual, does not depend on the batch size.
 
-A message, for n tensors:
+A message, for n tensors of a bucket:
 
     8 bytes     weight, float64: samples, or targets that count
     4 bytes     0, or 1 + the place of a member whose part could not be read
@@ -21,6 +26,7 @@ A message, for n tensors:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -30,8 +36,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from smolcluster.comm.buckets import assign_buckets
 from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
 from smolcluster.comm.codecs.feedback import Memory, tensors_of
+from smolcluster.comm.elastic.schedule import LEAST_PIECE_BYTES, MOST_PIECE_BYTES
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import Unreadable
 
@@ -39,18 +47,19 @@ HEAD = struct.Struct("<dI")
 
 
 class Layout:
-    """The bytes of a message for some tensors."""
+    """The bytes of a message for some of the tensors: those whose places in `packers` are in `row`."""
 
-    def __init__(self, packers: Sequence[Packer]) -> None:
-        self._packers = packers
-        ends = itertools.accumulate((packer.nbytes for packer in packers), initial=HEAD.size + len(packers))
+    def __init__(self, packers: Sequence[Packer], row: Sequence[int]) -> None:
+        self.row, self._packers = row, [packers[j] for j in row]
+        ends = itertools.accumulate((packer.nbytes for packer in self._packers), initial=HEAD.size + len(row))
         self._first, *self._ends = ends
         self.nbytes = [self._first, *self._ends][-1]
 
-    def write(
-        self, weight: float, used: Sequence[bool], encoded: Sequence[Tensor | None], *, unreadable: int = 0
-    ) -> Tensor:
-        head = torch.frombuffer(bytearray(HEAD.pack(weight, unreadable) + bytes(used)), dtype=torch.uint8)
+    def write(self, weight: float, tensors: Mapping[int, Tensor | None], *, unreadable: int = 0) -> Tensor:
+        """`tensors`: those that were used, by their place; None where nothing counts."""
+        used = bytes(j in tensors for j in self.row)
+        head = torch.frombuffer(bytearray(HEAD.pack(weight, unreadable) + used), dtype=torch.uint8)
+        encoded = (tensors.get(j) for j in self.row)
         empty = (torch.zeros(packer.nbytes, dtype=torch.uint8) for packer in self._packers)
         return torch.cat([head, *(e if e is not None else z for e, z in zip(encoded, empty, strict=True))])
 
@@ -71,19 +80,34 @@ class Layout:
         return tensor
 
 
+def buckets_of(sizes: Sequence[int], members: int) -> list[list[int]]:
+    """Return the tensors of each bucket, for their encoded sizes: from the last tensor to the first.
+
+    Of a bucket each member gets about as much as one message carries, or a 64th of all, if that is more; of the first less, so
+    that the network starts early.
+    """
+    bucket_of, count = assign_buckets(
+        [(torch.uint8, size) for size in sizes],
+        bucket_bytes=max(members * MOST_PIECE_BYTES, sum(sizes) // 64),
+        first_bucket_bytes=members * LEAST_PIECE_BYTES,
+    )
+    return [[j for j, bucket in enumerate(bucket_of) if bucket == number] for number in range(count)]
+
+
 @dataclass(slots=True)
 class Part:
     """What this member contributes to one round."""
 
     step: int
     weight: float = 0.0
-    used: list[bool] = field(default_factory=list)
-    encoded: list[Tensor | None] = field(default_factory=list)
-    norm: float = 0.0  # as decoded; NaN: it could not be encoded
+    encoded: dict[int, Tensor | None] = field(default_factory=dict)  # the tensors that were used; None: nothing counts
+    norms: dict[int, float] = field(default_factory=dict)  # of each as it is decoded
+    broken: bool = False  # it could not be encoded
     before: Mapping[str, Memory] = field(default_factory=dict)  # the residual that it was encoded against
     after: Mapping[str, Memory] | None = None  # and what it left; None: it counts, or is taken back
-    arriving: dict[int, tuple[Tensor, Work]] = field(default_factory=dict)
+    arriving: list[dict[int, tuple[Tensor, Work]]] = field(default_factory=list)  # of each bucket, by their sender
     leaving: list[Work] = field(default_factory=list)
+    sent: int = 0  # buckets
 
 
 class Contributions:
@@ -92,43 +116,50 @@ class Contributions:
         self.packers = [Packer([(name, tuple(p.shape))], codec) for name, p in parameters.items()]
         self.names = list(parameters)
         self._feedback, self._needs_feedback = Feedback(), codec.feedback
-        self._slots = [self._nothing(0) for _ in range(num_slots)]
+        self._slots = [Part(0) for _ in range(num_slots)]
         self._unclaimed: set[int] = set()  # in flight when the view was formed, and not combined again yet
+        self._current: int | None = None  # the slot whose last backward runs
+        for j, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, j))  # type: ignore[no-untyped-call]
 
     def formed(self, group: Group, wants: Sequence[Sequence[int]], *, step: int) -> None:
         """Send to each member of this group the tensors that it wants. `step`: the last one that was committed."""
-        self._group, self._wants = group, wants
-        self._layouts = [Layout([self.packers[j] for j in row]) for row in wants]
+        self._group = group
+        self._buckets = buckets_of([packer.nbytes for packer in self.packers], group.size)
+        rows = [[[j for j in bucket if j in wanted] for wanted in map(set, wants)] for bucket in self._buckets]
+        # Of each bucket, the message to each member that wants some of it.
+        self._layouts = [{place: Layout(self.packers, row) for place, row in enumerate(of) if row} for of in rows]
         self._next = step + 1
         self._unclaimed = {slot for slot, part in enumerate(self._slots) if part.after is not None}
         for part in self._slots:
-            part.arriving, part.leaving = {}, []
+            part.arriving, part.leaving = [{} for _ in self._buckets], []
 
     def start(self, slot: int, *, weight: float, scale: float) -> None:
-        """Backward begins. What was in flight and is not any more came too late."""
+        """The next backward is the last of its step: encode and send each gradient as it appears.
+
+        What was in flight and is not any more came too late.
+        """
         for late in sorted(self._unclaimed, key=lambda s: -self._slots[s].step):
             self._take_back(self._slots[late])
         self._unclaimed.clear()
-        self._slots[slot] = self._nothing(self._number(slot))
-        self._slots[slot].weight, self._scale = weight, scale
+        self._slots[slot] = Part(self._number(slot), weight, before=self._feedback.memories)
+        self._current, self._scale = slot, scale
+        self._expect(slot)
 
     def finish(self, slot: int) -> None:
-        """Encode the gradients on the parameters, and send them."""
+        """Backward is over: encode and send what has not left yet.
+
+        The last backward need not have reached every parameter. One that an earlier micro-batch used has its gradient still.
+        """
         part = self._slots[slot]
-        part.used = [p.grad is not None for p in self.parameters]
-        part.before = self._feedback.memories
-        try:
-            if part.weight:
-                part.encoded, part.norm = self._encode(self.key(slot))
-                part.after = self._feedback.memories
-                self._feedback.commit()
-        except CodecError:
-            self._feedback.memories = part.before
-            self._slots[slot] = part = self._nothing(part.step)
-            part.norm = math.nan
-        for parameter in self.parameters:
-            parameter.grad = None
-        self._send(slot)
+        for j, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._on_gradient(j, parameter)
+        self._current = None
+        if part.weight:
+            part.after = self._feedback.memories
+            self._feedback.commit()
+        self._send(slot, whole=True)
 
     def again(self, slot: int, *, zero: bool) -> None:
         """Send my part once more, in the present group; `zero`: it is left out."""
@@ -136,21 +167,23 @@ class Contributions:
         step = self._number(slot)
         if zero:
             self._take_back(self._slots[slot])
-            self._slots[slot] = self._nothing(step)
+            self._slots[slot] = Part(step)
         self._slots[slot].step = step
-        self._send(slot)
+        self._expect(slot)
+        self._send(slot, whole=True)
 
     def counted(self, slot: int) -> None:
         """The round is committed: its part is not needed any more."""
-        self._slots[slot] = self._nothing(self._slots[slot].step)
+        self._slots[slot] = Part(self._slots[slot].step)
 
     def done(self, slot: int) -> bool:
         """Whether all parts for me are here."""
-        return all(work.done for _, work in self._slots[slot].arriving.values())
+        return all(work.done for bucket in self._slots[slot].arriving for _, work in bucket.values())
 
     def wait(self, slot: int) -> None:
-        for _, work in self._slots[slot].arriving.values():
-            work.wait()
+        for bucket in self._slots[slot].arriving:
+            for _, work in bucket.values():
+                work.wait()
 
     def wait_sent(self, slot: int) -> None:
         for work in self._slots[slot].leaving:
@@ -158,7 +191,9 @@ class Contributions:
 
     def norm(self, slot: int) -> float:
         """Of my part as the others decode it, weighted."""
-        return self._slots[slot].norm * (self._slots[slot].weight or 1.0)
+        part = self._slots[slot]
+        norm = math.nan if part.broken else math.hypot(*(part.norms[j] for j in sorted(part.norms)))
+        return norm * (part.weight or 1.0)
 
     def key(self, slot: int) -> int:
         """Seeds what is random in a round: alike on all members, so that randk keeps the same places of parts and sum."""
@@ -169,10 +204,19 @@ class Contributions:
 
         None: nobody used it. Raises Unreadable for a part that cannot be decoded.
         """
-        me, part = self._group.rank, self._slots[slot]
-        row, layout = self._wants[me], self._layouts[me]
-        parts = {place: data for place, (data, _) in part.arriving.items()}
-        parts[me] = layout.write(part.weight, [part.used[j] for j in row], [part.encoded[j] for j in row])
+        me, part, weight = self._group.rank, self._slots[slot], 0.0
+        means: dict[int, Tensor | None] = {}
+        for layouts, arrived in zip(self._layouts, part.arriving, strict=True):
+            if (layout := layouts.get(me)) is not None:
+                parts = {place: data for place, (data, _) in arrived.items()}
+                parts[me] = layout.write(part.weight, part.encoded)
+                total, of_bucket = self._mean(layout, parts)
+                weight = max(weight, total)  # less only where a part broke, and the round will not count
+                means |= of_bucket
+        return weight, means
+
+    def _mean(self, layout: Layout, parts: Mapping[int, Tensor]) -> tuple[float, dict[int, Tensor | None]]:
+        """Of one bucket, for the part of each member."""
         heads: dict[int, tuple[float, list[bool]]] = {}
         for place in sorted(parts):
             try:
@@ -182,7 +226,7 @@ class Contributions:
             heads[place] = weight, used
         total = sum(weight for weight, _ in heads.values())
         means: dict[int, Tensor | None] = {}
-        for index, j in enumerate(row):
+        for index, j in enumerate(layout.row):
             mean: Tensor | None = None
             for place, (weight, used) in heads.items():
                 if not used[index]:
@@ -206,34 +250,56 @@ class Contributions:
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         self._feedback.load_state_dict(tensors)
 
-    def _encode(self, key: int) -> tuple[list[Tensor | None], float]:
-        encoded: list[Tensor | None] = []
-        norms = []
-        for j, (packer, parameter) in enumerate(zip(self.packers, self.parameters, strict=True)):
-            if parameter.grad is None:
-                encoded.append(None)
-                continue
-            gradient = parameter.grad.detach().to("cpu", torch.float32) / self._scale
-            data = torch.empty(packer.nbytes, dtype=torch.uint8)
-            packer.encode([gradient], data, key=key + j, feedback=self._feedback if self._needs_feedback else None)
-            packer.decode(data, [gradient])
-            norms.append(float(torch.linalg.vector_norm(gradient)))
-            encoded.append(data)
-        return encoded, math.hypot(*norms)
+    def _on_gradient(self, j: int, parameter: Tensor) -> None:
+        """It is final: encode it, and send every bucket that is complete and whose turn it is."""
+        if self._current is None:
+            return
+        part, gradient = self._slots[self._current], parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        if part.broken:
+            return
+        part.encoded[j] = None
+        if part.weight:
+            try:
+                part.encoded[j], part.norms[j] = self._encode(j, gradient, key=self.key(self._current) + j)
+            except CodecError:
+                self._feedback.memories = part.before
+                part.weight, part.encoded, part.broken = 0.0, {}, True
+        self._send(self._current, whole=False)
 
-    def _send(self, slot: int) -> None:
-        """To each what it wants, beginning with the next: so nobody is everybody's first."""
-        part, group, n, me = self._slots[slot], self._group, self._group.size, self._group.rank
-        part.arriving, part.leaving = {}, []
-        for place in [*range(me + 1, n), *range(me)]:
-            row, layout = self._wants[place], self._layouts[place]
-            if row:
-                data = layout.write(part.weight, [part.used[j] for j in row], [part.encoded[j] for j in row])
-                part.leaving.append(group.send(data, to=place, tag=2 * slot))
-        if self._wants[me]:
-            for place in [*range(me), *range(me + 1, n)]:
-                data = torch.empty(self._layouts[me].nbytes, dtype=torch.uint8)
-                part.arriving[place] = data, group.recv(data, source=place, tag=2 * slot)
+    def _encode(self, j: int, gradient: Tensor, *, key: int) -> tuple[Tensor, float]:
+        packer, gradient = self.packers[j], gradient.detach().to("cpu", torch.float32) / self._scale
+        data = torch.empty(packer.nbytes, dtype=torch.uint8)
+        packer.encode([gradient], data, key=key, feedback=self._feedback if self._needs_feedback else None)
+        packer.decode(data, [gradient])
+        return data, float(torch.linalg.vector_norm(gradient))
+
+    def _expect(self, slot: int) -> None:
+        """The others' parts of what I sum."""
+        part, group, me = self._slots[slot], self._group, self._group.rank
+        part.arriving, part.leaving, part.sent = [], [], 0
+        for layouts in self._layouts:
+            arriving: dict[int, tuple[Tensor, Work]] = {}
+            for place in range(group.size):
+                if place != me and me in layouts:
+                    data = torch.empty(layouts[me].nbytes, dtype=torch.uint8)
+                    arriving[place] = data, group.recv(data, source=place, tag=2 * slot)
+            part.arriving.append(arriving)
+
+    def _send(self, slot: int, *, whole: bool) -> None:
+        """The buckets that are complete, in order; `whole`: all that have not left.
+
+        To each member what it wants, beginning with the next: so nobody is everybody's first.
+        """
+        part, n, me = self._slots[slot], self._group.size, self._group.rank
+        while part.sent < len(self._buckets) and (whole or all(j in part.encoded for j in self._buckets[part.sent])):
+            layouts = self._layouts[part.sent]
+            for place in [*range(me + 1, n), *range(me)]:
+                if place in layouts:
+                    data = layouts[place].write(part.weight, part.encoded)
+                    part.leaving.append(self._group.send(data, to=place, tag=2 * slot))
+            part.sent += 1
 
     def _take_back(self, part: Part) -> None:
         """As if it had not been encoded, if nothing was encoded since."""
@@ -246,6 +312,3 @@ class Contributions:
         self._next += (slot - self._next) % len(self._slots)
         self._next += 1
         return self._next - 1
-
-    def _nothing(self, step: int) -> Part:
-        return Part(step, used=[False] * len(self.packers), encoded=[None] * len(self.packers))

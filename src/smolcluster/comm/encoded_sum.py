@@ -6,7 +6,7 @@
 
 Owners are dealt whole tensors, balanced by their encoded size. Bytes per step and member, sent and received each, for S
 encoded bytes on N members, of which the member owns P:   S + (N-2) P,   which is 2 (N-1)/N S where tensors deal evenly.
-Nothing leaves before backward is over.
+Parts leave while backward runs; means when all parts of an owner's tensors are there.
 
 The owner has a residual of its own for each mean. It becomes final when the round is committed: a round that is combined
 again in a new view is encoded again, against the residual of the last one that was committed. In a new view the residual of
@@ -69,7 +69,7 @@ class EncodedSum(Combination):
         """The tensors of each owner, and how their means travel."""
         packers = self._parts.packers
         rows = rows_of(self._deal([packer.nbytes for packer in packers], members), members)
-        return rows, [Layout([packers[j] for j in row]) for row in rows]
+        return rows, [Layout(packers, row) for row in rows]
 
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
         self._parts.start(slot, weight=weight, scale=scale)
@@ -153,24 +153,22 @@ class EncodedSum(Combination):
         means.announced = True
         if not self._rows[me]:
             return
-        layout, row = self._layouts[me], self._rows[me]
+        layout = self._layouts[me]
         try:
             weight, tensors = self._parts.mean(slot)
         except Unreadable as fault:
             # All others hear of it, so that it is not the word of one against another's.
-            nothing = [False] * len(row), [None] * len(row)
-            means.messages[me] = layout.write(0.0, *nothing, unreadable=1 + fault.place)
+            means.messages[me] = layout.write(0.0, {}, unreadable=1 + fault.place)
         else:
-            encoded = [self._encode(j, tensors[j], key=self._parts.key(slot) + j) for j in row]
-            means.messages[me] = layout.write(weight, [tensors[j] is not None for j in row], encoded)
+            key = self._parts.key(slot)
+            encoded = {j: self._encode(j, mean, key=key + j) for j in layout.row if (mean := tensors[j]) is not None}
+            means.messages[me] = layout.write(weight, encoded)
         self._feedback.commit()
         means.residual = self._feedback.memories
         for place in [*range(me + 1, self._group.size), *range(me)]:
             means.works.append(self._group.send(means.messages[me], to=place, tag=2 * slot + 1))
 
-    def _encode(self, j: int, mean: Tensor | None, *, key: int) -> Tensor | None:
-        if mean is None:
-            return None
+    def _encode(self, j: int, mean: Tensor, *, key: int) -> Tensor:
         packer = self._parts.packers[j]
         data = torch.empty(packer.nbytes, dtype=torch.uint8)
         try:
@@ -193,7 +191,7 @@ class EncodedSum(Combination):
                     raise CodecError(f"it complains of member {unreadable - 1}, which does not exist")
                 if unreadable:
                     raise Unreadable(unreadable - 1, "its part cannot be read")
-                for index, j in enumerate(rows[place]):
+                for index, j in enumerate(layout.row):
                     if used[index]:
                         sums[j] = layout.decode(data, index).mul_(weight)
             except CodecError as error:

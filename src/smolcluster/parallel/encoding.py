@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from smolcluster.comm.codecs import Codec, chosen_codec, make_codec
+from smolcluster.comm.contributions import buckets_of
 from smolcluster.comm.encoded_sum import messages_of, rows_of, shares
 from smolcluster.config.options import ExchangeOptions, ServedOptions
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape, with_coordinator, worker_on_each
@@ -39,10 +40,15 @@ def summed_by_workers(
     if codec.lossless or all(node.stays for node in nodes):
         return placement
     sizes = [codec.nbytes(tensor) for tensor in _tensors(shape, n)]
-    owned, dense = shares(sizes, owners, n), 4 * shape.parameters
+    rows, owned, dense = rows_of(owners(sizes, n), n), shares(sizes, owners, n), 4 * shape.parameters
+    # To each owner its tensors of each bucket, then to all others the means of what one owns.
+    buckets = buckets_of(sizes, n)
+    parts = [
+        sum(messages_of(sum(sizes[j] for j in bucket if j in row)) for bucket in buckets) for row in map(set, rows)
+    ]
     residuals = (rounds + 1) * dense if codec.feedback else 0
     costs = []
-    for cost, own in zip(placement.costs, owned, strict=True):
+    for cost, own, mine in zip(placement.costs, owned, parts, strict=True):
         moved = sum(sizes) + (n - 2) * own if n > 1 else 0
         costs.append(
             replace(
@@ -50,7 +56,7 @@ def summed_by_workers(
                 gradient_bytes=rounds * (dense + 2 * sum(sizes) + (n - 1) * own) + residuals,
                 bytes_sent=moved,
                 bytes_received=moved,
-                messages=sum(map(messages_of, owned)) + (n - 2) * messages_of(own) + 2,
+                messages=sum(parts) - mine + (n - 1) * messages_of(own) + 2,
             )
         )
     return replace(placement, costs=costs)

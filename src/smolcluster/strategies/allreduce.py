@@ -24,9 +24,10 @@ Bytes per step and worker, sent and received each, for S bytes of parameters on 
 and one number for each tensor of the model, which says how many workers used it.
 Memory: K + 1 sets of gradients; on the elastic plane twice as many, since each worker keeps its own until they are committed.
 
-With a `codec` on the elastic plane gradients travel encoded, each tensor by way of a worker that owns it, after backward
-(`comm/encoded_sum.py`). S is then the encoded bytes, and a worker that owns P of them moves S + (N-2) P: the same where tensors
-deal evenly. Memory: K + 1 sets of sums; with error feedback K + 2 sets of residuals; what travels.
+With a `codec` on the elastic plane gradients travel encoded, each tensor by way of a worker that owns it: there while backward
+runs, back when it is over (`comm/encoded_sum.py`). S is then the encoded bytes, and a worker that owns P of them moves
+S + (N-2) P: the same where tensors deal evenly. Memory: K + 1 sets of sums; with error feedback K + 2 sets of residuals; what
+travels.
 
 The ring that makes this bandwidth-optimal: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009. Overlap with backward: Li et al., "PyTorch Distributed", 2020. Bounded delay: Ho et al., "More effective

@@ -24,7 +24,8 @@ both update: so when an owner dies, its buddy takes the committed step in its pl
 the parameters are dealt anew, and optimizer state moves from those who hold it to those who should. Only when a member and its
 buddy die at the same moment is something lost, and the run must go on from its checkpoint. That is 2 (N-1)/N S + S/N bytes, and
 2/N of the optimizer's memory; with `staleness_bound` K gradients take 2 (K + 1) sets. With a `codec` gradients travel encoded,
-to the owner and to its buddy, who both add them up: 2 (N-1)/N S' for S' encoded bytes, in place of (N-1)/N S and S/N.
+while backward runs, to the owner and to its buddy, who both add them up: 2 (N-1)/N S' for S' encoded bytes, in place of
+(N-1)/N S and S/N.
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 """
