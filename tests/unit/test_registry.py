@@ -121,6 +121,14 @@ def test_a_package_registers_a_record_for_both_planes(install: Callable[..., Non
     assert planes == {"mesh": "mesh", "elastic": "elastic", None: "elastic"}
 
 
+def test_a_strategy_that_cannot_run_on_the_elastic_plane_says_what_to_derive_from(install: Callable[..., None]) -> None:
+    install("mine", RECORD.replace("edp:EDP", "single:Single"), "mine:RECORD")
+    with pytest.raises(
+        UserError, match=r"mine: Single cannot run on the elastic plane; derive it from Exchanging, or .*"
+    ):
+        find_strategy("mine", plane="elastic")
+
+
 OPTIONS = """
 from pydantic import Field
 from smolcluster.config.options import Options

@@ -38,6 +38,14 @@ def find_strategy(name: str, plane: str | None = None, options: Options | None =
             f"its record has the options {said.__name__}, and {attribute} has {found.Config.__name__}; name one class"
         )
         raise UserError(f"strategy {record.name}: {text}")
+    if plane == "elastic":
+        from smolcluster.strategies.base.replicated import Exchanging
+
+        if not issubclass(found, Exchanging):
+            raise UserError(
+                f"strategy {record.name}: {attribute} cannot run on the elastic plane; derive it from Exchanging, or from "
+                "Pushing where a parameter server combines (smolcluster.strategies.base.replicated)"
+            )
     return cast("type[Strategy[Options]]", found)
 
 
