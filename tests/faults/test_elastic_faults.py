@@ -190,9 +190,14 @@ def test_a_killed_server_comes_back_and_loses_nothing(
 
 
 @usually("allreduce")
-@pytest.mark.parametrize(("kind", "workers"), [("syncps", 1), ("syncps", 2), ("allreduce", 2), ("edp", 1)])
-def test_a_killed_server_changes_no_bit_of_a_synchronous_run(tmp_path: Path, kind: str, workers: int) -> None:
-    config: dict[str, Any] = {"training.steps": 80}
+@pytest.mark.parametrize(
+    ("kind", "workers", "codec"),
+    [("syncps", 1, "fp32"), ("syncps", 2, "fp32"), ("syncps", 2, "topk"), ("allreduce", 2, "fp32"), ("edp", 1, "fp32")],
+)
+def test_a_killed_server_changes_no_bit_of_a_synchronous_run(
+    tmp_path: Path, kind: str, workers: int, codec: str
+) -> None:
+    config: dict[str, Any] = {"training.steps": 80, "strategy.codec": codec}
     if kind == "edp":
         config["strategy.worker_update_interval"] = 1
     calm = run(kind, workers, tmp_path / "calm", config, slow={})

@@ -111,6 +111,7 @@ class Server:
             record=lambda _: None,
             committed=lambda _: None,
             count=lambda _: None,
+            counted={},
         )
         context: Any = SimpleNamespace(
             office=office,
@@ -323,6 +324,17 @@ def test_a_step_that_a_reconnect_cut_short_adds_nothing_to_the_next(
     assert first == second
 
 
+@pytest.mark.parametrize("counted", [0, 1])
+def test_what_was_left_out_of_a_gradient_is_kept_where_it_counted_before_a_reconnect(
+    monkeypatch: pytest.MonkeyPatch, counted: int
+) -> None:
+    """The server recorded the step, and died before the average had left."""
+    worker = Worker(SyncPS, SyncPSOptions(codec="topk"), monkeypatch)
+    worker.script = [Message(kind=Kind.WELCOME, epoch=2, meta={"counted": counted})]
+    worker.strategy.step(Batch(parts=[torch.ones(4, 2)], samples=4, tokens=4, step=1))
+    assert bool(worker.strategy.rounds.own_state()) == bool(counted)
+
+
 class Normed(torch.nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -434,7 +446,8 @@ def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
     with Journal(tmp_path, sync_s=None) as journal:
         records = journal.recover().records
     assert len(records) == 3
-    pushes = 1 if strategy is SyncPS or more else workers
+    fed_back = server.role._gradients.codec.feedback
+    pushes = 1 if more or (strategy is SyncPS and not fed_back) else workers
     for record in records:
         assert record.payload is not None
         assert record.payload.nbytes == min(pushes * sent, DENSE) + BUFFERS
@@ -443,6 +456,10 @@ def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
         server.model.state_dict().items(), again.model.state_dict().values(), strict=True
     ):
         assert expected.numpy().tobytes() == found.numpy().tobytes(), name
+    residuals, replayed = server.role.shared_state(), again.role.shared_state()
+    assert residuals.keys() == replayed.keys()
+    assert bool(residuals) == (strategy is SyncPS and fed_back)
+    assert all(torch.equal(residual, replayed[name]) for name, residual in residuals.items())
 
 
 class Later:

@@ -238,7 +238,7 @@ class Server(Role):
         if isinstance(self.strategy, Pushing):
             server = SynchronousServer if self.strategy.combined == "server" else AsynchronousServer
             return server(self.context, self.strategy, tokens_per_sample=tokens)
-        assert isinstance(self.strategy, Exchanging)
+        assert isinstance(self.strategy, Exchanging)  # or `find_strategy` would have refused it
         return Coordinator(
             self.context,
             self.strategy.replica,
@@ -361,6 +361,7 @@ class Server(Role):
     def _restore_agreement(self, meta: Mapping[str, Any]) -> None:
         self.office.recent = {int(step): tuple(value) for step, value in meta.get("recent", {}).items()}
         self.office.established = meta.get("established", [])
+        self.office.counted = meta.get("counted", {})
         if "loss_scale" in meta:
             self.office.scale.load_state_dict(meta["loss_scale"])
 
@@ -413,6 +414,7 @@ class Server(Role):
             "leases": self.office.leases.state_dict(),
             "recent": {str(step): list(value) for step, value in self.office.recent.items()},
             "established": list(self.office.established),
+            "counted": self.office.counted,
             "loss_scale": self.office.scale.state_dict(),
             "members": self._member_counts(),
             **self.record.best.state_dict(),

@@ -24,7 +24,8 @@ speed, too: with `batch_size: auto` it gets fewer samples and keeps up.
 With a lossy codec g_t is what everybody decodes, the server included, so that all of them take the same step.
 
 With interval 1 and alpha 1 this is `single`. A worker's death costs the server nothing but its share of one step; the
-server's death costs the unfinished step, since every g_t is recorded before it is sent.
+server's death costs the unfinished step, since every g_t is recorded before it is sent: as it is sent, or where error feedback
+goes on from step to step as the gradients it is the mean of.
 
 Bytes per step and worker, for S bytes of encoded gradients and W bytes of weights:   sent S, received S + W / interval
 """
@@ -35,6 +36,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from smolcluster.comm.codecs import chosen_codec
 from smolcluster.comm.rounds import Committed
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
@@ -63,7 +65,9 @@ class SyncPS(Pushing[SyncPSOptions]):
             bytes_received=gradients + weights // options.worker_update_interval,
             messages=3 * max(1, round(size / (options.bucket_mb * 2**20))),
         )
-        server = server_cost(options, shape, workers=n, pushes=n, record_bytes=gradients)  # the average as it is sent
+        # The average as it is sent; with error feedback what it was made of.
+        record = min(n * gradients, 4 * shape.parameters) if chosen_codec(options).feedback else gradients
+        server = server_cost(options, shape, workers=n, pushes=n, record_bytes=record)
         return Placement(seats=workers_and_server(nodes), costs=[worker] * n, server=server)
 
     def step(self, batch: Batch) -> StepReport:

@@ -104,7 +104,8 @@ class ParameterServer(ServerSide):
     def _send_state(
         self, member: Member, tensors: dict[str, Tensor], numbers: dict[str, Any], *, leases: list[dict[str, Any]]
     ) -> None:
-        meta = {"numbers": numbers, "leases": leases, "scale": self.office.scale.state_dict()}
+        meta: dict[str, Any] = {"numbers": numbers, "leases": leases, "scale": self.office.scale.state_dict()}
+        meta["counted"] = self.office.counted.get(str(member.rank), 0)
         send_state(member, tensors, step=self.replica.updates, epoch=member.epoch, meta=meta)
 
     def _arrived(self, said: Said) -> Push | None:
@@ -201,7 +202,7 @@ class ParameterServer(ServerSide):
     def _record(
         self, pushes: Sequence[Push], average: dict[str, Tensor], *, encoded: Sequence[Tensor] | None = None
     ) -> None:
-        """The next step counts, from here on and whatever happens. `encoded`: the average as the workers get it."""
+        """The next step counts, from here on and whatever happens. `encoded`: record the average as the workers get it."""
         step = self.replica.updates + 1
         contributors = []
         for push in pushes:
@@ -221,6 +222,7 @@ class ParameterServer(ServerSide):
         buffers = min(pushes, key=lambda push: push.member.rank).buffers
         self.office.scale.committed(push.member.instance for push in pushes)
         numbers, parts = self._smallest_form(pushes, average, encoded)
+        numbers["counted"] = {**self.office.counted, **{str(push.member.rank): step for push in pushes}}
         parts += [buffers[n] for n in self._buffers.names]
         self.office.record(Commit(step=step, contributors=contributors, gradient=parts, numbers=numbers))
         self._note_step_time(time.monotonic())
@@ -271,16 +273,20 @@ class ParameterServer(ServerSide):
 
     def replay(self, commit: Commit) -> None:
         assert isinstance(commit.gradient, Tensor)
-        row, shapes = commit.gradient.view(torch.uint8), self._shapes
+        row, shapes, shares = commit.gradient.view(torch.uint8), self._shapes, commit.numbers.get("shares")
         if commit.numbers.get("form", "dense") == "dense":
             size = self._dense_bytes
-            average = _split(row[:size], {n: shapes[n] for n in self._gradients.names})
+            average = self._as_sent(_split(row[:size], {n: shapes[n] for n in self._gradients.names}))
         else:
-            shares = commit.numbers["shares"]
             size = self._gradients.nbytes * len(shares or [1.0])
             average = self._decode_all(row[:size], shares)
+            average = average if shares is None else self._as_sent(average)
         self._set_buffers(_split(row[size:], {n: self._buffer_shapes[n] for n in self._buffers.names}))
         self._apply(average)
+
+    def _as_sent(self, average: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what is applied of an average: as the workers decode it, where it is sent to them."""
+        return average
 
     def _decode_all(self, row: Tensor, shares: Sequence[float] | None) -> dict[str, Tensor]:
         """The average that was sent; with `shares`, that of the pushes that came."""

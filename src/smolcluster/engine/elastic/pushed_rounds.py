@@ -152,7 +152,7 @@ class PushedRounds(ServerRounds, MemberSide):
         self.stop = self._over
         match message.kind:
             case Kind.WELCOME:
-                self._rejoin()
+                self._rejoin(counted=int(message.meta.get("counted", 0)))
             case Kind.AVERAGE if message.payload is not None:
                 self._take_average(message, message.payload)
             case Kind.WEIGHTS if message.payload is not None:
@@ -162,11 +162,13 @@ class PushedRounds(ServerRounds, MemberSide):
             case _:
                 pass
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, *, counted: int) -> None:
+        """`counted`: the last step that counted a gradient of mine, though I may not have heard of it."""
+        if self._feedback is not None:
+            taken = self.flights and self.flights[0].step == counted
+            self._feedback.commit() if taken else self._feedback.undo()
         self.flights.clear()
         self._version, self._anew = self.replica.updates, True
-        if self._feedback is not None:
-            self._feedback.undo()
         self._strategy.rejoined()
 
     def _take_average(self, message: Message, payload: Tensor) -> None:

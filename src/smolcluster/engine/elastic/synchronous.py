@@ -22,7 +22,7 @@ from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Gone, Member, Said
 from smolcluster.engine.elastic.parameter_server import ParameterServer, Push, sound
-from smolcluster.strategies.base import Commit, Context
+from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing
 
 log = logging.getLogger(__name__)
@@ -62,10 +62,6 @@ class SynchronousServer(ParameterServer):
         if self._average_feedback is not None:
             self._average_feedback.load_state_dict(under(self._codec_prefix, tensors))
 
-    def replay(self, commit: Commit) -> None:
-        super().replay(commit)
-        self.load_shared({})  # what its average left out is not in the record
-
     def serve(self) -> None:
         self.muster()
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
@@ -76,16 +72,17 @@ class SynchronousServer(ParameterServer):
                 continue  # nobody is left, or it is time to stop
             average = self._average(pushes)
             try:
-                encoded = self._encode_average(step, average)
+                encoded, sent = self._encode_average(average)
             except CodecError as why:
                 if self._average_feedback is not None:
                     self._average_feedback.undo()
                 self._begin_again(step, f"the average cannot be encoded: {why}")
                 continue
             rate = self.replica.learning_rate
-            self._record(pushes, average, encoded=encoded)
+            # With error feedback what was left out must follow from the record too.
+            self._record(pushes, average, encoded=encoded if self._average_feedback is None else None)
             reached = self._send_average(step, encoded, counted=[push.member.rank for push in pushes])
-            norm = self._take_step(pushes, average)  # while the workers read it
+            norm = self._take_step(pushes, sent)  # while the workers read it
             self._send_weights(step, reached)
             self._bring_up()
             self.office.committed(self._report(pushes, norm=norm, rate=rate))
@@ -239,15 +236,21 @@ class SynchronousServer(ParameterServer):
         self._roster.renew(member)
         self._pushes.pop((member.rank, self.replica.updates + 1), None)
 
-    def _encode_average(self, step: int, average: dict[str, Tensor]) -> list[Tensor]:
-        """The payloads for the workers; `average` becomes what they will decode."""
-        encoded = [p for _, p in self._gradients.encode(average, key=step, feedback=self._average_feedback)]
+    def _encode_average(self, average: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The payloads for the workers, and what they will decode."""
+        key = self.replica.updates + 1
+        encoded = [p for _, p in self._gradients.encode(average, key=key, feedback=self._average_feedback)]
         if self._average_feedback is not None:
             self._average_feedback.commit()
-        if not self._gradients.codec.lossless:
-            for channel, payload in enumerate(encoded):
-                self._gradients.decode(channel, payload, average)
-        return encoded
+        if self._gradients.codec.lossless:
+            return encoded, average
+        sent = self._scratch or self._new_tensors()
+        for channel, payload in enumerate(encoded):
+            self._gradients.decode(channel, payload, sent)
+        return encoded, sent
+
+    def _as_sent(self, average: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._encode_average(average)[1]
 
     def _send_average(self, step: int, encoded: Sequence[Tensor], *, counted: Sequence[int]) -> list[Member]:
         """To those who keep up. They go on with it, and push again."""

@@ -119,6 +119,7 @@ class Office:
     first_step: int = 0  # steps that were committed before
     recent: dict[int, tuple[int, float, float]] = field(default_factory=dict)  # of the last ones: view, weight, norm
     established: Sequence[str] = ()  # instances of the members that committed the last of them
+    counted: Mapping[str, int] = field(default_factory=dict)  # rank -> the last step that counted a gradient of it
     scale: AgreedScale = field(default_factory=AgreedScale)  # the loss scale of members that train in fp16
     record: Callable[[Commit], None]  # the step is committed when this returns: a restart will know of it
     committed: Callable[[StepReport], None]  # told of every step, so that it can log, evaluate and save
