@@ -597,7 +597,7 @@ def line(data: bytes) -> str:
             while (message := subject.get(0)) is not None:
                 heard.append(message.kind.name)
                 if message.kind is Kind.WELCOME and flags & 2:
-                    subject.state(["w", "b"])
+                    subject.state(2)
         for lease in subject.leases:
             insist(type(lease.step) is int and lease.samples >= 0, f"{lease} cannot be")
     except (UserError, PeerLost, Stopped) as error:

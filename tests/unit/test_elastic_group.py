@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
@@ -449,12 +450,57 @@ def _links(world: World, one: Member, other: Member) -> list[Link]:
     return [] if outlet is None else list(outlet.links)
 
 
-def test_every_pair_has_one_link(world: World) -> None:
-    groups = world.groups(4)
-    everywhere(groups, lambda group: gather_json(group, 0))
-    members = groups[0].view.members
-    pairs = [(a, b) for a in members for b in members if a is not b]
-    until(lambda: all(len(_links(world, a, b)) == 1 for a, b in pairs))
+def linked(world: World, members: Sequence[Member]) -> set[tuple[int, int]]:
+    """The pairs of members with a link."""
+    pairs = itertools.combinations(members, 2)
+    return {(a.rank, b.rank) for a, b in pairs if _links(world, a, b) and _links(world, b, a)}
+
+
+def test_only_neighbours_in_the_ring_have_a_link(world: World) -> None:
+    groups = world.groups(6)
+    members, ring = groups[0].view.members, {(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5)}
+    until(lambda: linked(world, members) == ring)
+    everywhere(groups, lambda group: group.all_gather(torch.zeros(60), torch.ones(10)).wait())
+    everywhere(groups, lambda group: group.reduce_scatter(torch.zeros(10), torch.ones(60)).wait())
+    assert linked(world, members) == ring
+    assert all(len(_links(world, a, b)) <= 1 for a in members for b in members)
+
+
+def test_a_link_is_made_when_an_operation_needs_it(world: World) -> None:
+    groups = world.groups(6)
+    everywhere(groups, lambda group: group.barrier())
+    members, before = groups[0].view.members, linked(world, groups[0].view.members)
+
+    # The later of the two has called it, and the earlier one has not: it does not wait for ever to be dialled.
+    sent = groups[4].send(torch.ones(3), to=1)
+    until(lambda: linked(world, members) == before | {(1, 4)})
+    received = torch.zeros(3)
+    groups[1].recv(received, source=4).wait()
+    sent.wait()
+    assert received.eq(1).all()
+    assert world.lost == []
+
+
+def test_a_lost_link_is_reported_only_by_those_who_need_it(world: World) -> None:
+    first = world.groups(5)
+    members = first[0].view.members
+    everywhere(first, lambda group: group.send(torch.ones(1), to=3).wait() if group.rank == 1 else None)
+    second = world.form(next_view(first[0].view, members))
+    everywhere(second, lambda group: group.all_gather(torch.zeros(5), torch.ones(1)).wait())
+    for link in _links(world, members[1], members[3]):
+        link.close("nobody needs it in this view")
+    until(lambda: (1, 3) not in linked(world, members))
+    assert world.lost == []
+    world.kill(members[3])
+    until(lambda: {who for who, lost, _ in world.lost if lost == members[3]} == {members[i].instance for i in (2, 4)})
+
+
+def test_a_neighbour_that_cannot_be_reached_is_reported(world: World) -> None:
+    first, second = world.add(0, connect_s=0.2), world.add(1, connect_s=0.2)
+    gone = Member(2, instance(2), "here", "127.0.0.1:9")
+    for member in (first, second):
+        world.peers[member.instance].form(View(1, 0, (first, second, gone)))
+    until(lambda: {who for who, member, _ in world.lost if member == gone} == {first.instance, second.instance})
 
 
 def test_abort_reaches_every_wait_at_once(world: World) -> None:
@@ -901,11 +947,13 @@ def test_a_proof_is_of_no_use_on_another_link(world: World) -> None:
 
 def test_a_member_that_is_busy_in_the_last_view_is_not_reported(world: World) -> None:
     """It is connected, and proves who it is when it forms the view."""
-    a, b = (world.add(rank, proven=True) for rank in range(2))
+    a, b = (world.add(rank, proven=True, connect_s=0.1) for rank in range(2))
     view, keys, peers = View(1, 0, (a, b)), PairKeys(), world.peers[a.instance]
     (first,) = form_with_keys(world, view, keys, a)
     until(lambda: bool(peers._unproven))
-    _on_thread(world.transports[a.instance], lambda: peers._check_links(peers._exchange))
+    checked = threading.Event()
+    world.transports[a.instance].call_later(0.3, checked.set)
+    assert checked.wait(SECONDS)
     assert world.lost == []
     assert_sums([first, *form_with_keys(world, view, keys, b)])
 
@@ -969,6 +1017,60 @@ def test_a_large_state_goes_in_slices_and_sums_pass_between_them(world: World) -
     assert list(received) == list(state)
     assert all(torch.equal(received[name], tensor) for name, tensor in state.items())
     assert all(tensor.eq(2).all() for tensor in tensors)
+
+
+def test_ten_thousand_tensors_and_one_beyond_the_largest_payload_arrive() -> None:
+    with contextlib.closing(World("tcp", limits=Limits(payload_bytes=1 << 20, silence_s=60.0))) as world:
+        donor, joiner = world.add(0), world.add(1)
+        state = {
+            f"layers.{i}.a_name_as_long_as_those_of_large_models.weight": torch.full((3,), i) for i in range(10_000)
+        }
+        state["large"] = torch.arange(500_000).view(5, -1)
+        assert state["large"].nbytes > 1 << 20
+        world.peers[joiner.instance].expect_state(layout(state))
+        transfer = world.peers[donor.instance].send_state(joiner, state, {"step": 1})
+        meta, received = world.peers[joiner.instance].receive_state(10 * SECONDS)
+        transfer.wait()
+    assert meta == {"step": 1}
+    assert list(received) == list(state)
+    assert all(torch.equal(received[name], tensor) for name, tensor in state.items())
+
+
+ONE = ["a", "float32", [2]]
+TWO = {"tensors": [ONE], "count": 2, "meta": {}}
+PAGES: dict[str, list[dict[str, Any]]] = {
+    "more than announced": [TWO, {"tensors": [["b", "float32", [2]], ["c", "float32", [2]]]}],
+    "a name of the page before": [TWO, {"tensors": [ONE]}],
+    "an empty page": [TWO, {"tensors": []}],
+    "too much in the end": [TWO, {"tensors": [["b", "float32", [2**39]]]}],
+    "no list": [TWO, {}],
+    "too many": [{**TWO, "count": 2**40}],
+    "no number": [{**TWO, "count": "2"}],
+    "a list behind the list": [{"tensors": [ONE], "meta": {}}, {"tensors": [["b", "float32", [2]]]}],
+}
+
+
+@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES.keys())
+def test_pages_that_do_not_make_the_announced_list_end_the_link(pages: list[dict[str, Any]]) -> None:
+    with contextlib.closing(World("memory")) as world:
+        joiner, donor = world.add(1), Hostile(world, 0)
+        donor.transport.dial(joiner.address, donor)
+        until(lambda: donor.links != {})
+        for page in pages:
+            donor.links[joiner.instance].send(Message(kind=Kind.STATE, meta=page))
+        with pytest.raises(PeerLost, match="sent a state that cannot be used"):
+            world.peers[joiner.instance].receive_state(SECONDS)
+
+
+def test_a_slice_before_the_list_is_whole_ends_the_link() -> None:
+    with contextlib.closing(World("memory")) as world:
+        joiner, donor = world.add(1), Hostile(world, 0)
+        donor.transport.dial(joiner.address, donor)
+        until(lambda: donor.links != {})
+        donor.links[joiner.instance].send(Message(kind=Kind.STATE, meta=TWO))
+        donor.links[joiner.instance].send(Message(kind=Kind.STATE, channel=0, payload=torch.zeros(2)))
+        with pytest.raises(PeerLost, match="was lost while it sent its state"):
+            world.peers[joiner.instance].receive_state(SECONDS)
 
 
 def test_a_slice_that_is_not_the_next_one_ends_the_link(world: World) -> None:

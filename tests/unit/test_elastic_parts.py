@@ -62,7 +62,9 @@ def test_all_are_done_at_one_time_whatever_a_step_takes_beside_computing() -> No
 )
 def test_absurd_times_are_not_believed(said: tuple[float, float]) -> None:
     member = SimpleNamespace(speed=0.0, fixed_s=0.0)
-    ServerSide.note_speed(cast(ServerSide, None), cast(Member, member), samples=8, compute_s=said[0], fixed_s=said[1])
+    ServerSide.note_speed(
+        cast(ServerSide, SimpleNamespace()), cast(Member, member), samples=8, compute_s=said[0], fixed_s=said[1]
+    )
     assert math.isfinite(member.speed)
     assert math.isfinite(member.fixed_s)
     assert share_out(10, [member.speed or 1.0, 1.0], [member.fixed_s, 0.0])
@@ -189,6 +191,28 @@ def test_parcels_come_back(codec: str, bucket_bytes: int) -> None:
         assert torch.isfinite(out[name]).all()
         if codec == "fp32":
             assert torch.equal(out[name], tensor)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8"])
+def test_a_tensor_that_is_too_large_for_one_payload_travels_in_slices(codec: str) -> None:
+    layout, most_bytes = [("a", (3,)), ("large", (300, 100)), ("b", (5,))], 30_000
+    tensors = {name: torch.randn(shape) for name, shape in layout}
+    parcels = Parcels(layout, codec=make_codec(codec), bucket_bytes=10**6, most_bytes=most_bytes)
+    out = {name: torch.full(shape, math.nan) for name, shape in layout}
+    assert parcels.names == ["a", "large", "b"]
+    payloads = list(parcels.encode(tensors, key=3))
+    assert [tuple(p.shape) for _, p in payloads] == [p.shape for p in parcels.payloads()]
+    assert max(p.nbytes for _, p in payloads) <= most_bytes < parcels.nbytes
+    for channel, payload in payloads:
+        parcels.decode(channel, payload, out)
+    whole = Parcels(layout, codec=make_codec(codec), bucket_bytes=10**6)
+    expected = {name: torch.empty(shape) for name, shape in layout}
+    assert len(whole) == 1
+    for channel, payload in whole.encode(tensors, key=3):
+        whole.decode(channel, payload, expected)
+    for name in tensors:
+        close = 0.1 if codec == "int8" else 0.0  # rounded at random
+        assert torch.allclose(out[name], expected[name], rtol=0, atol=close), name
 
 
 def test_a_payload_does_not_share_memory_with_what_it_was_made_of() -> None:

@@ -304,7 +304,6 @@ def test_ipv6(roster: Roster) -> None:
 
 VIEWS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
     lambda view: {},
-    lambda view: view | {"you": "me"},
     lambda view: view | {"members": []},
     lambda view: view | {"gone": {"first": {}}},
 ]
@@ -314,7 +313,7 @@ VIEWS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
 def test_a_view_that_is_none_ends_the_link(roster: Roster, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     server, at_server = roster.peer()
     client = roster.dial({}, server.listen(HERE, 0, at_server))
-    meta = change({"you": 0, "members": {}, "gone": {}, "how": {}})
+    meta = change({"members": {}, "gone": {}, "how": {}})
     at_server.link().send(Message(kind=Kind.VIEW, meta=meta))
     assert not client.wait(lambda: client.number >= 0, within_s=WAIT_S)
     assert client.lost == CLOSED

@@ -79,6 +79,7 @@ class Roster:
 
     def gone(self, member: Member, *, back: Member | None = None) -> Gone:
         del self.members[member.rank]
+        self.epoch += 1
         self.newcomers += [back] if back is not None else []
         return Gone(member, "silent")
 
@@ -253,7 +254,7 @@ def test_samples_of_a_gradient_that_was_only_too_old_are_lent_again(monkeypatch:
     edp.role.replica.updates = 1
     edp.role._answer(edp.push(a, 1.0, version=0))
     assert "1 versions old: too old to count" in edp.warned[0]
-    assert edp.role._waiting == []
+    assert not edp.role._waiting
     assert edp.leases._aside == []
     assert edp.leases.held(a.instance)[3] == lent  # at once, and to whoever is next
     edp.role._answer(edp.push(b, 1.0, version=1))
@@ -506,8 +507,8 @@ def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pyt
     for step in range(1, 401):
         edp.role._answer(edp.push(bad, math.nan, step=step, version=0))
         edp.role._answer(edp.push(good, 1.0, step=step, version=0))
-        edp.role._update(edp.role._waiting)
-        edp.role._waiting = []
+        edp.role._update(list(edp.role._waiting.values()))
+        edp.role._waiting.clear()
     assert len(edp.leases.state_dict()["holes"]) < 20
     assert edp.roster.refused[bad.name] == 400
     assert len(edp.warned) < 150

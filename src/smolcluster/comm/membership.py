@@ -21,10 +21,10 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from smolcluster.comm.elastic.frames import META_BYTES, encode_meta
+from smolcluster.comm.elastic.frames import META_BYTES, encode_meta, shared
 from smolcluster.comm.elastic.messages import Head, Kind, Message, Peer
 from smolcluster.comm.elastic.security import Keyring
 from smolcluster.comm.elastic.sockets import split_address
@@ -64,6 +64,7 @@ class MembershipServer:
     ) -> None:
         # All of these belong to the transport's thread.
         self._view = Membership()
+        self._news = Message(kind=Kind.VIEW)  # the view, encoded; without one, until somebody is to get it
         self._sizes: dict[int, int] = {}  # bytes of each report, also of those that left
         self._members: dict[Link, _Member] = {}
         self._count = 0
@@ -134,6 +135,7 @@ class MembershipServer:
         del self._view.gone[oldest], self._view.how[oldest], self._sizes[oldest]
 
     def _send_to_all(self) -> None:
+        self._news = Message(kind=Kind.VIEW)
         for link, member in self._members.items():
             member.is_stale = member.number >= 0
             self._send(link, member)
@@ -142,8 +144,10 @@ class MembershipServer:
         """Send the newest view, unless the member has it or the last one is still on its way."""
         if member.is_stale and not member.is_sending:
             member.is_stale, member.is_sending = False, True
-            meta = {"you": member.number, **{part: getattr(self._view, part) for part in Membership.__slots__}}
-            link.send(Message(kind=Kind.VIEW, meta=meta), sent=functools.partial(self._sent, link, member))
+            if not self._news.encoded:  # once for all members
+                self._news.meta = {part: getattr(self._view, part) for part in Membership.__slots__}
+                shared(self._news)
+            link.send(replace(self._news, channel=member.number), sent=functools.partial(self._sent, link, member))
 
     def _sent(self, link: Link, member: _Member, _: bool) -> None:
         member.is_sending = False
@@ -259,7 +263,7 @@ def _read(message: Message) -> tuple[int, Membership]:
     if message.kind is not Kind.VIEW:
         raise ValueError(message.kind.name)
     parts = ({int(k): v for k, v in message.meta[part].items()} for part in Membership.__slots__)
-    return int(message.meta["you"]), Membership(*parts)
+    return message.channel, Membership(*parts)
 
 
 def _short(value: Any) -> Any:

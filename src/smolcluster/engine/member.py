@@ -29,7 +29,7 @@ from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
 from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
-from smolcluster.engine.server import layout_of, replica_sha256
+from smolcluster.engine.server import layout_of, replica_sha256, short_layout
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
 from smolcluster.parallel.placement import Node, Seat
@@ -170,7 +170,7 @@ class Member(Role):
         def ready() -> dict[str, Any]:
             return {
                 "secret": self._secret,
-                "layout": layout_of(self.strategy.state().weights),
+                "layout": short_layout(layout_of(self.strategy.state().weights)),
                 "samples": len(self.train_data),
                 "batch_size": self.batch_size * self.config.training.grad_accumulation,
                 "automatic": is_automatic(self.config, self.spec.host),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import hmac
+import json
 import logging
 import math
 import os
@@ -66,6 +68,7 @@ from smolcluster.tasks.base import count_of
 
 log = logging.getLogger(__name__)
 
+LISTED = 2000  # tensors: so many are compared one by one, and explained
 EPOCHS = 1 << 16  # of one server: another begins at a multiple of it, beyond views that left no trace in the record
 GOODBYE_S = 5.0  # how long the last reports of the workers are waited for
 
@@ -483,7 +486,7 @@ class Server(Role):
             automatic=meta.get("automatic") is True,
             step=step if type(step) is int and 0 <= step <= MOST_STEPS else 0,
             address=str(meta.get("address", ""))[:255],
-            said={key: value for key, value in meta.items() if key != "secret"},
+            said={key: value for key, value in meta.items() if key not in ("secret", "layout")},
         )
 
     def _on_event(self, member: Member, meta: Mapping[str, Any]) -> None:
@@ -763,6 +766,11 @@ def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:
     return [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in weights.items()]
 
 
+def short_layout(layout: list[list[Any]]) -> list[list[Any]] | str:
+    """Return what a worker reports of it: all of it, or its hash where it would not fit a message."""
+    return layout if len(layout) <= LISTED else hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+
+
 def replica_sha256(strategy: Strategy[Options]) -> str:
     """Of the weights that all replicas share. Buffers are not among them: running means are each worker's own."""
     own = {name for name, _ in strategy.replica.model.named_buffers()}
@@ -778,6 +786,8 @@ def _check_seat(peer: Peer, address: Any) -> None:
 
 
 def _difference(ours: list[list[Any]], theirs: Any) -> str:
+    if isinstance(theirs, str) and len(ours) > LISTED:
+        return "" if theirs == short_layout(ours) else f"one of its tensors differs from the server's {len(ours)}"
     if not isinstance(theirs, list) or len(theirs) != len(ours):
         return f"{len(theirs) if isinstance(theirs, list) else 'no'} tensors where the server has {len(ours)}"
     for mine, other in zip(ours, theirs, strict=True):

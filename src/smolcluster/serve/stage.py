@@ -549,7 +549,7 @@ class Holder:
     # Weights that come from the front
 
     def _state(self, message: Message) -> None:
-        """On the transport's thread: the list, then every slice."""
+        """On the transport's thread: the pages of the list, then every slice."""
         if self._incoming is None:
             if self._wanted is None:
                 raise ValueError("weights that nobody asked for")
@@ -558,6 +558,8 @@ class Holder:
         elif self._slice is not None:
             self._slice.arrived()
             self._slice = None
+        else:
+            self._incoming.add(message.meta)
         if self._incoming.complete:
             tensors, wanted = self._incoming.tensors, self._wanted
             self._incoming, self._wanted = None, None

@@ -131,6 +131,12 @@ def encode_meta(meta: Mapping[str, Any]) -> bytes:
     return json.dumps(meta, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode() if meta else b""
 
 
+def shared(message: Message) -> Message:
+    """Encode its meta now, for a message that goes to many."""
+    message.encoded = encode_meta(message.meta)
+    return message
+
+
 def decode_meta(data: bytes) -> dict[str, Any]:
     """An object of bounded depth whose numbers are finite and fit 64 bits, and whose strings can be written anywhere."""
     if not data:
@@ -227,7 +233,7 @@ def encode(
     meta_bytes: int = META_BYTES,
 ) -> Frame:
     """`checked`: with a checksum of the payload, for a channel that has none of its own."""
-    meta = encode_meta(message.meta)
+    meta = message.encoded or encode_meta(message.meta)
     if len(meta) > meta_bytes:
         raise ValueError(f"{message.kind.name} with {len(meta)} bytes of meta; at most {meta_bytes} are allowed")
     dtype = 0

@@ -67,10 +67,19 @@ class Exchange:
     """The operations of one view, and the pieces that wait for one."""
 
     def __init__(
-        self, wires: Wires, view: View, *, timeout_s: float, on_waiting: Callable[[], None] | None = None
+        self,
+        wires: Wires,
+        view: View,
+        *,
+        timeout_s: float,
+        need: Callable[[int], None],
+        on_waiting: Callable[[], None] | None = None,
     ) -> None:
-        """`on_waiting`: called every `WAITING_S` by a thread that waits for an operation."""
-        self.wires, self.view, self.timeout_s = wires, view, timeout_s
+        """`need`: called with the place of a member that an operation exchanges pieces with, which so needs a link.
+
+        `on_waiting`: called every `WAITING_S` by a thread that waits for an operation.
+        """
+        self.wires, self.view, self.timeout_s, self._need = wires, view, timeout_s, need
         self.on_waiting = on_waiting or nothing
         self.error: Exception | None = None
         self.heard = time.monotonic()  # when something last came or went
@@ -117,6 +126,8 @@ class Exchange:
         counter = (key.path, key.tag, key.source)
         self._started[counter] = max(self._started.get(counter, 0), key.number + 1)
         self._running[key] = operation
+        for place in operation.peers:
+            self._need(place)
         operation.start()
         for (source, channel), (link, tensor) in self._early.pop(key, {}).items():
             self._take_early(operation, link, source, channel, tensor)
@@ -230,6 +241,7 @@ class Operation:
         self._meta: dict[str, Any] = {"group": key.path} if key.path else {}
         if key.tag is not None:
             self._meta["tag"] = key.tag
+        self.peers = {ranks[act.peer] for chain in plan for act in chain.acts}  # their places in the view
         self._pieces = _cut(plan, ranks, itemsize=flat.itemsize)
         self._unfinished = len(self._pieces)
         self._unsent = 0

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from smolcluster.comm.elastic.handshake import MAX_REASON
 from smolcluster.comm.elastic.mailbox import Linked, Mailbox, Received, Refused, Unlinked
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.sockets import own_host
+from smolcluster.comm.elastic.states import ServerState
 from smolcluster.comm.elastic.transport import Link, Transport
 from smolcluster.comm.group import Done, PeerLost, Work
 from smolcluster.errors import UserError
@@ -161,19 +162,20 @@ class Line:
             if opened is not None:
                 return opened
 
-    def state(self, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """The tensors whose names a WELCOME announced; None when the line was lost on the way: the next is a WELCOME."""
-        result: dict[str, Tensor] = {}
-        for number, name in enumerate(names):
+    def state(self, count: int) -> dict[str, Tensor] | None:
+        """The tensors that a WELCOME announced; None when the line was lost on the way: the next is a WELCOME."""
+        state = ServerState(count, most_bytes=self._mailbox.most_of(Kind.STATE))
+        while not state.complete:
             message = self.get()
             assert message is not None
-            if message.kind is not Kind.STATE or message.channel != number or message.payload is None:
-                if message.kind is Kind.WELCOME:
-                    self._kept = message
-                    return None
-                raise PeerLost(f"the server at {self.address} sent {message.kind.name} in the middle of its state")
-            result[name] = message.payload
-        return result
+            if message.kind is Kind.WELCOME:
+                self._kept = message
+                return None
+            try:
+                state.take(message)
+            except ValueError as error:
+                raise PeerLost(f"the server at {self.address} sent {error}"[:MAX_REASON]) from error
+        return state.tensors
 
     def _handle(self, event: object) -> Message | None:
         match event:

@@ -88,6 +88,10 @@ class Mailbox:
         with self._lock:
             self._allowed[kind] = most_bytes
 
+    def most_of(self, kind: Kind) -> int:
+        """Return how many bytes of this kind are allowed."""
+        return self._allowed.get(kind, 0)
+
     def at_once(self, kind: Kind | None, callback: Callable[[int], None]) -> None:
         """Call this with its epoch when such a message comes (None: when a link ends), on the transport's thread.
 

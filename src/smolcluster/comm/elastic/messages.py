@@ -56,6 +56,7 @@ class Kind(enum.IntEnum):
     COMMIT = 49  # coordinator: this step counts, with these samples
     SUSPECT = 51  # worker: I cannot reach this peer
     WAITING = 52  # worker: I compute nothing, and wait for others in this view
+    LEASE = 53  # coordinator: the samples of a member's first rounds in the view that was sent before
 
     # Inference.
     LAYERS = 80  # front: hold these layers of the model; step numbers the assignment
@@ -68,7 +69,8 @@ class Kind(enum.IntEnum):
 
     # Groups.
     CHUNK = 64  # a piece of a collective (payload); step is the operation, channel the piece
-    MEMBER = 65  # worker to worker: proof that I am the member I name, by the key that the coordinator gave us
+    # Worker to worker: proof that I am the member I name, by the key that the coordinator gave us; coordinator: such keys.
+    MEMBER = 65
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ class Message:
     epoch: int = 0  # of the view it belongs to; receivers drop what is older
     codec: str = "fp32"
     meta: dict[str, Any] = field(default_factory=dict)
+    encoded: bytes = b""  # meta as it is written, where the same goes to many (`frames.shared`)
     payload: Tensor | None = None
 
 

@@ -1,7 +1,8 @@
 """The links between workers, and the groups made of them.
 
-Every pair of members has one link: of two members the one that stands earlier in the view dials the other. Links outlive
-views; `form` closes those of members that are gone, dials those that are missing, and makes the group of the view.
+Two members have a link when they exchange something: neighbours in the ring of the view from its beginning, others from the
+first operation that needs it. The one that stands earlier in the view dials; the other does so too if it has waited in
+vain. Links outlive views; `form` closes those of members that are gone, and makes the group of the view.
 
     MEMBER                        which member the peer is, proved with a key of the view (`proofs.py`); nothing is sent to it
                                   before, and nothing else listened to
@@ -35,6 +36,7 @@ from smolcluster.comm.group import PeerLost, Work
 
 log = logging.getLogger(__name__)
 
+DIAL_S = 1.0  # the later one of two members dials when the earlier one has not done so for so long: it still computes
 SETTLE_S = 5.0  # for pieces that are half-way in or out when the view changes
 STATE_ORDER = 1 << 62  # after every operation
 
@@ -78,6 +80,7 @@ class Peers:
         self._on_waiting: Callable[[], None] | None = None
         self._exchange: Exchange | None = None
         self._index: dict[str, int] = {}  # instance -> place in the view
+        self._needed: set[int] = set()  # places in the view of members with whom something is exchanged
         self._dialers: dict[str, Dialer] = {}  # by instance
         self._proven = proven
         self._keys: Mapping[str, bytes] = {}  # by instance
@@ -115,7 +118,7 @@ class Peers:
             if view.epoch <= self._exchange.view.epoch:
                 raise ValueError(f"view {view.epoch} comes after view {self._exchange.view.epoch}")
             self._exchange.abort(ViewChanged(f"the members have changed: view {view.epoch} has {len(view.members)}"))
-        exchange = Exchange(self._wires, view, timeout_s=self._timeout_s, on_waiting=self._on_waiting)
+        exchange = Exchange(self._wires, view, timeout_s=self._timeout_s, need=self._need, on_waiting=self._on_waiting)
         settled = threading.Event()
         self._wires.soon(lambda: self._switch(exchange, keys or {}, settled))
         if not settled.wait(SETTLE_S):
@@ -141,6 +144,8 @@ class Peers:
         transfer = Transfer(member, len(messages), timeout_s=self._timeout_s)
 
         def start() -> None:
+            if member.instance in self._index:
+                self._need(self._index[member.instance])
             self._dial(member)
             for message in messages:
                 self._wires.send(member, message, order=STATE_ORDER, left=transfer.left, lost=transfer.lost)
@@ -210,7 +215,8 @@ class Peers:
         self._shown.pop(link, None)
         if link in self._unproven:
             del self._unproven[link]
-            self._check_links_later()  # the member itself may still connect
+            if self._index.get(link.peer.instance) in self._needed:
+                self._check_later(self._index[link.peer.instance])  # the member itself may still connect
             return
         was_used = self._wires.uses(link)
         self._wires.remove(link)
@@ -222,7 +228,7 @@ class Peers:
         if self._incoming.pop(link, None) is not None:
             self._states.put(PeerLost(f"{link.peer.name} was lost while it sent its state: {reason}"))
         exchange, index = self._exchange, self._index.get(link.peer.instance)
-        if exchange is None or index is None:
+        if exchange is None or index is None or index not in self._needed:
             return
         # Another link does not help the pieces that were on their way over this one: they are not sent again.
         pieces_lost = was_used and exchange.error is None
@@ -316,7 +322,7 @@ class Peers:
         self._exchange, self._keys = exchange, keys
         self._index = {member.instance: i for i, member in enumerate(view.members)}
 
-        # Links: those of former members end, those still missing are dialled.
+        # Links: those of former members end, those to neighbours are dialled where they are missing.
         for member in before.view.members if before is not None else ():
             if member.instance not in self._index:
                 self._hang_up(member.instance)
@@ -324,10 +330,9 @@ class Peers:
         for link in list(self._unproven):
             self._show(link)
             self._check(link)
-        own = self._index[self._transport.me.instance]
-        for member in view.members[own + 1 :]:
-            self._dial(member)
-        self._check_links_later()
+        self._needed, own, n = set(), self._index[self._transport.me.instance], len(view.members)
+        for place in {(own - 1) % n, (own + 1) % n} - {own}:
+            self._need(place)
 
         # Chunks that were ahead of us.
         kept, self._ahead = self._ahead, [chunk for chunk in self._ahead if chunk[1].epoch > view.epoch]
@@ -361,6 +366,24 @@ class Peers:
             link.close(f"a piece of the view before did not come to its end within {SETTLE_S:g} s")
         self._settle()
 
+    def _need(self, place: int) -> None:
+        """Keep a link to the member at this place of the view."""
+        exchange = self._exchange
+        if exchange is None or place in self._needed:
+            return
+        self._needed.add(place)
+        member = exchange.view.members[place]
+
+        def dial() -> None:
+            if exchange is self._exchange and not self._connected_to(member):
+                self._dial(member)
+
+        if place > self._index[self._transport.me.instance]:
+            self._dial(member)
+        else:
+            self._transport.call_later(DIAL_S, dial)
+        self._check_later(place)
+
     def _dial(self, member: Member) -> None:
         """Unless there is a link, or one is being made."""
         if member.instance not in self._dialers and not self._wires.linked_to(member):
@@ -384,21 +407,25 @@ class Peers:
             link.close(f"{member.name} was meant, and this is another process")
             self._lost(member, "another process has its address")
 
-    def _check_links_later(self) -> None:
-        if (exchange := self._exchange) is not None:
-            self._transport.call_later(self._connect_s, lambda: self._check_links(exchange))
+    def _connected_to(self, member: Member) -> bool:
+        """Return whether there is a link. One that is unproven counts: its peer may still be computing in the last view."""
+        unproven = any(link.peer.instance == member.instance for link in self._unproven)
+        return unproven or self._wires.linked_to(member)
 
-    def _check_links(self, exchange: Exchange) -> None:
-        """Report members without a link. One that is connected and unproven may still be computing in the last view.
+    def _check_later(self, place: int) -> None:
+        """Report the member at this place if it is not connected in time.
 
         Another process in its place hides nothing: the member that dials a pair's link reports it, and needs no proof to.
         """
-        if exchange is not self._exchange or exchange.error is not None:
-            return
-        connected = {self._transport.me.instance, *(link.peer.instance for link in self._unproven)}
-        for member in exchange.view.members:
-            if member.instance not in connected and not self._wires.linked_to(member):
+        exchange = self._exchange
+        assert exchange is not None
+        member = exchange.view.members[place]
+
+        def check() -> None:
+            if exchange is self._exchange and exchange.error is None and not self._connected_to(member):
                 self._lost(member, f"no connection within {self._connect_s:g} s")
+
+        self._transport.call_later(self._connect_s, check)
 
     def _lost(self, member: Member, reason: str) -> None:
         log.log(logging.INFO if reason == LEFT else logging.WARNING, "cannot reach %s: %s", member.name, reason)
@@ -409,10 +436,11 @@ class Peers:
 
     def _announced(self, link: Link, meta: Mapping[str, Any]) -> None:
         try:
+            if link in self._incoming:
+                self._incoming[link].add(meta)
+                return
             if self._states.qsize() >= MOST_STATES:
                 raise ValueError("a state that nobody waits for")
-            if link in self._incoming:
-                raise ValueError("a state in the middle of another")
             state = IncomingState(meta, expected=self._expected, limit_bytes=self._limit_bytes)
         except ValueError as error:
             if self._states.qsize() < MOST_STATES:
@@ -420,6 +448,8 @@ class Peers:
             link.close(str(error))
             return
         self._incoming[link] = state
+        if link.peer.instance in self._index:
+            self._need(self._index[link.peer.instance])
 
 
 class _Dialled:

@@ -29,7 +29,7 @@ class PairKeys:
         return {other: self._key(*sorted((instance, other))) for other in others if other != instance}
 
     def _key(self, first: str, second: str) -> str:
-        return hmac.new(self._secret, f"{first} {second}".encode(), hashlib.sha256).hexdigest()[: 2 * KEY_BYTES]
+        return hmac.digest(self._secret, f"{first} {second}".encode(), "sha256")[:KEY_BYTES].hex()
 
 
 def read_keys(value: Any) -> dict[str, bytes]:

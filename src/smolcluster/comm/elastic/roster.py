@@ -29,6 +29,7 @@ RANK_JOINS = (60, 0.5)  # at once, and per second from then on
 ALL_JOINS = (4096, 20.0)
 MOST_REPORT = 64  # fields of a report
 MOST_TEXT = 200  # of a field
+LOOK_S = 0.1  # between two looks for silent members, where they are many
 MOST_NAMES = 1000  # peers name themselves: refusals of further ones are counted together
 
 
@@ -133,6 +134,7 @@ class Roster:
         self._links: set[Link] = set()
         self._answered: set[Link] = set()  # have asked, and know the plan
         self._news: deque[Gone] = deque()
+        self._unlooked, self._looked = 0, time.monotonic()  # events since the last look for silent members; its time
 
     @property
     def reports(self) -> list[dict[str, Any]]:
@@ -271,8 +273,14 @@ class Roster:
     def _pause_silent(self) -> None:
         """Go on without members that are silent, and let those in again that are heard.
 
-        If all are silent nobody could go on, and this process may be the one that is cut off.
+        If all are silent nobody could go on, and this process may be the one that is cut off. Where members are many, not all
+        of them are looked at for each message of one.
         """
+        now = time.monotonic()
+        self._unlooked += 1
+        if self._unlooked <= len(self.members) // 8 and now < self._looked + LOOK_S:
+            return
+        self._unlooked, self._looked = 0, now
         for member in [m for m in self.paused if not m.link.stalled]:
             self.paused.remove(member)
             self.newcomers.append(member)

@@ -1,12 +1,13 @@
 """Weights and optimizer state on their way from one member to another.
 
-First a list of what comes (meta: tensors, a name, type and shape each, and the sender's own words), then the tensors in
-that order, in slices: between two of them the pieces of a sum may pass. Both sides cut alike, so all that travels with a
-slice is the number of its tensor.
+First a list of what comes (meta: tensors, a name, type and shape each; how many there are; the sender's own words), a page
+to a message, then the tensors in that order, in slices: between two of them the pieces of a sum may pass. Both sides cut
+alike, so all that travels with a slice is the number of its tensor.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -26,15 +27,70 @@ from smolcluster.comm.group import PeerLost
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 SLICE_BYTES = 1 << 20
+PAGE_TENSORS = 1000  # with names of hundreds of letters they fit the meta of a message
+MOST_TENSORS = 1 << 17
 
 
 def state_messages(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> list[Message]:
     rows = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     listed = [[name, str(row.dtype).removeprefix("torch."), list(row.shape)] for name, row in rows.items()]
+    said = {"tensors": listed[:PAGE_TENSORS], "count": len(listed), "meta": dict(meta)}
+    further = [listed[start : start + PAGE_TENSORS] for start in range(PAGE_TENSORS, len(listed), PAGE_TENSORS)]
     return [
-        Message(kind=Kind.STATE, meta={"tensors": listed, "meta": dict(meta)}),
+        Message(kind=Kind.STATE, meta=said),
+        *(Message(kind=Kind.STATE, meta={"tensors": page}) for page in further),
         *(Message(kind=Kind.STATE, channel=number, payload=part) for number, part in _slices(rows.values())),
     ]
+
+
+def server_messages(tensors: Mapping[str, Tensor], *, step: int, epoch: int) -> Iterator[Message]:
+    """What follows a WELCOME that announces so many tensors: slices, the first of each with its name and shape."""
+    numbers = itertools.count()
+    for name, tensor in tensors.items():
+        meta: dict[str, Any] = {"name": name, "shape": list(tensor.shape)}
+        for part in [part for _, part in _slices([tensor])] or [tensor.reshape(-1)]:
+            yield Message(kind=Kind.STATE, step=step, channel=next(numbers), epoch=epoch, meta=meta, payload=part)
+            meta = {}
+
+
+class ServerState:
+    """The tensors that follow a WELCOME, as they come. Raises ValueError for what cannot be."""
+
+    def __init__(self, count: int, *, most_bytes: int) -> None:
+        """`most_bytes`: of one tensor."""
+        self.tensors: dict[str, Tensor] = {}
+        self._count, self._most_bytes, self._number = count, most_bytes, 0
+        self._filling: tuple[str, Tensor, int] | None = None  # a tensor that comes in slices, as a row; how far it is
+
+    @property
+    def complete(self) -> bool:
+        return len(self.tensors) == self._count and self._filling is None
+
+    def take(self, message: Message) -> None:
+        part = message.payload
+        if message.kind is not Kind.STATE or message.channel != self._number or part is None or part.dim() != 1:
+            raise ValueError(f"{message.kind.name} in the middle of a state")
+        self._number += 1
+        if self._filling is None:
+            name, shape = message.meta.get("name"), message.meta.get("shape")
+            if not isinstance(name, str) or not _is_shape(shape):
+                raise ValueError("a tensor of a state has a name and a shape")
+            assert isinstance(shape, list)
+            nbytes = math.prod(size or 1 for size in shape) * part.itemsize  # an empty tensor can be too large too
+            if nbytes > self._most_bytes:
+                raise ValueError(f"a state in which {name[:80]!r} has {nbytes} bytes")
+            if part.numel() == math.prod(shape):  # as a rule
+                self.tensors[name] = part.view(shape)
+                return
+            self._filling = name, torch.empty(shape, dtype=part.dtype), 0
+        name, tensor, start = self._filling
+        end = start + part.numel()
+        if part.dtype is not tensor.dtype or not start < end <= tensor.numel():
+            raise ValueError(f"a slice that {name[:80]!r} does not have")
+        tensor.view(-1)[start:end] = part
+        self._filling = (name, tensor, end) if end < tensor.numel() else None
+        if self._filling is None:
+            self.tensors[name] = tensor
 
 
 def _slices(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -86,22 +142,44 @@ class IncomingState:
 
     def __init__(self, said: Mapping[str, Any], *, expected: Layout | None, limit_bytes: int) -> None:
         """Without a layout that is expected, any of at most `limit_bytes` will do."""
-        words = said.get("meta")
-        if not isinstance(words, dict):
+        words, listed = said.get("meta"), said.get("tensors")
+        count = said.get("count", len(listed) if isinstance(listed, list) else 0)
+        if not isinstance(words, dict) or type(count) is not int or not 0 <= count <= MOST_TENSORS:
             raise ValueError("a state begins with the list of its tensors")
-        layout = _read_layout(said.get("tensors"))
-        _check_layout(layout, expected=expected, limit_bytes=limit_bytes)
         self.meta: dict[str, Any] = words
-        self.tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in layout.items()}
-        self._due = deque(_slices(self.tensors.values()))
+        self.tensors: dict[str, Tensor] = {}
+        self._layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._count, self._expected, self._limit_bytes = count, expected, limit_bytes
+        self._nbytes, self._listed = 0, False
+        self._due: deque[tuple[int, Tensor]] = deque()
+        self.add(said)
 
     @property
     def complete(self) -> bool:
-        return not self._due
+        return self._listed and not self._due
+
+    def add(self, said: Mapping[str, Any]) -> None:
+        """Read one more page of the list. Memory is taken when the whole of it is as it should be."""
+        if self._listed:
+            raise ValueError("a state in the middle of another")
+        page = _read_layout(said.get("tensors"), known=self._layout)
+        # An empty tensor can be too large too: every size counts, but for none at all.
+        self._nbytes += sum(math.prod(size or 1 for size in shape) * dtype.itemsize for dtype, shape in page.values())
+        if self._expected is None and self._nbytes > self._limit_bytes:
+            raise ValueError(f"{self._nbytes} bytes of state, and none was expected")
+        self._layout |= page
+        self._listed = len(self._layout) == self._count
+        if len(self._layout) > self._count or not (page or self._listed):
+            raise ValueError(f"a list of {self._count} tensors has other pages")
+        if self._expected is not None:
+            _compare(self._layout if self._listed else page, self._expected, whole=self._listed)
+        if self._listed:
+            self.tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self._layout.items()}
+            self._due.extend(_slices(self.tensors.values()))
 
     def place(self, head: Head) -> Landing | None:
         """They come in the order of the list."""
-        if self.complete:
+        if not self._due:
             return None
         number, part = self._due[0]
         if (head.channel, DTYPES[head.dtype], head.shape) != (number, part.dtype, tuple(part.shape)):
@@ -112,8 +190,8 @@ class IncomingState:
         self._due.popleft()
 
 
-def _read_layout(listed: Any) -> Layout:
-    """Names, types and shapes as a peer tells them."""
+def _read_layout(listed: Any, *, known: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Names, types and shapes as a peer tells them. `known`: of the pages before."""
     if not isinstance(listed, list):
         raise ValueError("a state begins with the list of its tensors")
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -121,20 +199,21 @@ def _read_layout(listed: Any) -> Layout:
         if not isinstance(entry, list) or len(entry) != 3:
             raise ValueError("a tensor of a state has a name, a type and a shape")
         name, dtype, shape = entry
-        if not isinstance(name, str) or name in layout or not isinstance(dtype, str) or dtype not in DTYPES:
+        known_type = isinstance(dtype, str) and dtype in DTYPES
+        if not isinstance(name, str) or name in layout or name in known or not known_type:
             raise ValueError(f"a state cannot have {str(name)[:80]!r} of type {str(dtype)[:20]!r}, or not twice")
-        if not isinstance(shape, list) or any(type(size) is not int or not 0 <= size < 2**40 for size in shape):
+        if not _is_shape(shape):
             raise ValueError(f"{name[:80]!r} of a state has no such shape")
         layout[name] = (DTYPES[dtype], tuple(shape))
     return layout
 
 
-def _check_layout(layout: Layout, *, expected: Layout | None, limit_bytes: int) -> None:
-    if expected is None:
-        # An empty tensor can be too large too: every size counts, but for none at all.
-        nbytes = sum(math.prod(size or 1 for size in shape) * dtype.itemsize for dtype, shape in layout.values())
-        if nbytes > limit_bytes:
-            raise ValueError(f"{nbytes} bytes of state, and none was expected")
-    elif layout != expected:
-        names = [name for name in {**expected, **layout} if layout.get(name) != expected.get(name)]
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**40 for size in shape)
+
+
+def _compare(layout: Layout, expected: Layout, *, whole: bool) -> None:
+    """`whole`: all pages are here, else only what is on this one."""
+    names = [name for name in {**(expected if whole else {}), **layout} if layout.get(name) != expected.get(name)]
+    if names:
         raise ValueError(f"{len(names)} tensors are not as expected, among them {names[0]!r}")

@@ -20,7 +20,9 @@ class AsynchronousServer(ParameterServer):
 
     def __init__(self, context: Context, strategy: Pushing[Any], *, tokens_per_sample: int = 1) -> None:
         super().__init__(context, strategy, tokens_per_sample=tokens_per_sample)
-        self._waiting: list[Push] = []
+        self._waiting: dict[tuple[Member, int], Push] = {}  # by member and its step
+        self._samples = 0  # of these
+        self._wanted: tuple[int, int] = (-1, 0)  # the roster's epoch, and the samples of an update in it
         self._unfit: set[Member] = set()  # refused, for what their gradients are, since one was taken
 
     def _first_step(self, member: Member) -> int:
@@ -34,19 +36,20 @@ class AsynchronousServer(ParameterServer):
             event = self._roster.get(0.1)
             if isinstance(event, Gone):
                 self._gone(event)
-                self._waiting = [push for push in self._waiting if push.member is not event.member]
+                self._waiting = {key: push for key, push in self._waiting.items() if push.member is not event.member}
+                self._samples = sum(push.samples for push in self._waiting.values())
             elif isinstance(event, Said) and event.message.kind is Kind.PULL:
                 self._send_weights(event.member)
             elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
                 self._answer(event)
-            if self._waiting and sum(push.samples for push in self._waiting) >= self._wanted():
-                self._update(self._waiting)
-                self._waiting = []
+            if self._enough():
+                self._update(list(self._waiting.values()))
+                self._waiting, self._samples = {}, 0
 
     def _answer(self, said: Said) -> None:
         """Take a push or refuse it; either way its worker gets the next lease."""
         member, step, refused = said.member, said.message.step, self.stale_rejected
-        if any(push.member is member and push.step == step for push in self._waiting):
+        if (member, step) in self._waiting:
             self._roster.evict(member, f"it pushed its step {step} twice")
             return
         push = self._arrived(said)
@@ -63,7 +66,8 @@ class AsynchronousServer(ParameterServer):
             else:
                 push.weight = weight
                 push.extra["staleness"] = answer["staleness"] = staleness
-                self._waiting.append(push)
+                self._waiting[member, step] = push
+                self._samples += push.samples
                 self._unfit.clear()
         if self.stale_rejected > refused:
             answer["refused"] = True
@@ -83,8 +87,12 @@ class AsynchronousServer(ParameterServer):
             self._unfit.clear()
             self.gate.nothing_counted(self.replica.updates + 1)
 
-    def _wanted(self) -> int:
-        return self.strategy.server_batch or sum(m.batch_size for m in self._roster.members.values())
+    def _enough(self) -> bool:
+        """Return whether an update is due."""
+        if self._wanted[0] != self._roster.epoch:
+            members = self._roster.members.values()
+            self._wanted = self._roster.epoch, self.strategy.server_batch or sum(m.batch_size for m in members)
+        return bool(self._waiting) and self._samples >= self._wanted[1]
 
     def _update(self, pushes: Sequence[Push]) -> None:
         rate = self.replica.learning_rate

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smolcluster.comm.elastic.frames import shared
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.proofs import PairKeys
 from smolcluster.comm.elastic.roster import Gone, Member, Said
@@ -196,7 +197,7 @@ class Coordinator(ServerSide):
         self._followers.send(epoch=self._roster.epoch)
 
     def _has_holder(self) -> bool:
-        return any(member.rank not in self._needy for member in self._roster.in_order())
+        return any(rank not in self._needy for rank in self._roster.members)
 
     # Views
 
@@ -207,7 +208,7 @@ class Coordinator(ServerSide):
         self._complaints.clear()
         if not self._whole:
             self._give_up_upload()  # the parts would be those of two deals
-        staying = [member for member in roster.in_order() if member.rank not in self._needy]
+        before, staying = self._seated, [member for member in roster.in_order() if member.rank not in self._needy]
         newcomers = sorted(filter(self._may_come, roster.newcomers), key=lambda member: member.rank)
         for member in newcomers:
             roster.welcome(member)
@@ -219,13 +220,20 @@ class Coordinator(ServerSide):
         roster.epoch += 1
         members = roster.in_order()
         self._seated = {member.instance for member in members}
+        new = self._seated - before | {member.instance for member in newcomers}
         if staying and not self._is_lent(staying):
             self._begin_anew(staying)
             staying, newcomers = [], members
 
         # Those who stay have computed the next steps, or hold the samples for them; whoever comes adds nothing to these.
-        idle = [member.rank for member in members if member not in staying] if staying else []
+        stay = {member.rank for member in staying}
+        idle = [member.rank for member in members if member.rank not in stay] if staying else []
         donations = self._welcome_all(newcomers)
+        for member in members:
+            # A pair has the same key in every view: a member that stays lacks those of the new ones only.
+            keys = self._pair_keys.of(member.instance, self._seated if member.instance in new else new)
+            if keys:
+                member.link.send(Message(kind=Kind.MEMBER, epoch=roster.epoch, meta={"keys": keys}))
 
         self._done.clear()
         seated = tuple(Seated(m.rank, m.instance, m.host, m.address) for m in members)
@@ -241,15 +249,14 @@ class Coordinator(ServerSide):
             "left_out": {str(step): sorted(ranks) for step, ranks in self._left_out.items()},
             "scale": self.office.scale.state_dict(),
         }
-        leases: dict[int, list[dict[str, Any]]] = {member.rank: [] for member in members}
+        # All members get the same view: it is encoded once, and what is for one of them alone is a message of its own.
+        roster.send(members, shared(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=meta)))
+        leases: dict[Member, list[dict[str, Any]]] = {member: [] for member in newcomers if not staying}
         for step, steps in self._lengths(self._rounds):
-            for member in newcomers:
-                if member.rank not in idle:
-                    leases[member.rank].append(self.lend(member, step, steps=steps))
-        for member in members:
-            keys = self._pair_keys.of(member.instance, self._seated)
-            said = {**meta, "leases": leases[member.rank], "keys": keys}
-            member.link.send(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=said))
+            for member, lent in leases.items():
+                lent.append(self.lend(member, step, steps=steps))
+        for member, lent in leases.items():
+            member.link.send(Message(kind=Kind.LEASE, step=committed, epoch=roster.epoch, meta={"leases": lent}))
         self._view_epoch = roster.epoch
         self._watch.begin(self._seated, now=time.monotonic())
         self._ask()
@@ -315,13 +322,14 @@ class Coordinator(ServerSide):
         if self._needy and not here and not donors:
             raise self._lost()
         donations: dict[int, int] = {}
+        arrived = {member.rank for member in newcomers}
         for member in self._roster.in_order():
             meta: dict[str, Any] = {"recent": {str(step): list(v) for step, v in self._recent.items()}}
             if member.rank in self._needy and here:
                 meta["numbers"] = numbers
                 send_state(member, tensors, step=self._committed, epoch=self._roster.epoch, meta=meta)
                 self._needy.discard(member.rank)
-            elif member in newcomers:
+            elif member.rank in arrived:
                 epoch = self._roster.epoch
                 member.link.send(Message(kind=Kind.WELCOME, step=self._committed, epoch=epoch, meta=meta))
             if member.rank in self._needy:
@@ -399,12 +407,13 @@ class Coordinator(ServerSide):
 
     def _evict_hung(self) -> None:
         """Go on without members that compute for too long while others wait; they may join again when they answer."""
-        if self._view_due:
+        now = time.monotonic()
+        if self._view_due or not self._watch.is_due(now):
             return
         step = self._rounds[0] if self._rounds else self._committed + 1
         done = self._done.get(step, {})
         delivered = [member.instance for member in self._roster.in_order() if member.rank in done]
-        overdue = self._watch.overdue(delivered=delivered, now=time.monotonic())
+        overdue = self._watch.overdue(delivered=delivered, now=now)
         for member in self._roster.in_order():
             if (busy_s := overdue.get(member.instance)) is not None:
                 self._put_out(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
@@ -526,12 +535,13 @@ class Coordinator(ServerSide):
         self._rounds.remove(step)
         more = self._further(self._rounds)
         self._rounds += more
+        lengths = self._lengths(more)
         result = {"samples": int(samples), "weight": weight, "norm": norm, "scale": self.office.scale.state_dict()}
         self._followers.committed(step, result, roster.members)
         for member in roster.in_order():
             meta: dict[str, Any] = {**result, "share": bool(self._followers)}
             if more:
-                meta["leases"] = [self.lend(member, later, steps=steps) for later, steps in self._lengths(more)]
+                meta["leases"] = [self.lend(member, later, steps=steps) for later, steps in lengths]
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
         if self.office.wants(step):
             self._wanted.append(step)

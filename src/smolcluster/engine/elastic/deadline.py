@@ -40,6 +40,7 @@ class ComputeWatch:
     def __init__(self, timeout_s: float | None) -> None:
         """`timeout_s`: a fixed deadline instead of one that adapts."""
         self._timeout_s = timeout_s
+        self._deadline_s = FIRST_S if timeout_s is None else timeout_s  # of a member that has contributed
         self._times: deque[float] = deque(maxlen=KEPT)
         self._began = self._looked = -math.inf
         self._since: dict[str, float] = {}  # it computes since then, or has been seen to wait
@@ -56,6 +57,8 @@ class ComputeWatch:
     def commit(self, contributors: Collection[str], *, now: float) -> None:
         """A step is committed, and the members compute the next."""
         self._times.append(now - self._began)
+        if self._timeout_s is None:
+            self._deadline_s = step_deadline(self._times)
         self._proven |= self._since.keys() & contributors
         self.begin(list(self._since), now=now)
 
@@ -69,15 +72,17 @@ class ComputeWatch:
             self._since[member] = self._waited[member] = now
 
     def deadline(self, member: str) -> float:
-        adaptive_s = step_deadline(self._times) if self._timeout_s is None else self._timeout_s
-        return adaptive_s if member in self._proven else max(adaptive_s, FIRST_S)
+        return self._deadline_s if member in self._proven else max(self._deadline_s, FIRST_S)
+
+    def is_due(self, now: float) -> bool:
+        """Return whether it is time to look: not at every message."""
+        return now - self._looked >= LOOK_S
 
     def overdue(self, *, delivered: Collection[str], now: float) -> dict[str, float]:
         """Return the members that have hung, and for how long. `delivered`: have sent their result of this step."""
-        passed_s = now - self._looked
-        if passed_s < LOOK_S:
+        if not self.is_due(now):
             return {}
-        self._looked = now
+        passed_s, self._looked = now - self._looked, now
         if passed_s > LOOK_S + STOOD_STILL_S:
             self._since = {member: min(now, since + passed_s) for member, since in self._since.items()}
             return {}

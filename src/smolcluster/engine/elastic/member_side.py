@@ -60,10 +60,10 @@ class MemberSide(ABC):
     def _enter(self, welcome: Message) -> None:
         """Take part from here on, with the server's state."""
         self._epoch = welcome.epoch
-        names = welcome.meta.get("state")
-        if names is None:
+        count = welcome.meta.get("state")
+        if count is None:
             return
-        tensors = self._line.state(names)
+        tensors = self._line.state(count)
         if tensors is not None:  # or the line was lost again, and another welcome follows
             state = State.unpacked(tensors, welcome.meta["numbers"])
             state.own = self.recall(welcome.step) if self.recall is not None else {}

@@ -95,8 +95,10 @@ class ParameterServer(ServerSide):
         if self._roster.newcomers:
             waits = self._first_waits()
             state, numbers = self.copied_state()
-            for member in sorted(self._roster.newcomers, key=lambda m: m.rank):
+            newcomers = sorted(self._roster.newcomers, key=lambda m: m.rank)
+            for member in newcomers:
                 self._roster.welcome(member)
+            for member in newcomers:
                 first = self._first_step(member)
                 leases = [] if waits else [self.lend(member, first + i) for i in range(self.leases_ahead)]
                 self._send_state(member, state, numbers, leases=leases)

@@ -70,6 +70,7 @@ class ElasticRounds(Rounds, MemberSide):
             connect_s=connect_s(self.context),
             proven=True,
         )
+        self._keys: dict[str, bytes] = {}  # of the other members, by instance
         self._group: ElasticGroup | None = None
         self._address = self._peers.listen(self._line.own_host, 0)
         self._peers.on_lost(lambda member, reason: self._suspect(member.rank, reason))
@@ -173,6 +174,8 @@ class ElasticRounds(Rounds, MemberSide):
     def _hear(self, message: Message) -> None:
         super()._hear(message)
         match message.kind:
+            case Kind.MEMBER:
+                self._keys |= read_keys(message.meta["keys"])
             case Kind.VIEW:
                 self._regroup(message)
                 self._use_scale(message)  # a state that was donated came with its donor's
@@ -267,7 +270,8 @@ class ElasticRounds(Rounds, MemberSide):
         ranks, steps = [member.rank for member in view.members], [flight.step for flight in self.flights]
         log.debug("view %d: members %s from step %d on; in flight here: %s", view.epoch, ranks, view.step + 1, steps)
         self._epoch, self._settled = view.epoch, False
-        self._group = self._peers.form(view, read_keys(meta["keys"]))
+        self._keys = {m.instance: self._keys[m.instance] for m in view.members if m.instance in self._keys}
+        self._group = self._peers.form(view, self._keys)
         if self._is_over(view):
             self._group.abort(ViewChanged("a later view is on its way"))
         donations = {int(joiner): int(donor) for joiner, donor in meta["donations"].items()}

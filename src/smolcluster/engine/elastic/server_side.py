@@ -12,6 +12,7 @@ from torch import Tensor
 from smolcluster.comm.elastic.handshake import MAX_REASON, printable
 from smolcluster.comm.elastic.messages import Kind, Message
 from smolcluster.comm.elastic.roster import Member, Roster
+from smolcluster.comm.elastic.states import server_messages
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
 from smolcluster.compute.replica import Replica
@@ -34,6 +35,7 @@ class ServerSide(ABC):
         """Once, before anybody joins."""
         self.gate = GradientGate()
         self.stale_rejected = 0
+        self._shares: tuple[int, dict[Member, int]] | None = None  # the roster's epoch, and batch sizes by speed
         self.replica.led = True
         if self.replica.scale is not None:
             self.replica.scale = self.office.scale  # what is saved, and handed to newcomers
@@ -85,16 +87,25 @@ class ServerSide(ABC):
 
     def _batch_size(self, member: Member) -> int:
         """What the member said, or its share by speed of what all automatic members have together."""
+        if not member.automatic:
+            return member.batch_size
+        if self._shares is None or self._shares[0] != self._roster.epoch:
+            self._shares = self._roster.epoch, self._share_out()
+        return self._shares[1].get(member, member.batch_size)
+
+    def _share_out(self) -> dict[Member, int]:
+        """Once for all members: they hold until somebody comes, goes, or is measured again."""
         automatic = [m for m in self._roster.in_order() if m.automatic]
         total, unit = sum(m.batch_size for m in automatic), self.context.config.training.grad_accumulation
-        if member not in automatic or any(m.speed == 0 for m in automatic) or total % unit:
-            return member.batch_size
+        if any(m.speed == 0 for m in automatic) or total % unit:
+            return {}
         speeds, fixed_s = [m.speed for m in automatic], [m.fixed_s for m in automatic]
-        return share_out(total, speeds, fixed_s, unit=unit)[automatic.index(member)]
+        return dict(zip(automatic, share_out(total, speeds, fixed_s, unit=unit), strict=True))
 
     def note_speed(self, member: Member, *, samples: int, compute_s: float, fixed_s: float | None) -> None:
         """`fixed_s`: what its step took beside computing, up to its gradient; None: not known this time."""
         if samples > 0 and LEAST_S < compute_s < MOST_S:
+            self._shares = None
             member.speed = smoothed(member.speed, samples / compute_s)
             if fixed_s is not None and fixed_s < MOST_S:
                 member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
@@ -126,7 +137,7 @@ class ServerSide(ABC):
 
 def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: int, meta: dict[str, Any]) -> None:
     """A welcome, and the state that it announces."""
-    meta = {"state": list(tensors), **meta}
+    meta = {"state": len(tensors), **meta}
     member.link.send(Message(kind=Kind.WELCOME, step=step, epoch=epoch, meta=meta))
-    for channel, tensor in enumerate(tensors.values()):
-        member.link.send(Message(kind=Kind.STATE, step=step, channel=channel, epoch=epoch, payload=tensor))
+    for message in server_messages(tensors, step=step, epoch=epoch):
+        member.link.send(message)

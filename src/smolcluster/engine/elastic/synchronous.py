@@ -92,9 +92,11 @@ class SynchronousServer(ParameterServer):
         arrived: dict[int, Push] = {}
         done: set[Member] = set()  # those that have answered, refused ones included
         deadline: float | None = None
+        counts: tuple[int, ...] = ()
         while not self.context.stop_requested():
-            present = self._present()
-            awaited = present - self._stragglers or present
+            if counts != (counts := self._counts()):  # as a rule no: a gradient of one does not move the others
+                present = self._present()
+                awaited = present - self._stragglers or present
             if arrived and (done >= awaited or (deadline and time.monotonic() >= deadline)):
                 break
             if not present:  # nobody is here, has read what it was sent, or holds a lease of this step
@@ -126,6 +128,10 @@ class SynchronousServer(ParameterServer):
         for member in filter(missing.__contains__, self._roster.in_order()):
             self._go_on_without(member, step, due=deadline)
         return [arrived[rank] for rank in sorted(arrived)]
+
+    def _counts(self) -> tuple[int, ...]:
+        """Return what changes whenever other members are present, or waited for."""
+        return self._roster.epoch, *map(len, (self._behind, self._coming, self._idle, self._late, self._stragglers))
 
     def _present(self) -> set[Member]:
         """Return the members that hold a lease of the current step, or have answered it."""
@@ -228,6 +234,7 @@ class SynchronousServer(ParameterServer):
             if step in self.office.leases.held(member.instance):
                 self.refuse(member, step, why)
             self._renew(member)
+        for member in members:
             self._send_state(member, state, numbers, leases=[self.lend(member, step)])
 
     def _renew(self, member: Member) -> None:
