@@ -538,14 +538,14 @@ class Coordinator(ServerSide):
         lengths = self._lengths(more)
         result = {"samples": int(samples), "weight": weight, "norm": norm, "scale": self.office.scale.state_dict()}
         self._followers.committed(step, result, roster.members)
+        if self.office.wants(step):
+            self._wanted.append(step)
+        self._ask()  # before the commit is told of, so that no further round is begun before it is read
         for member in roster.in_order():
             meta: dict[str, Any] = {**result, "share": bool(self._followers)}
             if more:
                 meta["leases"] = [self.lend(member, later, steps=steps) for later, steps in lengths]
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
-        if self.office.wants(step):
-            self._wanted.append(step)
-        self._ask()
         self.office.committed(
             StepReport(
                 loss=torch.tensor(loss / (weight or 1.0)),

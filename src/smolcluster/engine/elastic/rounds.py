@@ -192,10 +192,10 @@ class ElasticRounds(Rounds, MemberSide):
             case _:
                 pass
         # Local steps have changed the optimizer's state, and the round they belong to may be under way.
-        if self._pull is not None and not (self.local_steps > 1 and self.flights):
-            asked, self._pull = self._pull, None
-            step = self.replica.updates if self.local_steps > 1 else asked.step
-            self._upload(step, first=bool(asked.meta["first"]))
+        asked, updates = self._pull, self.replica.updates
+        if asked is not None and updates >= asked.step and not (self.local_steps > 1 and self.flights):
+            self._pull = None
+            self._upload(updates if self.local_steps > 1 else asked.step, first=bool(asked.meta["first"]))
 
     def _take_step(self, *, weight: float, norm: float) -> None:
         """Apply the oldest round in flight, which is committed."""
