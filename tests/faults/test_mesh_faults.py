@@ -159,7 +159,7 @@ def test_a_rank_that_never_comes_is_named(network: Network, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("module", "package", "version"),
-    [("torch", "torch", "2.11.0+cpu"), ("smolcluster", "smolcluster", "0.0.9")],
+    [("torch", "torch", "2.11.0+cpu"), ("smolcluster.engine.identity", "smolcluster", "0.0.9")],
 )
 def test_another_version_is_refused(network: Network, tmp_path: Path, module: str, package: str, version: str) -> None:
     world = run_world(3, tmp_path, CONFIG, places=places(network, 3), tweaks={1: [(module, "__version__", version)]})
