@@ -906,6 +906,20 @@ def test_members_that_hear_of_other_keys_at_different_times_sum(world: World) ->
     assert_sums([*form_with_keys(world, View(2, 0, (a, b)), after, a), *first])
 
 
+def test_a_key_that_is_learned_before_its_view_is_used_in_that_view_only(world: World) -> None:
+    """A link proved with it in the view before would be used without my own proof, and the peer would wait for it."""
+    a, b = (world.add(rank, proven=True) for rank in range(2))
+    keys, peers = PairKeys(), world.peers[b.instance]
+    known = read_keys(keys.of(b.instance, ["another member"]))
+    peers.form(View(1, 0, (b,)), known)
+    world.peers[a.instance].form(View(2, 0, (a, b)), {})  # it dials, and has no key to prove anything with yet
+    until(lambda: bool(peers._unproven))
+    known |= read_keys(keys.of(b.instance, [a.instance]))
+    (first,) = form_with_keys(world, View(3, 0, (a, b)), keys, a)
+    until(lambda: all(said is not None for said in peers._unproven.values()))
+    assert_sums([first, peers.form(View(3, 0, (a, b)), known)])
+
+
 MADE_UP = Message(kind=Kind.MEMBER, epoch=1, meta={"proof": "00" * 32})
 IMPOSTURES = {
     "a piece": [chunk(0, 0, 2500)],

@@ -120,7 +120,8 @@ class Peers:
             self._exchange.abort(ViewChanged(f"the members have changed: view {view.epoch} has {len(view.members)}"))
         exchange = Exchange(self._wires, view, timeout_s=self._timeout_s, need=self._need, on_waiting=self._on_waiting)
         settled = threading.Event()
-        self._wires.soon(lambda: self._switch(exchange, keys or {}, settled))
+        known = dict(keys or {})  # the caller may learn more keys before the next view, and they hold only there
+        self._wires.soon(lambda: self._switch(exchange, known, settled))
         if not settled.wait(SETTLE_S):
             self._wires.soon(self._cut_off)
             if not settled.wait(SETTLE_S):
