@@ -27,7 +27,7 @@ from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.processes import Child, Inbox, end_all, last_lines, spawn, tell, why_it_ended
+from smolcluster.launch.local.processes import Child, Inbox, end_all, last_lines, spawn, tell, why_it_ended
 from smolcluster.observe.events import Failed, Phase, RunFinished, StepLogged
 from smolcluster.strategies.base import Strategy
 from smolcluster.strategies.registry import find_strategy, read_options

@@ -26,11 +26,11 @@ import torch
 from benchmarks.harness import Comparison, Measured, Session, Target, Variant
 from benchmarks.network import RATES, Network, hosts, measured_rate
 from benchmarks.world import Message, World, serve
-from smolcluster.comm.elastic.peers import Peers
-from smolcluster.comm.elastic.security import Keyring, new_token
-from smolcluster.comm.elastic.tcp import TcpTransport
-from smolcluster.comm.elastic.transport import Peer
-from smolcluster.comm.elastic.view import Member, View
+from smolcluster.comm.elastic.collectives.peers import Peers
+from smolcluster.comm.elastic.membership.view import Member, View
+from smolcluster.comm.elastic.transport.api import Peer
+from smolcluster.comm.elastic.transport.security import Keyring, new_token
+from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.comm.group import Group, gather_json
 from smolcluster.errors import SmolclusterError
 

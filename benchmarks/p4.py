@@ -48,7 +48,7 @@ from benchmarks.workload import SHAPES, make_config
 from benchmarks.world import Message, World, serve
 from smolcluster.comm.group import Group
 from smolcluster.config.schema import Config
-from smolcluster.engine import history
+from smolcluster.engine.elastic import history
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.events import StepLogged
 

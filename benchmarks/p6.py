@@ -34,10 +34,10 @@ from benchmarks.workload import Shape, child_environment, make_config
 from benchmarks.world import World
 from smolcluster.compute.device import choose_device
 from smolcluster.config.schema import Config
-from smolcluster.engine.choices import Choice
-from smolcluster.engine.plan import Subject, forecast
-from smolcluster.engine.rehearsal import Way
 from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.planner.candidates import Choice
+from smolcluster.planner.forecast import Subject, forecast
+from smolcluster.planner.memory_estimate import Way
 from smolcluster.tasks.find import find_task
 
 EXAMPLE = "python -m benchmarks p6 --stages 1 3"

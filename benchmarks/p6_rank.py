@@ -23,7 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.workload import make_strategy
 from benchmarks.world import Message, serve
 from smolcluster.comm.group import Group
-from smolcluster.comm.rehearsal_group import rehearsal_world
 from smolcluster.compute.device import choose_device
 from smolcluster.compute.ledger import Ledger
 from smolcluster.compute.memory import workspace_bytes
@@ -31,8 +30,9 @@ from smolcluster.compute.replica import Batch, to_device
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
-from smolcluster.engine.rehearsal import States
 from smolcluster.parallel.fsdp2 import blocks_of
+from smolcluster.planner.fake_group import rehearsal_world
+from smolcluster.planner.memory_estimate import States
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.find import find_task
 

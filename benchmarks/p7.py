@@ -29,7 +29,7 @@ import torch
 from benchmarks.harness import Comparison, Session, Target, Variant
 from benchmarks.peers.bare import BareLoop
 from benchmarks.workload import SHAPES, Shape, make_config, make_strategy, recipe_of
-from smolcluster.comm.rendezvous import Place, connect
+from smolcluster.comm.mesh.rendezvous import Place, connect
 from smolcluster.compute.device import choose_device, synchronize
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config

@@ -51,12 +51,12 @@ from benchmarks.harness import Comparison, Measured, Session, Variant
 from benchmarks.network import Network, check_possible, hosts
 from benchmarks.p8_front import PROMPT
 from benchmarks.workload import ROOT, child_environment
-from smolcluster.comm.elastic.security import new_token
-from smolcluster.engine.export import write_folder
+from smolcluster.comm.elastic.transport.security import new_token
+from smolcluster.engine.checkpoint.export_hf import write_folder
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import export_config, export_weights
-from smolcluster.serve.sources import find_source
+from smolcluster.serve.engine.sources import find_source
 
 EXAMPLE = "python -m benchmarks p8 --model smollm2 --link 100mbit"
 PORT = 29700

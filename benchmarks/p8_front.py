@@ -16,14 +16,14 @@ import sys
 import time
 from typing import Any
 
-from smolcluster.comm.elastic.security import load_keyring
-from smolcluster.comm.elastic.sockets import split_address
-from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.elastic.transport.security import load_keyring
+from smolcluster.comm.elastic.transport.sockets import split_address
+from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
-from smolcluster.serve.ask import Ask, Sampling
-from smolcluster.serve.front import LINKS, Front
-from smolcluster.serve.layout import Wish
-from smolcluster.serve.sources import find_source
+from smolcluster.serve.engine.front import LINKS, Front
+from smolcluster.serve.engine.layout import Wish
+from smolcluster.serve.engine.sources import find_source
+from smolcluster.serve.engine.types import Ask, Sampling
 
 PROMPT = 16  # tokens before those that are timed
 

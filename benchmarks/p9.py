@@ -40,9 +40,9 @@ from benchmarks.harness import Comparison, Measured, Session, Target, Variant
 from benchmarks.p13 import smolcluster_command
 from benchmarks.processes import descendants, environment_of, started
 from benchmarks.workload import Shape
-from smolcluster.engine import history
+from smolcluster.engine.elastic import history
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.processes import WORKER_MARK
+from smolcluster.launch.local.processes import WORKER_MARK
 from smolcluster.observe.jsonl import read_metrics
 
 EXAMPLE = "python -m benchmarks p9 --only syncps edp"

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.network import Network
 from benchmarks.workload import child_environment
 from smolcluster.comm.group import Group
-from smolcluster.comm.rendezvous import Place, connect
+from smolcluster.comm.mesh.rendezvous import Place, connect
 from smolcluster.compute.device import choose_device
 from smolcluster.errors import SmolclusterError
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.models import GPT, GPTConfig, Qwen3Config
 from smolcluster.models.parts import part_of
-from smolcluster.serve.ask import Ask, Sampling, Token
-from smolcluster.serve.front import LINKS, Front
-from smolcluster.serve.layout import Wish
-from smolcluster.serve.scheduler import Limits
-from smolcluster.serve.sources import Source
-from smolcluster.serve.stage import Holder
-from smolcluster.serve.text import Text
+from smolcluster.serve.engine.front import LINKS, Front
+from smolcluster.serve.engine.layout import Wish
+from smolcluster.serve.engine.scheduler import Limits
+from smolcluster.serve.engine.sources import Source
+from smolcluster.serve.engine.stage import Holder
+from smolcluster.serve.engine.types import Ask, Sampling, Token
+from smolcluster.serve.text.conversation import Text
 from tests.e2e.command import eventually
 
 GREEDY = Sampling(temperature=0.0)

@@ -41,12 +41,12 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.experimental",
-    "smolcluster.engine.process",
+    "smolcluster.engine.process.main",
     "smolcluster.tasks.gpt",
     "smolcluster.strategies.allreduce",
     "smolcluster.strategies.single",
-    "smolcluster.engine.server",
-    "smolcluster.engine.member",
+    "smolcluster.engine.elastic.server",
+    "smolcluster.engine.elastic.worker",
     "smolcluster.strategies.edp",
     "smolcluster.strategies.fsdp",
     "smolcluster.strategies.fsdp_sharded",
@@ -264,7 +264,7 @@ def _be_rank(
     import torch
     from torch.distributed import distributed_c10d
 
-    from smolcluster.engine.process import run_worker
+    from smolcluster.engine.process.main import run_worker
     from smolcluster.engine.spec import WorkerSpec
 
     # Some of torch's own machinery would pickle what it tells other ranks. Nothing here may make it do so.
@@ -663,7 +663,7 @@ def _be_member(
 ) -> None:
     import torch
 
-    from smolcluster.engine.process import run_worker
+    from smolcluster.engine.process.main import run_worker
     from smolcluster.engine.spec import WorkerSpec
 
     if namespace is not None:

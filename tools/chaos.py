@@ -56,8 +56,8 @@ from benchmarks.network import Network, check_possible, hosts
 from tests.faults.elastic_history import Lines, commits, instance_of, instances, lines_of
 from tests.world import ElasticWorld, Life, Who, run_elastic_world
 
-from smolcluster.comm.elastic.security import new_token
-from smolcluster.engine import history
+from smolcluster.comm.elastic.transport.security import new_token
+from smolcluster.engine.elastic import history
 from smolcluster.errors import UserError
 from smolcluster.observe.events import RunStarted
 

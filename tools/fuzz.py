@@ -60,7 +60,7 @@ with (
             "smolcluster.serve",
             "smolcluster.web",
             "smolcluster.models",
-            "smolcluster.engine.adopt",
+            "smolcluster.engine.elastic.adopted_config",
         ]
     )
     if GUIDED
@@ -70,32 +70,33 @@ with (
     from torch import Tensor
 
     from smolcluster.comm.codecs import CODECS, CodecError, Packer, make_codec
-    from smolcluster.comm.elastic import frames, payloads
-    from smolcluster.comm.elastic.frames import FrameError, Parser
-    from smolcluster.comm.elastic.handshake import MAX_HOST, MAX_RANK, ROLES, Handshake
-    from smolcluster.comm.elastic.handshake import Refusal as HandshakeRefusal
-    from smolcluster.comm.elastic.line import Line, Stopped
-    from smolcluster.comm.elastic.mailbox import Mailbox, Payload
-    from smolcluster.comm.elastic.messages import Head, Kind, Message, Peer
-    from smolcluster.comm.elastic.peers import Peers
-    from smolcluster.comm.elastic.roster import Gone, Member, Roster, Said
-    from smolcluster.comm.elastic.security import NoToken
-    from smolcluster.comm.elastic.transport import Link
-    from smolcluster.comm.elastic.view import Member as Seated
-    from smolcluster.comm.elastic.view import View
+    from smolcluster.comm.elastic.collectives.peers import Peers
+    from smolcluster.comm.elastic.membership.mailbox import Mailbox, Payload
+    from smolcluster.comm.elastic.membership.roster import Gone, Member, Roster, Said
+    from smolcluster.comm.elastic.membership.server_link import Line, Stopped
+    from smolcluster.comm.elastic.membership.view import Member as Seated
+    from smolcluster.comm.elastic.membership.view import View
+    from smolcluster.comm.elastic.transport import frames, payloads
+    from smolcluster.comm.elastic.transport.api import Link
+    from smolcluster.comm.elastic.transport.frames import FrameError, Parser
+    from smolcluster.comm.elastic.transport.handshake import MAX_HOST, MAX_RANK, ROLES, Handshake
+    from smolcluster.comm.elastic.transport.handshake import Refusal as HandshakeRefusal
+    from smolcluster.comm.elastic.transport.messages import Head, Kind, Message, Peer
+    from smolcluster.comm.elastic.transport.security import NoToken
     from smolcluster.comm.group import PeerLost
     from smolcluster.config import load_config, public_dict, resolve
     from smolcluster.config.names import known_keys
     from smolcluster.config.schema import Config
     from smolcluster.config.strategies import BUILT_IN
-    from smolcluster.engine.adopt import FROM_SERVER, adopt, read_plan
+    from smolcluster.engine.elastic.adopted_config import FROM_SERVER, adopt, read_plan
+    from smolcluster.engine.elastic.row_quota import RowQuota
+    from smolcluster.engine.elastic.server import Server
     from smolcluster.engine.identity import instance_of
-    from smolcluster.engine.quota import RowQuota
-    from smolcluster.engine.server import Server
     from smolcluster.errors import UserError
     from smolcluster.models.gguf import GGUF
-    from smolcluster.serve import api_types, wire
-    from smolcluster.serve.service import BadRequest
+    from smolcluster.serve.engine import wire
+    from smolcluster.serve.http import api_types
+    from smolcluster.serve.http.service import BadRequest
     from smolcluster.web.bodies import Unreadable, parse_object
     from tools.memory_transport import MemoryTransport, Switchboard
 

@@ -26,9 +26,9 @@ from functools import partial
 
 from torch import Tensor
 
-from smolcluster.comm.elastic import frames
-from smolcluster.comm.elastic.payloads import memory
-from smolcluster.comm.elastic.transport import LEFT, Dialer, Handler, Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.elastic.transport import frames
+from smolcluster.comm.elastic.transport.api import LEFT, Dialer, Handler, Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.elastic.transport.payloads import memory
 from smolcluster.comm.group import Done, PeerLost, Traffic, Work
 from smolcluster.errors import UserError
 

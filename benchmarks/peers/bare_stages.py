@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from benchmarks.p8_front import PROMPT, prompt
-from smolcluster.comm.elastic.sockets import split_address
-from smolcluster.serve.part import Part, Row
-from smolcluster.serve.sources import find_source
+from smolcluster.comm.elastic.transport.sockets import split_address
+from smolcluster.serve.engine.part import Part, Row
+from smolcluster.serve.engine.sources import find_source
 
 HEAD = struct.Struct("<qq")  # the position of the first token, and how many come
 CONNECT_S = 120.0

@@ -19,7 +19,7 @@ from smolcluster.compute.device import synchronize
 from smolcluster.models import GPT
 from smolcluster.models.hugging_face import export_config, export_weights
 from smolcluster.models.registry import build
-from smolcluster.serve.sources import Source, find_source
+from smolcluster.serve.engine.sources import Source, find_source
 
 Generate = Callable[[Tensor, int], None]
 

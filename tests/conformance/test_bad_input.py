@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.conformance.cases import Case, all_cases, named, over
 
-from smolcluster.engine.dry_run import describe_run
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
+from smolcluster.planner.dry_run import describe_run
 from smolcluster.strategies.registry import find_strategy, read_options
 
 CASES = all_cases()

@@ -13,9 +13,9 @@ from tests.conformance.cases import Case, all_cases, assert_good_end, over
 from tests.equivalence.test_memory import measured
 from tests.world import ElasticWorld
 
-from smolcluster.engine.choices import Choice
-from smolcluster.engine.plan import Subject, forecast
-from smolcluster.engine.rehearsal import Way
+from smolcluster.planner.candidates import Choice
+from smolcluster.planner.forecast import Subject, forecast
+from smolcluster.planner.memory_estimate import Way
 from smolcluster.tasks.find import find_task
 
 CASES = all_cases()

@@ -204,7 +204,7 @@ def test_download_with_the_wrong_checksum(smol: Smol, tmp_path: Path) -> None:
         patches.mkdir()
         (patches / "sitecustomize.py").write_text(
             "import sys\n\n"
-            "if 'smolcluster.engine.process' in sys.orig_argv:\n"
+            "if 'smolcluster.engine.process.main' in sys.orig_argv:\n"
             "    import smolcluster.data.mnist\n\n"
             f"    smolcluster.data.mnist.MIRRORS = ('{mirror}/one', '{mirror}/two')\n",
             encoding="utf-8",

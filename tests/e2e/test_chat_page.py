@@ -19,7 +19,7 @@ from tests.e2e.fake_chat import STATIC, STORY, Fake, break_off, err, machine, pi
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 
-from smolcluster.serve.ask import NobodyThere
+from smolcluster.serve.engine.types import NobodyThere
 
 pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
 pytest.importorskip("starlette")

@@ -45,7 +45,7 @@ class Guard:
         if name == "torch" or name.startswith("torch."):
             raise AssertionError("the launcher imports torch")
 
-if "smolcluster.engine.process" not in sys.orig_argv:
+if "smolcluster.engine.process.main" not in sys.orig_argv:
     sys.meta_path.insert(0, Guard())
 """
 

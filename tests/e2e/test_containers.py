@@ -20,8 +20,8 @@ import pytest
 import yaml
 from tests.e2e.command import TINY, Process, Smol, children, eventually, read_rows, read_summary
 
-from smolcluster.comm.elastic.security import new_token
-from smolcluster.engine.history import check, read
+from smolcluster.comm.elastic.transport.security import new_token
+from smolcluster.engine.elastic.history import check, read
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc"),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from tests.e2e.command import TINY, Beside, Ended, Process, Running, Smol, children, eventually, read_rows, read_summary
 
-from smolcluster.comm.elastic.security import new_token
+from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.launch.cluster import keeper
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Guard:
         if name == "torch" or name.startswith("torch."):
             raise AssertionError("the launcher imports torch")
 
-if "smolcluster.engine.standby" not in sys.orig_argv:
+if "smolcluster.engine.process.warm_elastic" not in sys.orig_argv:
     sys.meta_path.insert(0, Guard())
 """
 # Slow until somebody says go, so that a test can do what it likes in the middle of a run.

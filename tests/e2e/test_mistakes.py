@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.command import Smol
 from tests.world import run_world
 
-from smolcluster.engine.checkpoint import CheckpointStore
+from smolcluster.engine.checkpoint.store import CheckpointStore
 
 COMMON = {"training.steps": 6, "training.batch_size": 8, "training.eval_steps": 0}
 

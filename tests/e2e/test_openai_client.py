@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.scripted_engine import END, SAID, ScriptedEngine, serving
 
-from smolcluster.serve.ask import Busy, NobodyThere
+from smolcluster.serve.engine.types import Busy, NobodyThere
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")

@@ -13,7 +13,7 @@ from benchmarks.network import Network, check_possible, hosts
 from tests.e2e.command import TINY, Running, Smol, children, eventually, read_rows
 from tests.e2e.sshd import free_port
 
-from smolcluster.comm.elastic.security import new_token
+from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.errors import UserError
 
 LISTEN = "0A"  # the state in /proc/net/tcp

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.e2e.command import Smol, children, eventually, read_rows, read_summary
 from tests.world import TASKS, run_world
 
-from smolcluster.comm.elastic.security import new_token
+from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.errors import UserError
 
 pytestmark = [

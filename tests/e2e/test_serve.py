@@ -21,9 +21,9 @@ from benchmarks.network import check_possible, hosts
 from tests.e2e.command import TINY, Running, Smol, children, eventually
 from tests.e2e.sshd import free_port
 
-from smolcluster.comm.elastic.security import new_token
+from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.errors import UserError
-from smolcluster.serve.sources import find_source
+from smolcluster.serve.engine.sources import find_source
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 

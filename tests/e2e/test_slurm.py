@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.command import TINY, Smol, eventually, read_rows, read_summary
 
-from smolcluster.engine.history import check, read
+from smolcluster.engine.elastic.history import check, read
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]

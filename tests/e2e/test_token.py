@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.command import Ended, Smol
 
-from smolcluster.comm.elastic.security import MAX_TOKENS, Credentials, new_token
+from smolcluster.comm.elastic.transport.security import MAX_TOKENS, Credentials, new_token
 
 COMMANDS = ["", "new", "add", "show", "list", "rotate", "revoke"]
 TOKEN = re.compile(r"smol1_[A-Za-z0-9_-]{48}")

@@ -22,12 +22,12 @@ from tests.tasks import Tiny
 from tests.world import ElasticWorld, World, run_elastic_world, run_world
 from torch import Tensor, nn
 
-from smolcluster.comm.elastic.security import new_token
+from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.rng import seed_everything
 from smolcluster.data.sampler import Sampler
-from smolcluster.engine import history
-from smolcluster.engine.checkpoint import CheckpointStore, read_checkpoint
+from smolcluster.engine.checkpoint.store import CheckpointStore, read_checkpoint
+from smolcluster.engine.elastic import history
 
 ELASTIC = {"cluster.plane": "elastic"}
 AT_ONCE = {"strategy.worker_update_interval": 1}  # every worker computes at the server's weights

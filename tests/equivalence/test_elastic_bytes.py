@@ -17,8 +17,8 @@ from tests.world import run_elastic_world
 
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
-from smolcluster.engine.dry_run import describe_run
 from smolcluster.engine.run_dir import RunDir
+from smolcluster.planner.dry_run import describe_run
 
 SHAPE = {"model_dim": 64, "num_layers": 2, "num_heads": 2, "max_seq_len": 16}
 CONFIG = {

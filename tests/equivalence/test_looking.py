@@ -13,8 +13,8 @@ import torch
 from tests.equivalence.same_run import COMMON, STEPS
 from tests.world import World, run_world
 
-from smolcluster.engine.checkpoint import read_checkpoint
-from smolcluster.engine.snapshot import Snapshot
+from smolcluster.engine.checkpoint.snapshot import Snapshot
+from smolcluster.engine.checkpoint.store import read_checkpoint
 from smolcluster.observe.events import Notice
 
 BOUND, SAVED = 2, 4

@@ -14,9 +14,9 @@ from tests.world import forkserver
 
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
-from smolcluster.engine.choices import Choice
-from smolcluster.engine.plan import Subject, forecast
-from smolcluster.engine.rehearsal import Way
+from smolcluster.planner.candidates import Choice
+from smolcluster.planner.forecast import Subject, forecast
+from smolcluster.planner.memory_estimate import Way
 from smolcluster.tasks.find import find_task
 
 GPT = {
@@ -34,7 +34,7 @@ GPT = {
 def _be_rank(rank: int, size: int, plain: dict[str, Any], pipe: Any) -> None:
     from benchmarks.p6_rank import measure
 
-    from smolcluster.comm.rendezvous import Place, connect
+    from smolcluster.comm.mesh.rendezvous import Place, connect
 
     torch.set_num_threads(1)
     port = 0 if rank == 0 else pipe.recv()

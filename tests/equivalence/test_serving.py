@@ -12,17 +12,17 @@ import torch
 from tests.e2e.command import eventually
 from tests.serving import GREEDY, Cluster, RandomSource, cluster, gpt2, llama, qwen3
 
-from smolcluster.comm.elastic import states
-from smolcluster.comm.elastic.tcp import TcpTransport
+from smolcluster.comm.elastic.membership import server_state
+from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.models import GPTConfig
 from smolcluster.serve.alone import CHUNK, Alone
-from smolcluster.serve.ask import Ask, GivenUp, Sampling, Token
-from smolcluster.serve.front import LINKS, Front
-from smolcluster.serve.layout import Wish
-from smolcluster.serve.part import cache_bytes_per_token
-from smolcluster.serve.scheduler import Limits
-from smolcluster.serve.stage import FOR_CACHES
+from smolcluster.serve.engine.front import LINKS, Front
+from smolcluster.serve.engine.layout import Wish
+from smolcluster.serve.engine.part import cache_bytes_per_token
+from smolcluster.serve.engine.scheduler import Limits
+from smolcluster.serve.engine.stage import FOR_CACHES
+from smolcluster.serve.engine.types import Ask, GivenUp, Sampling, Token
 
 PROMPTS = [(1, 2, 3), (5,), tuple(range(40)), (90, 12, 7, 3, 3, 3), tuple(range(70, 10, -1)), (8, 8), (96,), (0, 1)]
 
@@ -157,7 +157,7 @@ def test_a_machine_that_holds_halves_is_sent_halves(source: RandomSource) -> Non
 
 def test_weights_leave_the_front_slice_by_slice(source: RandomSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine's share may be larger than what a link takes at once, and than the front's memory together with another's."""
-    monkeypatch.setattr(states, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(server_state, "SLICE_BYTES", 4096)
     small = dataclasses.replace(LINKS, queued_bytes=1 << 15)
     assert sum(tensor.nbytes for tensor in source.model.state_dict().values()) > 4 * small.queued_bytes
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=small)

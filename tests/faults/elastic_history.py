@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.world import ElasticWorld, Who
 
-from smolcluster.engine import history
+from smolcluster.engine.elastic import history
 
 RECORD = b"SJ1R"  # a frame of a journal begins with it
 

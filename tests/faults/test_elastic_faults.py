@@ -1,8 +1,8 @@
 """Runs on the elastic plane keep their rules whatever is killed, frozen, cut off or wrong.
 
 Each test scripts one kind of fault over real processes, sees that it happened, and holds the run's history against the rules
-of `engine/history.py`: no committed step lost or doubled, no sample lost or counted twice, no gradient of a stranger. Where
-every worker has the whole model, all must end with the same bits. `tools/chaos.py` has the long forms.
+of `engine/elastic/history.py`: no committed step lost or doubled, no sample lost or counted twice, no gradient of a stranger.
+Where every worker has the whole model, all must end with the same bits. `tools/chaos.py` has the long forms.
 
 Loss: on handwritten digits, from 2.30 at the start to about 0.17, a run with faults ends within 0.02 of a clean one (edp, whose
 steps depend on who is faster, 0.03). A fault changes which samples meet in a step, and how many: ten seeds of a clean run lie
@@ -43,10 +43,10 @@ from tests.world import PROMPT, ElasticWorld, Who, _begin_run, run_elastic_world
 from tools import chaos
 from tools.abuse import training as abuse
 
-from smolcluster.comm.elastic.security import new_token
+from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
-from smolcluster.engine import history
+from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.deadline import LEAST_S
 from smolcluster.errors import UserError
 

@@ -17,8 +17,8 @@ from tools import fuzz
 from tools.abuse import outside, serving, training
 from tools.fuzz import TARGETS, Kind, Message, Peers, Seated, Switchboard, View
 
-from smolcluster.comm.elastic.roster import ALL_JOINS, RANK_JOINS, Gone, JoinLimit
-from smolcluster.engine.quota import FIRST_ROWS, ROW_BYTES, RowQuota
+from smolcluster.comm.elastic.membership.roster import ALL_JOINS, RANK_JOINS, Gone, JoinLimit
+from smolcluster.engine.elastic.row_quota import FIRST_ROWS, ROW_BYTES, RowQuota
 from smolcluster.observe.events import StepLogged, to_json
 
 

@@ -24,14 +24,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic import frames, payloads
-from smolcluster.comm.elastic.connection import TcpLink
-from smolcluster.comm.elastic.frames import Parser
-from smolcluster.comm.elastic.handshake import Handshake
-from smolcluster.comm.elastic.security import Keyring, new_token, open_credentials
-from smolcluster.comm.elastic.sockets import split_address
-from smolcluster.comm.elastic.tcp import Limits, TcpTransport
-from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer
+from smolcluster.comm.elastic.transport import frames, payloads
+from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer
+from smolcluster.comm.elastic.transport.connection import TcpLink
+from smolcluster.comm.elastic.transport.frames import Parser
+from smolcluster.comm.elastic.transport.handshake import Handshake
+from smolcluster.comm.elastic.transport.security import Keyring, new_token, open_credentials
+from smolcluster.comm.elastic.transport.sockets import split_address
+from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
 
 COUNT = int(os.environ.get("SMOLCLUSTER_FUZZ_FRAMES", "2500"))
 WAIT_S = 20.0

@@ -32,10 +32,10 @@ from tests.faults import test_checkpoint_faults as model
 from tests.faults.test_checkpoint_faults import Crash, ModelFile, Survivor, build, power_cut
 from torch import Tensor
 
+from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checks import check_server_disk
-from smolcluster.engine.files import Files, OutputFile, size_on_disk
-from smolcluster.engine.journal import DamagedJournal, Journal, JournalFull, Record
-from smolcluster.engine.tensorfile import tensor_bytes
+from smolcluster.engine.durable_files import Files, OutputFile, size_on_disk
+from smolcluster.engine.elastic.journal import DamagedJournal, Journal, JournalFull, Record
 from smolcluster.errors import UserError
 
 
@@ -334,7 +334,7 @@ CHILD = """
 import sys
 from pathlib import Path
 import torch
-from smolcluster.engine.journal import Journal
+from smolcluster.engine.elastic.journal import Journal
 
 journal = Journal(Path(sys.argv[1]), sync_s=0.005, snapshot_bytes=200_000, snapshot_ratio=0)
 recovered = journal.recover()
@@ -509,7 +509,7 @@ def violations(scenario: Scenario, tmp_path: Path, *, ignore: frozenset[str] = f
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """A sweep finds the same trouble a thousand times."""
-    caplog.set_level(logging.CRITICAL, logger="smolcluster.engine.journal")
+    caplog.set_level(logging.CRITICAL, logger="smolcluster.engine.elastic.journal")
 
 
 @pytest.mark.usefixtures("quiet")

@@ -23,7 +23,7 @@ from smolcluster.observe.events import Event, Failed, StepLogged
 SILENT_S = 2.0  # instead of half a minute
 CONFIG = COMMON | GPT | {"model.num_layers": 4, "training.checkpoint_steps": 0}
 ENDLESS = CONFIG | {"training.steps": 100_000}
-SHORT: Sequence[Tweak] = [("smolcluster.comm.watch", "SILENT_S", SILENT_S)]
+SHORT: Sequence[Tweak] = [("smolcluster.comm.mesh.liveness", "SILENT_S", SILENT_S)]
 GLOBAL_BATCH = 4
 
 
@@ -170,7 +170,7 @@ def test_another_version_is_refused(network: Network, tmp_path: Path, module: st
         assert "install the same version on every machine" in rank.failed.message
 
 
-_GPU = ("smolcluster.comm.rendezvous", "gpu_for_nccl", tasks.gpu_of_its_own)
+_GPU = ("smolcluster.comm.mesh.rendezvous", "gpu_for_nccl", tasks.gpu_of_its_own)
 
 
 def test_machines_with_and_without_a_gpu_agree_on_gloo(network: Network, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_nccl_where_a_rank_has_no_gpu_is_told_by_all(network: Network, tmp_path:
 
 
 def test_ranks_of_another_world_are_told(network: Network, tmp_path: Path) -> None:
-    tweaks = {1: [("smolcluster.comm.rendezvous", "_said", tasks.another_size)]}
+    tweaks = {1: [("smolcluster.comm.mesh.rendezvous", "_said", tasks.another_size)]}
     world = run_world(3, tmp_path, CONFIG, places=places(network, 3), tweaks=tweaks)
     assert [rank.status for rank in world.ranks] == [2, 2, 2]
     assert world.ranks[2].failed is not None

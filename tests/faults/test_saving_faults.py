@@ -11,7 +11,7 @@ import pytest
 from tests.equivalence.same_run import COMMON
 from tests.world import ElasticWorld, run_elastic_world, run_world
 
-from smolcluster.engine.checkpoint import CheckpointStore
+from smolcluster.engine.checkpoint.store import CheckpointStore
 
 
 @pytest.mark.parametrize("plane", ["mesh", "elastic"])

@@ -22,18 +22,18 @@ from tests.e2e.command import eventually
 from tests.serving import GREEDY, Cluster, RandomSource, cluster, fronted, llama
 from torch import Tensor
 
-from smolcluster.comm.elastic.messages import Head, Kind, Message
-from smolcluster.comm.elastic.tcp import TcpTransport
-from smolcluster.comm.elastic.transport import Link
+from smolcluster.comm.elastic.transport.api import Link
+from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
+from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
-from smolcluster.serve import wire
-from smolcluster.serve.ask import Ask, NobodyThere, Sampling, Token
-from smolcluster.serve.front import LINKS, Front
-from smolcluster.serve.layout import Wish
-from smolcluster.serve.part import Row
-from smolcluster.serve.scheduler import Limits
-from smolcluster.serve.stage import Holder
-from smolcluster.serve.wire import Batch, Offer
+from smolcluster.serve.engine import wire
+from smolcluster.serve.engine.front import LINKS, Front
+from smolcluster.serve.engine.layout import Wish
+from smolcluster.serve.engine.part import Row
+from smolcluster.serve.engine.scheduler import Limits
+from smolcluster.serve.engine.stage import Holder
+from smolcluster.serve.engine.types import Ask, NobodyThere, Sampling, Token
+from smolcluster.serve.engine.wire import Batch, Offer
 
 pytestmark = pytest.mark.usefixtures("warm")
 PROMPT = (1, 2, 3, 4)

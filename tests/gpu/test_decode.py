@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from smolcluster.models import GPT, GPTConfig
-from smolcluster.serve.part import Part, Row
+from smolcluster.serve.engine.part import Part, Row
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -13,9 +13,9 @@ from typing import Any
 from tests.server_thread import served
 
 from smolcluster.errors import UserError
-from smolcluster.serve import http
-from smolcluster.serve.ask import Ask, Token
-from smolcluster.serve.service import Limits, Service
+from smolcluster.serve.engine.types import Ask, Token
+from smolcluster.serve.http import server as http
+from smolcluster.serve.http.service import Limits, Service
 from smolcluster.web.server import Patience
 
 END, BEGIN = 256, 257

@@ -11,9 +11,10 @@ from smolcluster.cli.ending import tell
 from smolcluster.config import load_config, resolve
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch import meeting, restart, rounds
-from smolcluster.launch.plan import Elastic, parse_elastic
 from smolcluster.launch.prepare import Prepared
+from smolcluster.launch.restart import launcher as restart
+from smolcluster.launch.restart import meeting, rounds
+from smolcluster.launch.restart.plan import Elastic, parse_elastic
 from smolcluster.observe.console import ConsoleSink
 
 

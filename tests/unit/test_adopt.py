@@ -12,9 +12,9 @@ from smolcluster.cli.join import lent
 from smolcluster.cli.options import Own
 from smolcluster.config import Config, load_config, public_dict, resolve
 from smolcluster.config.names import SECTIONS, known_keys
-from smolcluster.engine.adopt import FROM_SERVER, _is_plain, adopt, read_plan
+from smolcluster.engine.elastic.adopted_config import FROM_SERVER, _is_plain, adopt, read_plan
 from smolcluster.errors import UserError
-from smolcluster.launch.joining import own_overrides, worker_spec
+from smolcluster.launch.join.worker import own_overrides, worker_spec
 
 RUN = "0123456789abcdef"
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from smolcluster.config import Config, dump, load_config, resolve
 from smolcluster.config.shape import section_of, shape_of
-from smolcluster.engine.export import export_run, write_folder
-from smolcluster.engine.importing import import_model
+from smolcluster.engine.checkpoint.export_hf import export_run, write_folder
+from smolcluster.engine.checkpoint.import_hf import import_model
 from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig, Qwen3Config, SimpleNN, protocols
 from smolcluster.models.architecture import Architecture
@@ -22,8 +22,8 @@ from smolcluster.models.hugging_face import export_config, export_weights
 from smolcluster.models.protocols import CachedPiece, DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES, architecture_of, build, from_plain, to_plain
 from smolcluster.parallel.stages import layers_of
-from smolcluster.serve.part import Part, Row
-from smolcluster.serve.sources import find_source
+from smolcluster.serve.engine.part import Part, Row
+from smolcluster.serve.engine.sources import find_source
 
 SHARED = {"vocab_size": 61, "model_dim": 48, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "max_seq_len": 24}
 SHAPES: dict[str, DecoderConfig] = {

@@ -26,7 +26,7 @@ from smolcluster.cli import compose as cli_compose
 from smolcluster.cli import k8s as cli_k8s
 from smolcluster.cli import slurm as cli_slurm
 from smolcluster.cli import worker as cli_worker
-from smolcluster.comm.elastic.security import new_token
+from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.batch import compose, containers, kubernetes, slurm
@@ -113,7 +113,7 @@ def test_a_worker_of_several_on_a_machine_knows_which_it_is(monkeypatch: pytest.
     assert local_place(STEP | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}) == (3, 8)
     specs: list[Any] = []
     monkeypatch.setattr("smolcluster.cli.ending.leave_after", lambda work: work())
-    monkeypatch.setattr("smolcluster.launch.joining.run_joined", lambda spec, **_: specs.append(spec))
+    monkeypatch.setattr("smolcluster.launch.join.worker.run_joined", lambda spec, **_: specs.append(spec))
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     cli_worker.worker(3, "gpu09", server="gpu08:20013")

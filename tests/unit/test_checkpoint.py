@@ -20,7 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from smolcluster.engine.checkpoint import (
+from smolcluster.engine.checkpoint.async_saver import Saver, SnapshotBuffers
+from smolcluster.engine.checkpoint.snapshot import VERSION
+from smolcluster.engine.checkpoint.store import (
     CheckpointStore,
     Snapshot,
     check_compatible,
@@ -29,9 +31,7 @@ from smolcluster.engine.checkpoint import (
     verify,
     weights_sha256,
 )
-from smolcluster.engine.files import Files, OutputFile, atomic_write_text, ensure_folder
-from smolcluster.engine.saver import Saver, SnapshotBuffers
-from smolcluster.engine.snapshot import VERSION
+from smolcluster.engine.durable_files import Files, OutputFile, atomic_write_text, ensure_folder
 from smolcluster.errors import DamagedCheckpoint, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 
@@ -123,7 +123,7 @@ def test_tensors_are_aligned_sorted_and_without_gaps(store: CheckpointStore) -> 
 def test_large_tensors_are_written_in_pieces_and_hashed_right(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smolcluster.engine.tensorfile.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("smolcluster.engine.checkpoint.safetensors_writer.CHUNK_BYTES", 1000)
     weights = {"big": random_tensor((9999,), torch.float32)}
     path = store.save(Snapshot(step=1, weights=weights))
     assert_bitwise(read_checkpoint(path).weights, weights)

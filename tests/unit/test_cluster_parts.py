@@ -24,7 +24,7 @@ from smolcluster.cli.cluster import _given
 from smolcluster.cli.down import down
 from smolcluster.cli.logs import logs
 from smolcluster.cli.status import status, table
-from smolcluster.comm.elastic.security import new_token
+from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import LinkConfig
 from smolcluster.errors import MissingExtra, UserError
@@ -38,7 +38,7 @@ from smolcluster.launch.cluster.mirror import mirrored
 from smolcluster.launch.cluster.parcel import Parcel, package_parcel, requirements, user_parcel
 from smolcluster.launch.cluster.read import Said, known_cluster, read_cluster, token_for
 from smolcluster.launch.cluster.record import recall, remember, state_folder
-from smolcluster.launch.discovery import announced, find_offers
+from smolcluster.launch.join.discovery import announced, find_offers
 
 ROOT = Path(__file__).parents[2]
 KEEPER = Path(keeper.__file__)

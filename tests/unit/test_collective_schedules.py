@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from smolcluster.comm.elastic.schedule import (
+from smolcluster.comm.elastic.collectives.schedule import (
     LEAST_PIECE_BYTES,
     MOST_PIECE_BYTES,
     Act,

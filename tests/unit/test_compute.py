@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 STARTS = """
 import sys
 import torch
-import smolcluster.engine.standby
+import smolcluster.engine.process.warm_elastic
 from smolcluster.compute.optim import make_optimizer
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.models import GPT, GPTConfig

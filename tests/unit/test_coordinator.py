@@ -13,12 +13,12 @@ import torch
 from tests.tasks import Tiny
 from torch import Tensor
 
-from smolcluster.comm.elastic.handshake import Peer
-from smolcluster.comm.elastic.mailbox import Mailbox
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.roster import Member, Refusal, Roster
-from smolcluster.comm.elastic.transport import Link
-from smolcluster.comm.elastic.view import View
+from smolcluster.comm.elastic.membership.mailbox import Mailbox
+from smolcluster.comm.elastic.membership.roster import Member, Refusal, Roster
+from smolcluster.comm.elastic.membership.view import View
+from smolcluster.comm.elastic.transport.api import Link
+from smolcluster.comm.elastic.transport.handshake import Peer
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
@@ -26,8 +26,8 @@ from smolcluster.data.leases import Leases
 from smolcluster.engine.elastic import coordinator
 from smolcluster.engine.elastic.coordinator import Coordinator
 from smolcluster.engine.elastic.rounds import ElasticRounds
+from smolcluster.engine.elastic.server import Server
 from smolcluster.engine.identity import instance_of
-from smolcluster.engine.server import Server
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.shards import owners
 from smolcluster.strategies.allreduce import AllReduce

@@ -20,7 +20,7 @@ from rich.console import Console
 from tests.unit.run_folder import T0, aged, append, begin, configure, folder_of_runs, log, member, row
 
 from smolcluster.cli.top import top
-from smolcluster.comm.elastic.transport import LEFT
+from smolcluster.comm.elastic.transport.api import LEFT
 from smolcluster.dashboard.follow import LineFollower
 from smolcluster.dashboard.joining import MOST_METRICS, Joined
 from smolcluster.dashboard.links import Count, links_of, shape_of
@@ -499,11 +499,11 @@ def test_evicted_left_and_a_server_that_came_back(elastic: Path) -> None:
 
 def test_one_who_is_gone_is_told_of_once(elastic: Path) -> None:
     gone = log("worker 1 (pi5) is gone: the connection was closed", "WARNING", 5, role="server", rank=2)
-    append(elastic / "logs" / "server-mini.log", gone | {"logger": "smolcluster.comm.elastic.roster"})
+    append(elastic / "logs" / "server-mini.log", gone | {"logger": "smolcluster.comm.elastic.membership.roster"})
     told = told_of(elastic, now=T0 + 7)
     assert [event["kind"] for event in told["events"] if "is gone" in event["text"]] == ["lost"]
     paused = log("worker 0 (mini) is paused: silent for 2.0 s", "WARNING", 6, role="server", rank=2)
-    append(elastic / "logs" / "server-mini.log", paused | {"logger": "smolcluster.comm.elastic.roster"})
+    append(elastic / "logs" / "server-mini.log", paused | {"logger": "smolcluster.comm.elastic.membership.roster"})
     append(elastic / "history.jsonl", member("paused", 0, 6, "silent for 2.0 s"))
     told = told_of(elastic, now=T0 + 7)
     assert [event["text"] for event in told["events"] if "is paused" in event["text"]] == [

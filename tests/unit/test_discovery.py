@@ -12,7 +12,7 @@ import pytest
 from smolcluster.cli import cluster as cli_cluster
 from smolcluster.cli import join as cli_join
 from smolcluster.errors import MissingExtra, UserError
-from smolcluster.launch import discovery
+from smolcluster.launch.join import discovery
 
 
 def test_without_the_package_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ import pytest
 from tools.reference import troubleshooting
 
 from smolcluster.cli.doctor import place_of
-from smolcluster.comm.elastic.security import Keyring, new_token
-from smolcluster.comm.elastic.tcp import TcpTransport
-from smolcluster.comm.elastic.transport import Handler, Head, Link, Message
+from smolcluster.comm.elastic.transport.api import Handler, Head, Link, Message
+from smolcluster.comm.elastic.transport.security import Keyring, new_token
+from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.links import Route, Way

@@ -15,16 +15,16 @@ import pytest
 import torch
 from tools.memory_transport import MemoryTransport, Switchboard
 
-from smolcluster.comm.elastic import peers as peers_module
-from smolcluster.comm.elastic import schedule
-from smolcluster.comm.elastic.connection import TcpLink
-from smolcluster.comm.elastic.group import FAR_AHEAD, ElasticGroup
-from smolcluster.comm.elastic.peers import Peers
-from smolcluster.comm.elastic.proofs import PairKeys, proof, read_keys
-from smolcluster.comm.elastic.states import state_messages
-from smolcluster.comm.elastic.tcp import Limits, TcpTransport
-from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer, Transport
-from smolcluster.comm.elastic.view import Member, View, ViewChanged
+from smolcluster.comm.elastic.collectives import peers as peers_module
+from smolcluster.comm.elastic.collectives import schedule
+from smolcluster.comm.elastic.collectives.group import FAR_AHEAD, ElasticGroup
+from smolcluster.comm.elastic.collectives.peers import Peers
+from smolcluster.comm.elastic.collectives.state_transfer import state_messages
+from smolcluster.comm.elastic.membership.proofs import PairKeys, proof, read_keys
+from smolcluster.comm.elastic.membership.view import Member, View, ViewChanged
+from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.elastic.transport.connection import TcpLink
+from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
 from smolcluster.comm.memory_group import MemoryGroup
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.comm.codecs import make_codec
-from smolcluster.comm.elastic.frames import NotWanted
-from smolcluster.comm.elastic.mailbox import Mailbox, Payload, Received
-from smolcluster.comm.elastic.messages import Head, Kind, Message
-from smolcluster.comm.elastic.parcels import Parcels
-from smolcluster.comm.elastic.roster import Member, Roster
-from smolcluster.comm.elastic.transport import Link
+from smolcluster.comm.elastic.collectives.packed_tensors import Parcels
+from smolcluster.comm.elastic.membership.mailbox import Mailbox, Payload, Received
+from smolcluster.comm.elastic.membership.roster import Member, Roster
+from smolcluster.comm.elastic.transport.api import Link
+from smolcluster.comm.elastic.transport.frames import NotWanted
+from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import PATIENCE, GradientGate
 from smolcluster.engine.elastic.server_side import ServerSide

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from smolcluster.comm import contributions
 from smolcluster.comm.codecs import CODECS, CodecError, Packer, make_codec
 from smolcluster.comm.contributions import HEAD, Layout
-from smolcluster.comm.elastic.view import Member as Seated
-from smolcluster.comm.elastic.view import View
+from smolcluster.comm.elastic.membership.view import Member as Seated
+from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.encoded_sum import EncodedSum, shares
 from smolcluster.comm.group import Group, PeerLost, Work
 from smolcluster.comm.memory_group import Hub, MemoryGroup

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smolcluster.comm.elastic import frames, payloads
-from smolcluster.comm.elastic.frames import (
+from smolcluster.comm.elastic.transport import frames, payloads
+from smolcluster.comm.elastic.transport.api import Head, Kind, Message
+from smolcluster.comm.elastic.transport.frames import (
     Corrupt,
     ForeignBytes,
     FrameError,
@@ -30,8 +31,7 @@ from smolcluster.comm.elastic.frames import (
     encode,
     encode_meta,
 )
-from smolcluster.comm.elastic.payloads import BLOCK_BYTES, Checksum
-from smolcluster.comm.elastic.transport import Head, Kind, Message
+from smolcluster.comm.elastic.transport.payloads import BLOCK_BYTES, Checksum
 
 CLUSTER = bytes(range(8))
 RUN = bytes.fromhex("00112233aabbccdd")

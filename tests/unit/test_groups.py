@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from tests.world import forkserver
 
-from smolcluster.comm import rendezvous
-from smolcluster.comm.backends import Wish, agree
 from smolcluster.comm.buckets import GradientBuckets, assign_buckets
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
 from smolcluster.comm.memory_group import Hub, MemoryGroup
+from smolcluster.comm.mesh import rendezvous
+from smolcluster.comm.mesh.backends import Wish, agree
 from smolcluster.errors import UserError
 
 
@@ -47,7 +47,7 @@ def in_memory(size: int, work: Callable[[Group], Any]) -> list[Any]:
 
 
 def _gloo_rank(rank: int, size: int, pipe: Any, work: Callable[[Group], Any]) -> None:
-    from smolcluster.comm.rendezvous import Place, connect
+    from smolcluster.comm.mesh.rendezvous import Place, connect
 
     torch.set_num_threads(1)
     port = 0 if rank == 0 else pipe.recv()

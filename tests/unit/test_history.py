@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from smolcluster.data.leases import Leases
-from smolcluster.engine import history
-from smolcluster.engine.history import (
+from smolcluster.engine.elastic import history
+from smolcluster.engine.elastic.history import (
     CHUNK_BYTES,
     Begin,
     Commit,
@@ -564,5 +564,5 @@ def test_a_full_disk_keeps_lines_for_later(
 
 
 def test_history_needs_no_torch() -> None:
-    code = "import sys, smolcluster.engine.history, smolcluster.data.leases; sys.exit('torch' in sys.modules)"
+    code = "import sys, smolcluster.engine.elastic.history, smolcluster.data.leases; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,15 +19,15 @@ from tests.world import run_elastic_world, run_world
 from smolcluster.cli import main
 from smolcluster.config import load_config
 from smolcluster.data.tokenizers import printable_bytes
-from smolcluster.engine.checkpoint import CheckpointStore
-from smolcluster.engine.export import export_run, write_folder
-from smolcluster.engine.importing import import_model
+from smolcluster.engine.checkpoint.export_hf import export_run, write_folder
+from smolcluster.engine.checkpoint.import_hf import import_model
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.read import order_for, read_cluster
 from smolcluster.launch.prepare import prepare
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import export_config, export_weights
-from smolcluster.serve.sources import find_source
+from smolcluster.serve.engine.sources import find_source
 from smolcluster.tasks.gpt import GPTTask
 
 pytest.importorskip("tokenizers", reason="pip install 'smolcluster[data]'")

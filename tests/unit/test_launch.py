@@ -21,12 +21,12 @@ from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir, find_resume
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
-from smolcluster.launch import elastic, supervisor
-from smolcluster.launch.elastic import dial_address, invitation, run_elastic
-from smolcluster.launch.joining import worker_spec
-from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.launch.join.worker import worker_spec
+from smolcluster.launch.local import elastic, supervisor
+from smolcluster.launch.local.elastic import dial_address, invitation, run_elastic
+from smolcluster.launch.local.outcome import Interrupted, Outcome
+from smolcluster.launch.local.processes import Child, end_all, signals, spawn, wait_for
 from smolcluster.launch.prepare import Prepared, choose_plane, prepare
-from smolcluster.launch.processes import Child, end_all, signals, spawn, wait_for
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.stopping import stop_signals
 
@@ -293,7 +293,7 @@ def test_role_rank_and_run_are_in_the_command_line(tmp_path: Path) -> None:
         end_all(children, grace_s=0)
     assert server.endswith(f"smolcluster server rank 2 of {tmp_path}")
     assert spare.endswith(f"smolcluster standby server rank 2 of {tmp_path}")
-    code = "from smolcluster.engine.title import set_title; set_title('smolcluster server rank 2'); print(); input()"
+    code = "from smolcluster.engine.process.title import set_title; set_title('smolcluster server rank 2'); print(); input()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code, "smolcluster", "spare"], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None

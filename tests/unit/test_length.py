@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smolcluster.config.schema import TrainingConfig
-from smolcluster.engine.length import last_step, samples_read
+from smolcluster.engine.run_length import last_step, samples_read
 
 
 @pytest.mark.parametrize(

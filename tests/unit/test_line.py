@@ -7,10 +7,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from smolcluster.comm.elastic.line import BESIDE, Line
-from smolcluster.comm.elastic.mailbox import Mailbox
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.transport import Link, Transport
+from smolcluster.comm.elastic.membership.mailbox import Mailbox
+from smolcluster.comm.elastic.membership.server_link import BESIDE, Line
+from smolcluster.comm.elastic.transport.api import Link, Transport
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 
 
 class FakeLink:

@@ -36,7 +36,7 @@ from tests.unit.test_prometheus import STARTED
 from smolcluster.config import dump, load_config, public_dict, resolve
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError
-from smolcluster.launch.joining import _Pushing
+from smolcluster.launch.join.worker import _Pushing
 from smolcluster.observe.events import Event, Notice, RunStarted
 from smolcluster.observe.follow import PRINTED, Entry, Follower, Place, entries_in
 from smolcluster.observe.logs import reset_logging, setup_logging

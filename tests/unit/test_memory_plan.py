@@ -21,22 +21,23 @@ from smolcluster.compute import memory
 from smolcluster.compute.ledger import Held, Ledger, Peak
 from smolcluster.compute.memory import free_bytes, machine_bytes, parse_size
 from smolcluster.config import load_config, resolve
-from smolcluster.engine import rehearsal_pool, role
+from smolcluster.engine import role
 from smolcluster.engine.checks import Room, check_memory
-from smolcluster.engine.choices import Choice, as_configured, choices
-from smolcluster.engine.dry_run import describe_memory, ranges
-from smolcluster.engine.journal import disk_bound
-from smolcluster.engine.no_memory import Answers
-from smolcluster.engine.plan import Forecast, Plan, SeatMemory, Subject, alike_seats, forecast, rehearse_rank
-from smolcluster.engine.planning import choose, to_dict
-from smolcluster.engine.rehearsal import Way
-from smolcluster.engine.rehearsal_pool import from_plain, to_plain
+from smolcluster.engine.elastic.journal import disk_bound
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.worker import Worker
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.memory import show_memory
 from smolcluster.parallel.owned_buckets import deal_turns
 from smolcluster.parallel.placement import Cost
+from smolcluster.planner import estimate_pool as rehearsal_pool
+from smolcluster.planner.candidates import Choice, as_configured, choices
+from smolcluster.planner.dry_run import describe_memory, ranges
+from smolcluster.planner.estimate_pool import from_plain, to_plain
+from smolcluster.planner.fake_tensors import Answers
+from smolcluster.planner.forecast import Forecast, Plan, SeatMemory, Subject, alike_seats, forecast, rehearse_rank
+from smolcluster.planner.memory_estimate import Way
+from smolcluster.planner.report import choose, to_dict
 from smolcluster.tasks.find import find_task
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -531,9 +532,9 @@ def test_turns_take_every_number_of_every_share_once() -> None:
 IMPORTS_FIRST = """
 import sys, threading
 from unittest import mock
-from smolcluster.engine import rehearsal_pool
-from smolcluster.engine.choices import Choice
-from smolcluster.engine.plan import Forecast
+from smolcluster.planner import estimate_pool as rehearsal_pool
+from smolcluster.planner.candidates import Choice
+from smolcluster.planner.forecast import Forecast
 asked = [Choice(label=n, strategy=n) for n in ("single", "fsdp", "pipeline")]
 asked.append(Choice(label="edp", strategy="edp", plane="elastic"))
 before = []

@@ -14,7 +14,6 @@ from torch import nn
 
 from smolcluster.config import TrainingConfig, load_config, resolve
 from smolcluster.config.options import FSDPOptions, MeshOptions, PipelineOptions, TensorOptions
-from smolcluster.engine.dry_run import describe_run
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models.gpt import GPT, GPTConfig
@@ -23,6 +22,7 @@ from smolcluster.parallel.fsdp2 import blocks_of
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.parallel.stages import Cut, layers_of, num_microbatches
 from smolcluster.parallel.tensor_styles import Fusions
+from smolcluster.planner.dry_run import describe_run
 from smolcluster.strategies.fsdp import FSDP
 from smolcluster.strategies.fsdp_sharded import ShardedFSDP
 from smolcluster.strategies.mesh import Mesh

@@ -15,8 +15,8 @@ import pytest
 
 from smolcluster.cli.join import join
 from smolcluster.errors import UserError
-from smolcluster.launch import discovery, pairing
-from smolcluster.launch.pairing import PairingFailed, accept, offer
+from smolcluster.launch.join import discovery, pairing
+from smolcluster.launch.join.pairing import PairingFailed, accept, offer
 
 pytest.importorskip("cryptography")
 FACTS = {"name": "pi5", "system": "Linux aarch64"}
@@ -209,7 +209,7 @@ def test_join_refuses_what_it_cannot_use_and_keeps_no_token(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     screen = Screen()
     monkeypatch.setattr(
-        "smolcluster.launch.pairing.offer", lambda line, facts, show: offer(line, facts, show=screen.show)
+        "smolcluster.launch.join.pairing.offer", lambda line, facts, show: offer(line, facts, show=screen.show)
     )
     with ThreadPoolExecutor(1) as pool:
         machine = pool.submit(join, "pi5", address="127.0.0.1")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smolcluster.config import load_config
 from smolcluster.data.dataset import as_dataset
-from smolcluster.engine.referee import Referee
+from smolcluster.engine.elastic.evaluator import Referee
 
 
 class Slow(Tiny):

@@ -30,11 +30,11 @@ from smolcluster.config.strategies import (
     written,
 )
 from smolcluster.dashboard.links import shape_of
-from smolcluster.engine.choices import choices
 from smolcluster.errors import UserError
 from smolcluster.launch import prepare
 from smolcluster.observe.board import counts_own_steps
 from smolcluster.parallel.placement import Node, Shape
+from smolcluster.planner.candidates import choices
 from smolcluster.strategies.base import Strategy
 from smolcluster.strategies.base.replicated import Replicated
 from smolcluster.strategies.registry import find_strategy, read_options

@@ -18,22 +18,24 @@ from typing import Any
 import pytest
 from tests.unit.story import Script, Story
 
-from smolcluster.comm.elastic import tcp
-from smolcluster.comm.elastic.security import Keyring, new_token
-from smolcluster.comm.membership import MembershipClient, MembershipServer
+from smolcluster.comm.elastic.membership.heartbeats import MembershipClient, MembershipServer
+from smolcluster.comm.elastic.transport import tcp
+from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
-from smolcluster.launch import restart, rounds, supervisor
-from smolcluster.launch.meeting import met
-from smolcluster.launch.outcome import Interrupted
-from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish, parse_elastic
+from smolcluster.launch.local import supervisor
+from smolcluster.launch.local.outcome import Interrupted
+from smolcluster.launch.local.processes import Child, spawn
 from smolcluster.launch.prepare import Prepared
-from smolcluster.launch.processes import Child, spawn
-from smolcluster.launch.restart import run_restarting
-from smolcluster.launch.rounds import Decree, broken, next_round
+from smolcluster.launch.restart import launcher as restart
+from smolcluster.launch.restart import rounds
+from smolcluster.launch.restart.launcher import run_restarting
+from smolcluster.launch.restart.meeting import met
+from smolcluster.launch.restart.plan import Elastic, check_restartable, elastic_wish, parse_elastic
+from smolcluster.launch.restart.rounds import Decree, broken, next_round
 
 ROOT = Path(__file__).parents[2]
 
@@ -224,8 +226,8 @@ def test_launchers_never_import_torch() -> None:
     """Not even where several machines meet: the transport is imported without what payloads need."""
     code = """
 import sys
-from smolcluster.launch import restart
-from smolcluster.launch.meeting import met
+from smolcluster.launch.restart import launcher as restart
+from smolcluster.launch.restart.meeting import met
 with met(("127.0.0.1", int(sys.argv[1])), within_s=60) as (client, leads):
     client.say(step=1)
     assert leads and client.wait(lambda: client.view.members[0].get("step") == 1, within_s=60)

@@ -12,8 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smolcluster.serve.ask import Sampling, Token
-from smolcluster.serve.sampling import Chooser, choose, draw, first_beyond, likeliest, nucleus, uniform, with_logprobs
+from smolcluster.serve.engine.sampling import (
+    Chooser,
+    choose,
+    draw,
+    first_beyond,
+    likeliest,
+    nucleus,
+    uniform,
+    with_logprobs,
+)
+from smolcluster.serve.engine.types import Sampling, Token
 
 VOCAB = 40
 ALPHA = 1e-4  # of the chi-square test; seeds are fixed, so it passes always or never

@@ -13,21 +13,21 @@ import pytest
 import torch
 from tests.tasks import Tiny
 
-from smolcluster.comm.elastic import frames
-from smolcluster.comm.elastic.line import Line
-from smolcluster.comm.elastic.mailbox import Linked, Mailbox
-from smolcluster.comm.elastic.messages import Kind, Message, Peer
-from smolcluster.comm.elastic.roster import Member, Roster
-from smolcluster.comm.elastic.states import ServerState
-from smolcluster.comm.elastic.tcp import Limits, TcpTransport
-from smolcluster.comm.elastic.transport import Link
+from smolcluster.comm.elastic.membership.mailbox import Linked, Mailbox
+from smolcluster.comm.elastic.membership.roster import Member, Roster
+from smolcluster.comm.elastic.membership.server_link import Line
+from smolcluster.comm.elastic.membership.server_state import ServerState
+from smolcluster.comm.elastic.transport import frames
+from smolcluster.comm.elastic.transport.api import Link
+from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
+from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
 from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
 from smolcluster.engine.elastic.coordinator import Coordinator
+from smolcluster.engine.elastic.server import LISTED, _difference, short_layout
 from smolcluster.engine.elastic.server_side import send_state
-from smolcluster.engine.server import LISTED, _difference, short_layout
 from smolcluster.strategies.base import Context, Office
 
 FEW, MANY = 20, 160

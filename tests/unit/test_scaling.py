@@ -11,7 +11,7 @@ import pytest
 
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch import scaling as launch
-from smolcluster.launch.outcome import Interrupted
+from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.scaling import Request, batch_for, parse_sizes, plan, run_scaling, sample_of
 from smolcluster.observe.events import Event, StepLogged
 from smolcluster.observe.scaling import Sample, Scaling, Size, bar, chart, draw, remarks

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from smolcluster.comm.elastic import security
-from smolcluster.comm.elastic.security import (
+from smolcluster.comm.elastic.transport import security
+from smolcluster.comm.elastic.transport.security import (
     MAX_TOKENS,
     PREFIX,
     TOKEN_LENGTH,
@@ -452,7 +452,9 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 def test_neither_torch_nor_cryptography_is_imported_for_it() -> None:
-    code = "import sys, smolcluster.comm.elastic.security; print({'torch', 'cryptography'} & set(sys.modules))"
+    code = (
+        "import sys, smolcluster.comm.elastic.transport.security; print({'torch', 'cryptography'} & set(sys.modules))"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert ended.stdout == "set()\n"
 

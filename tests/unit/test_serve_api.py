@@ -26,10 +26,10 @@ from tests.dashboard_client import get, raw
 from tests.unit.scripted_engine import END, SAID, ByteText, ScriptedEngine, serving
 
 from smolcluster.errors import UserError
-from smolcluster.serve.api_types import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_HERE, completion_logprobs
-from smolcluster.serve.ask import Busy, NobodyThere
-from smolcluster.serve.http import Place
-from smolcluster.serve.service import Told
+from smolcluster.serve.engine.types import Busy, NobodyThere
+from smolcluster.serve.http.api_types import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_HERE, completion_logprobs
+from smolcluster.serve.http.server import Place
+from smolcluster.serve.http.service import Told
 from smolcluster.web import bodies
 from smolcluster.web.guard import HEADERS
 from smolcluster.web.server import Patience
@@ -82,7 +82,7 @@ def test_a_template_stops_nobody_else_and_its_words_stay_here(
     own: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, source: str
 ) -> None:
     """While one loops another request is answered; then the client hears that it was refused, and the log says why."""
-    from smolcluster.serve import rendering
+    from smolcluster.serve.text import rendering
 
     renderer, rendered = rendering.Renderer(source), threading.Event()
 

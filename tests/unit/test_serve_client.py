@@ -21,9 +21,9 @@ from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.serve.ask import NobodyThere
-from smolcluster.serve.client import Client, ServerFailed
-from smolcluster.serve.terminal import Chat, Shown, print_pieces, read_all
+from smolcluster.serve.client.http import Client, ServerFailed
+from smolcluster.serve.client.terminal import Chat, Shown, print_pieces, read_all
+from smolcluster.serve.engine.types import NobodyThere
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

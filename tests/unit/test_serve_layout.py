@@ -10,8 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.errors import UserError
-from smolcluster.serve.layout import Layout, Sizes, Stage, Wish, check_wish, fits, mend, plan, renew, smaller, welcome
-from smolcluster.serve.wire import Offer
+from smolcluster.serve.engine.layout import (
+    Layout,
+    Sizes,
+    Stage,
+    Wish,
+    check_wish,
+    fits,
+    mend,
+    plan,
+    renew,
+    smaller,
+    welcome,
+)
+from smolcluster.serve.engine.wire import Offer
 
 GB = 10**9
 

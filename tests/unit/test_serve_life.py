@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from tests.unit.scripted_engine import ScriptedEngine, service_of
 
-from smolcluster.engine import identity
+from smolcluster.engine.process import identity
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.serve import http, life, local
-from smolcluster.serve.life import Shape, Wanted, limits_of, shape_of
+from smolcluster.serve import main as life
+from smolcluster.serve.engine import local
+from smolcluster.serve.http import server as http
+from smolcluster.serve.main import Shape, Wanted, limits_of, shape_of
 from smolcluster.web.server import names_here
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "inference"

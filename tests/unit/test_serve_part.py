@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smolcluster.models import GPT, GPTConfig, Qwen3Config
 from smolcluster.models import ragged as ragged_module
-from smolcluster.serve.part import STEP, Part, Row, cache_bytes_per_token, room_for
+from smolcluster.serve.engine.part import STEP, Part, Row, cache_bytes_per_token, room_for
 
 VOCAB, CONTEXT, LAYERS = 61, 150, 4
 GPT2 = GPTConfig(vocab_size=VOCAB, model_dim=48, num_layers=LAYERS, num_heads=4, max_seq_len=CONTEXT)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.serve import scheduler as scheduling
-from smolcluster.serve.ask import Ask, Busy, GivenUp, NobodyThere, Sampling, Token
-from smolcluster.serve.scheduler import MOST_TRIES, Limits, Scheduler, Sent, Ways, width_of
+from smolcluster.serve.engine import scheduler as scheduling
+from smolcluster.serve.engine.scheduler import MOST_TRIES, Limits, Scheduler, Sent, Ways, width_of
+from smolcluster.serve.engine.types import Ask, Busy, GivenUp, NobodyThere, Sampling, Token
 
 TWO = Ways((("a",), ("b",)))
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.scripted_engine import END, SAID, ScriptedEngine, service_of
 
-from smolcluster.serve.ask import Ask, Busy, NobodyThere, Sampling, Token
-from smolcluster.serve.service import BadRequest, Piece, Request, Service, UnknownModel
+from smolcluster.serve.engine.types import Ask, Busy, NobodyThere, Sampling, Token
+from smolcluster.serve.http.service import BadRequest, Piece, Request, Service, UnknownModel
 
 T = TypeVar("T")
 

@@ -21,14 +21,14 @@ from smolcluster.config.schema import DataConfig
 from smolcluster.config.shape import shape_of
 from smolcluster.data.sources import find_sources
 from smolcluster.data.tokenizers import printable_bytes
-from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
-from smolcluster.engine.export import write_folder
+from smolcluster.engine.checkpoint.export_hf import write_folder
+from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import Folder, export_config, export_weights
-from smolcluster.serve import sources
-from smolcluster.serve.sources import Source, find_source, open_source
+from smolcluster.serve.engine import sources
+from smolcluster.serve.engine.sources import Source, find_source, open_source
 
 pytest.importorskip("tokenizers", reason="pip install 'smolcluster[serve]'")
 

@@ -22,12 +22,12 @@ from tests.unit.gguf_files import write_gguf
 from smolcluster.data.tokenizers import ByteTokenizer, CharTokenizer, printable_bytes
 from smolcluster.errors import UserError
 from smolcluster.models import GPTConfig
-from smolcluster.serve import chat_template, rendering
-from smolcluster.serve.chat_template import ChatTemplate, TemplateFailed
-from smolcluster.serve.rendering import Renderer
-from smolcluster.serve.sources import find_source
-from smolcluster.serve.text import StopStrings, Text
-from smolcluster.serve.vocabulary import (
+from smolcluster.serve.engine.sources import find_source
+from smolcluster.serve.text import chat_template, rendering
+from smolcluster.serve.text.chat_template import ChatTemplate, TemplateFailed
+from smolcluster.serve.text.conversation import StopStrings, Text
+from smolcluster.serve.text.rendering import Renderer
+from smolcluster.serve.text.vocabulary import (
     BYTE,
     CONTROL,
     NORMAL,

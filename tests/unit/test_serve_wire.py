@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.serving import RandomSource, llama, qwen3
 
-from smolcluster.comm.elastic.messages import Head, Kind, Message
-from smolcluster.comm.elastic.sockets import split_address
-from smolcluster.comm.elastic.states import state_messages
+from smolcluster.comm.elastic.collectives.state_transfer import state_messages
+from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
+from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.compute.memory import built_in_bytes, machine_bytes
-from smolcluster.serve import wire
-from smolcluster.serve.ask import Sampling, Token
-from smolcluster.serve.front import Front
-from smolcluster.serve.layout import Wish
-from smolcluster.serve.part import Row
-from smolcluster.serve.stage import DIAL_S, Holder
-from smolcluster.serve.wire import Assignment, Batch, Model, Offer, Opening, Spent
+from smolcluster.serve.engine import wire
+from smolcluster.serve.engine.front import Front
+from smolcluster.serve.engine.layout import Wish
+from smolcluster.serve.engine.part import Row
+from smolcluster.serve.engine.stage import DIAL_S, Holder
+from smolcluster.serve.engine.types import Sampling, Token
+from smolcluster.serve.engine.wire import Assignment, Batch, Model, Offer, Opening, Spent
 
 MODEL = Model(name="m", config=llama(), fingerprint="f", reference={"kind": "gguf", "path": "x.gguf"}, codec="fp16")
 OFFER = Offer(
@@ -285,7 +285,7 @@ def test_a_front_names_no_files_but_those_that_the_owner_of_a_stage_allows(
         opened.append(reference["path"])
         return SimpleNamespace(fingerprint=MODEL.fingerprint, name="m")
 
-    monkeypatch.setattr("smolcluster.serve.stage.open_source", open_source)
+    monkeypatch.setattr("smolcluster.serve.engine.stage.open_source", open_source)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "link.gguf").symlink_to("/etc/hostname")
     inside, outside = str(tmp_path / "models" / "a.gguf"), str(tmp_path / "id_ed25519")

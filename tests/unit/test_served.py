@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from smolcluster.comm.elastic.line import Lease
-from smolcluster.comm.elastic.messages import Kind, Message, Peer
-from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.server_link import Lease
+from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
 from smolcluster.compute.gate import TRIES
 from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Replica
@@ -25,9 +25,9 @@ from smolcluster.config.options import EDPOptions, SyncPSOptions
 from smolcluster.data.leases import Leases, Range
 from smolcluster.engine.elastic import parameter_server, synchronous
 from smolcluster.engine.elastic.asynchronous import AsynchronousServer
+from smolcluster.engine.elastic.journal import Journal
 from smolcluster.engine.elastic.pushed_rounds import PushedRounds
 from smolcluster.engine.elastic.synchronous import SynchronousServer
-from smolcluster.engine.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.base import Commit

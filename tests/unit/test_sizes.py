@@ -9,8 +9,8 @@ import pytest
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.engine.checks import batch_size_of
-from smolcluster.engine.sizes import plans, share
 from smolcluster.errors import UserError
+from smolcluster.planner.world_sizes import plans, share
 
 SMALL = {"model.model_dim": 32, "model.num_heads": 4, "model.num_layers": 3, "training.batch_size": 4}
 

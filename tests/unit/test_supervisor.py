@@ -18,11 +18,12 @@ from tests.unit.story import Script, Story
 from smolcluster.config import load_config, resolve
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
-from smolcluster.launch import local, supervisor
-from smolcluster.launch.local import run_local
-from smolcluster.launch.outcome import Interrupted
+from smolcluster.launch.local import mesh as local
+from smolcluster.launch.local import supervisor
+from smolcluster.launch.local.mesh import run_local
+from smolcluster.launch.local.outcome import Interrupted
+from smolcluster.launch.local.supervisor import MOST_DEATHS, Slot
 from smolcluster.launch.prepare import Prepared
-from smolcluster.launch.supervisor import MOST_DEATHS, Slot
 
 ROOT = Path(__file__).parents[2]
 STEP = ["row 1", "note up-{rank}"]

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from tests.unit.test_checkpoint import forge
 from torch import Tensor
 
-from smolcluster.comm.bulletin import StoreBulletin
 from smolcluster.comm.group import PeerLost
+from smolcluster.comm.notes import StoreBulletin
 from smolcluster.comm.sharded import box_name, read_box_name
-from smolcluster.engine.checkpoint import CheckpointStore, Snapshot, read_checkpoint, verify
-from smolcluster.engine.files import Files, OutputFile
-from smolcluster.engine.stored import FileEntry, StoredTensors
-from smolcluster.engine.together import LeadStore, PartStore
+from smolcluster.engine.checkpoint.lazy_tensors import FileEntry, StoredTensors
+from smolcluster.engine.checkpoint.sharded_save import LeadStore, PartStore
+from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot, read_checkpoint, verify
+from smolcluster.engine.durable_files import Files, OutputFile
 from smolcluster.errors import DamagedCheckpoint
 
 WHOLE = torch.arange(28.0).view(7, 4)

@@ -20,13 +20,13 @@ from tools.memory_transport import Switchboard
 from torch import Tensor
 
 from smolcluster.comm.addresses import reach
-from smolcluster.comm.elastic import connection, frames, payloads, sockets, tcp
-from smolcluster.comm.elastic.connection import TcpLink
-from smolcluster.comm.elastic.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
-from smolcluster.comm.elastic.security import Credentials, Keyring, new_token, open_credentials
-from smolcluster.comm.elastic.sockets import INSTEAD_OF_BBR, join_address, set_options, split_address
-from smolcluster.comm.elastic.tcp import Limits, TcpTransport
-from smolcluster.comm.elastic.transport import Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.elastic.transport import connection, frames, payloads, sockets, tcp
+from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.elastic.transport.connection import TcpLink
+from smolcluster.comm.elastic.transport.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
+from smolcluster.comm.elastic.transport.security import Credentials, Keyring, new_token, open_credentials
+from smolcluster.comm.elastic.transport.sockets import INSTEAD_OF_BBR, join_address, set_options, split_address
+from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
 from smolcluster.comm.group import PeerLost
 from smolcluster.errors import UserError
 
@@ -1019,8 +1019,8 @@ class TestMemory:
 
 def test_only_small_things_are_needed_to_import_it() -> None:
     """A worker without the extra still finds out what to install, instead of falling over an import."""
-    code = "import sys; sys.modules['uvloop'] = sys.modules['cryptography'] = None; import smolcluster.comm.elastic.tcp as t; "
-    code += "t._new_loop(True).close()"
+    code = "import sys; sys.modules['uvloop'] = sys.modules['cryptography'] = None; "
+    code += "import smolcluster.comm.elastic.transport.tcp as t; t._new_loop(True).close()"
     import subprocess
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from smolcluster.comm.volume import Exchange, moved, num_children
+from smolcluster.comm.mesh.volume import Exchange, moved, num_children
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

@@ -11,7 +11,7 @@ import pytest
 
 from smolcluster.comm.group import Group
 from smolcluster.comm.memory_group import MemoryGroup
-from smolcluster.comm.watch import Watch
+from smolcluster.comm.mesh.liveness import Watch
 
 T = TypeVar("T")
 

@@ -22,10 +22,10 @@ from zlib import crc32
 
 import torch
 
-from smolcluster.comm.elastic import frames
-from smolcluster.comm.elastic.frames import FrameError, Parser
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.security import Keyring, new_token
+from smolcluster.comm.elastic.transport import frames
+from smolcluster.comm.elastic.transport.frames import FrameError, Parser
+from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from tools.abuse.doors import (
     HANG_S,
     TO_NOTICE_S,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import smolcluster
-from smolcluster.serve.http import Place
+from smolcluster.serve.http.server import Place
 
 PACKING = frozenset({"zlib", "gzip", "bz2", "lzma", "zstandard", "lz4", "zipfile", "tarfile", "pickle", "marshal"})
 OPEN = (

@@ -37,19 +37,19 @@ from typing import Any
 
 import torch
 
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.security import Keyring, new_token
+from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.config import dump, load_config
 from smolcluster.config.shape import shape_of
-from smolcluster.engine.checkpoint import CheckpointStore, Snapshot
+from smolcluster.engine.checkpoint.store import CheckpointStore, Snapshot
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.models import GPT
 from smolcluster.models.registry import build
-from smolcluster.serve import wire
-from smolcluster.serve.ask import Sampling, Token
-from smolcluster.serve.part import Row
-from smolcluster.serve.sources import find_source
-from smolcluster.serve.wire import Assignment, Batch, Offer, Opening, Spent
+from smolcluster.serve.engine import wire
+from smolcluster.serve.engine.part import Row
+from smolcluster.serve.engine.sources import find_source
+from smolcluster.serve.engine.types import Sampling, Token
+from smolcluster.serve.engine.wire import Assignment, Batch, Offer, Opening, Spent
 from smolcluster.web.server import Patience
 from tools.abuse.doors import HANG_S, Door, Ended, Guest, alive, listening_ports, until_the_end
 from tools.abuse.elastic import Abuse, Speech, harm

@@ -16,9 +16,9 @@ import torch
 from tests.faults.elastic_history import changes, lines_of
 from tests.world import ElasticWorld, Who, run_elastic_world
 
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.security import Keyring, new_token
-from smolcluster.engine import history
+from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.comm.elastic.transport.security import Keyring, new_token
+from smolcluster.engine.elastic import history
 from tools.abuse.doors import Door, listening_ports
 from tools.abuse.elastic import Abuse, Speech, harm
 from tools.abuse.report import QUIET_S, Report, besiege, hold_times

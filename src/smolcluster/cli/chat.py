@@ -51,8 +51,8 @@ def chat(
     *,
     sampling: Sampling,
 ) -> int:
-    from smolcluster.serve.client import Client
-    from smolcluster.serve.terminal import Chat, given, is_coloured, line_reader, print_pieces, read_all
+    from smolcluster.serve.client.http import Client
+    from smolcluster.serve.client.terminal import Chat, given, is_coloured, line_reader, print_pieces, read_all
 
     options = given(asdict(sampling))
     if Path(url).exists():

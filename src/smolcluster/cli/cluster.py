@@ -16,7 +16,7 @@ from smolcluster.errors import UserError, unknown_name
 from smolcluster.observe.text import printable
 
 if TYPE_CHECKING:
-    from smolcluster.launch.discovery import Offer
+    from smolcluster.launch.join.discovery import Offer
 
 REACH_S = 5.0
 
@@ -96,8 +96,8 @@ def accept(
     cluster: Annotated[str | None, typer.Option(help="Name or file of the cluster. Default: started last.")] = None,
 ) -> int:
     """Take a machine that runs `smolcluster join`: type the code that it shows, and it gets the token and works."""
-    from smolcluster.launch.pairing import PairingFailed
-    from smolcluster.launch.pairing import accept as pair
+    from smolcluster.launch.join.pairing import PairingFailed
+    from smolcluster.launch.join.pairing import accept as pair
 
     places = _places(name, address)
     given = _given(server, cluster, rank)
@@ -112,8 +112,8 @@ def accept(
 
 def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
     """Return the addresses at which the machine listens. One with several links announces all of them."""
-    from smolcluster.comm.elastic.sockets import split_address
-    from smolcluster.launch.discovery import find_offers
+    from smolcluster.comm.elastic.transport.sockets import split_address
+    from smolcluster.launch.join.discovery import find_offers
 
     if address is not None:
         return [split_address(address)]
@@ -130,7 +130,7 @@ def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
 
 def _reached(places: list[tuple[str, int]]) -> socket.socket:
     """Connect to the first address that this machine can reach."""
-    from smolcluster.comm.elastic.sockets import join_address
+    from smolcluster.comm.elastic.transport.sockets import join_address
 
     failed = []
     for place in places:
@@ -144,7 +144,7 @@ def _reached(places: list[tuple[str, int]]) -> socket.socket:
 def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[str, Any]:
     """What a machine gets: the cluster's name, its server, a token where one is needed, and a free rank."""
     from smolcluster.comm.addresses import is_loopback
-    from smolcluster.comm.elastic.security import find_tokens
+    from smolcluster.comm.elastic.transport.security import find_tokens
     from smolcluster.launch.cluster.read import known_cluster, own_tokens
     from smolcluster.launch.cluster.record import recall, remember
 

@@ -49,7 +49,7 @@ def doctor(
 
 def place_of(said: str) -> tuple[str, int]:
     """`host`, `host:port`, and the same for an IPv6 address, which is in brackets where a port follows."""
-    from smolcluster.comm.elastic.sockets import join_address, split_address
+    from smolcluster.comm.elastic.transport.sockets import join_address, split_address
     from smolcluster.config.schema import ClusterConfig
 
     if said.count(":") == 1 or "]:" in said:

@@ -27,7 +27,7 @@ def leave_after(work: Callable[[], int]) -> NoReturn:
     from smolcluster.engine.spec import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT | os.environ)
-    from smolcluster.engine.process import leave  # and torch with it
+    from smolcluster.engine.process.main import leave  # and torch with it
 
     try:
         status = work()

@@ -27,7 +27,7 @@ def export(
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16: the type of the written weights.")] = "fp32",
 ) -> None:
-    from smolcluster.engine.export import export_run
+    from smolcluster.engine.checkpoint.export_hf import export_run
 
     done = export_run(run, out, checkpoint=checkpoint, dtype=dtype)
     for name in done.damaged:

@@ -13,7 +13,7 @@ from smolcluster.cli.options import grouped
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.serve.client import Completes
+    from smolcluster.serve.client.http import Completes
 
 EXAMPLES = """Examples:
 smolcluster generate "Once upon a time" --max-tokens 60
@@ -51,7 +51,7 @@ def generate(
     *,
     sampling: Sampling,
 ) -> int:
-    from smolcluster.serve.terminal import given, print_pieces, read_all
+    from smolcluster.serve.client.terminal import given, print_pieces, read_all
 
     options = given(asdict(sampling) | {"stop": stop or None})
     from_, prompt = _model_and_prompt(words, from_)
@@ -82,7 +82,7 @@ def _model_and_prompt(words: list[str], from_: str | None) -> tuple[str | None, 
 
 
 def _there(url: str, key: str | None, model: str | None) -> tuple[Completes, str]:
-    from smolcluster.serve.client import Client
+    from smolcluster.serve.client.http import Client
 
     client = Client(url, key=key)
     client.wait_ready(lambda words: typer.echo(f"waiting: {words}", err=True))
@@ -90,7 +90,7 @@ def _there(url: str, key: str | None, model: str | None) -> tuple[Completes, str
 
 
 def _here(model: str, device: str | None) -> tuple[Completes, str]:
-    from smolcluster.serve.life import load_alone
+    from smolcluster.serve.main import load_alone
 
     service = load_alone(model, device)
     return service, service.name

@@ -25,12 +25,12 @@ def import_model(
     ],
     run: Annotated[Path, typer.Argument(help="The run directory to make; it must not hold a run yet.")],
 ) -> None:
-    from smolcluster.engine.importing import import_gguf, import_model
+    from smolcluster.engine.checkpoint.import_hf import import_gguf, import_model
 
     if not model.exists():
         raise UserError(f"there is no model at {model}; name a folder in Hugging Face's layout, or a *.gguf file")
     if model.is_file():
-        from smolcluster.serve.sources import GGUFSource
+        from smolcluster.serve.engine.sources import GGUFSource
 
         shape, tokenizer = import_gguf(model, run, GGUFSource.open(model).tokenizer_files())
     else:

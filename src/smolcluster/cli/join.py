@@ -40,7 +40,7 @@ def join(
     own: Own,
 ) -> int:
     from smolcluster.config.checks import HOST_NAME
-    from smolcluster.launch.discovery import announced, own_addresses
+    from smolcluster.launch.join.discovery import announced, own_addresses
 
     called = name or socket.gethostname().partition(".")[0]
     if not HOST_NAME.fullmatch(called):
@@ -98,7 +98,7 @@ def lent(own: Own, given: Mapping[str, Any]) -> str:
 
 def _door(address: str | None) -> socket.socket:
     """Listen for a cluster that wants to take this machine."""
-    from smolcluster.launch.discovery import own_addresses
+    from smolcluster.launch.join.discovery import own_addresses
 
     try:
         wide = address is None or ipaddress.ip_address(address).version == 4
@@ -110,7 +110,7 @@ def _door(address: str | None) -> socket.socket:
 
 def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
     """Pair with the cluster that connects and return what it sends. Gives up after MOST_CODES codes that were mistyped."""
-    from smolcluster.launch.pairing import MOST_CODES, PairingFailed, offer
+    from smolcluster.launch.join.pairing import MOST_CODES, PairingFailed, offer
 
     shown: list[str] = []
 
@@ -131,8 +131,8 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
 def _work(name: str, given: Given, *, own: Own, keep: bool) -> int:
     """Be a worker of that cluster."""
     from smolcluster.cli.ending import leave_after
-    from smolcluster.comm.elastic.security import Entry, token_file
-    from smolcluster.launch.joining import run_joined
+    from smolcluster.comm.elastic.transport.security import Entry, token_file
+    from smolcluster.launch.join.worker import run_joined
     from smolcluster.observe.console import ConsoleSink
 
     spec = own.spec(given.rank, name, server=given.server)

@@ -90,7 +90,7 @@ def k8s(
 
 def _token(file: Path | None, *, from_env: bool) -> str | None:
     """The one that the user asks for; nothing is taken from where it happens to lie."""
-    from smolcluster.comm.elastic.security import TokenFile, find_tokens
+    from smolcluster.comm.elastic.transport.security import TokenFile, find_tokens
 
     if file is not None and from_env:
         raise UserError("--token-from-file and --token-from-env: give one of them")

@@ -130,7 +130,7 @@ class Own:
         self, rank: int, host: str, *, server: str | None, sets: Mapping[str, Any] | None = None, **more: Any
     ) -> WorkerSpec:
         """Return the spec of the worker. `sets`: further keys of its own; `more`: as of `worker_spec`."""
-        from smolcluster.launch.joining import worker_spec
+        from smolcluster.launch.join.worker import worker_spec
 
         root = None if self.data_root is None else str(self.data_root.resolve())
         own = {"training.device": self.device, "data.root": root, **(sets or {})}

@@ -47,7 +47,7 @@ def plan(
     if not memory:
         raise UserError("say what to plan: `smolcluster plan --memory` shows the bytes of each rank for every strategy")
     prepared = prepare(sources or [], overrides=override or [], sets=flags.sets() | _nodes(nodes))
-    from smolcluster.engine.planning import plan_memory
+    from smolcluster.planner.report import plan_memory
 
     found = plan_memory(
         prepared.config,

@@ -22,7 +22,7 @@ _machines, _page = panel("Machines"), panel("Page and API")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The fields of `smolcluster.serve.life.Wanted` that are options as they are."""
+    """The fields of `smolcluster.serve.main.Wanted` that are options as they are."""
 
     stages: Annotated[
         int | None,
@@ -90,7 +90,7 @@ def serve(
 ) -> int:
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.observe.logs import log_to_terminal
-    from smolcluster.serve.life import Wanted, run_front
+    from smolcluster.serve.main import Wanted, run_front
     from smolcluster.web.server import open_browser
 
     def ready(url: str) -> None:

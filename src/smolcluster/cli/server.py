@@ -39,7 +39,7 @@ def server(
     override: options.Override = None,
     resume: options.Resume = None,
 ) -> int:
-    from smolcluster.launch.elastic import run_elastic
+    from smolcluster.launch.local.elastic import run_elastic
     from smolcluster.launch.prepare import prepare
 
     prepared = prepare(

@@ -49,7 +49,7 @@ def stage(
     local_rank: Annotated[int, typer.Option("--local-rank", min=0, hidden=True)] = 0,
 ) -> int:
     from smolcluster.observe.logs import log_to_terminal
-    from smolcluster.serve.life import run_stage
+    from smolcluster.serve.main import run_stage
 
     log_to_terminal(logging.WARNING if with_parent else logging.INFO)
     stop = threading.Event()

@@ -15,7 +15,7 @@ from smolcluster.cli.screen import print_text
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.comm.elastic.security import Entry, TokenFile
+    from smolcluster.comm.elastic.transport.security import Entry, TokenFile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,7 +30,7 @@ def new(
     show_only: Annotated[bool, typer.Option("--show-only", help="Print a new token and write no file.")] = False,
 ) -> None:
     """Make this machine's first token and keep it in the token file."""
-    from smolcluster.comm.elastic.security import Credentials, new_token
+    from smolcluster.comm.elastic.transport.security import Credentials, new_token
 
     token = new_token()
     if show_only:
@@ -55,7 +55,7 @@ def new(
 @app.command("add", epilog="Example: smolcluster token show --secret | ssh pi5 smolcluster token add")
 def add() -> None:
     """Keep a token from another machine, and use it first. It is read from standard input, or asked for."""
-    from smolcluster.comm.elastic.security import MAX_FILE_BYTES, Keyring, parse_tokens
+    from smolcluster.comm.elastic.transport.security import MAX_FILE_BYTES, Keyring, parse_tokens
 
     # Never an argument: the list of processes and the shell's history would have it.
     if sys.stdin.isatty():
@@ -78,7 +78,7 @@ def show(
     secret: Annotated[bool, typer.Option("--secret", help="Print the current token itself, and nothing else.")] = False,
 ) -> None:
     """Show which token a run started here would use: public id, certificate fingerprint, source."""
-    from smolcluster.comm.elastic.security import Keyring
+    from smolcluster.comm.elastic.transport.security import Keyring
 
     source, entries = _found()
     keyring = Keyring((entry.token for entry in entries), source=source)
@@ -105,7 +105,7 @@ def list_() -> None:
 @app.command("rotate", epilog="Example: smolcluster token rotate")
 def rotate() -> None:
     """Make a new current token. The old ones are accepted until they are revoked."""
-    from smolcluster.comm.elastic.security import Keyring, new_token
+    from smolcluster.comm.elastic.transport.security import Keyring, new_token
 
     file = _file()
     old = file.entries()
@@ -148,13 +148,13 @@ def revoke(
 
 
 def _file() -> TokenFile:
-    from smolcluster.comm.elastic.security import token_file
+    from smolcluster.comm.elastic.transport.security import token_file
 
     return token_file(os.environ)
 
 
 def _found() -> tuple[str, list[Entry]]:
-    from smolcluster.comm.elastic.security import find_tokens, token_file
+    from smolcluster.comm.elastic.transport.security import find_tokens, token_file
 
     found = find_tokens(None, os.environ)
     if found is None:
@@ -166,13 +166,13 @@ def _found() -> tuple[str, list[Entry]]:
 
 
 def _name(entry: Entry) -> str:
-    from smolcluster.comm.elastic.security import Credentials
+    from smolcluster.comm.elastic.transport.security import Credentials
 
     return Credentials(entry.token, where=entry.where).name
 
 
 def _entry(token: str) -> Entry:
-    from smolcluster.comm.elastic.security import Entry
+    from smolcluster.comm.elastic.transport.security import Entry
 
     return Entry(token, note=f"made {datetime.date.today().isoformat()} on {socket.gethostname()}")
 

@@ -70,9 +70,9 @@ def train(
 ) -> int:
     from smolcluster.engine.run_dir import RunDir
     from smolcluster.launch.environment import assigned_place
-    from smolcluster.launch.meeting import is_here
-    from smolcluster.launch.plan import check_restartable, elastic_wish
     from smolcluster.launch.prepare import prepare
+    from smolcluster.launch.restart.meeting import is_here
+    from smolcluster.launch.restart.plan import check_restartable, elastic_wish
 
     if no_nccl and run.backend == "nccl":
         raise UserError("--backend nccl and --no-nccl contradict each other")
@@ -111,8 +111,8 @@ def train(
     if again is not None:
         check_restartable(prepared.config, prepared.plane)
     if dry_run:
-        from smolcluster.engine.dry_run import describe_run
-        from smolcluster.engine.sizes import describe
+        from smolcluster.planner.dry_run import describe_run
+        from smolcluster.planner.world_sizes import describe
 
         typer.echo(
             describe_run(

@@ -46,7 +46,7 @@ def worker(
     own: Own,
 ) -> int:
     from smolcluster.launch.environment import local_place
-    from smolcluster.launch.joining import run_joined
+    from smolcluster.launch.join.worker import run_joined
 
     local_rank, local_world_size = local_place()
     spec = own.spec(

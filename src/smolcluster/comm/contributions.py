@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from smolcluster.comm.buckets import assign_buckets
 from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
 from smolcluster.comm.codecs.feedback import Memory, tensors_of
-from smolcluster.comm.elastic.schedule import LEAST_PIECE_BYTES, MOST_PIECE_BYTES
+from smolcluster.comm.elastic.collectives.schedule import LEAST_PIECE_BYTES, MOST_PIECE_BYTES
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import Unreadable
 

@@ -27,8 +27,8 @@ from torch.nn.utils import get_total_norm
 from smolcluster.comm.codecs import Codec, CodecError, Feedback
 from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
 from smolcluster.comm.contributions import Contributions, Layout
-from smolcluster.comm.elastic.schedule import piece_elements
-from smolcluster.comm.elastic.view import View
+from smolcluster.comm.elastic.collectives.schedule import piece_elements
+from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group, Work
 from smolcluster.comm.rounds import Combination, Committed, Unreadable
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.comm.bulletin import Bulletin
+from smolcluster.comm.notes import Bulletin
 from smolcluster.comm.work import Done, PeerLost, Traffic, Work
 from smolcluster.errors import UserError
 

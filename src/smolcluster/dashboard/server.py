@@ -23,7 +23,7 @@ from smolcluster.dashboard.app import make_app, needed
 from smolcluster.dashboard.hub import Hub
 from smolcluster.dashboard.runs import Runs
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.processes import APART
+from smolcluster.launch.local.processes import APART
 from smolcluster.web import server as web
 from smolcluster.web.guard import choose_token
 from smolcluster.web.server import url_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from smolcluster.comm.elastic.messages import Peer
+from smolcluster.comm.elastic.transport.messages import Peer
 from smolcluster.version import __version__
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -20,11 +20,11 @@ from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import Options
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.sampler import Indices
+from smolcluster.engine.checkpoint.snapshot import ALL, Snapshot, state_for
 from smolcluster.engine.evaluate import evaluate
 from smolcluster.engine.profiler import Profiler
 from smolcluster.engine.reader import Reader
 from smolcluster.engine.record import RunRecord
-from smolcluster.engine.snapshot import ALL, Snapshot, state_for
 from smolcluster.errors import UserError
 from smolcluster.observe.events import evaluation_fields
 from smolcluster.observe.observer import Observer

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from smolcluster.comm.elastic.line import Lease, Stopped
+from smolcluster.comm.elastic.membership.server_link import Lease, Stopped
 from smolcluster.data.leases import Range, indices
 from smolcluster.data.sampler import Indices, Sampler, ShardedSampler
 

@@ -17,10 +17,10 @@ from smolcluster.comm.group import Traffic
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.device import peak_memory_bytes
 from smolcluster.engine.best import Best
+from smolcluster.engine.checkpoint.async_saver import Saver
+from smolcluster.engine.checkpoint.snapshot import Snapshot
+from smolcluster.engine.checkpoint.tokenizer_files import tokenizer_info
 from smolcluster.engine.meter import Meter
-from smolcluster.engine.saver import Saver
-from smolcluster.engine.snapshot import Snapshot
-from smolcluster.engine.tokenizer_files import tokenizer_info
 from smolcluster.observe.events import StepLogged
 from smolcluster.observe.machine import MachineFacts
 from smolcluster.strategies.base import Context, State

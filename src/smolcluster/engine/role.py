@@ -23,12 +23,12 @@ from smolcluster.config.schema import Config
 from smolcluster.config.strategies import record_of
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.channel import Channel
-from smolcluster.engine.checkpoint import CheckpointStore
+from smolcluster.engine.checkpoint.async_saver import Saver, Store
+from smolcluster.engine.checkpoint.snapshot import Snapshot
+from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.checks import Room, check_disk_space, check_memory
 from smolcluster.engine.profiler import Profiler, steps_of
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.engine.saver import Saver, Store
-from smolcluster.engine.snapshot import Snapshot
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.trial import needs_trial, try_task
 from smolcluster.errors import UserError

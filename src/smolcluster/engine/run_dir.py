@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.engine.files import Files
+from smolcluster.engine.durable_files import Files
 from smolcluster.errors import UserError
 from smolcluster.observe.jsonl import truncate_metrics
 

@@ -14,15 +14,28 @@ from typing import Any
 
 import numpy as np
 
-from smolcluster.comm.backends import check_backend
-from smolcluster.comm.bulletin import Bulletin
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
-from smolcluster.comm.rendezvous import Place, connect
-from smolcluster.comm.watch import Watch
+from smolcluster.comm.mesh.backends import check_backend
+from smolcluster.comm.mesh.liveness import Watch
+from smolcluster.comm.mesh.rendezvous import Place, connect
+from smolcluster.comm.notes import Bulletin
 from smolcluster.compute.buffers import not_finite
 from smolcluster.config import public_dict
 from smolcluster.config.options import Options
 from smolcluster.data.sampler import Sampler, ShardedSampler
+from smolcluster.engine.checkpoint.async_saver import Saver, Store
+from smolcluster.engine.checkpoint.lazy_tensors import StoredTensors
+from smolcluster.engine.checkpoint.safetensors_writer import weights_sha256
+from smolcluster.engine.checkpoint.sharded_save import LeadStore, PartStore, all_see
+from smolcluster.engine.checkpoint.snapshot import (
+    Snapshot,
+    check_compatible,
+    check_whole,
+    manifest_sha256,
+    open_checkpoint,
+    read_manifest,
+)
+from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
 from smolcluster.engine.checks import (
     OWN_TO_A_HOST,
     batch_size_of,
@@ -33,26 +46,13 @@ from smolcluster.engine.checks import (
     identify_task,
 )
 from smolcluster.engine.identity import must_agree
-from smolcluster.engine.length import last_step, more_of, samples_read
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import StreamReader
 from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_dir import RunDir
-from smolcluster.engine.saver import Saver, Store
-from smolcluster.engine.snapshot import (
-    Snapshot,
-    check_compatible,
-    check_whole,
-    manifest_sha256,
-    open_checkpoint,
-    read_manifest,
-)
-from smolcluster.engine.stored import StoredTensors
+from smolcluster.engine.run_length import last_step, more_of, samples_read
 from smolcluster.engine.summary import evaluation_summary, join_ranks, last_known, write_summary
-from smolcluster.engine.tensorfile import weights_sha256
-from smolcluster.engine.together import LeadStore, PartStore, all_see
-from smolcluster.engine.tokenizer_files import check_tokenizer
 from smolcluster.engine.trial import needs_trial
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import Failed, Notice, Phase, RunFinished

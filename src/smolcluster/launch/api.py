@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smolcluster.launch.elastic import run_elastic
-from smolcluster.launch.local import run_local
-from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish
+from smolcluster.launch.local.elastic import run_elastic
+from smolcluster.launch.local.mesh import run_local
 from smolcluster.launch.prepare import Prepared, prepare
-from smolcluster.launch.restart import run_restarting
+from smolcluster.launch.restart.launcher import run_restarting
+from smolcluster.launch.restart.plan import Elastic, check_restartable, elastic_wish
 
 if TYPE_CHECKING:
     from smolcluster.observe.observer import Sink

@@ -20,9 +20,9 @@ from typing import Any
 
 from smolcluster.engine.spec import ENVIRONMENT
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
-from smolcluster.launch.outcome import Interrupted, Outcome
+from smolcluster.launch.local.outcome import Interrupted, Outcome
+from smolcluster.launch.local.processes import make_spec
 from smolcluster.launch.prepare import Prepared
-from smolcluster.launch.processes import make_spec
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.observer import Sink
 
@@ -178,7 +178,7 @@ def run_assigned(run: Prepared, place: Assigned, *, sinks: list[Sink], tell: Cal
         if again and run.resume is None and place.local_rank == 0:
             truncate_metrics(run.run_dir.metrics, after_step=0)  # nothing was saved: all is done anew
         from smolcluster.engine.channel import SignalChannel
-        from smolcluster.engine.process import leave, run_worker
+        from smolcluster.engine.process.main import leave, run_worker
 
         assigned = {name: value for name, value in asdict(place).items() if name != "restarts"}
         spec = make_spec(run, resume=run.resume, watched=False, again=again, **assigned)

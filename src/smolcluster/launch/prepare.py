@@ -133,7 +133,7 @@ def with_tokenizer(config: Config, place: str) -> tuple[Config, dict[str, bytes]
     said = config.data.tokenizer
     if config.task is not None or said in (None, "bytes", "chars", "gpt2") or not Path(said).expanduser().exists():
         return config, {}
-    from smolcluster.engine.tokenizer_files import tokenizer_at  # numpy; few runs need it
+    from smolcluster.engine.checkpoint.tokenizer_files import tokenizer_at  # numpy; few runs need it
 
     files = tokenizer_at(said)
     if files:

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smolcluster.engine.files import atomic_write_text
+from smolcluster.engine.durable_files import atomic_write_text
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.api import run_here
-from smolcluster.launch.outcome import Interrupted
+from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.prepare import Prepared, prepare
 from smolcluster.observe.events import Event, StepLogged, plain
 from smolcluster.observe.observer import Sink
@@ -149,8 +149,8 @@ def batch_for(batch: int, workers: int, shards: int, *, weak: bool) -> int:
 
 def data_shards(run: Prepared) -> int:
     """Into how many parts the samples of a step go. Refuses what the strategy cannot do with so many workers."""
-    from smolcluster.engine.sizes import place
     from smolcluster.parallel.placement import Node
+    from smolcluster.planner.world_sizes import place
 
     nodes = [Node(name=f"worker-{rank}", stays=run.plane != "elastic") for rank in range(run.workers)]
     return place(run.config, nodes, plane=run.plane).num_shards

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from smolcluster.comm.group import Group
-from smolcluster.comm.scatter_sum import ScatterSum
+from smolcluster.comm.mesh.scatter_sum import ScatterSum
 from smolcluster.compute.replica import Batch
 from smolcluster.errors import UserError
 from smolcluster.parallel.exchange import Exchange, everything_in

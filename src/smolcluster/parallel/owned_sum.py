@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from smolcluster.comm.codecs import Codec
 from smolcluster.comm.codecs.feedback import under
 from smolcluster.comm.contributions import Contributions
-from smolcluster.comm.elastic.view import View
+from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group, Work, gather_json
 from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.optim import named_state, put_named_state

@@ -90,7 +90,7 @@ class Shape:
 class Cost:
     """One step of one worker, by the formulas in the strategy's docstring: of the one that holds most, where they differ.
 
-    Activations are not counted here, nor what is gathered for a moment; `engine/rehearsal.py` finds those.
+    Activations are not counted here, nor what is gathered for a moment; `planner/memory_estimate.py` finds those.
     """
 
     parameter_bytes: int

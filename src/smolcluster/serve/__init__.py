@@ -4,7 +4,11 @@
                          │ tokens                          ┌────────────────────────────────────────┐
                          └──> stage 0 ── activations ──> stage 1 ── activations ──> stage 2 ── a token of each sequence
 
-`ask.py` has the words that all of it is written in; `alone.py` is all of it in one process, for a start. What is served:
-`sources.py`. One machine's share of the work: `part.py`, `sampling.py`. The machines together: `wire.py`, `stage.py`,
-`layout.py`, `scheduler.py`, `front.py`. Text and the world: `text.py`, `service.py`, `api.py`.
+`engine/types.py` has the types that all of it is written in; `alone.py` is all of it in one process: read it first.
+
+    engine/    what is served: sources.py; one machine's share of the work: part.py, sampling.py; the machines together:
+               wire.py, stage.py, layout.py, scheduler.py, front.py
+    text/      conversations to tokens and back
+    http/      service.py, api.py: the service on a port
+    client/    the terminal
 """

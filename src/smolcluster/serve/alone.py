@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from smolcluster.errors import UserError
-from smolcluster.serve.api_types import read_completion
-from smolcluster.serve.ask import Ask, GivenUp, Token
-from smolcluster.serve.client import Options, Piece
-from smolcluster.serve.part import Part, Row
-from smolcluster.serve.sampling import Chooser
-from smolcluster.serve.service import BadRequest, Service
-from smolcluster.serve.sources import Source
+from smolcluster.serve.client.http import Options, Piece
+from smolcluster.serve.engine.part import Part, Row
+from smolcluster.serve.engine.sampling import Chooser
+from smolcluster.serve.engine.sources import Source
+from smolcluster.serve.engine.types import Ask, GivenUp, Token
+from smolcluster.serve.http.api_types import read_completion
+from smolcluster.serve.http.service import BadRequest, Service
 
 CHUNK = 512  # tokens of a prompt at once
 

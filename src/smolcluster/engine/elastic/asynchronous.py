@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.engine.elastic.parameter_server import ParameterServer, Push
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.frames import shared
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.proofs import PairKeys
-from smolcluster.comm.elastic.roster import Gone, Member, Said
-from smolcluster.comm.elastic.verdict import Complaint, Strikes, is_lone, verdict
-from smolcluster.comm.elastic.view import Member as Seated
-from smolcluster.comm.elastic.view import View
+from smolcluster.comm.elastic.membership.proofs import PairKeys
+from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.verdict import Complaint, Strikes, is_lone, verdict
+from smolcluster.comm.elastic.membership.view import Member as Seated
+from smolcluster.comm.elastic.membership.view import View
+from smolcluster.comm.elastic.transport.frames import shared
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.claims import Claims
 from smolcluster.compute.gate import TRIES

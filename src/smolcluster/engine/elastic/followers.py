@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.roster import Member
+from smolcluster.comm.elastic.membership.roster import Member
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.engine.elastic.server_side import send_state
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.comm.elastic.line import Lease, Line, Stopped
-from smolcluster.comm.elastic.messages import Kind, Message
+from smolcluster.comm.elastic.membership.server_link import Lease, Line, Stopped
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.replica import Replica
 from smolcluster.strategies.base import Context, State
 

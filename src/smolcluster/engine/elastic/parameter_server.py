@@ -20,8 +20,8 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import CodecError
 from smolcluster.comm.codecs.base import numbers as as_numbers
-from smolcluster.comm.elastic.messages import Kind
-from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.transport.messages import Kind
 from smolcluster.comm.rounds import put_gradients
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.claims import Claims

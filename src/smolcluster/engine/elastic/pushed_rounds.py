@@ -20,8 +20,8 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import CodecError, Feedback, chosen_codec, make_codec
 from smolcluster.comm.codecs.feedback import under
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.parcels import Parcels
+from smolcluster.comm.elastic.collectives.packed_tensors import Parcels
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.rounds import AtServer, Committed, Contribution, ServerRounds
 from smolcluster.compute.replica import Replica
 from smolcluster.config.options import ServedOptions

@@ -34,14 +34,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.group import ElasticGroup
-from smolcluster.comm.elastic.line import Lease
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.peers import Peers
-from smolcluster.comm.elastic.proofs import read_keys
-from smolcluster.comm.elastic.states import SLICE_BYTES
-from smolcluster.comm.elastic.view import Member as Seated
-from smolcluster.comm.elastic.view import View, ViewChanged
+from smolcluster.comm.elastic.collectives.group import ElasticGroup
+from smolcluster.comm.elastic.collectives.peers import Peers
+from smolcluster.comm.elastic.membership.proofs import read_keys
+from smolcluster.comm.elastic.membership.server_link import Lease
+from smolcluster.comm.elastic.membership.server_state import SLICE_BYTES
+from smolcluster.comm.elastic.membership.view import Member as Seated
+from smolcluster.comm.elastic.membership.view import View, ViewChanged
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.group import PeerLost
 from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, Unreadable
 from smolcluster.engine.elastic.deadline import WAITING_S

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.comm.elastic.handshake import MAX_REASON, printable
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.roster import Member, Roster
-from smolcluster.comm.elastic.states import server_messages
+from smolcluster.comm.elastic.membership.roster import Member, Roster
+from smolcluster.comm.elastic.membership.server_state import server_messages
+from smolcluster.comm.elastic.transport.handshake import MAX_REASON, printable
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
 from smolcluster.compute.replica import Replica

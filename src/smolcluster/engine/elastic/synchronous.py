@@ -19,8 +19,8 @@ from torch import Tensor
 
 from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.codecs.feedback import under
-from smolcluster.comm.elastic.messages import Kind, Message
-from smolcluster.comm.elastic.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.engine.elastic.parameter_server import ParameterServer, Push, sound
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.job import Job
-from smolcluster.launch.joining import own_overrides
+from smolcluster.launch.join.worker import own_overrides
 
 CONFIG = "/etc/smolcluster/config.yaml"
 DATA = "/data"

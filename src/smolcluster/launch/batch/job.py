@@ -10,8 +10,8 @@ from pathlib import Path
 from smolcluster.config import Config, builtin_configs, load_config
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.text import parse_time
-from smolcluster.launch.plan import Elastic, check_restartable, parse_elastic
 from smolcluster.launch.prepare import absolute_task, is_task, prepare, task_name
+from smolcluster.launch.restart.plan import Elastic, check_restartable, parse_elastic
 
 MEET_PORT = 29400  # where the launchers of `train --elastic` meet
 RANK_PORT = 29500  # where the ranks of the mesh plane meet
@@ -137,8 +137,8 @@ def check_dns_name(name: str, *, longest: int = 63) -> None:
 def check_fit(job: Job) -> None:
     """The strategy itself says whether so many workers can run it. This needs torch."""
     from smolcluster.engine.checks import batch_size_of
-    from smolcluster.engine.sizes import place, plans
     from smolcluster.parallel.placement import Node
+    from smolcluster.planner.world_sizes import place, plans
 
     machines = [f"node-{rank // job.workers_per_node}" for rank in range(job.workers)]
     nodes = [

@@ -28,8 +28,8 @@ from smolcluster.launch.batch import containers
 from smolcluster.launch.batch.containers import CONFIG, DATA, GO_ON, SERVER_PORT, USER
 from smolcluster.launch.batch.job import MEET_PORT, RANK_PORT, Job, check_dns_name
 from smolcluster.launch.batch.text import mebibytes, to_stream
-from smolcluster.launch.outcome import Interrupted
-from smolcluster.launch.plan import MAX_RESTARTS, Elastic, check_restartable
+from smolcluster.launch.local.outcome import Interrupted
+from smolcluster.launch.restart.plan import MAX_RESTARTS, Elastic, check_restartable
 
 Manifest = dict[str, Any]
 

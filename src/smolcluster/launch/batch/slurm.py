@@ -63,7 +63,7 @@ def check(job: Job, settings: Settings, *, resume: bool = False) -> None:
     if settings.token_file is not None:
         if job.plane == "mesh":
             raise UserError("--token-file: the ranks of the mesh plane have no token; leave it out")
-        from smolcluster.comm.elastic.security import TokenFile
+        from smolcluster.comm.elastic.transport.security import TokenFile
 
         if not TokenFile(settings.token_file).entries():
             raise UserError(

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from smolcluster.comm.elastic.sockets import join_address, own_host
+from smolcluster.comm.elastic.transport.sockets import join_address, own_host
 from smolcluster.config.strategies import UNLIKE
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.cluster import control
@@ -142,7 +142,7 @@ def _twice(machines: Mapping[str, Machine]) -> dict[str, str]:
 
 def _offers() -> list[Any]:
     try:
-        from smolcluster.launch.discovery import find_offers
+        from smolcluster.launch.join.discovery import find_offers
 
         return list(find_offers(within_s=2.0))
     except (ImportError, SmolclusterError):
@@ -181,7 +181,7 @@ def entry_of(machines: Mapping[str, Machine], name: str) -> dict[str, Any]:
 
 def _mine(first: Machine) -> str:
     """Where this machine is found by one that it reaches, or by those behind it."""
-    from smolcluster.launch.discovery import own_addresses
+    from smolcluster.launch.join.discovery import own_addresses
 
     with contextlib.suppress(OSError, SmolclusterError):
         address = own_host(join_address(first.address, first.port or 22))

@@ -17,14 +17,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from smolcluster.comm.addresses import is_address, is_loopback
-from smolcluster.comm.elastic.sockets import join_address
+from smolcluster.comm.elastic.transport.sockets import join_address
 from smolcluster.config.schema import Config, HostConfig
 from smolcluster.config.strategies import ALONE
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster.links import Way, find_way
-from smolcluster.launch.joining import own_overrides
-from smolcluster.launch.plan import parse_elastic
+from smolcluster.launch.join.worker import own_overrides
 from smolcluster.launch.prepare import choose_plane
+from smolcluster.launch.restart.plan import parse_elastic
 
 CONFIG = "config.yaml"  # as each machine gets it, in the folder its processes run in
 TOKENIZER = "tokenizer"  # the folder of the tokenizer's files, in the same place

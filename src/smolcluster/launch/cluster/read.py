@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from smolcluster.comm.elastic.security import Entry, TokenFile, find_tokens, new_token
+from smolcluster.comm.elastic.transport.security import Entry, TokenFile, find_tokens, new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name

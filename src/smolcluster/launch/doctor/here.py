@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.discovery import own_addresses
 from smolcluster.launch.doctor.layers import Finding, Layer, bad, good, remedy, warning
+from smolcluster.launch.join.discovery import own_addresses
 from smolcluster.observe.text import size
 
 ROOM_BYTES = 2 << 30
@@ -100,7 +100,7 @@ def _token() -> Finding:
     if importlib.util.find_spec("cryptography") is None:
         what = "beyond this machine a token is needed, and the package for it is missing"
         return warning(Layer.TOKEN, what, "pip install 'smolcluster[cluster]'")
-    from smolcluster.comm.elastic.security import Keyring, find_tokens
+    from smolcluster.comm.elastic.transport.security import Keyring, find_tokens
 
     try:
         found = find_tokens(None, os.environ)

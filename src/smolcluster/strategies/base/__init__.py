@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from smolcluster.comm.elastic.line import Line
-from smolcluster.comm.elastic.roster import Roster
+from smolcluster.comm.elastic.membership.roster import Roster
+from smolcluster.comm.elastic.membership.server_link import Line
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.comm.rounds import Combination, Rounds
 from smolcluster.compute.claims import Count

@@ -31,8 +31,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_leaves
 
 from smolcluster.comm.group import Group, collect_tensors, gather_json, share_of
+from smolcluster.comm.mesh.torch_traffic import EngineTraffic
 from smolcluster.comm.sharded import axes_of, box_name, copies, gradient, has_first, like, local, part_of, place, whole
-from smolcluster.comm.watcher import EngineTraffic
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError

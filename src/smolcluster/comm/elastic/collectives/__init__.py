@@ -1,0 +1,1 @@
+"""Sums and copies between the members of a view, over the elastic transport."""

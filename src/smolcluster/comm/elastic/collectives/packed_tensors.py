@@ -1,0 +1,101 @@
+"""A list of tensors as a few payloads: packed into buckets, encoded, and unpacked on the other side.
+
+Both sides make the same `Parcels` from the same model, so nothing but the encoded numbers crosses the wire, and every
+payload's size is known before it comes. While one bucket is on its way the next is being encoded. A tensor that is too large
+for one payload travels as several flat ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smolcluster.comm.codecs import Codec, Feedback, Packer
+from smolcluster.comm.elastic.membership.mailbox import Payload
+
+MOST_BYTES = 1 << 30  # of a payload
+ROUND = 1 << 12  # elements: slices are multiples of every codec's blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor, or a slice of one."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: slice | None = None  # of the tensor as a row; None: all of it
+
+    @property
+    def label(self) -> str:
+        return self.name if self.part is None else f"{self.name}[{self.part.start}:{self.part.stop}]"
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        tensor = tensors[self.name]
+        return tensor if self.part is None else tensor.reshape(-1)[self.part]
+
+
+class Parcels:
+    def __init__(
+        self,
+        layout: Sequence[tuple[str, tuple[int, ...]]],
+        *,
+        codec: Codec,
+        bucket_bytes: int,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """`most_bytes`: of a payload, beyond which a single tensor is cut."""
+        self.codec = codec
+        self.names = [name for name, _ in layout]
+        entries = [e for name, shape in layout for e in _entries(name, shape, codec=codec, most_bytes=most_bytes)]
+        sizes = [4 * math.prod(entry.shape) for entry in entries]
+        self._parts = [entries[i:j] for i, j in _cut(sizes, min(bucket_bytes, most_bytes))]
+        self._packers = [Packer([(entry.label, entry.shape) for entry in part], codec) for part in self._parts]
+
+    def __len__(self) -> int:
+        return len(self._packers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(packer.nbytes for packer in self._packers)
+
+    def payloads(self) -> list[Payload]:
+        """What each channel carries."""
+        return [Payload(torch.uint8, (packer.nbytes,)) for packer in self._packers]
+
+    def encode(
+        self, tensors: Mapping[str, Tensor], *, key: int = 0, feedback: Feedback | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Channel and payload, one bucket after the other."""
+        for channel, (part, packer) in enumerate(zip(self._parts, self._packers, strict=True)):
+            inputs = [entry.of(tensors).detach().to("cpu", torch.float32) for entry in part]
+            # In memory of its own: the tensors change while it is on its way.
+            out = torch.empty(packer.nbytes, dtype=torch.uint8)
+            yield channel, packer.encode(inputs, out, key=key * len(self._packers) + channel, feedback=feedback)
+
+    def decode(self, channel: int, payload: Tensor, out: Mapping[str, Tensor]) -> None:
+        """Into `out[name]`, for the names of this bucket."""
+        self._packers[channel].decode(payload, [entry.of(out) for entry in self._parts[channel]])
+
+
+def _entries(name: str, shape: tuple[int, ...], *, codec: Codec, most_bytes: int) -> list[_Entry]:
+    """The tensor as it is, unless its payload would be too large."""
+    if codec.nbytes(torch.Size(shape)) <= most_bytes:
+        return [_Entry(name, shape)]
+    length, elements = max(ROUND, most_bytes // 5 // ROUND * ROUND), math.prod(shape)
+    spans = [slice(start, min(start + length, elements)) for start in range(0, elements, length)]
+    return [_Entry(name, (span.stop - span.start,), span) for span in spans]
+
+
+def _cut(sizes: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Consecutive runs of at most `limit` bytes; one that is larger stands alone."""
+    runs, start, filled = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and filled + size > limit:
+            runs.append((start, i))
+            start, filled = i, 0
+        filled += size
+    return [*runs, (start, len(sizes))] if sizes else []

@@ -1,0 +1,155 @@
+"""Weights and optimizer state on their way from one member to another.
+
+First a list of what comes (meta: tensors, a name, type and shape each; how many there are; the sender's own words), a page
+to a message, then the tensors in that order, in slices: between two of them the pieces of a sum may pass. Both sides cut
+alike, so all that travels with a slice is the number of its tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smolcluster.comm.elastic.collectives.group import Landing
+from smolcluster.comm.elastic.membership.server_state import is_shape, slices
+from smolcluster.comm.elastic.membership.view import Member
+from smolcluster.comm.elastic.transport.api import Head, Kind, Message
+from smolcluster.comm.elastic.transport.payloads import DTYPES
+from smolcluster.comm.group import PeerLost
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+PAGE_TENSORS = 1000  # with names of hundreds of letters they fit the meta of a message
+MOST_TENSORS = 1 << 17
+
+
+def state_messages(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> list[Message]:
+    rows = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    listed = [[name, str(row.dtype).removeprefix("torch."), list(row.shape)] for name, row in rows.items()]
+    said = {"tensors": listed[:PAGE_TENSORS], "count": len(listed), "meta": dict(meta)}
+    further = [listed[start : start + PAGE_TENSORS] for start in range(PAGE_TENSORS, len(listed), PAGE_TENSORS)]
+    return [
+        Message(kind=Kind.STATE, meta=said),
+        *(Message(kind=Kind.STATE, meta={"tensors": page}) for page in further),
+        *(Message(kind=Kind.STATE, channel=number, payload=part) for number, part in slices(rows.values())),
+    ]
+
+
+class Transfer:
+    """A state on its way to a member."""
+
+    def __init__(self, member: Member, num_messages: int, *, timeout_s: float) -> None:
+        self._member, self._unsent, self._timeout_s = member, num_messages, timeout_s
+        self._over = threading.Event()
+        self._broken = False
+        self._moved = time.monotonic()
+
+    @property
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Return when all of it has left; the member reports by itself that it has it."""
+        while not self._over.is_set():
+            left_s = self._moved + self._timeout_s - time.monotonic()
+            if left_s <= 0:
+                raise PeerLost(f"{self._member.name} takes no state: nothing moved for {self._timeout_s:g} s")
+            self._over.wait(min(left_s, 3600.0))
+        if self._broken:
+            raise PeerLost(f"{self._member.name} was lost while its state was on the way")
+
+    def left(self) -> None:
+        """One more of its messages."""
+        self._moved = time.monotonic()
+        self._unsent -= 1
+        if self._unsent == 0:
+            self._over.set()
+
+    def lost(self) -> None:
+        self._broken = True
+        self._over.set()
+
+
+class IncomingState:
+    """A state that comes in, slice after slice. Raises ValueError for one that cannot be, or is not as `expected`."""
+
+    def __init__(self, said: Mapping[str, Any], *, expected: Layout | None, limit_bytes: int) -> None:
+        """Without a layout that is expected, any of at most `limit_bytes` will do."""
+        words, listed = said.get("meta"), said.get("tensors")
+        count = said.get("count", len(listed) if isinstance(listed, list) else 0)
+        if not isinstance(words, dict) or type(count) is not int or not 0 <= count <= MOST_TENSORS:
+            raise ValueError("a state begins with the list of its tensors")
+        self.meta: dict[str, Any] = words
+        self.tensors: dict[str, Tensor] = {}
+        self._layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._count, self._expected, self._limit_bytes = count, expected, limit_bytes
+        self._nbytes, self._listed = 0, False
+        self._due: deque[tuple[int, Tensor]] = deque()
+        self.add(said)
+
+    @property
+    def complete(self) -> bool:
+        return self._listed and not self._due
+
+    def add(self, said: Mapping[str, Any]) -> None:
+        """Read one more page of the list. Memory is taken when the whole of it is as it should be."""
+        if self._listed:
+            raise ValueError("a state in the middle of another")
+        page = _read_layout(said.get("tensors"), known=self._layout)
+        # An empty tensor can be too large too: every size counts, but for none at all.
+        self._nbytes += sum(math.prod(size or 1 for size in shape) * dtype.itemsize for dtype, shape in page.values())
+        if self._expected is None and self._nbytes > self._limit_bytes:
+            raise ValueError(f"{self._nbytes} bytes of state, and none was expected")
+        self._layout |= page
+        self._listed = len(self._layout) == self._count
+        if len(self._layout) > self._count or not (page or self._listed):
+            raise ValueError(f"a list of {self._count} tensors has other pages")
+        if self._expected is not None:
+            _compare(self._layout if self._listed else page, self._expected, whole=self._listed)
+        if self._listed:
+            self.tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self._layout.items()}
+            self._due.extend(slices(self.tensors.values()))
+
+    def place(self, head: Head) -> Landing | None:
+        """They come in the order of the list."""
+        if not self._due:
+            return None
+        number, part = self._due[0]
+        if (head.channel, DTYPES[head.dtype], head.shape) != (number, part.dtype, tuple(part.shape)):
+            return None
+        return Landing(part, self._arrived)
+
+    def _arrived(self) -> None:
+        self._due.popleft()
+
+
+def _read_layout(listed: Any, *, known: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Names, types and shapes as a peer tells them. `known`: of the pages before."""
+    if not isinstance(listed, list):
+        raise ValueError("a state begins with the list of its tensors")
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for entry in listed:
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise ValueError("a tensor of a state has a name, a type and a shape")
+        name, dtype, shape = entry
+        known_type = isinstance(dtype, str) and dtype in DTYPES
+        if not isinstance(name, str) or name in layout or name in known or not known_type:
+            raise ValueError(f"a state cannot have {str(name)[:80]!r} of type {str(dtype)[:20]!r}, or not twice")
+        if not is_shape(shape):
+            raise ValueError(f"{name[:80]!r} of a state has no such shape")
+        layout[name] = (DTYPES[dtype], tuple(shape))
+    return layout
+
+
+def _compare(layout: Layout, expected: Layout, *, whole: bool) -> None:
+    """`whole`: all pages are here, else only what is on this one."""
+    names = [name for name in {**(expected if whole else {}), **layout} if layout.get(name) != expected.get(name)]
+    if names:
+        raise ValueError(f"{len(names)} tensors are not as expected, among them {names[0]!r}")

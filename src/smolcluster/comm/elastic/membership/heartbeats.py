@@ -1,0 +1,270 @@
+"""A heartbeat roster: one process serves it, its members report to it, and all receive it. Nothing here imports torch.
+
+    member -> server     REPORT: all fields of this member, again whenever one changes
+    server -> members    VIEW: the fields of all, whenever they change
+
+Links, heartbeats, the token, TLS and the limits are those of the elastic plane's transport (elastic/tcp.py). A process that
+dies closes its connection, and the others know at once. One whose machine or network is gone closes nothing: it is missed when
+it has been silent for `silent_s`.
+
+The mesh plane uses it twice: between the launchers of `train --elastic` (launch/restart/rounds.py), with the cluster token, and
+between ranks without a launcher (liveness.py), with a secret of that run.
+
+Server and client each have the thread of their transport, and nothing on it blocks. A member that reads slowly receives the
+newest view after the last one has left; one that does not read is evicted. Reports, members and the view are bounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from smolcluster.comm.elastic.transport.api import Link
+from smolcluster.comm.elastic.transport.frames import META_BYTES, encode_meta, shared
+from smolcluster.comm.elastic.transport.messages import Head, Kind, Message, Peer
+from smolcluster.comm.elastic.transport.security import Keyring
+from smolcluster.comm.elastic.transport.sockets import split_address
+from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
+
+REPORT_BYTES = 1 << 17  # of one member
+VIEW_BYTES = META_BYTES - (1 << 12)  # of all reports together, with their numbers
+NUMBER_BYTES = 32  # of a view, for each member: its number, and how it left
+TEXT_CHARS = 2000  # of one text in a report
+MOST_MEMBERS = 4096
+MOST_GONE = 256  # of those that left, so many are remembered
+MOST_PENDING = 64  # connections that have not proved themselves
+CONNECT_S = 10.0  # for one attempt: a name may mean another machine by then
+
+CLOSED, SILENT = "closed", "silent"  # how a member left
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Numbers are assigned in the order of arrival, and never again."""
+
+    members: dict[int, Fields] = field(default_factory=dict)
+    gone: dict[int, Fields] = field(default_factory=dict)  # the last fields of each
+    how: dict[int, str] = field(default_factory=dict)  # each of these left
+
+
+class MembershipServer:
+    """Serves the roster, as a handler of its transport. Listens from the start; UserError when it cannot.
+
+    Members prove that they hold a token of the `keyring`, else that they know the `secret`.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, silent_s: float, keyring: Keyring | None = None, secret: bytes = b""
+    ) -> None:
+        # All of these belong to the transport's thread.
+        self._view = Membership()
+        self._news = Message(kind=Kind.VIEW)  # the view, encoded; without one, until somebody is to get it
+        self._sizes: dict[int, int] = {}  # bytes of each report, also of those that left
+        self._members: dict[Link, _Member] = {}
+        self._count = 0
+        self._transport = _transport(silent_s, keyring, secret)
+        try:
+            self.address = self._transport.listen(host, port, self)
+        except BaseException:
+            self._transport.close()
+            raise
+
+    @property
+    def port(self) -> int:
+        return split_address(self.address)[1]
+
+    def close(self) -> None:
+        """What was sent arrives first."""
+        self._transport.close()
+
+    def linked(self, link: Link) -> None:
+        if link.peer.role != "member":
+            link.close(f"this address is of a heartbeat roster, and not for a {link.peer.role}")
+        elif len(self._members) >= MOST_MEMBERS:
+            link.close(f"{MOST_MEMBERS} members are here already")
+        else:
+            self._members[link] = _Member()
+
+    def received(self, link: Link, message: Message) -> None:
+        member = self._members.get(link)
+        if member is None:
+            return
+        nbytes = len(encode_meta(message.meta)) + NUMBER_BYTES
+        number = member.number if member.number >= 0 else self._count
+        if message.kind is not Kind.REPORT or nbytes > REPORT_BYTES or not self._make_room(number, nbytes):
+            link.close(f"no room for {message.kind.name} with {nbytes} bytes")
+            return
+        if member.number < 0:
+            member.number, self._count = number, self._count + 1
+        self._sizes[number] = nbytes
+        self._view.members[number] = message.meta
+        self._send_to_all()
+
+    def unlinked(self, link: Link, reason: str) -> None:
+        member = self._members.pop(link, None)
+        if member is None or member.number < 0:
+            return
+        self._view.gone[member.number] = self._view.members.pop(member.number)
+        self._view.how[member.number] = _how(link)
+        if len(self._view.gone) > MOST_GONE:
+            self._forget_one()
+        self._send_to_all()
+
+    def place(self, link: Link, head: Head) -> None:
+        return None
+
+    def refused(self, address: str, reason: str) -> None:
+        pass
+
+    def _make_room(self, number: int, nbytes: int) -> bool:
+        """Forget members that left until the report fits. Return whether it does."""
+        while sum(self._sizes.values()) - self._sizes.get(number, 0) + nbytes > VIEW_BYTES:
+            if not self._view.gone:
+                return False
+            self._forget_one()
+        return True
+
+    def _forget_one(self) -> None:
+        oldest = min(self._view.gone)
+        del self._view.gone[oldest], self._view.how[oldest], self._sizes[oldest]
+
+    def _send_to_all(self) -> None:
+        self._news = Message(kind=Kind.VIEW)
+        for link, member in self._members.items():
+            member.is_stale = member.number >= 0
+            self._send(link, member)
+
+    def _send(self, link: Link, member: _Member) -> None:
+        """Send the newest view, unless the member has it or the last one is still on its way."""
+        if member.is_stale and not member.is_sending:
+            member.is_stale, member.is_sending = False, True
+            if not self._news.encoded:  # once for all members
+                self._news.meta = {part: getattr(self._view, part) for part in Membership.__slots__}
+                shared(self._news)
+            link.send(replace(self._news, channel=member.number), sent=functools.partial(self._sent, link, member))
+
+    def _sent(self, link: Link, member: _Member, _: bool) -> None:
+        member.is_sending = False
+        if link in self._members:
+            self._send(link, member)
+
+
+@dataclass(slots=True)
+class _Member:
+    number: int = -1  # until its first report
+    is_stale: bool = False  # it has not been sent the newest view
+    is_sending: bool = False
+
+
+class MembershipClient:
+    """One member. Dials until the server answers; a link that is lost later is not made again.
+
+    `on_change` is called after every change, on the transport's thread, and must not block.
+    """
+
+    def __init__(
+        self, address: str, fields: Fields, *, silent_s: float, keyring: Keyring | None = None, secret: bytes = b""
+    ) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self.view = Membership()
+        self.number = -1  # in the view; not known yet
+        self.refusal: str | None = None  # why there will be no link
+        self.lost: str | None = None  # how the server left
+        self._fields, self._open = dict(fields), True
+        self._link: Link | None = None
+        self._news = threading.Condition()
+        self._transport = _transport(silent_s, keyring, secret)
+        with self._news:  # the transport's thread needs the dialer
+            self._dialer = self._transport.dial(address, self)
+
+    @property
+    def problem(self) -> str:
+        """Why the last attempt to connect failed."""
+        return self._dialer.problem
+
+    def say(self, **fields: Any) -> None:
+        """Change the fields of this member, and report them."""
+        with self._news:
+            self._fields |= {name: _short(value) for name, value in fields.items()}
+            self._report()
+
+    def wait(self, question: Callable[[], bool], *, within_s: float) -> bool:
+        """Until the answer is yes, asked at every change; False when the time is over or the server is lost."""
+        with self._news:
+            self._news.wait_for(lambda: bool(self.lost or self.refusal) or question(), timeout=within_s)
+        return question()
+
+    def close(self) -> None:
+        """What was reported arrives first."""
+        self._open = False
+        self._transport.close()
+
+    def linked(self, link: Link) -> None:
+        with self._news:
+            self._dialer.close()
+            self._link = link
+            self._report()
+
+    def received(self, link: Link, message: Message) -> None:
+        try:
+            number, view = _read(message)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            link.close(f"not a view: {error!r}")
+            return
+        with self._news:
+            self.number, self.view = number, view
+        self._changed()
+
+    def unlinked(self, link: Link, reason: str) -> None:
+        self.lost = _how(link)
+        self._changed()
+
+    def refused(self, address: str, reason: str) -> None:
+        self.refusal = reason
+        self._changed()
+
+    def place(self, link: Link, head: Head) -> None:
+        return None
+
+    def _report(self) -> None:
+        if self._link is not None:
+            self._link.send(Message(kind=Kind.REPORT, meta=self._fields))
+
+    def _changed(self) -> None:
+        with self._news:
+            self._news.notify_all()
+        if self._open:
+            self.on_change()
+
+
+def _transport(silent_s: float, keyring: Keyring | None, secret: bytes) -> TcpTransport:
+    me = Peer(role="member", rank=0, host=socket.gethostname(), instance=secrets.token_hex(8))
+    limits = Limits(
+        unauthenticated=MOST_PENDING,
+        handshake_s=CONNECT_S,
+        beat_s=min(1.0, silent_s / 6),
+        silence_s=silent_s,
+        stuck_s=silent_s,
+    )
+    return TcpTransport(me, keyring=keyring, secret=secret, limits=limits, uvloop=False)
+
+
+def _how(link: Link) -> str:
+    return SILENT if link.stalled else CLOSED
+
+
+def _read(message: Message) -> tuple[int, Membership]:
+    if message.kind is not Kind.VIEW:
+        raise ValueError(message.kind.name)
+    parts = ({int(k): v for k, v in message.meta[part].items()} for part in Membership.__slots__)
+    return message.channel, Membership(*parts)
+
+
+def _short(value: Any) -> Any:
+    return value[:TEXT_CHARS] if isinstance(value, str) else value

@@ -1,0 +1,1 @@
+"""Typed frames over TCP and TLS: handshake, framing, connections."""

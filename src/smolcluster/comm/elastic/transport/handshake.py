@@ -1,0 +1,180 @@
+"""The handshake of two peers: a state machine that takes what was received and returns what to send.
+
+    client (dialled)                              server (listened)
+      HELLO  who I am, a nonce            ---->     finds the token that the header's cluster id names
+                                          <----   HELLO  a nonce, and nothing about itself yet
+      PROOF  over both nonces             ---->     checks it
+                                          <----   PROOF  over both nonces;  ACCEPT  who I am
+      checks it: the link is up                     the link is up
+
+A proof is good for one connection only, since both nonces are new: a recorded handshake cannot be played again. A peer that
+fails receives REFUSE with a reason that is the same for a wrong token, an unknown one and none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from smolcluster.comm.elastic.transport.api import Kind, Message, Peer
+from smolcluster.errors import SmolclusterError
+
+if TYPE_CHECKING:
+    from smolcluster.comm.elastic.transport.security import Credentials
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+ROLES = ("worker", "server", "stage", "front", "member")
+MAX_RANK = 1 << 20
+MAX_HOST = 255
+MAX_VERSIONS = 16
+MAX_VERSION = 100
+MAX_REASON = 500
+
+_HEX = re.compile("[0-9a-f]*")
+
+NOT_A_MEMBER = "the cluster token is missing or not the one used here"
+
+
+class Refusal(SmolclusterError):
+    """There will be no link. `tell`: the other side does not know why yet."""
+
+    def __init__(self, reason: str, *, tell: bool = True) -> None:
+        super().__init__(reason)
+        self.tell = tell
+
+
+class Handshake:
+    """One side of it. `begin` is what to send first; `hear` takes a message and gives the answers; then `peer` is there."""
+
+    def __init__(
+        self,
+        me: Peer,
+        *,
+        credentials: Credentials | None = None,
+        find: Callable[[bytes], Credentials | None] | None = None,
+    ) -> None:
+        """A client knows its `credentials`; a server finds those that the client's cluster id names."""
+        assert (credentials is None) != (find is None), "a client has credentials, a server looks for them"
+        self.peer: Peer | None = None
+        self._me, self._credentials, self._find = me, credentials, find
+        self._mine, self._theirs = secrets.token_bytes(NONCE_BYTES), b""
+        self._claimed: Peer | None = None  # what the client reports of itself
+        self._next = Kind.HELLO
+
+    @property
+    def binding(self) -> bytes:
+        """What both ends know of this connection: both have put something new into it."""
+        client, server = (self._mine, self._theirs) if self._find is None else (self._theirs, self._mine)
+        return hashlib.sha256(client + server).digest()
+
+    def begin(self) -> list[Message]:
+        if self._find is not None:
+            return []
+        return [Message(kind=Kind.HELLO, meta={"nonce": self._mine.hex(), **describe(self._me)})]
+
+    def hear(self, message: Message, *, cluster: bytes) -> list[Message]:
+        """`cluster` is the id in the frame's header. Raises Refusal."""
+        if message.kind is Kind.REFUSE:
+            raise Refusal(printable(message.meta.get("reason"), limit=MAX_REASON) or "no reason given", tell=False)
+        if message.kind is not self._next:
+            raise Refusal(f"{message.kind.name} where {self._next.name} was due")
+        return self._as_client(message) if self._find is None else self._as_server(message, cluster)
+
+    def _as_server(self, message: Message, cluster: bytes) -> list[Message]:
+        if message.kind is Kind.HELLO:
+            assert self._find is not None
+            self._credentials = self._find(cluster)
+            if self._credentials is None:
+                raise Refusal(NOT_A_MEMBER)
+            self._theirs, self._claimed = _nonce(message.meta), read_peer(message.meta)
+            self._next = Kind.PROOF
+            return [Message(kind=Kind.HELLO, meta={"nonce": self._mine.hex()})]
+
+        self._verify(message.meta, role="client")
+        assert self._claimed is not None
+        self._meet(self._claimed)
+        return [self._proof("server"), Message(kind=Kind.ACCEPT, meta=describe(self._me))]
+
+    def _as_client(self, message: Message) -> list[Message]:
+        if message.kind is Kind.HELLO:
+            self._theirs = _nonce(message.meta)
+            self._next = Kind.PROOF
+            return [self._proof("client")]
+        if message.kind is Kind.PROOF:
+            self._verify(message.meta, role="server")
+            self._next = Kind.ACCEPT
+        else:
+            self._meet(read_peer(message.meta))
+        return []
+
+    def _proof(self, role: str) -> Message:
+        assert self._credentials is not None
+        proof = self._credentials.prove(role, mine=self._mine, theirs=self._theirs)
+        return Message(kind=Kind.PROOF, meta={"proof": proof.hex()})
+
+    def _verify(self, meta: Mapping[str, Any], *, role: str) -> None:
+        assert self._credentials is not None
+        proof = _hex(meta, "proof", PROOF_BYTES)
+        if not self._credentials.verify(proof, role=role, mine=self._mine, theirs=self._theirs):
+            raise Refusal(NOT_A_MEMBER)
+
+    def _meet(self, peer: Peer) -> None:
+        if peer.run and self._me.run and peer.run != self._me.run:
+            raise Refusal(f"{peer.name} belongs to run {peer.run}, {self._me.name} to run {self._me.run}")
+        self.peer = peer
+
+
+def describe(me: Peer) -> dict[str, Any]:
+    """A peer as HELLO and ACCEPT carry it."""
+    return asdict(me)
+
+
+def read_peer(meta: Mapping[str, Any]) -> Peer:
+    """The other way round, believing nothing. Raises Refusal."""
+    role, rank, host = meta.get("role"), meta.get("rank"), meta.get("host")
+    if role not in ROLES:
+        raise Refusal(f"the role must be {' or '.join(ROLES)}")
+    if type(rank) is not int or not 0 <= rank < MAX_RANK:
+        raise Refusal(f"the rank must be a number from 0 to {MAX_RANK - 1}")
+    if not isinstance(host, str) or not 0 < len(host) <= MAX_HOST or not host.isprintable():
+        raise Refusal(f"the host must be a name of at most {MAX_HOST} characters")
+    return Peer(
+        role=role,
+        rank=rank,
+        host=host,
+        instance=_hex(meta, "instance", 8).hex(),
+        run=_hex(meta, "run", 8).hex() if meta.get("run") else "",
+        versions=_versions(meta.get("versions", {})),
+    )
+
+
+def printable(text: object, *, limit: int) -> str:
+    """What a peer wrote, fit for a log: one line, no control characters, not too long."""
+    if not isinstance(text, str):
+        return ""
+    return "".join(c if c.isprintable() else " " for c in text[:limit])
+
+
+def _versions(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_VERSIONS:
+        raise Refusal(f"versions must be at most {MAX_VERSIONS} names with a version each")
+    for text in (*value.keys(), *value.values()):
+        if not isinstance(text, str) or len(text) > MAX_VERSION or not text.isprintable():
+            raise Refusal(f"versions must be texts of at most {MAX_VERSION} characters")
+    return value
+
+
+def _nonce(meta: Mapping[str, Any]) -> bytes:
+    return _hex(meta, "nonce", NONCE_BYTES)
+
+
+def _hex(meta: Mapping[str, Any], name: str, size: int) -> bytes:
+    text = meta.get(name)
+    if not isinstance(text, str) or len(text) != 2 * size or not _HEX.fullmatch(text):
+        raise Refusal(f"{name} must be {2 * size} hex digits")
+    return bytes.fromhex(text)

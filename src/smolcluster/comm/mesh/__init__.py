@@ -1,0 +1,1 @@
+"""Groups of a fixed world, over `torch.distributed`."""

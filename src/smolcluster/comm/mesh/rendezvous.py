@@ -1,0 +1,334 @@
+"""How the ranks of a fixed world find each other.
+
+Rank 0 holds a small key-value store on a TCP port; the others connect to it, and the backend then opens its own
+connections between all ranks. On one machine everything stays on loopback: the store gets a socket that is bound to the
+address, since torch's own listener ignores the host and takes every address of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from smolcluster.comm.addresses import is_address, is_loopback, reach
+from smolcluster.comm.group import Group, PeerLost
+from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.comm.mesh.backends import Wish, agree, gpu_for_nccl
+from smolcluster.comm.mesh.torch_group import TorchGroup
+from smolcluster.errors import UserError
+
+if sys.platform == "linux":
+    import fcntl
+
+    SIOCGIFADDR = 0x8915
+
+log = logging.getLogger(__name__)
+
+EXCHANGE_TIMEOUT_S = 600.0
+_LOOK_S = 0.02
+TELL_S = 3.0  # after that, log which ranks are missing
+_SAME = {"world size": "say the same --world-size on every machine"}
+_ROLL = "roll"
+_MISSING = "missing"  # in the store: a rank did not come
+LEAVE_S = 5.0
+BACKLOG = 1024
+# Before torch 2.8 libuv's store refuses a socket that it is given; the legacy backend takes it.
+_LIBUV_TAKES_A_SOCKET = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process stands in a fixed world. `master_port` 0: rank 0 takes any free port and tells it by `announce`."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    join_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature(Wish):
+    """What a rank leaves in the store for all the others."""
+
+    said: dict[str, str]  # must be the same for all
+    who: str = field(default_factory=lambda: secrets.token_hex(8))  # two may come with one number
+
+
+def connect(
+    place: Place,
+    *,
+    device: torch.device,
+    backend: str | None = None,
+    announce: Callable[[int], None] | None = None,
+    versions: Mapping[str, str] | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Group:
+    """Join the world; returns when every rank is there. `backend` is one that was asked for; else the ranks agree on one.
+    `versions` are of what must be the same on all of them. Raises PeerLost when `stop_requested` while it waits."""
+    if place.world_size == 1:
+        return MemoryGroup.world(1)[0]
+    if is_loopback(place.master_addr):
+        _stay_on_loopback()
+    else:
+        _use_the_way_to(place.master_addr)
+        log.warning("torch.distributed is neither authenticated nor encrypted: use it on a network you trust")
+
+    _look_up(place, stop_requested)
+    if place.rank > 0:
+        _wait_for_rank_0(place, stop_requested)
+    opened = _open_store(place)
+    if place.rank == 0 and announce is not None:
+        announce(opened.port)
+    store = _of_this_attempt(opened)
+    said = {**(versions or {}), **_said(place)}
+    me = Signature(host=socket.gethostname(), named=backend, gpu=gpu_for_nccl(device), said=said)
+    backend = _checked(_wait_for_all(store, place, me, stop_requested), store, place)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:  # DistError and its kin are RuntimeErrors
+        raise PeerLost(f"the ranks did not find each other: {str(error).splitlines()[0]}") from error
+    world = dist.group.WORLD
+    assert world is not None
+    return TorchGroup(world, device=device, met_at=(opened.host, opened.port))
+
+
+def _wait_for_rank_0(place: Place, stop_requested: Callable[[], bool]) -> None:
+    """Wait until rank 0 listens. The store's own waiting can be neither interrupted nor reported in a sentence."""
+    where = f"{place.master_addr}:{place.master_port}"
+    began, told = time.monotonic(), False
+    while True:
+        _leave_if(stop_requested)
+        with contextlib.suppress(OSError), reach(place.master_addr, place.master_port, within_s=5.0):
+            return
+        waited = time.monotonic() - began
+        if waited > place.join_timeout_s:
+            raise UserError(
+                f"rank {place.rank} found nobody at {where} in {place.join_timeout_s:g} s "
+                "(cluster.join_timeout); is rank 0 started, with this address and port, and does a firewall let it through?"
+            )
+        if waited > TELL_S and not told:
+            log.warning("waiting for rank 0 at %s", where)
+            told = True
+        time.sleep(_LOOK_S)
+
+
+def _leave_if(stop_requested: Callable[[], bool]) -> None:
+    if stop_requested():
+        raise PeerLost("interrupted while waiting for the others")
+
+
+def _look_up(place: Place, stop_requested: Callable[[], bool] = lambda: False) -> None:
+    """A name that nobody knows gets a sentence of its own. One may become known while machines start."""
+    host, until, told = place.master_addr, time.monotonic() + place.join_timeout_s, False
+    while True:
+        _leave_if(stop_requested)
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or "not a host name"
+            if isinstance(error, UnicodeError) or time.monotonic() > until:
+                raise UserError(
+                    f"--master-addr {host}: this machine does not know that name ({why}); use the address of rank 0, "
+                    "such as 192.168.1.10"
+                ) from error
+        if not told:
+            log.warning("--master-addr %s: no such name (%s); asking again for %g s", host, why, place.join_timeout_s)
+            told = True
+        time.sleep(1.0)
+
+
+def _open_store(place: Place) -> TCPStore:
+    """Rank 0 listens, the others connect and retry until it does."""
+    host = "127.0.0.1" if place.master_addr == "localhost" else place.master_addr  # one address for all, not also ::1
+    where = f"{place.master_addr}:{place.master_port}"
+    options: dict[str, Any] = {"is_master": False}
+    port = place.master_port
+    if place.rank == 0 and not _torchrun_holds_the_store():
+        port, options = _listen(host, port)
+    try:
+        return TCPStore(
+            host,
+            port,
+            place.world_size,
+            timeout=datetime.timedelta(seconds=place.join_timeout_s),
+            wait_for_workers=False,
+            **options,
+        )
+    except RuntimeError as error:
+        if place.rank == 0:
+            raise UserError(f"cannot start the rendezvous on {where}: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"rank {place.rank} found nobody at {where} in {place.join_timeout_s:g} s; "
+            "is rank 0 started, with this address and port, and does a firewall let it through?"
+        ) from error
+
+
+def _of_this_attempt(store: TCPStore) -> Store:
+    """torchrun's own store outlives the ranks it starts again: what the former ones left there is not for these."""
+    if not _torchrun_holds_the_store():
+        return store
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _wait_for_all(store: Store, place: Place, me: Signature, stop_requested: Callable[[], bool]) -> list[Signature]:
+    """Every rank signs in, so that those that do not come can be named. Returns what each has signed.
+
+    When all are there rank 0 makes a roll of them, and a process that is not on it had come with another's number. One that is
+    started again before that takes its own place.
+    """
+    keys = [f"joined/{rank}" for rank in range(place.world_size)]
+    began, told = time.monotonic(), False
+
+    def absent() -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+    try:
+        store.set(keys[place.rank], json.dumps(asdict(me)))
+        while not store.check([_ROLL]):  # a wait of the store's own would fill the terminal when it ends
+            _leave_if(stop_requested)
+            if place.rank == 0 and store.check(keys):
+                store.set(_ROLL, json.dumps([json.loads(line) for line in store.multi_get(keys)]))
+                continue
+            waited = time.monotonic() - began
+            if waited > place.join_timeout_s or store.check([_MISSING]):
+                missing = absent() or [0]  # it makes no roll
+                break
+            if waited > TELL_S and not told and place.rank == 0:
+                log.warning("waiting for %s of %d", _ranks(absent()), place.world_size)
+                told = True
+            time.sleep(_LOOK_S)
+        else:
+            signed = [Signature(**line) for line in json.loads(store.get(_ROLL))]
+            if signed[place.rank] != me:
+                raise UserError(
+                    f"rank {place.rank} is there twice: another process, on {signed[place.rank].host}, came with that number; "
+                    "give every process a --rank of its own"
+                )
+            return signed
+        store.set(_MISSING, "")  # one that came later need not wait as long again
+        _leave_together(store, place, [rank for rank in range(place.world_size) if rank not in missing])
+    except RuntimeError as error:
+        raise PeerLost("rank 0 went away before all ranks had met") from error
+    where = f"{place.master_addr}:{place.master_port}" if place.master_port else place.master_addr
+    raise UserError(
+        f"{_ranks(missing)} of {place.world_size} did not come to {where} "
+        f"within {place.join_timeout_s:g} s (cluster.join_timeout); start them with the same --master-addr and --master-port"
+    )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _said(place: Place) -> dict[str, str]:
+    return {"world size": str(place.world_size)}
+
+
+def _checked(signed: Sequence[Signature], store: Store, place: Place) -> str:
+    """The backend that all agree on. A mistake shows before anything is exchanged: another version may compute otherwise."""
+    try:
+        for rank, theirs in enumerate(signed):
+            for what, version in signed[0].said.items():
+                if theirs.said.get(what) != version:
+                    remedy = _SAME.get(what, "install the same version on every machine")
+                    raise UserError(
+                        f"rank {rank} on {theirs.host} has {what} {theirs.said.get(what)} and rank 0 on {signed[0].host} has "
+                        f"{version}; {remedy}"
+                    )
+        return agree(signed)
+    except UserError:
+        _leave_together(store, place, range(place.world_size))
+        raise
+
+
+def _leave_together(store: Store, place: Place, ranks: Iterable[int]) -> None:
+    """The store goes with rank 0, which waits until these have read what they need."""
+    store.set(f"read/{place.rank}", "")
+    if place.rank == 0:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"read/{rank}" for rank in ranks], datetime.timedelta(seconds=LEAVE_S))
+
+
+def _torchrun_holds_the_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _listen(host: str, port: int) -> tuple[int, dict[str, Any]]:
+    """Where the store listens, and TCPStore's options for it. A busy port is a UserError instead of a C++ stack trace.
+
+    An address is bound here. A name is left to torch, which takes every address: on its own machine a name often means
+    127.0.1.1, which no other machine can reach. On Windows torch takes no socket either.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with contextlib.closing(socket.socket(family)) as listener:
+        if sys.platform != "win32":  # there it would let two processes have one port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            if is_address(host) and sys.platform != "win32":
+                listener.listen(BACKLOG)
+                port = listener.getsockname()[1]
+                fd = listener.detach()  # the store closes it
+                return port, {"is_master": True, "master_listen_fd": fd, "use_libuv": _LIBUV_TAKES_A_SOCKET}
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                why = "is not an address of this machine, which has rank 0; give rank 0's address to every rank"
+                raise UserError(f"--master-addr {host} {why}") from error
+            raise UserError(
+                f"--master-port {port} on {host} cannot be used: {error.strerror}; "
+                "is another run using it? Choose another with --master-port"
+            ) from error
+    if is_loopback(host):
+        log.warning("on Windows torch listens on every address, not on %s alone; keep port %d closed", host, port)
+    return port, {"is_master": True}
+
+
+def _stay_on_loopback() -> None:
+    """gloo and nccl would listen on the network; a run on one machine has no business there."""
+    if not hasattr(socket, "if_nameindex"):
+        return
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names:
+            os.environ.setdefault(variable, names[0])
+
+
+def _use_the_way_to(address: str) -> None:
+    """gloo would listen on the address of the host name, which on many machines is a loopback one."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: it only finds the way
+        mine = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == mine:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name

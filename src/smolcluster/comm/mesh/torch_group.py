@@ -1,0 +1,128 @@
+"""A group over `torch.distributed`: gloo for CPUs, nccl for GPUs, mpi where torch was built with it.
+
+Bytes are counted by the formulas in `volume.py`, those of the algorithms these backends use.
+
+torch.distributed neither authenticates nor encrypts. `rendezvous.connect` says so when it listens beyond loopback.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smolcluster.comm.group import Done, Group, PeerLost, Traffic, Work
+from smolcluster.comm.mesh.scatter_sum import Summed, scatter_sum
+from smolcluster.comm.mesh.volume import Exchange, moved
+from smolcluster.comm.notes import Bulletin, StoreBulletin
+
+
+class _TorchWork:
+    """Turns a backend's error into `PeerLost`: after one, the group is of no further use."""
+
+    def __init__(self, work: dist.Work | Summed) -> None:
+        self._work = work
+
+    @property
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerLost(_first_line(error)) from error
+
+
+class TorchGroup(Group):
+    def __init__(
+        self, process_group: dist.ProcessGroup, *, device: torch.device, met_at: tuple[str, int] | None = None
+    ) -> None:
+        """`met_at`: host and port of the store at which the ranks met."""
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+        self.traffic = Traffic()
+        self.backend = dist.get_backend(process_group)
+        self._group, self._met_at = process_group, met_at
+        self._device = device if self.backend == "nccl" else torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def buffer_device(self, device: torch.device) -> torch.device:
+        return device if self.backend == "nccl" or device.type in ("cpu", "cuda") else torch.device("cpu")
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        if self.size == 1:
+            return Done()
+        self._count("all_reduce", tensor.nbytes)
+        return self._start(lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
+        if self.backend == "gloo":
+            self._count("all_to_all", tensor.nbytes)
+            return self._start(lambda: scatter_sum(output, tensor, self._group))
+        self._count("reduce_scatter", tensor.nbytes)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._start(lambda: reduce_scatter(output, tensor, group=self._group, async_op=True))
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        self._count("all_gather", self.size * tensor.nbytes)
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return self._start(lambda: all_gather(output, tensor, group=self._group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
+        if self.size == 1:
+            return Done()
+        self._count("broadcast", tensor.nbytes, root=source)
+        return self._start(lambda: dist.broadcast(tensor, group_src=source, group=self._group, async_op=True))
+
+    def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Work:
+        self.traffic.add(tensor.nbytes, 0)
+        return self._start(lambda: dist.isend(tensor, group_dst=to, group=self._group, tag=tag))
+
+    def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Work:
+        self.traffic.add(0, tensor.nbytes)
+        return self._start(lambda: dist.irecv(tensor, group_src=source, group=self._group, tag=tag))
+
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        group = dist.new_group(list(ranks))
+        if self.rank not in ranks:
+            return None
+        part = TorchGroup(group, device=self._device)
+        part.traffic = self.traffic  # what a part of the group moves, this process moves
+        return part
+
+    def bulletin(self, name: str) -> Bulletin | None:
+        return None if self._met_at is None else StoreBulletin(*self._met_at, name=name)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _count(self, kind: Exchange, whole_bytes: int, *, root: int = 0) -> None:
+        sizes = {"rank": self.rank, "size": self.size, "root": root}
+        self.traffic.add(*moved(kind, whole_bytes, backend=self.backend, **sizes))
+
+    def _start(self, operation: Callable[[], dist.Work | Summed | None]) -> Work:
+        try:
+            work = operation()
+        except RuntimeError as error:
+            raise PeerLost(_first_line(error)) from error
+        return Done() if work is None else _TorchWork(work)
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """What a backend says of a peer that is gone, where the error came through torch's own machinery; None for others."""
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+        return _first_line(error)
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    """Backends put a source path before their messages, and guesses and a stack trace behind; what is between says it."""
+    return re.sub(r"^\[\S*:\d+\] |\. This is typically caused by.*$", "", str(error).strip().split("\n")[0])

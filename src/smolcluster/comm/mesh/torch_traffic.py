@@ -1,0 +1,150 @@
+"""What torch's own engine moves: FSDP2, DTensor and its pipelines exchange without our groups, and count nothing.
+
+A `Watcher` sees every exchange on its way to the backend. It costs a Python call for every operation of torch, so work
+that is always the same is watched once: `EngineTraffic.counted` remembers what it moved and adds that from then on.
+
+Compiled work is watched the second time: torch gives up on compiling what it first meets under a watcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from smolcluster.comm.group import Group, Traffic
+from smolcluster.comm.mesh.volume import Exchange, moved
+
+log = logging.getLogger(__name__)
+
+# What an operation of torch is called, which exchange that is, and which of its arguments make up the whole.
+_EXCHANGES: dict[str, tuple[Exchange, int]] = {
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "all_reduce_coalesced_": ("all_reduce", 0),
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "all_gather_into_tensor_out": ("all_gather", 0),
+    "all_gather_into_tensor_coalesced": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_": ("all_gather", 1),
+    "allgather_coalesced_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "all_to_all_single": ("all_to_all", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast": ("broadcast", 0),
+    "broadcast_": ("broadcast", 0),
+    "scatter_": ("scatter", 0),
+    "gather_": ("gather", 1),
+}
+_GIVES_A_PART = {"all_gather", "scatter", "gather"}  # of these the argument is one rank's part
+_SILENT = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan"}
+
+
+class Watcher(TorchDispatchMode):
+    """Adds up what is exchanged while it is on, by this thread and the backward passes it starts."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = Traffic()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled already runs as it is (torch asks from 2.10 on; before, it runs eagerly this once)."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it becomes plain operations first, exchanges among them
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            self._add(func._overloadpacket.__name__, args)  # type: ignore[attr-defined]
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, name: str, args: tuple[Any, ...]) -> None:
+        if name in ("send", "isend"):
+            self.seen.add(_nbytes(args[0]), 0)
+        elif name in ("recv_", "irecv", "recv_any_source_"):
+            self.seen.add(0, _nbytes(args[0]))
+        elif name in _EXCHANGES:
+            kind, index = _EXCHANGES[name]
+            group = _group(args)
+            size, whole = group.size(), _nbytes(args[index])
+            whole = whole * size if kind in _GIVES_A_PART else whole
+            root = _root(args) if kind in ("broadcast", "scatter", "gather") else 0
+            backend = dist.get_backend(group)
+            self.seen.add(*moved(kind, whole, rank=group.rank(), size=size, backend=backend, root=root))
+        elif name not in _SILENT:
+            log.warning("bytes of %s are not counted", name)
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, Tensor))
+
+
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The group is the first boxed argument, or the last one, by its name."""
+    resolve: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    for value in args:
+        if isinstance(value, dist.ProcessGroup):
+            return value
+        if isinstance(value, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(value)
+    return resolve(args[-1])
+
+
+def _root(args: tuple[Any, ...]) -> int:
+    return next(value for value in args if isinstance(value, int) and not isinstance(value, bool))
+
+
+class EngineTraffic:
+    """Adds to a group's traffic what the engine moves beside it."""
+
+    def __init__(self, group: Group, *, compiled: bool) -> None:
+        self._traffic, self._compiled = group.traffic, compiled
+        self._known: dict[Hashable, tuple[int, int]] = {}
+        self._met: set[Hashable] = set()  # compiled, and not watched yet
+
+    @contextlib.contextmanager
+    def counted(self, same: Hashable = None) -> Iterator[None]:
+        """Around work of the engine. Work with the same key moves the same: it is watched once."""
+        known = None if same is None else self._known.get(same)
+        if known is not None or self._leave_it(same):
+            yield
+            self._traffic.add(*known or (0, 0))
+            return
+        before = self._traffic.bytes_sent, self._traffic.bytes_received
+        with Watcher() as watcher, torch.compiler.set_stance("eager_on_recompile"):
+            yield
+        # Our groups have counted what they started themselves; the watcher saw that too.
+        sent = watcher.seen.bytes_sent - (self._traffic.bytes_sent - before[0])
+        received = watcher.seen.bytes_received - (self._traffic.bytes_received - before[1])
+        times = 2 if same in self._met else 1
+        self._traffic.add(times * sent, times * received)
+        if same is not None:
+            self._known[same] = (sent, received)
+
+    def _leave_it(self, same: Hashable) -> bool:
+        """The first time of compiled work, which is to be compiled in peace; its bytes are made up for the second time."""
+        if not self._compiled or same is None or same in self._met:
+            return False
+        self._met.add(same)
+        return True

@@ -1,0 +1,644 @@
+"""The write-ahead log of a server: what it has committed outlives it, however it dies.
+
+    journal/
+        log-00000007, log-00000008    the records, in order; the last file is being written
+        snapshots/step-00000007/      the state before the first record of log-00000007 (its files: see snapshot.py)
+        .lock                         whose journal this is
+
+A log file is written front to back by one process and never changed. It is a row of frames:
+
+    open      always first: how many records came before this file
+    record    JSON, then the little-endian bytes of at most one tensor, or of several in a row
+    seal      records before this number are on the disk itself, not only in the kernel's memory
+
+    frame = kind (4) | length of the JSON (4) | length of the tensor (8) | number (8) | crc of tensor and JSON (4)
+            | crc of all this (4) | JSON, padded with spaces so that the tensor is aligned | tensor
+
+**What survives what.** A killed process loses nothing that `append` returned from: the kernel has it. The disk gets it a
+little later: a thread flushes the log and then seals it, about every `sync_s`, so a power cut loses at most the records of
+the last `sync_s` and of the flush under way.
+
+**Recovery** starts from the newest good snapshot and reads on for as long as every frame is whole and in turn. What comes
+after that point and before no seal was in flight when the machine stopped; it is cut off. A record that is missing before
+a seal was safe once: then the disk is damaged, committed steps would be lost, and DamagedJournal says where. Writing goes
+on in a new file. Its `open` frame makes void what earlier files hold from that number on, so that what was cut off stays
+so, as does a record that a full disk left half written.
+
+Never pickle: JSON and raw tensors, every byte under a checksum, and no length is believed before its own was right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from smolcluster.engine.checkpoint.async_saver import Saver
+from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
+from smolcluster.engine.checkpoint.snapshot import Others, Snapshot
+from smolcluster.engine.checkpoint.store import CheckpointStore
+from smolcluster.engine.durable_files import Closing, Files, OutputFile, ensure_folder
+from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
+from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
+
+logger = logging.getLogger(__name__)
+
+_OPEN, _RECORD, _SEAL = b"SJ1O", b"SJ1R", b"SJ1S"
+_HEAD = struct.Struct("<4sIQQI")
+_CRC = struct.Struct("<I")
+_HEAD_BYTES = _HEAD.size + _CRC.size
+_ALIGNMENT = 64
+
+# A snapshot follows when the log has as many bytes as the first, or so many times the state, or as many records.
+SNAPSHOT_BYTES, SNAPSHOT_RATIO, SNAPSHOT_RECORDS = 64 << 20, 4.0, 500
+BESIDE = 0.5  # of that many bytes may be logged while the snapshot is written; then appends wait for it
+MOST_BETWEEN_TRIES = 64  # records, while snapshots fail
+_RECORD_BYTES = 4096  # of a record beside its tensors, about
+
+
+def disk_bound(*, state_bytes: int, record_bytes: int) -> int:
+    """Return the most bytes that a journal takes: a snapshot, the next one on its way, and the log."""
+    log = max(SNAPSHOT_BYTES, int(SNAPSHOT_RATIO * state_bytes))
+    log = min(log, SNAPSHOT_RECORDS * (record_bytes + _RECORD_BYTES))
+    return 2 * state_bytes + int((1 + BESIDE) * log)
+
+
+def least_disk(*, state_bytes: int, record_bytes: int) -> int:
+    """Return the fewest bytes with which it works: two records, then a snapshot."""
+    return 2 * state_bytes + int((1 + BESIDE) * 2 * (record_bytes + _RECORD_BYTES)) + (1 << 20)
+
+
+class DamagedJournal(SmolclusterError):
+    """Committed records were on the disk and cannot be read any more."""
+
+
+class JournalFull(SmolclusterError):
+    """Nothing could be written: the disk is full or failing. What was there before is untouched."""
+
+
+class Record(NamedTuple):
+    meta: dict[str, Any]
+    payload: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """The newest good snapshot, None when there was none yet, and every record after it."""
+
+    state: dict[str, Tensor] | None
+    meta: dict[str, Any] | None
+    records: list[Record]
+
+
+class Journal(Closing):
+    """One server's log. `recover` comes first, once; `append` and `snapshot` belong to one thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        files: Files | None = None,
+        sync_s: float | None = 0.2,
+        snapshot_bytes: int = SNAPSHOT_BYTES,
+        snapshot_ratio: float = SNAPSHOT_RATIO,
+    ) -> None:
+        """Raises UserError when another process has this journal. `sync_s` None: only `sync` flushes."""
+        self.folder = folder
+        self._files = files or Files()
+        self._sync_s, self._snapshot_bytes, self._snapshot_ratio = sync_s, snapshot_bytes, snapshot_ratio
+        self._disk_bytes: int | None = None
+        self._closing = contextlib.ExitStack()
+        self._store = _Snapshots(folder / "snapshots", self, files=self._files)
+        self._saver = Saver(self._store, on_saved=self._snapshot_saved, on_failed=self._snapshot_failed)
+
+        self._lock = threading.Lock()  # guards what the three threads share: the caller, the flusher, the saver
+        self._current: _Segment | None = None  # None: the next append begins one
+        self._retired: list[_Segment] = []  # written to their end, not yet flushed
+        self._number = -1  # of the newest log file or snapshot
+        self._records = 0  # appended since the run began
+        self._sealed = 0
+        self._unflushed_name = False
+        self._unsure = -1  # the newest log file whose flush failed: nothing is sealed until a snapshot replaces it
+
+        self._log_bytes = 0  # since the last snapshot that was not given up was begun
+        self._log_records = 0
+        # What these were when it was begun, and whether it was wanted for another reason.
+        self._replaced = (0, 0, False)
+        self._failures = 0  # snapshots in a row
+        self._retry_at = 0  # records: no other is begun before
+        self._state_bytes = 0  # of the last snapshot
+        self._snapshot_wanted = False
+        self._snapshot_running = False
+        self._snapshot_error = ""
+
+        self._flushing = threading.Lock()  # one flush at a time
+        self._dirty, self._stopping = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._flush_forever, name="journal", daemon=True)
+        self._take_lock()
+
+    # Recovery
+
+    def recover(self) -> Recovered:
+        """What was committed; makes the journal ready for `append`.
+
+        Tensors of records are views of the files: pages come in when they are read. Raises DamagedJournal.
+        """
+        assert self._number < 0, "recover once"
+        first, base, state, meta = self._load_snapshot()
+        paths = self._log_files()
+        segments = [_read_segment(path) for number, path in paths.items() if number >= first]
+        if state is not None and (first not in paths or segments[0].start != base):
+            raise self._damaged(self._log_path(first), "missing, or not the one that follows the snapshot")
+        records = self._in_turn(segments, base)
+
+        self._records = base + len(records)
+        self._number = max(paths, default=-1)
+        self._log_bytes, self._state_bytes = sum(s.whole for s in segments), _nbytes(state or {})
+        self._log_records = len(records)
+        self._begin_anew([s.path for s in segments])
+        self._forget(first)
+        if self._sync_s is not None:
+            self._thread.start()
+        return Recovered(state=state, meta=meta, records=records)
+
+    def _load_snapshot(self) -> tuple[int, int, dict[str, Tensor] | None, dict[str, Any] | None]:
+        try:
+            loaded = self._store.load_latest()
+        except DamagedCheckpoint as error:
+            raise self._damaged(self._store.folder, str(error)) from error
+        if loaded is None:
+            return 0, 0, None, None
+        snapshot = loaded[1]
+        return snapshot.step, snapshot.state["records"], dict(snapshot.weights), snapshot.state["meta"]
+
+    def _in_turn(self, segments: list[_ReadSegment], base: int) -> list[Record]:
+        """The records from number `base` on, as far as they go without a gap."""
+        records: list[Record] = []
+        broken: Path | None = None  # the first of the files since which nothing was added
+        for segment in segments:
+            follows = segment.start is not None and base <= segment.start <= base + len(records)
+            if segment.start is not None and follows:
+                records[segment.start - base :] = segment.records
+                broken = None
+            if segment.trouble or not follows:
+                broken = broken or segment.path
+                bad = segment.trouble == "damaged" or (segment.records and not follows)
+                logger.log(
+                    logging.ERROR if bad else logging.WARNING,
+                    "%s: %s; %d records kept of its %d bytes",
+                    segment.path,
+                    segment.trouble or "does not follow the records before it",
+                    len(segment.records) if follows else 0,
+                    segment.size,
+                )
+        lost = max((s.sealed for s in segments), default=0) - base - len(records)
+        if lost > 0:
+            raise self._damaged(broken or self.folder, f"{lost} records that were safe on the disk cannot be read")
+        return records
+
+    def _begin_anew(self, old: list[Path]) -> None:
+        """Begins a log file. An earlier process may have left the rest to the kernel: safe first, then sealed."""
+        try:
+            for path in old:
+                self._files.fsync_file(path)
+            with self._lock:
+                self._open_segment()
+            self._flush()
+        except OSError as error:
+            raise self._full("the journal cannot be opened for writing", error) from error
+
+    def _damaged(self, path: Path, what: str) -> DamagedJournal:
+        return DamagedJournal(
+            f"the journal is damaged: {path}: {what}; restore it from a copy, or move {self.folder} away and resume from "
+            "the last checkpoint"
+        )
+
+    # Appending
+
+    def append(self, meta: dict[str, Any], payload: Tensor | Sequence[Tensor] | None = None) -> None:
+        """One record, `meta` as JSON. When this returns, kill -9 cannot undo it; a power cut can, for about `sync_s`.
+
+        Several tensors are written one behind the other, without a copy, and come back as one row of bytes.
+
+        Raises JournalFull when it could not be written whole: then it is not there, the step must not be committed, and
+        a later `append` may be tried.
+        """
+        views = [tensor_bytes(t) for t in ([payload] if isinstance(payload, Tensor) else payload or [])]
+        num_bytes = sum(view.nbytes for view in views)
+        tensor: list[Any] | None = None if payload is None else ["uint8", [num_bytes]]
+        if isinstance(payload, Tensor):
+            tensor = [str(payload.dtype).removeprefix("torch."), list(payload.shape)]
+        text = json.dumps([meta, tensor], separators=(",", ":")).encode()
+        crc = 0
+        for view in views:
+            crc = zlib.crc32(view, crc)
+        if self._snapshot_running and self._log_bytes > BESIDE * self._log_limit:
+            self._saver.wait()  # the disk is slower than training, which must not fill it
+        with self._lock:
+            self._check_ready()
+            fresh: _Segment | None = None
+            try:
+                segment = self._current or (fresh := self._open_segment())
+                head = _frame(_RECORD, self._records, text=text, payload_bytes=num_bytes, crc=crc, at=segment.size)
+                self._write(segment, head, *views, records=1)
+            except OSError as error:
+                if fresh is not None:
+                    self._remove_empty(fresh)
+                raise self._full("a record cannot be written", error) from error
+        self._dirty.set()
+
+    def sync(self) -> None:
+        """Returns when all records are on the disk itself. Raises JournalFull."""
+        try:
+            self._flush()
+        except OSError as error:
+            raise self._full("records cannot be flushed to the disk", error) from error
+
+    def _open_segment(self) -> _Segment:
+        """Appends go to a new file from now on. Call with the lock."""
+        self._number += 1
+        path = self._log_path(self._number)
+        file = self._files.create(path)
+        try:
+            frame = _frame(_OPEN, self._records)
+            file.write(frame)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                file.close()
+            with contextlib.suppress(OSError):
+                self._files.remove(path)
+            raise
+        self._retire()
+        self._current = _Segment(self._number, path, file, len(frame))
+        self._unflushed_name = True
+        return self._current
+
+    def _write(self, segment: _Segment, *parts: bytes | memoryview, records: int = 0) -> None:
+        """All of it or none: nothing may follow a frame that is not whole. Call with the lock."""
+        try:
+            for part in parts:
+                segment.file.write(part)
+            self._records += records
+            self._log_records += records
+        except BaseException:
+            self._retire()
+            with contextlib.suppress(OSError):
+                os.truncate(segment.path, segment.size)  # only for the space: reading would stop there in any case
+            raise
+        num_bytes = sum(memoryview(part).nbytes for part in parts)
+        segment.size += num_bytes
+        self._log_bytes += num_bytes
+
+    def _remove_empty(self, segment: _Segment) -> None:
+        """Remove a file that was begun for a record that did not fit: retries would leave one each. Call with the lock."""
+        segment.void = True
+        self._discard([segment])
+        with contextlib.suppress(OSError):
+            self._files.remove(segment.path)
+
+    def _retire(self) -> None:
+        if self._current is not None:
+            self._retired.append(self._current)
+            self._current = None
+            self._dirty.set()
+
+    # Flushing
+
+    def _flush_forever(self) -> None:
+        assert self._sync_s is not None
+        failing = False
+        while True:
+            self._dirty.wait()
+            if self._stopping.is_set():
+                return
+            self._dirty.clear()
+            try:
+                self._flush()
+                failing = False
+            except OSError as error:
+                if not failing:
+                    logger.error("%s: a power cut could lose committed steps, flushing fails: %s", self.folder, error)
+                failing = True
+            self._stopping.wait(self._sync_s)
+
+    def _flush(self, *, since: int = 0) -> None:
+        """To the disk itself: log files from number `since` on, and their names. Seals what is safe then."""
+        with self._flushing:
+            with self._lock:
+                retired = [s for s in self._retired if s.number >= since]
+                current = [self._current] if self._current is not None else []
+                records, unflushed_name, self._unflushed_name = self._records, self._unflushed_name, False
+            try:
+                for segment in retired + current:
+                    self._fsync(segment)
+                if unflushed_name:
+                    self._files.fsync_folder(self.folder)
+            except OSError:
+                with self._lock:
+                    self._unflushed_name |= unflushed_name
+                raise
+            with self._lock:
+                self._discard(retired)  # and not what has been retired since: it may have grown meanwhile
+                if self._current is not None and not self._retired and self._unsure < 0 and records > self._sealed:
+                    self._write(self._current, _frame(_SEAL, records))
+                    self._sealed = records
+
+    def _fsync(self, segment: _Segment) -> None:
+        try:
+            segment.file.fsync()
+        except ValueError:  # closed meanwhile
+            if not segment.void:
+                raise
+        except OSError:
+            # The kernel may have given these pages up, and a second fsync would succeed: only a snapshot helps now.
+            with self._lock:
+                self._unsure = max(self._unsure, segment.number)
+                self._snapshot_wanted = True
+            raise
+
+    def _discard(self, segments: list[_Segment]) -> None:
+        """Lets go of files that need no more flushing. Call with the lock."""
+        self._retired = [s for s in self._retired if s not in segments]
+        for segment in segments:
+            with contextlib.suppress(OSError):
+                segment.file.close()
+
+    # Snapshots
+
+    @property
+    def should_snapshot(self) -> bool:
+        """Return whether the log has reached its bound: in bytes, so that a snapshot costs little beside it and the disk
+        does not fill; in records, so that replaying them is quick and takes little memory."""
+        if self._snapshot_running or self._records < self._retry_at:
+            return False
+        return self._snapshot_wanted or self._log_bytes > self._log_limit or self._log_records >= SNAPSHOT_RECORDS
+
+    def bound_disk(self, num_bytes: int) -> None:
+        """Take no more than so many bytes: a shorter log, more snapshots."""
+        self._disk_bytes = num_bytes
+
+    @property
+    def _log_limit(self) -> float:
+        limit = max(self._snapshot_bytes, self._snapshot_ratio * self._state_bytes)
+        if self._disk_bytes is not None:
+            limit = min(limit, (self._disk_bytes - 2 * self._state_bytes) / (1 + BESIDE))
+        return max(0.0, limit)
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Makes memory for a copy of `tensors` ready in the background, so that the first snapshot is as quick as any."""
+        self._saver.reserve(tensors)
+
+    def snapshot(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], *, wait: bool = False) -> None:
+        """The state that all records so far have led to; they are forgotten once it is on the disk.
+
+        Returns when the tensors are copied. When the snapshot cannot be written that is an error in the log, the records are
+        kept, training goes on, and another is due a few records later. With `wait` it returns when all is done and raises
+        JournalFull instead.
+        """
+        with self._lock:
+            self._check_ready()
+            self._replaced = self._log_bytes, self._log_records, self._snapshot_wanted
+            self._log_bytes, self._log_records, self._snapshot_wanted = 0, 0, False
+            self._state_bytes = _nbytes(tensors)
+            try:
+                number, records = self._open_segment().number, self._records
+            except OSError as error:
+                self._give_up_snapshot()
+                failure = self._full("a snapshot cannot be begun", error)
+                if wait:
+                    raise failure from error
+                logger.error("%s; the log goes on growing", failure)
+                return
+        copies = self._saver.snapshot_tensors(tensors)
+        self._snapshot_running, self._snapshot_error = True, ""
+        self._saver.submit(Snapshot(step=number, weights=copies, state={"records": records, "meta": meta}))
+        if wait:
+            self._saver.wait()
+            if self._snapshot_error:
+                raise JournalFull(self._snapshot_error)
+
+    def _give_up_snapshot(self) -> None:
+        """Count the log that it would have replaced, and try again: soon at first, then less often. Call with the lock."""
+        num_bytes, records, wanted = self._replaced
+        self._log_bytes += num_bytes
+        self._log_records += records
+        self._snapshot_wanted |= wanted
+        self._retry_at = self._records + min(2**self._failures, MOST_BETWEEN_TRIES)
+        self._failures += 1
+
+    def _snapshot_saved(self, event: CheckpointSaved) -> None:
+        with self._lock:
+            self._failures = self._retry_at = 0
+        self._snapshot_running = False
+
+    def _snapshot_failed(self, event: CheckpointFailed) -> None:
+        self._snapshot_error = f"{self.folder}: a snapshot cannot be written: {event.reason}"
+        with self._lock:
+            self._give_up_snapshot()
+        self._snapshot_running = False
+        logger.error("%s; the log goes on growing", self._snapshot_error)
+
+    def _forget(self, number: int) -> None:
+        """Removes the log files that snapshot `number` replaces. One that stays costs space, and the next time it goes."""
+        with self._flushing, self._lock:
+            self._discard([s for s in self._retired if s.number < number])
+            if self._unsure < number:
+                self._unsure = -1
+        for older, path in self._log_files().items():
+            if older < number:
+                try:
+                    self._files.remove(path)
+                except OSError as error:
+                    logger.warning("cannot remove %s: %s", path, error)
+
+    # The end
+
+    def close(self) -> None:
+        """Waits for a snapshot under way, flushes, and lets another process have the journal."""
+        self._stopping.set()
+        self._dirty.set()
+        with self._closing:
+            if self._thread.is_alive():
+                self._thread.join()
+            try:
+                self._saver.close()
+            finally:
+                try:
+                    self._flush()
+                except OSError as error:
+                    logger.error("%s: cannot be flushed: %s", self.folder, error)
+                with self._lock:
+                    self._retire()
+                    self._discard(self._retired)
+
+    def _take_lock(self) -> None:
+        ensure_folder(self.folder, files=self._files)
+        try:
+            alone = self._closing.enter_context(self._files.lock(self.folder / ".lock"))
+        except BlockingIOError as error:
+            raise UserError(
+                f"another server is using the journal {self.folder}; stop it, or choose another --run-dir"
+            ) from error
+        if not alone:
+            logger.warning("%s: no locks on this file system; make sure that only one server runs", self.folder)
+
+    def _check_ready(self) -> None:
+        assert self._number >= 0, "recover first"
+        assert not self._stopping.is_set(), "closed"
+
+    def _log_path(self, number: int) -> Path:
+        return self.folder / f"log-{number:08d}"
+
+    def _log_files(self) -> dict[int, Path]:
+        """By number, lowest first."""
+        names = [p.name for p in self.folder.iterdir() if re.fullmatch(r"log-[0-9]{8,18}", p.name)]
+        return {number: self._log_path(number) for number in sorted(int(name[4:]) for name in names)}
+
+    def _full(self, what: str, error: OSError) -> JournalFull:
+        return JournalFull(f"{self.folder}: {what}: {error}; make room there, or mend the disk")
+
+
+class _Snapshots(CheckpointStore):
+    """The snapshots of a journal: checkpoints whose number is that of the log file that follows."""
+
+    def __init__(self, folder: Path, journal: Journal, *, files: Files) -> None:
+        super().__init__(folder, keep=1, files=files)
+        self._journal = journal
+
+    def save(self, snapshot: Snapshot, *, best: bool = False, others: Others | None = None) -> Path:
+        # In this order: a snapshot on the disk promises that the log file after it is there, too.
+        self._journal._flush(since=snapshot.step)
+        path = super().save(snapshot)
+        self._journal._forget(snapshot.step)
+        return path
+
+
+# Log files and their frames
+
+
+@dataclass(eq=False, slots=True)
+class _Segment:
+    """A log file being written."""
+
+    number: int
+    path: Path
+    file: OutputFile
+    size: int  # of its whole frames
+    void: bool = False  # removed: no record was ever whole in it
+
+
+@dataclass(slots=True, kw_only=True)
+class _ReadSegment:
+    """A log file as it was found. `trouble`: empty, `torn` (the end of a frame is missing) or `damaged`."""
+
+    path: Path
+    size: int
+    start: int | None = None
+    records: list[Record] = field(default_factory=list)
+    whole: int = 0  # bytes before the trouble
+    sealed: int = 0
+    trouble: str = ""
+
+
+def _frame(kind: bytes, number: int, *, text: bytes = b"", payload_bytes: int = 0, crc: int = 0, at: int = 0) -> bytes:
+    """All of a frame but its tensor, whose checksum is `crc`. `at`: where in the file it will be."""
+    if payload_bytes:
+        text += b" " * (-(at + _HEAD_BYTES + len(text)) % _ALIGNMENT)
+    head = _HEAD.pack(kind, len(text), payload_bytes, number, zlib.crc32(text, crc))
+    return head + _CRC.pack(zlib.crc32(head)) + text
+
+
+class _Head(NamedTuple):
+    kind: bytes
+    text_bytes: int
+    payload_bytes: int
+    number: int
+    crc: int
+
+
+def _head_at(view: memoryview, offset: int) -> _Head | None:
+    raw = view[offset : offset + _HEAD_BYTES]
+    if raw.nbytes < _HEAD_BYTES or _CRC.unpack(raw[_HEAD.size :])[0] != zlib.crc32(raw[: _HEAD.size]):
+        return None
+    return _Head(*_HEAD.unpack(raw[: _HEAD.size]))
+
+
+def _read_segment(path: Path) -> _ReadSegment:
+    """Reads on for as long as frames are whole and in turn; behind that point it looks for seals only."""
+    found = _ReadSegment(path=path, size=path.stat().st_size)
+    if not found.size:
+        return found
+    with path.open("rb") as file:
+        # Copy on write: tensors over it may be changed, the file is not.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    view = memoryview(data)
+    while found.whole < found.size:
+        head = _head_at(view, found.whole)
+        if head is None:
+            found.trouble = "torn" if found.size - found.whole < _HEAD_BYTES else "damaged"
+            break
+        text_at = found.whole + _HEAD_BYTES
+        payload_at = text_at + head.text_bytes
+        end = payload_at + head.payload_bytes
+        if end > found.size:
+            found.trouble = "torn"
+            break
+        if head.crc != zlib.crc32(view[text_at:payload_at], zlib.crc32(view[payload_at:end])) or not _take(
+            found, head, data, text_at, payload_at
+        ):
+            found.trouble = "damaged"
+            break
+        found.whole = end
+    if found.trouble:
+        found.sealed = max(found.sealed, _last_seal(data, view, found.whole))
+    return found
+
+
+def _take(found: _ReadSegment, head: _Head, data: mmap.mmap, text_at: int, payload_at: int) -> bool:
+    """Adds one whole frame to what was found; False when it is not the one that must come here."""
+    if head.kind == _OPEN and found.start is None:
+        found.start = head.number
+    elif found.start is None:
+        return False
+    elif head.kind == _SEAL:
+        found.sealed = max(found.sealed, head.number)
+    elif head.kind == _RECORD and head.number == found.start + len(found.records):
+        meta, tensor = json.loads(data[text_at:payload_at])
+        found.records.append(Record(meta, tensor and _tensor(data, payload_at, head.payload_bytes, *tensor)))
+    else:
+        return False
+    return True
+
+
+def _tensor(data: mmap.mmap, offset: int, num_bytes: int, dtype: str, shape: list[int]) -> Tensor:
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=num_bytes, offset=offset)
+    return raw.view(getattr(torch, dtype)).reshape(shape)
+
+
+def _last_seal(data: mmap.mmap, view: memoryview, offset: int) -> int:
+    """The highest seal anywhere behind `offset`."""
+    sealed = 0
+    while (offset := data.find(_SEAL, offset)) >= 0:
+        head = _head_at(view, offset)
+        sealed = max(sealed, head.number if head is not None else 0)
+        offset += 1
+    return sealed
+
+
+def _nbytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

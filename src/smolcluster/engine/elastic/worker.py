@@ -1,0 +1,222 @@
+"""A worker on the elastic plane: it joins a server's run, takes part while it lives, and may come back.
+
+What is trained comes from the server; what touches this machine's files, network or code from its owner (`adopted_config.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from smolcluster.comm.elastic.membership.server_link import Line, Stopped
+from smolcluster.comm.elastic.transport.messages import Kind
+from smolcluster.comm.elastic.transport.security import check_dial, load_keyring
+from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
+from smolcluster.comm.memory_group import MemoryGroup
+from smolcluster.comm.rounds import AtServer, Combination, Rounds
+from smolcluster.data.sampler import Sampler
+from smolcluster.engine.checks import batch_size_on, is_automatic
+from smolcluster.engine.elastic.adopted_config import Plan, adopt, read_plan
+from smolcluster.engine.elastic.member_side import MemberSide
+from smolcluster.engine.elastic.own_state import OwnState
+from smolcluster.engine.elastic.pushed_rounds import PushedRounds
+from smolcluster.engine.elastic.rounds import ElasticRounds
+from smolcluster.engine.elastic.server import layout_of, replica_sha256, short_layout
+from smolcluster.engine.identity import instance_of, new_peer, new_secret
+from smolcluster.engine.loop import Loop
+from smolcluster.engine.reader import LeaseReader
+from smolcluster.engine.record import RunRecord
+from smolcluster.engine.role import INTERRUPTED, Role
+from smolcluster.errors import UserError
+from smolcluster.observe.events import Event, Phase, StepLogged, plain, to_json
+from smolcluster.parallel.placement import Node, Seat
+from smolcluster.strategies.base import Context
+from smolcluster.strategies.base.replicated import Exchanging, Pushing
+
+log = logging.getLogger(__name__)
+
+
+class Member(Role):
+    """The methods are its phases, in order."""
+
+    membership: MemberSide
+
+    def run(self) -> int:
+        try:
+            self._connect()
+        except Stopped:
+            self.line.close()
+            return INTERRUPTED
+        self._prepare()
+        self._build()
+        self._join()
+        try:
+            self.loop.run()
+        except Stopped:  # in the middle of a step
+            self.reader.stopped = True
+        return self._finish()
+
+    def _connect(self) -> None:
+        """Find the server and ask what is trained there."""
+        spec = self.spec
+        mine = self.config.cluster
+        keyring = load_keyring(mine.token, os.environ)
+        check_dial(spec.server, keyring)
+        self._secret = new_secret()
+        me = new_peer(role="worker", rank=spec.rank, host=spec.host)
+        self.transport = TcpTransport(
+            dataclasses.replace(me, instance=instance_of(self._secret)),
+            keyring=keyring,
+            buffer_size=mine.buffer_size.get(spec.host),
+            limits=Limits(silence_s=mine.silence_timeout, stall_s=mine.stall_timeout),
+        )
+        self.line = Line(self.transport, spec.server, stop_requested=self.channel.stop_requested)
+        plan: Plan | None = None
+        while plan is None:
+            message = self.line.get()
+            if message is not None and message.kind is Kind.PLAN:
+                try:
+                    plan = read_plan(message.meta)
+                except ValueError as error:
+                    raise UserError(f"the server at {spec.server} sent a plan that cannot be used: {error}") from error
+        self.transport.me = dataclasses.replace(self.transport.me, run=plan.run)
+        self.total_steps = plan.total_steps
+        self.config = adopt(
+            plan.config,
+            own=self.config if spec.config else None,
+            given=spec.overrides,
+            strategy=spec.strategy,
+            rank=spec.rank,
+            server=spec.server,
+        )
+        self.observer.emit(Phase(rank=spec.rank, name="connected"))
+
+    def _prepare(self) -> None:
+        self._choose(lead=False)
+        self._load_task()
+        num = max(self.config.cluster.num_workers or 1, self.spec.rank + 1)
+        nodes = [Node(name=self.spec.host, stays=False)] * num
+        self._check_memory(nodes, first=self.spec.first_here, count=self.spec.local_world_size)
+
+    def _build(self) -> None:
+        spec, training = self.spec, self.config.training
+        seat = Seat(rank=spec.rank, node=spec.host, shard=spec.rank)
+        self.batch_size = batch_size_on(self.config, spec.host)
+        self.context = Context(
+            config=self.config,
+            seat=seat,
+            seats=[seat],
+            group=MemoryGroup.world(1)[0],
+            device=self.device,
+            total_steps=self.total_steps,
+            samples_per_step=[self.batch_size * training.grad_accumulation],
+            stop_requested=self.channel.stop_requested,
+            warn=self._warn,
+            line=self.line,
+            open_rounds=self._open_rounds,
+        )
+        self.strategy = self.strategy_class(self.options, self.context)
+        self.strategy.setup(self.task)
+        self.own = (
+            OwnState(self.run_dir.own, rank=spec.rank, keep=training.max_checkpoints_to_keep) if spec.run_dir else None
+        )
+        self._kept = 0  # updates, when it was kept last
+        if self.own is not None:
+            self.membership.recall = self.own.load
+        self.reader = LeaseReader(Sampler(len(self.train_data), seed=training.seed or 0), self.membership.lease)
+        self.loop = Loop(
+            strategy=self.strategy,
+            task=self.task,
+            context=self.context,
+            reader=self.reader,
+            train_data=self.train_data,
+            val_data=None,  # the server evaluates and saves
+            observer=self.observer,
+            keep=self._keep_own,
+            record=RunRecord(
+                self.context,
+                self.task,
+                host=spec.host,
+                world_size=self.config.cluster.num_workers or 1,
+                saver=None,
+                traffic=lambda: self.transport.traffic,
+            ),
+        )
+
+    def _keep_own(self, *, now: bool = False) -> None:
+        """Where the server saves, which is when a round has ended."""
+        every, updates = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.replica.updates
+        if (
+            self.own is not None
+            and isinstance(self.strategy, Exchanging)
+            and (now or updates // every > self._kept // every)
+        ):
+            self.own.save(updates, self.strategy.state().own)
+            self._kept = updates
+
+    def _open_rounds(self, strategy: Exchanging[Any], combination: Combination) -> Rounds:
+        """The strategy's exchange with the others is also this worker's membership."""
+        if isinstance(strategy, Pushing):
+            assert isinstance(combination, AtServer)
+            self.membership = pushed = PushedRounds(strategy, combination)
+            return pushed
+        self.membership = exchanged = ElasticRounds(strategy, combination)
+        return exchanged
+
+    def _join(self) -> None:
+        def ready() -> dict[str, Any]:
+            return {
+                "secret": self._secret,
+                "layout": short_layout(layout_of(self.strategy.state().weights)),
+                "samples": len(self.train_data),
+                "batch_size": self.batch_size * self.config.training.grad_accumulation,
+                "automatic": is_automatic(self.config, self.spec.host),
+                "step": self.reader.taken,
+                **self.membership.introduction(),
+            }
+
+        started = self._started_event(
+            self.strategy,
+            rank=self.spec.rank,
+            world_size=self.config.cluster.num_workers or 1,
+            first_step=0,
+            steps=self.total_steps,
+            batch_size=self.batch_size,
+            global_batch=self.batch_size,
+        )
+        self._add_trackers(started, self.run_dir.path if self.spec.run_dir else Path())
+        self.observer.emit(started)
+        self.observer.add(_LineSink(self.line))
+        self.line.join = ready
+        self.line.send(Kind.JOIN, meta=ready())
+
+    def _finish(self) -> int:
+        """Say good-bye, with what this worker counted."""
+        if self.loop.step < self.total_steps:
+            self._keep_own(now=True)
+        report = self.loop.record.report(self.loop.step, batch_samples=self.batch_size)
+        if isinstance(self.strategy, Exchanging) and self.strategy.combined == "workers":  # or replicas may differ
+            report["weights_sha256"] = replica_sha256(self.strategy)
+        self.line.send(Kind.REPORT, meta=plain(report))  # a loss is NaN before the first step
+        self.line.close()
+        if self.reader.stopped:
+            return INTERRUPTED
+        self.observer.emit(Phase(rank=self.spec.rank, name="finished"))
+        return 0
+
+
+class _LineSink:
+    """Rows of this worker go to the server, which keeps the run's record."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepLogged):
+            self._line.send(Kind.EVENT, meta={"event": to_json(event)})
+
+    def close(self) -> None:
+        """The line is closed by its owner."""

@@ -1,0 +1,1 @@
+"""One more machine for a run: found, paired, joined."""

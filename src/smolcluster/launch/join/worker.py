@@ -1,0 +1,260 @@
+"""One worker that joins a server's run, started by a person on each machine.
+
+Nothing here imports torch until the worker runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smolcluster.comm.addresses import is_loopback
+from smolcluster.config import load_config, public_dict, resolve
+from smolcluster.config.names import known_keys
+from smolcluster.config.schema import Config
+from smolcluster.config.strategies import check_name
+from smolcluster.engine.checks import OWN_TO_A_HOST
+from smolcluster.engine.elastic.adopted_config import FROM_SERVER
+from smolcluster.engine.spec import WorkerSpec
+from smolcluster.errors import UserError, WorkerFailed, suggest
+from smolcluster.launch.local.outcome import Interrupted, Outcome
+from smolcluster.launch.prepare import absolute_task, is_task
+from smolcluster.observe.events import Event, Notice, Phase, RunStarted
+from smolcluster.observe.logs import log_path, setup_logging
+from smolcluster.observe.observer import Sink
+
+if TYPE_CHECKING:
+    from smolcluster.observe.loki import Pusher
+
+# Configuration keys that a worker may set for its own machine. Everything else comes from the server.
+OWN_KEYS = OWN_TO_A_HOST | {
+    *("training.precision", "training.compile", "training.gradient_checkpointing"),
+    *("data.name", "data.tokenizer", "data.download"),
+    *(key for key in known_keys() if key.startswith("logging.")),
+}
+
+
+def worker_spec(
+    rank: int,
+    host: str,
+    *,
+    server: str | None = None,
+    sources: Sequence[str] = (),
+    task: str | None = None,
+    strategy: str | None = None,
+    batch_size: int | None = None,
+    overrides: Sequence[str] = (),
+    sets: Mapping[str, Any] | None = None,
+    local_rank: int = 0,
+    local_world_size: int = 1,
+) -> WorkerSpec:
+    """The spec of one worker. `sets` are keys of its own, by dotted name. `local_rank` is its number among the workers of its
+    machine. A source that is a Python file is its task.
+
+    With configuration files the worker compares them with the server's. Without any it takes over what the server may choose
+    (`engine/elastic/adopted_config.py`).
+    """
+    own_sets = dict(sets or {})
+    tasks = [source for source in sources if is_task(source)]
+    if len(tasks) + (task is not None) > 1:
+        raise UserError(f"one task at a time, not {', '.join([*tasks, *([task] if task else [])])}")
+    task = tasks[0] if tasks else task
+    sources = [source for source in sources if source not in tasks]
+    said = load_config(sources, overrides=overrides, sets=own_sets | ({"strategy.name": strategy} if sources else {}))
+    resolved: dict[str, Any] = {}
+    if sources:
+        config = resolve(said)
+        resolved = config.model_dump(mode="json")
+        _check_host(config, rank, host)
+        server = server or _server_of(config)
+    else:
+        _check_own(said)
+    if server is None:
+        raise UserError("where is the server? Give --server HOST:PORT, as the server prints it when it starts")
+    _check_address(server)
+    own = _values(said.model_dump(mode="json"), [key for key in _said_keys(said) if key in OWN_KEYS])
+    if sources:  # resolved, in the configuration itself
+        own = {key: value for key, value in own.items() if key not in ("data.name", "data.tokenizer")}
+    if batch_size is not None:
+        own["cluster.batch_size"] = {host: batch_size}
+    if task is not None:
+        own["task"] = absolute_task(task)
+    return WorkerSpec(
+        config=resolved,
+        rank=rank,
+        world_size=1,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        host=host,
+        run_dir="",
+        plane="elastic",
+        server=server,
+        overrides=own,
+        strategy=check_name(strategy) if strategy is not None else "",
+    )
+
+
+def _check_host(config: Config, rank: int, host: str) -> None:
+    cluster = config.cluster
+    known = cluster.workers or sorted(set(cluster.host_ip) - {cluster.server})
+    if known and host not in known:
+        raise UserError(f"'{host}' is not among the workers of this configuration; {suggest(host, known)}")
+    most = cluster.num_workers or 1
+    if rank > most:
+        raise UserError(f"rank {rank} is too high: this configuration has {most} workers, from 0 or from 1 on")
+
+
+def _server_of(config: Config) -> str | None:
+    """`host_ip[server]:port`, where the cluster file says so."""
+    cluster = config.cluster
+    address = cluster.host_ip.get(cluster.server or "")
+    return f"{address}:{cluster.port}" if address else None
+
+
+def _check_address(server: str) -> None:
+    host, colon, port = server.rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+        raise UserError(f"--server '{server}' is not HOST:PORT, such as 192.168.1.10:65432")
+
+
+def _said_keys(config: Config) -> list[str]:
+    """The dotted names of all that was said in files, overrides and flags."""
+    return [
+        key
+        for key in known_keys()
+        for section, _, name in [key.rpartition(".")]
+        if name in (getattr(config, section) if section else config).model_fields_set
+    ]
+
+
+def _check_own(config: Config) -> None:
+    for key in _said_keys(config):
+        if key not in OWN_KEYS:
+            raise UserError(
+                f"--override: {key} is the server's to say, and reaches this worker from there; "
+                f"here may be set: {', '.join(sorted(OWN_KEYS))}"
+            )
+
+
+def own_overrides(config: Config, *, same_machine: bool) -> list[str]:
+    """`key=value` for what a worker does not take from its server: launchers pass these on to the workers that they start.
+
+    `same_machine`: the worker is on the server's machine, so that a loopback address of Loki means the same there.
+    """
+    values = _values(public_dict(config), sorted((OWN_KEYS - FROM_SERVER) | {"data.name"}))
+    defaults = _values(public_dict(resolve(Config.model_validate({}))), list(values))
+    if (url := config.logging.loki_url) is not None and not same_machine:
+        from smolcluster.observe.loki import endpoint_of
+
+        if is_loopback(endpoint_of(url).host):
+            del values["logging.loki_url"]
+    return [f"{key}={json.dumps(value)}" for key, value in values.items() if value != defaults[key]]
+
+
+def _values(plain: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: plain[section][name] for key in keys for section, _, name in [key.partition(".")]}
+
+
+def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> int:
+    """Be that worker, in this process, until the run is over. Returns 0; raises when it is refused, stopped or fails."""
+    from smolcluster.engine.channel import SignalChannel
+    from smolcluster.engine.process.main import run_worker
+
+    channel = SignalChannel()
+    pushing = _Pushing(spec, log_dir, sinks)
+    logging.getLogger("smolcluster.comm.elastic.transport.tcp").addFilter(_Visible())
+    outcome = Outcome()
+    status = run_worker(spec, channel, [outcome, pushing, *sinks, _Farewell(spec, sinks)])
+    failed = outcome.failed
+    if status == 0:
+        return 0
+    if failed is None:
+        raise Interrupted("interrupted; the run goes on without this worker")
+    if failed.kind == "user":
+        raise UserError(failed.message)
+    raise WorkerFailed(f"worker {spec.rank} failed: {failed.message}\n{failed.traceback}".rstrip())
+
+
+class _Pushing(Sink):
+    """The log of this worker, and its push to Loki where its owner names one.
+
+    Without a folder for logs the lines wait in a temporary file, which is removed when they have arrived or are not wanted.
+    """
+
+    def __init__(self, spec: WorkerSpec, log_dir: Path | None, sinks: list[Sink]) -> None:
+        self._spec, self._sinks = spec, sinks
+        self._pusher: Pusher | None = None
+        self._temporary: Path | None = None
+        own = spec.overrides.get("logging.loki_url")
+        if own:
+            from smolcluster.observe.loki import endpoint_of
+
+            endpoint_of(own)  # a mistake leaves nothing behind
+        if log_dir is None:
+            try:
+                log_dir = self._temporary = Path(tempfile.mkdtemp(prefix="smolcluster-log-"))
+            except OSError as error:
+                if own:
+                    raise UserError(f"there is no place for a temporary log ({error}); give --log-dir") from error
+        path = None if log_dir is None else log_dir / log_path("", spec.role, spec.rank, spec.host).name
+        self._log_to(path)
+        if own:
+            from smolcluster.observe.loki import start_pushing
+
+            assert path is not None
+            self._pusher = start_pushing(path, url=own, role=spec.role, rank=spec.rank, host=spec.host)
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted) and self._pusher is None:
+            self._forget()
+
+    def close(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
+            if self._pusher.left and self._temporary is not None:
+                text = (
+                    f"Loki has not got all lines of this worker; send the rest: smolcluster logs push {self._temporary}"
+                )
+                for sink in self._sinks:
+                    sink.handle(Notice(level="WARNING", message=text))
+                return
+        self._forget()
+
+    def _log_to(self, path: Path | None) -> None:
+        spec = self._spec
+        level = spec.overrides.get("logging.level", "INFO")
+        setup_logging(path, level=level, role=spec.role, rank=spec.rank, host=spec.host)
+
+    def _forget(self) -> None:
+        if self._temporary is not None:
+            self._log_to(None)
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+
+
+class _Farewell(Sink):
+    """Report on the screen why this worker ends, when all is well."""
+
+    def __init__(self, spec: WorkerSpec, sinks: list[Sink]) -> None:
+        self._server, self._sinks = spec.server, sinks
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Phase) and event.name == "finished":
+            text = f"the run is over; its results are with the server at {self._server}"
+            for sink in self._sinks:
+                sink.handle(Notice(level="INFO", message=text))
+
+
+class _Visible(logging.Filter):
+    """While there is no server, what the transport notes in its log is what the person before the screen wants to know."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("waiting for a peer"):
+            record.msg = record.msg.replace("a peer", "the server", 1)
+            record.levelno = logging.WARNING  # so that it is shown; by name it stays what it is
+        return True

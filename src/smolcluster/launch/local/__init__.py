@@ -1,0 +1,1 @@
+"""The processes of a run on this machine, and their supervisor."""

@@ -1,0 +1,1 @@
+"""What a step would cost on these machines: memory, bytes, which strategies fit. Nothing is trained here."""

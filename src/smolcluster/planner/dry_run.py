@@ -1,0 +1,118 @@
+"""What a run would do, without doing it: the resolved configuration, who sits where, and what a step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from smolcluster.comm.mesh.backends import Wish, agree, check_backend, gpu_for_nccl
+from smolcluster.compute.device import choose_device
+from smolcluster.config import dump
+from smolcluster.config.schema import Config
+from smolcluster.data.dataset import as_dataset
+from smolcluster.engine.checks import check_enough_samples
+from smolcluster.engine.run_dir import RunDir
+from smolcluster.engine.run_length import last_step
+from smolcluster.errors import UserError
+from smolcluster.observe.text import size
+from smolcluster.planner.candidates import as_configured
+from smolcluster.planner.forecast import SeatMemory, Subject, forecast, limit_per_rank, nodes_of
+from smolcluster.planner.memory_estimate import Way, samples_per_step
+from smolcluster.strategies.registry import find_strategy, read_options
+from smolcluster.tasks.find import find_task
+
+
+def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str | None, plane: str = "mesh") -> str:
+    """Opens the data and builds the model without memory, so that a mistake shows here."""
+    device = choose_device(config.training.device)
+    options, ignored = read_options(config.strategy, plane=plane)
+    strategy = find_strategy(config.strategy.name, plane, options)
+    named = len(config.cluster.workers)
+    nodes = [
+        replace(node, machine=node.name if rank < named else "this machine", stays=plane != "elastic")
+        for rank, node in enumerate(nodes_of(config, workers))
+    ]
+    seats = strategy.plan(options, nodes, None).checked().seats
+    task = find_task(config)
+    samples = len(as_dataset(task.train_data()))
+    counts = samples_per_step(config, nodes, seats)
+    check_enough_samples(samples, counts)
+    steps = last_step(config.training, samples=samples, batch=sum(counts))
+    subject = Subject.open(config, task, num_ranks=workers, device=device)
+    shape = subject.shape
+    cost = strategy.plan(options, nodes, shape).checked().cost
+
+    lines = [
+        dump(config).rstrip(),
+        "",
+        f"# task {task.name}: {shape.parameters:,} parameters, {samples:,} training samples",
+    ]
+    if plane == "elastic":
+        how = f"listening on {config.cluster.bind}"
+    else:
+        check_backend(backend)
+        gpus = [gpu_for_nccl(choose_device(config.training.device, local_rank=rank)) for rank in range(workers)]
+        how = f"backend {agree([Wish(host=n.machine, named=backend, gpu=g) for n, g in zip(nodes, gpus, strict=True)])}"
+    server = " and a server" if any(s.role == "server" for s in seats) else ""
+    lines.append(f"# strategy {config.strategy.name} on {workers} worker(s){server}, device {device}, {how}")
+    shown = [axis for axis in ("pp", "cp", "tp") if axis != "cp" or any(s.coords.get("cp") for s in seats)]
+    for s in seats:
+        if s.role == "server":
+            lines.append("#   server")
+        elif plane == "elastic":
+            lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, {nodes[s.rank].batch_size} samples at a time")
+        else:
+            place = "".join(f", {axis} {s.coords[axis]}" for axis in shown if axis in s.coords)
+            lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}{place}")
+    if ignored:
+        lines.append(f"# not used by {config.strategy.name}: {', '.join(ignored)}")
+    lines.extend(f"# {line}" for line in describe_memory(subject, plane))
+    also = ", and activations, which are not counted here" if cost.activations_travel else ""
+    sent = f"{cost.bytes_sent / 2**20:.2f} MiB" if cost.bytes_sent else "nothing"
+    lines.append(f"# a step sends {sent} of parameters and gradients from each worker{also}")
+    lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
+    lines.append(f"# run directory: {run_dir.path}")
+    return "\n".join(lines)
+
+
+def describe_memory(subject: Subject, plane: str) -> list[str]:
+    """What each seat would hold at the most, and whether there is room for it."""
+    way = Way(checkpointing=subject.config.training.gradient_checkpointing)
+    seen = forecast(subject, as_configured(subject.config, plane), ways=[way], every_seat=True)
+    if seen.cannot:
+        raise UserError(seen.cannot)
+    lines = [_seat(seat, way) for seat in seen.seats]
+    limit, words = limit_per_rank(subject.device, len(subject.nodes), None)
+    short = [seat for seat in seen.seats if seat.peak(way) > limit]
+    lines.append(f"memory: {words}; " + ("it does not fit: see `smolcluster plan --memory`" if short else "it fits"))
+    return lines
+
+
+def _seat(seat: SeatMemory, way: Way) -> str:
+    who = "server" if seat.role == "server" else f"rank{'s' * (len(seat.ranks) > 1)} {ranges(seat.ranks)}"
+    peak = seat.ways.get(way)
+    held = seat.states if peak is None else peak.each
+    parts = [
+        f"{size(held.parameters)} parameters",
+        f"{size(held.gradients)} gradients",
+        f"{size(held.optimizer)} optimizer",
+    ]
+    if held.other:
+        parts.append(f"{size(held.other)} activations and buffers")
+    said = f"{who}: {', '.join(parts)}; at most {size(seat.peak(way))} at a time"
+    if peak is not None and seat.start > peak.at.total:
+        said += ", while the model is built"
+    if seat.role == "server":
+        said += f"; journal: {size(seat.journal_step)} a step, up to {size(seat.journal_most)} of its disk"
+    return f"{said} ({seat.note})" if seat.note else said
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 6`."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)

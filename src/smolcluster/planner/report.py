@@ -1,0 +1,121 @@
+"""From a configuration to a plan as plain values, for `smolcluster plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from smolcluster.compute.device import choose_device
+from smolcluster.compute.memory import parse_size
+from smolcluster.config.schema import Config
+from smolcluster.config.strategies import check_name, record_of
+from smolcluster.planner.candidates import Choice, as_configured, choices
+from smolcluster.planner.estimate_pool import forecast_all
+from smolcluster.planner.forecast import Forecast, Plan, SeatMemory, Subject, make_plan
+from smolcluster.planner.memory_estimate import Way
+from smolcluster.tasks.find import find_task
+
+
+def plan_memory(
+    config: Config,
+    *,
+    ranks: int,
+    plane: str,
+    only: Sequence[str] = (),
+    limit: str | None = None,
+    told: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """What each strategy would hold on so many ranks, and which fit. `only`: names of strategies."""
+    room = None if limit is None else parse_size(limit, what="--limit")
+    asked = choose(config, ranks=ranks, plane=plane, only=only)
+    device = choose_device(config.training.device)
+    subject = Subject.open(config, find_task(config), num_ranks=ranks, device=device)
+    plan = make_plan(subject, asked, limit=room, rows=lambda some, ways: forecast_all(subject, some, ways, told=told))
+    return to_dict(plan)
+
+
+def choose(config: Config, *, ranks: int, plane: str, only: Sequence[str]) -> list[Choice]:
+    """Those that are asked for, and the configuration's own where it says more than a name."""
+    names = [check_name(name) for name in only]
+    found = [choice for choice in choices(ranks, every=bool(only)) if not names or choice.strategy in names]
+    known = {choice.strategy for choice in found}
+    found += [Choice(label=name, strategy=name) for name in dict.fromkeys(names) if name not in known]
+    if config.strategy.said() and (not names or config.strategy.name in names):
+        found.insert(0, as_configured(config, plane))
+    return found
+
+
+# As plain values
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    best = plan.recommended
+    return {
+        "parameters": plan.parameters,
+        "ranks": plan.ranks,
+        "device": plan.device,
+        "checkpointing": plan.configured.checkpointing,
+        "limit_bytes": plan.limit,
+        "limit": plan.limit_said,
+        "strategies": [_row(plan, row) for row in plan.rows],
+        "recommended": None if best is None else _advice(*best),
+    }
+
+
+def _row(plan: Plan, row: Forecast) -> dict[str, Any]:
+    choice, way = row.choice, plan.configured
+    found: dict[str, Any] = {
+        "name": choice.label,
+        "strategy": choice.strategy,
+        "plane": choice.plane,
+        "options": choice.options,
+        "runs": not row.cannot,
+        "reason": row.cannot,
+    }
+    if row.cannot:
+        return found
+    worst, less = row.worst(way), way._replace(checkpointing=True)
+    return found | {
+        "fits": plan.fits(row, way),
+        "fits_with_checkpointing": less in row.ways and plan.fits(row, less),
+        "peak_bytes": row.peak(way),
+        "at_peak": dataclasses.asdict(worst.ways[way].at if way in worst.ways else worst.states),
+        "seats": [_seat(seat, way) for seat in row.seats],
+    }
+
+
+def _seat(seat: SeatMemory, configured: Way) -> dict[str, Any]:
+    held = seat.states
+    return {
+        "ranks": seat.ranks,
+        "role": seat.role,
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        "start_bytes": seat.start,
+        "peak_bytes": seat.peak(configured),
+        "note": seat.note,
+        "journal_step_bytes": seat.journal_step,
+        "journal_bytes": seat.journal_most,
+        "ways": [
+            {
+                "checkpointing": way.checkpointing,
+                "attention": "plain" if way.plain_attention else "fused",
+                "activations": peak.each.other,
+                "peak_bytes": seat.peak(way),
+            }
+            for way, peak in seat.ways.items()
+        ],
+    }
+
+
+def _advice(row: Forecast, way: Way) -> dict[str, Any]:
+    choice = row.choice
+    flags = [f"--strategy {choice.strategy}"]
+    if choice.plane == "elastic" and record_of(choice.strategy).planes[0] != "elastic":
+        flags.append("--plane elastic")
+    said = [f"strategy.{key}={value}" for key, value in choice.options.items() if value is not None]
+    if said:
+        flags.append(f"--override {' '.join(said)}")
+    return {"name": choice.label, "checkpointing": way.checkpointing, "flags": " ".join(flags)}

@@ -1,0 +1,140 @@
+"""Which numbers of workers a run can have, and how each of them shares the same step out.
+
+A step reads the same samples however many workers there are, so that a run that loses some keeps its loss curve: what they read
+is dealt out to those that are left. First in more micro-steps, so that none needs more memory than before; where the numbers do
+not allow that, in larger ones.
+
+The launcher imports no torch. It runs `python -m smolcluster.planner.world_sizes`: a configuration and the sizes as a line of
+JSON in, a plan for each size out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smolcluster.config.schema import Config
+from smolcluster.engine.checks import batch_size_of
+from smolcluster.errors import UserError
+from smolcluster.parallel.placement import Node, Placement, Shape
+from smolcluster.strategies.registry import find_strategy, read_options
+from smolcluster.tasks.find import find_task
+
+log = logging.getLogger(__name__)
+
+
+def plans(config: Config, sizes: Iterable[int]) -> dict[int, Config | UserError]:
+    """The configuration for each size, or why it cannot run. The largest that can sets the samples of a step."""
+    sizes = sorted(sizes)
+    model = _model(config)
+    most = _largest(config, sizes, model)
+    found: dict[int, Config | UserError] = {}
+    for size in sizes:
+        try:
+            found[size] = _fit(_shared_out(most, size), size, model)
+        except UserError as error:
+            found[size] = error
+    return found
+
+
+def _largest(config: Config, sizes: list[int], model: nn.Module | None) -> Config:
+    """For the largest size that can run. If none can, the reason of the largest is raised."""
+    reasons: list[UserError] = []
+    for size in reversed(sizes):
+        fitted = config.model_copy(deep=True)
+        fitted.cluster.num_workers = size
+        try:
+            return _fit(fitted, size, model)
+        except UserError as error:
+            reasons.append(error)
+    raise reasons[0]
+
+
+def _fit(config: Config, size: int, model: nn.Module | None) -> Config:
+    """The same configuration if it can run on so many workers."""
+    nodes = [Node(name=f"worker-{r}", batch_size=batch_size_of(config, r)) for r in range(size)]
+    place(config, nodes, None if model is None else Shape.of(model, config.training))
+    return config
+
+
+def _model(config: Config) -> nn.Module | None:
+    """Without memory. A task that cannot be built like that is not asked: its workers will say what is wrong."""
+    try:
+        with torch.device("meta"):
+            return find_task(config).model()
+    except Exception as error:  # noqa: BLE001 - the user's own code
+        log.debug("the model is not looked at: %s: %s", type(error).__name__, error)
+        return None
+
+
+def place(config: Config, nodes: Sequence[Node], shape: Shape | None = None, *, plane: str | None = None) -> Placement:
+    """Where the strategy puts the ranks on these nodes. Raises UserError for what it cannot do with so many."""
+    options, _ = read_options(config.strategy, plane=plane)
+    strategy = find_strategy(config.strategy.name, plane, options)
+    return strategy.plan(options, nodes, shape).checked()
+
+
+def _shared_out(config: Config, size: int) -> Config:
+    """A copy in which `size` workers read in a step what cluster.num_workers of them do."""
+    if config.cluster.batch_size:
+        return config  # each host has a size of its own, and keeps it
+    training = config.training
+    batch_size = training.batch_size or 1
+    node = Node(name="", batch_size=batch_size)
+    before, now = (place(config, [node] * count) for count in (config.cluster.num_workers or size, size))
+    samples = before.num_shards * batch_size * training.grad_accumulation
+    micro_steps, sizes = share(samples, now.num_shards, at_most=batch_size)
+    fitted = config.model_copy(deep=True)
+    fitted.training.grad_accumulation = micro_steps
+    if set(sizes) != {batch_size}:  # training.batch_size itself stays: it also says how much is evaluated
+        names = [f"worker-{seat.rank}" for seat in now.seats]
+        fitted.cluster.workers = names
+        fitted.cluster.batch_size = {name: sizes[s.shard or 0] for name, s in zip(names, now.seats, strict=True)}
+    return fitted
+
+
+def share(samples: int, shards: int, *, at_most: int) -> tuple[int, list[int]]:
+    """Micro-steps, and the samples of each shard in one of them: as few micro-steps as keep those to `at_most`."""
+    possible = [n for n in range(1, samples + 1) if samples % n == 0 and samples // n >= shards]
+    if not possible:
+        raise UserError(f"{shards} workers cannot share {samples} samples; use a larger training.batch_size")
+    micro_steps = next((n for n in possible if -(-samples // n // shards) <= at_most), possible[-1])
+    each, rest = divmod(samples // micro_steps, shards)
+    return micro_steps, [each + (shard < rest) for shard in range(shards)]
+
+
+def describe(config: Config, sizes: Iterable[int]) -> str:
+    """A line for each size, as in `train --dry-run`."""
+    lines = []
+    for size, plan in plans(config, sizes).items():
+        if isinstance(plan, UserError):
+            lines.append(f"# {size} workers cannot run this: {plan}")
+            continue
+        each = ", ".join(str(batch_size_of(plan, rank)) for rank in range(size))
+        lines.append(f"# {size} workers: {plan.training.grad_accumulation} micro-steps, of {each} samples")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    asked: dict[str, Any] = json.loads(sys.stdin.readline())
+    config = Config.model_validate(asked["config"])
+    try:
+        found = plans(config, asked["sizes"])
+    except UserError as error:
+        print(json.dumps({"error": str(error)}))
+        return
+    answer = {
+        size: {"error": str(plan)} if isinstance(plan, UserError) else {"config": plan.model_dump(mode="json")}
+        for size, plan in found.items()
+    }
+    print(json.dumps({"plans": answer}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""A conversation in a terminal, and a single answer in a pipe.
+
+What a model writes is shown without what would steer the terminal, also where an escape sequence comes in pieces: `Shown`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from smolcluster.errors import SmolclusterError, UserError, suggest
+from smolcluster.observe.text import duration, encodable, printable
+from smolcluster.serve.client.http import Client, Options, Piece, Refused
+
+_OPEN = re.compile(r"\x1b(?:\[[0-?]*[ -/]*)?\Z")  # an escape sequence that has not ended yet
+_LONGEST_OPEN = 64
+_KEPT = "\n\t\u200c\u200d"  # the last two join letters and pictures: without them some scripts fall apart
+_QUOTES = '"""'
+
+HELP = """/new              a new conversation
+/system [TEXT]    how the model should behave; nothing: forget it
+/set [NAME VALUE] temperature, top_p, top_k, max_tokens, seed, repetition_penalty; a value of - for the server's own
+/retry            the last answer again
+/save FILE        the conversation as text, or with .json as messages
+/quit             leave; so does Ctrl-D
+A line that ends in \\ goes on in the next; \"\"\" begins and ends a text of several lines. Ctrl-C stops an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A number of the API that may be set, and the values that make sense."""
+
+    least: float
+    most: float
+    whole: bool = False
+
+    def read(self, name: str, text: str) -> float | int:
+        try:
+            value = int(text) if self.whole else float(text)
+        except ValueError:
+            raise UserError(f"{name}: {text!r} is no {'whole ' if self.whole else ''}number") from None
+        if not self.least <= value <= self.most:
+            least, most = (f"{int(n)}" if self.whole else f"{n:g}" for n in (self.least, self.most))
+            raise UserError(f"{name} {text} is outside {least} to {most}")
+        return value
+
+
+OPTIONS = {
+    "temperature": Option(0, 2),
+    "top_p": Option(0, 1),
+    "top_k": Option(1, 1_000_000, whole=True),
+    "max_tokens": Option(1, 10_000_000, whole=True),
+    "seed": Option(0, 2**63 - 1, whole=True),
+    "repetition_penalty": Option(0.1, 10),
+}
+
+
+class Shown:
+    """Pieces of a model's text, fit for a terminal. What may be the beginning of an escape sequence waits for the rest."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        text = self._held + piece
+        found = _OPEN.search(text, max(0, len(text) - _LONGEST_OPEN))
+        self._held = found[0] if found else ""
+        return printable(text[: len(text) - len(self._held)], keep=_KEPT)
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return printable(held, keep=_KEPT)
+
+
+def print_pieces(pieces: Iterable[Piece], out: IO[str]) -> str:
+    """Write an answer as it comes, and nothing else; returns its text."""
+    shown, whole, last = Shown(), "", ""
+    for piece in pieces:
+        whole += piece.text
+        last = _write(shown.push(piece.text), out) or last
+    last = _write(shown.flush(), out) or last
+    if not last.endswith("\n"):
+        _write("\n", out)
+    return whole
+
+
+def _write(text: str, out: IO[str]) -> str:
+    if text:
+        out.write(encodable(text, out))
+        out.flush()
+    return text
+
+
+@dataclass(kw_only=True)
+class Chat:
+    """A conversation. `read` asks for a line with a prompt: EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+
+    client: Client
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    system: str = ""
+    read: Callable[[str], str] = input
+    out: IO[str] = field(default_factory=lambda: sys.stdout)
+    colour: bool = False
+    continues: bool = False  # the model has no chat template: it gets the text so far, and continues it
+    openings: Sequence[str] = ()  # to begin from
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Until it is left: 0, or 130 by Ctrl-C."""
+        self._note(f"{printable(self.model)} at {self.client.url}; /help tells what there is, Ctrl-D leaves")
+        if self.continues:
+            example = f", such as: {printable(self.openings[0])}" if self.openings else ""
+            self._note(f"this model has no chat template: it continues a text; write how one begins{example}")
+        interrupted = False
+        while True:
+            try:
+                text = self._question()
+            except EOFError:
+                self._say("")
+                return 0
+            except KeyboardInterrupt:
+                self._say("")
+                if interrupted:
+                    return 130
+                self._note("Ctrl-C again leaves")
+                interrupted = True
+                continue
+            interrupted = False
+            try:
+                if text.startswith("/") and not text.startswith("//"):
+                    if not self._command(text):
+                        return 0
+                elif text.strip():
+                    self.messages.append({"role": "user", "content": text.removeprefix("/")})
+                    interrupted = not self._answer()
+            except UserError as error:
+                self._note(str(error))
+
+    def _question(self) -> str:
+        """One line, or several: behind a backslash, or between triple quotes."""
+        line = self.read("> ")
+        if line.lstrip().startswith(_QUOTES):
+            text = line.lstrip()[len(_QUOTES) :]
+            while _QUOTES not in text:
+                text += "\n" + self.read(". ")
+            return text.partition(_QUOTES)[0].strip("\n")
+        while line.endswith("\\"):
+            line = line[:-1] + "\n" + self.read(". ")
+        return line
+
+    def _answer(self) -> bool:
+        """Ask with the conversation so far; False when Ctrl-C stopped it."""
+        began = time.monotonic()
+        asked = [{"role": "system", "content": self.system}] if self.system else []
+        text, finished, first_s, tokens, ended = "", True, None, None, None
+        shown = Shown()
+        options = {"model": self.model, **self.options}
+        pieces: Generator[Piece, None, None]
+        if self.continues:
+            pieces = self.client.complete(continued(self.messages), options=options)
+        else:
+            pieces = self.client.chat([*asked, *self.messages], options=options)
+        with closing(pieces):
+            try:
+                for piece in pieces:
+                    if piece.text and first_s is None:
+                        first_s = time.monotonic() - began
+                    text += piece.text
+                    tokens, ended = tokens if piece.tokens is None else piece.tokens, piece.finish or ended
+                    _write(shown.push(piece.text), self.out)
+            except KeyboardInterrupt:
+                finished = False
+            except Refused as error:
+                self.messages.pop()
+                more = "; /new begins a new conversation" if self.messages else ""
+                self._note(f"{error}; your question was taken back{more}")
+                return True
+            except SmolclusterError as error:
+                self._say("" if not text else shown.flush())
+                self._note(f"{error}; /retry asks again")
+                self._keep(text)
+                return True
+        self._say(shown.flush())
+        self._keep(text)
+        if not finished:
+            self._note("stopped; Ctrl-C again leaves")
+        elif tokens and first_s is not None:
+            rest_s = time.monotonic() - began - first_s
+            rate = f"{(tokens - 1) / rest_s:.1f} tokens/s, " if tokens > 1 and rest_s > 0 else ""
+            cut = ", cut off at the longest answer" if ended == "length" else ""
+            self._note(f"{rate}first after {duration(first_s)}, {tokens} tokens{cut}")
+        return finished
+
+    def _keep(self, text: str) -> None:
+        if text:
+            self.messages.append({"role": "assistant", "content": text})
+
+    # Commands
+
+    def _command(self, text: str) -> bool:
+        """False: leave."""
+        name, _, rest = text.partition(" ")
+        rest = rest.strip()
+        if name in ("/quit", "/exit", "/q"):
+            return False
+        known = {
+            "/help": lambda _: self._say(HELP),
+            "/new": lambda _: self._new(),
+            "/system": self._set_system,
+            "/set": self._set,
+            "/retry": lambda _: self._retry(),
+            "/save": self._save,
+        }
+        if name not in known:
+            raise UserError(f"there is no {name}; {suggest(name, [*known, '/quit'])}. A question that begins so: //...")
+        known[name](rest)
+        return True
+
+    def _new(self) -> None:
+        self.messages.clear()
+        self._note("a new conversation")
+
+    def _set_system(self, text: str) -> None:
+        if self.continues:
+            raise UserError("/system has no effect: this model has no chat template; put it before your text")
+        self.system = text
+        self._note("the model is told so from now on" if text else "the model is told nothing")
+
+    def _set(self, text: str) -> None:
+        if not text:
+            self._say("\n".join(f"{name} {self.options.get(name, '-')}" for name in OPTIONS))
+            return
+        name, _, value = text.replace("=", " ", 1).partition(" ")
+        name, value = name.strip().replace("-", "_"), value.strip()
+        if name not in OPTIONS:
+            raise UserError(f"there is no setting {name!r}; {suggest(name, OPTIONS)}")
+        if value in ("-", "", "default"):
+            self.options.pop(name, None)
+        else:
+            self.options[name] = OPTIONS[name].read(name, value)
+        self._note(f"{name} {self.options.get(name, 'as the server has it')}")
+
+    def _retry(self) -> None:
+        while self.messages and self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
+        if not self.messages:
+            raise UserError("there is nothing to ask again")
+        self._answer()
+
+    def _save(self, text: str) -> None:
+        path = _file_named(text)
+        messages = [{"role": "system", "content": self.system}, *self.messages] if self.system else self.messages
+        if path.suffix == ".json":
+            content = json.dumps(messages, indent=2, ensure_ascii=False) + "\n"
+        else:
+            content = "\n".join(f"## {message['role']}\n\n{message['content']}\n" for message in messages)
+        try:
+            with path.open("x", encoding="utf-8", errors="replace") as file:
+                file.write(content)
+        except FileExistsError:
+            raise UserError(f"{path} is there already; choose another name") from None
+        except (OSError, ValueError) as error:  # the latter: a name that no file system takes
+            raise UserError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        self._note(f"{len(self.messages)} messages in {path}")
+
+    # The screen
+
+    def _say(self, text: str) -> None:
+        _write(text + "\n", self.out)
+
+    def _note(self, text: str) -> None:
+        words = printable(text)
+        self._say(f"\x1b[2m{words}\x1b[0m" if self.colour else words)
+
+
+def continued(messages: Iterable[Mapping[str, str]]) -> str:
+    """The text so far. What a person adds begins a new line."""
+    text = ""
+    for message in messages:
+        if message["role"] == "user" and text and not text.endswith("\n"):
+            text += "\n"
+        text += message["content"]
+    return text
+
+
+def _file_named(text: str) -> Path:
+    """The one file name that was typed: in quotes or not, with an apostrophe in it or not."""
+    try:
+        names = shlex.split(text) if text.count('"') != 1 and text.count("'") != 1 else [text]
+    except ValueError as error:  # a quotation mark without its other half
+        raise UserError(f"{text} is no file name: {str(error).lower()}") from None
+    if len(names) != 1:
+        raise UserError("/save needs one file name, such as /save talk.md")
+    try:
+        return Path(names[0]).expanduser()
+    except RuntimeError:  # ~ of a user that this machine does not have
+        raise UserError(f"{names[0]}: there is no such home directory") from None
+
+
+def line_reader() -> Callable[[str], str]:
+    """`input`, with arrows and history where the system has them. The history lives as long as the conversation."""
+    try:
+        import readline
+    except ImportError:  # Windows
+        return input
+    readline.set_history_length(1000)
+    return input
+
+
+def is_coloured(out: IO[str]) -> bool:
+    return out.isatty() and not os.environ.get("NO_COLOR")
+
+
+def read_all(stream: IO[str], *, what: str) -> str:
+    """One question from a pipe."""
+    try:
+        text = stream.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is no {error.encoding} text: {error.reason} at byte {error.start}") from None
+    if not text.strip():
+        raise UserError(f"{what} is empty; write it into the pipe, or start without one")
+    return text
+
+
+def given(options: Options) -> dict[str, Any]:
+    """Those that were given on the command line, checked."""
+    found = {name: value for name, value in options.items() if value is not None}
+    for name, value in found.items():
+        if name in OPTIONS:
+            OPTIONS[name].read(f"--{name.replace('_', '-')}", str(value))
+    return found

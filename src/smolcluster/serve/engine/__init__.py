@@ -1,0 +1,1 @@
+"""Layers in stages, one front before them: which batch runs where, and the next token."""

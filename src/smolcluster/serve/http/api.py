@@ -1,0 +1,449 @@
+"""The service as an ASGI application: OpenAI's interface, a simple one, the page, and what machines look at.
+
+    POST /v1/chat/completions, /v1/completions     OpenAI's, whole or as server-sent events
+    GET  /v1/models, /v1/models/NAME               what is served: one model
+    POST /chat, /query                             a message or a prompt in, its answer out; see `api_types.py`
+    GET  /health                                   200 when it can answer, else 503; needs no key
+    GET  /config, /metrics, /events                what it is; what it has done (Prometheus); who holds which layers, live
+    POST /login                                    a cookie for the key
+    GET  /, /static/*                              the page; needs no key, and has no secrets
+
+Every error has OpenAI's shape. An error in the middle of a stream is an event of that shape, and nothing after it.
+A client that disconnects frees what its request held, at once; so does one that reads nothing of its stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import smolcluster
+from smolcluster.errors import SmolclusterError, needed
+from smolcluster.observe.prometheus import CONTENT_TYPE
+from smolcluster.serve.engine.types import Busy, GivenUp, NobodyThere
+from smolcluster.serve.http import api_types as types
+from smolcluster.serve.http.api_types import Asked, Json, Shape
+from smolcluster.serve.http.service import BadRequest, Job, Piece, Service, UnknownModel
+from smolcluster.web.bodies import Gone, Readers, Unreadable, read_object
+from smolcluster.web.guard import READ_ONLY, App, Guard, Message, Receive, Rules, Scope, Send, answer, equal, hardened
+from smolcluster.web.pages import static_answer, static_files
+from smolcluster.web.streams import WRITE_S, event_stream, while_there
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+LAST_WORDS_S = 1.0  # for answers in the making, when the server ends; less than what it waits for them
+LOOK_S = 0.1  # how often /events looks for something new
+BEAT_S = 15.0  # after so long without news a viewer gets an empty line: that it is gone shows only in writing
+LEFT = 499  # nginx's status for a client that disconnected before the answer
+
+_POSTS = ("/v1/chat/completions", "/v1/completions", "/chat", "/query", "/login")
+_GETS = ("/", "/health", "/config", "/metrics", "/events", "/v1/models")
+_CODES = {401: "invalid_api_key"}
+_ENDS = re.compile("[\\x85\\u2028\\u2029]")  # of lines, to Python's splitlines and JavaScript
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def route_of(path: str) -> str:
+    """Its name in the metrics, of which there are few whatever is asked for."""
+    if path in _POSTS or path in _GETS:
+        return path
+    return next((start for start in ("/v1/models/", "/static/") if path.startswith(start)), "other")
+
+
+def told(status: int, text: str) -> tuple[str, bytes]:
+    """A refusal of the guard or the server."""
+    return "application/json", _json(types.error_body(text, status=status, code=_CODES.get(status)))
+
+
+def _verbs(path: str) -> tuple[str, ...]:
+    if path in _POSTS:
+        return ("POST",)
+    return READ_ONLY if route_of(path) != "other" else (*READ_ONLY, "POST")  # what is not there is 404 to both
+
+
+def _is_page(path: str) -> bool:
+    return path == "/" or path.startswith("/static/")
+
+
+RULES = Rules(
+    name="serve",
+    program="smolcluster serve",
+    token="key",
+    is_ours=lambda path: not _is_page(path),
+    needs_token=lambda path: not _is_page(path) and path not in ("/health", "/login"),
+    verbs=_verbs,
+    told=told,
+)
+
+
+class Api:
+    """ASGI. Everything on one event loop, the engine's."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        key: str | None = None,
+        allow_hosts: Iterable[str] = (),
+        static: Path | None = None,
+        write_s: float = WRITE_S,
+    ) -> None:
+        self.service, self._key, self._write_s = service, key, write_s
+        self._files = static_files(static) if static is not None else {}
+        self._created = int(time.time())
+        self._closing = asyncio.Event()
+        self._viewers = self._preparing = 0
+        self._readers = Readers(least_s=service.limits.crowded_body_s)
+        self._state, self._state_at = b"", -math.inf
+        self._app = Guard(self._routes(), RULES, token=key, allow_hosts=allow_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        status, streamed = LEFT, False
+
+        async def counted(message: Message) -> None:
+            nonlocal status, streamed
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                streamed = any(value.startswith(b"text/event-stream") for _, value in message.get("headers", ()))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        except asyncio.CancelledError:
+            if not self._closing.is_set() or (status != LEFT and not streamed):
+                raise
+            kind, body = told(503, "the server is ending")
+            if streamed:  # and waits for a token that does not come
+                await counted({"type": "http.response.body", "body": _events_of([body])})
+            else:
+                headers = {"retry-after": "5", "connection": "close"}
+                await answer(503, kind, body, headers=headers, send=hardened(counted))
+        finally:
+            self.service.metrics.requests[route_of(scope["path"]), status] += 1
+
+    async def close(self) -> None:
+        """Viewers of /events leave. Answers in the making go on for a moment; what is not done then ends with an error that
+        says so."""
+        self._closing.set()
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self.service.end)
+
+    def _routes(self) -> App:
+        with needed(extra="serve", purpose="serving a model"):
+            from starlette.applications import Starlette
+            from starlette.routing import Route
+
+        def post(path: str, endpoint: Callable[[Request], Any]) -> Route:
+            return Route(path, endpoint, methods=["POST"])
+
+        app = Starlette(
+            routes=[
+                post("/v1/chat/completions", self._openai(types.read_chat, types.CHAT)),
+                post("/v1/completions", self._openai(types.read_completion, types.COMPLETION)),
+                post("/chat", self._simple(types.read_simple_chat)),
+                post("/query", self._simple(types.read_simple_query)),
+                post("/login", self._login),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/config", self._config),
+                Route("/metrics", self._metrics),
+                Route("/events", self._events),
+                Route("/", self._static),
+                Route("/static/{path:path}", self._static),
+            ],
+            exception_handlers={SmolclusterError: _refused, 404: _nowhere, 500: _refused},
+        )
+        app.router.redirect_slashes = False
+        return app
+
+    # Answers of the model
+
+    def _openai(self, read: Callable[[Json], Asked], shape: Shape) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            asked, job = await self._prepared(request, read)
+            head = {
+                "id": f"{shape.prefix}-{secrets.token_hex(12)}",
+                "created": int(time.time()),
+                "model": self.service.model_name,
+                "system_fingerprint": None,
+            }
+            logprobs = asked.request.logprobs is not None
+            if asked.stream:
+                frames = _openai_frames(shape, head, job, logprobs=logprobs, include_usage=asked.include_usage)
+                return await self._streamed(request, job, frames)
+            choices = await while_there(request.receive, self.service.whole(job))
+            return _answer(types.whole_body(shape, head, choices, usage=job.usage, seed=job.seed, logprobs=logprobs))
+
+        return endpoint
+
+    def _simple(self, read: Callable[[Json], Asked]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            asked, job = await self._prepared(request, read)
+            if asked.stream:
+                return await self._streamed(request, job, _simple_frames(self.service.model_name, job))
+            (choice,) = await while_there(request.receive, self.service.whole(job))
+            ending = types.simple_ending(self.service.model_name, choice, job.usage, job.seed)
+            return _answer({"response": choice.text, **ending})
+
+        return endpoint
+
+    async def _prepared(self, request: Request, read: Callable[[Json], Asked]) -> tuple[Asked, Job]:
+        limits = self.service.limits
+        if self._preparing >= limits.requests and not self._readers.hurry():
+            raise Busy(f"{self._preparing} requests are read already; try again later")
+        self._preparing += 1
+        try:
+            body = await read_object(
+                request.scope,
+                request.receive,
+                most_bytes=limits.body_bytes,
+                body_s=limits.body_s,
+                readers=self._readers,
+            )
+            asked = read(body)
+            return asked, await self.service.prepare(asked.request)
+        finally:
+            self._preparing -= 1
+
+    async def _streamed(self, request: Request, job: Job, frames: Frames) -> Response:
+        """The first piece is waited for: what goes wrong before it still has a status of its own."""
+        pieces = self.service.stream(job)
+
+        async def first() -> Piece:
+            return await anext(pieces)
+
+        try:
+            piece = await while_there(request.receive, first())
+        except BaseException:
+            await pieces.aclose()
+            raise
+        return event_stream(_written(_behind(piece, pieces), frames), source=pieces, write_s=self._write_s)
+
+    # About it
+
+    async def _models(self, _: Request) -> Response:
+        return _answer({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        self.service.check_model(request.path_params["name"])
+        return _answer(self._described())
+
+    def _described(self) -> Json:
+        name = self.service.model_name
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "smolcluster"}
+
+    async def _health(self, _: Request) -> Response:
+        state = self.service.engine.state()
+        if state.get("ready"):
+            return _answer({"status": "ok", "ready": True})
+        there, wanted = state.get("there", 0), state.get("wanted", 0)
+        few = f": {there} of {wanted} are there" if there < wanted else ""
+        waiting = {"status": f"waiting for machines{few}", "ready": False, "progress": _progress(state)}
+        if self._key is None:  # they name files; with the key they are in /events
+            waiting["problems"] = state.get("problems", [])
+        return _answer(waiting, 503, retry_s=NobodyThere.retry_after_s)
+
+    async def _config(self, _: Request) -> Response:
+        service = self.service
+        state = service.engine.state()
+        stages = state.get("stages", [])
+        return _answer(
+            {
+                "model": service.model_name,
+                "context": service.engine.context,
+                "vocab_size": service.text.vocab_size,
+                "layers": state.get("layers", 0),
+                "stages": stages,
+                "spares": state.get("spares", []),
+                "sampling": {k: v for k, v in asdict(service.defaults).items() if k not in ("seed", "logprobs")},
+                "limits": asdict(service.limits),
+                "needs_key": self._key is not None,
+                "version": smolcluster.__version__,
+                "chat": service.chats,
+                "openings": list(service.openings),
+            }
+        )
+
+    async def _metrics(self, _: Request) -> Response:
+        from starlette.responses import Response
+
+        text = self.service.metrics.text(self.service.engine.state())
+        return Response(text.encode(), headers={"content-type": CONTENT_TYPE, "cache-control": "no-store"})
+
+    async def _events(self, _: Request) -> Response:
+        if self._viewers >= self.service.limits.viewers:
+            raise Busy(f"{self._viewers} watch already; try again later")
+        states = self._states()
+        first = await anext(states, None)  # nothing comes in between: it is counted from here on
+        if first is None:
+            raise NobodyThere("the server is ending")
+        return event_stream(_behind(first, states), source=states, write_s=self._write_s)
+
+    async def _states(self) -> AsyncGenerator[bytes, None]:
+        shown, shown_at = b"", time.monotonic()
+        self._viewers += 1
+        try:
+            while not self._closing.is_set():
+                state, now = self._current_state(), time.monotonic()
+                if state != shown:
+                    shown, shown_at = state, now
+                    yield b"data: " + state + b"\n\n"
+                elif now - shown_at > BEAT_S:
+                    shown_at = now
+                    yield b":\n\n"
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), LOOK_S)
+        finally:
+            self._viewers -= 1
+
+    def _current_state(self) -> bytes:
+        """Asked of the engine once for all viewers."""
+        now = time.monotonic()
+        if now - self._state_at >= LOOK_S / 2:
+            self._state, self._state_at = _json(self.service.engine.state()), now
+        return self._state
+
+    # The page
+
+    async def _login(self, request: Request) -> Response:
+        given = types.read_key(await read_object(request.scope, request.receive, most_bytes=4096))
+        if self._key is None:
+            return _answer({"ok": True})
+        if not equal(given, self._key):
+            return _answer(types.error_body("this is not the key", status=401, field="key", code=_CODES[401]), 401)
+        response = _answer({"ok": True})
+        response.headers["set-cookie"] = RULES.login_cookie(self._key, request.scope)
+        return response
+
+    async def _static(self, request: Request) -> Response:
+        return static_answer(self._files, request) or _nowhere(request, None)
+
+
+# Streams
+
+
+async def _behind(first: T, others: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    yield first
+    async for other in others:
+        yield other
+
+
+Frames = Callable[[AsyncIterator[Piece]], AsyncIterator[list[bytes]]]
+
+
+def _openai_frames(shape: Shape, head: Json, job: Job, *, logprobs: bool, include_usage: bool) -> Frames:
+    """Pieces as OpenAI streams them."""
+    head = head | {"usage": None} if include_usage else head
+
+    async def frames(pieces: AsyncIterator[Piece]) -> AsyncIterator[list[bytes]]:
+        begun: set[int] = set()
+        async for piece in pieces:
+            begins = piece.index not in begun
+            begun.add(piece.index)
+            chunks = types.chunk_bodies(shape, head, piece, begins=begins, logprobs=logprobs, seed=job.seed)
+            yield [_json(chunk) for chunk in chunks]
+        last = head | {"object": shape.chunk, "choices": [], "usage": types.usage_body(job.usage)}
+        yield [*([_json(last)] if include_usage else []), b"[DONE]"]
+
+    return frames
+
+
+def _simple_frames(model: str, job: Job) -> Frames:
+    """`{"text": "..."}` for each piece, and at the end what the whole answer would have told."""
+
+    async def frames(pieces: AsyncIterator[Piece]) -> AsyncIterator[list[bytes]]:
+        async for piece in pieces:
+            told = [_json({"text": piece.text})] if piece.text else []
+            if piece.finish is not None:
+                told.append(_json({"done": True, **types.simple_ending(model, piece, job.usage, job.seed)}))
+            yield told
+
+    return frames
+
+
+async def _written(pieces: AsyncIterator[Piece], frames: Frames) -> AsyncGenerator[bytes, None]:
+    try:
+        async for told in frames(pieces):
+            if told:
+                yield _events_of(told)
+    except Exception as error:  # noqa: BLE001 - sent as an event: the status has gone out
+        yield _events_of([_json(_told(error)[1])])
+
+
+def _events_of(datas: list[bytes]) -> bytes:
+    return b"".join(b"data: " + data + b"\n\n" for data in datas)
+
+
+# Errors
+
+
+# Status, OpenAI's code and words for an error that has none of its own. The first that fits counts.
+_ERRORS: tuple[tuple[type[SmolclusterError], int, str | None, str], ...] = (
+    (UnknownModel, 404, None, ""),
+    (BadRequest, 400, None, ""),
+    (Unreadable, 400, None, ""),
+    (Busy, 429, "rate_limit_exceeded", "too many requests"),
+    (GivenUp, 503, "given_up", ""),
+    (NobodyThere, 503, "not_ready", "some layers are on no machine"),
+    (Gone, LEFT, None, "gone"),
+)
+
+
+def _told(error: Exception) -> tuple[int, Json, float | None]:
+    """Status, body and when to come back."""
+    for kind, usual, usual_code, words in _ERRORS:
+        if isinstance(error, kind):
+            status, code = getattr(error, "status", usual), getattr(error, "code", usual_code)
+            body = types.error_body(str(error) or words, status=status, field=getattr(error, "field", None), code=code)
+            return status, body, getattr(error, "retry_after_s", None)
+    _log.error("a request failed", exc_info=error)
+    return 500, types.error_body("the server failed to answer this", status=500), None
+
+
+def _refused(_request: Request, error: Exception) -> Response:
+    status, body, retry_s = _told(error)
+    return _answer(body, status, retry_s=retry_s)
+
+
+def _progress(state: Json) -> str:
+    """How far the start has come: "1 of 2 stages ready"."""
+    stages = state.get("stages", [])
+    ready = sum(any(one.get("state") == "ready" for one in stage.get("machines", [])) for stage in stages)
+    wanted = max(len(stages), state.get("wanted", 0))
+    return f"{ready} of {wanted} stages ready" if wanted else "no machine is there yet"
+
+
+def _nowhere(request: Request, _error: Exception | None) -> Response:
+    path = re.sub(r"[^\x21-\x7e]", "?", request.url.path[:80])
+    return _answer(types.error_body(f"there is nothing at {path}", status=404), 404)
+
+
+def _answer(value: Json, status: int = 200, *, retry_s: float | None = None) -> Response:
+    from starlette.responses import Response
+
+    headers = {"content-type": "application/json", "cache-control": "no-store"}
+    if retry_s is not None:
+        headers["retry-after"] = str(math.ceil(retry_s))
+    return Response(_json(value), status_code=status, headers=headers)
+
+
+def _json(value: Any) -> bytes:
+    """A lone half of a character, should a model write one, is written as its escape; so is what some take for the end of a
+    line, and with it of an event."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", text).encode(errors="backslashreplace")

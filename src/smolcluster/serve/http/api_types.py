@@ -1,0 +1,405 @@
+"""JSON to a Request, and pieces to OpenAI's JSON. Pure: no HTTP, no model.
+
+Every field is one of four:
+
+    read        it means here what it means there (and top_k and repetition_penalty, which OpenAI has not)
+    ignored     OpenAI knows it, and an answer is the same with it or without: IGNORED
+    refused     OpenAI knows it, and an answer without it would be another one: NOT_HERE. Null and what means nothing pass
+    unknown     refused, with the nearest name that is known
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from smolcluster.serve.http.service import BadRequest, Piece, Request, Timing, Told, Usage
+
+Json = dict[str, Any]
+
+# Fields
+
+_NUMBERS = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_WHOLE = ("n", "max_tokens", "top_k", "seed")
+_SHARED = (*_NUMBERS, *_WHOLE, "model", "stop", "stream", "stream_options", "logprobs")
+CHAT_FIELDS = (*_SHARED, "messages", "max_completion_tokens", "top_logprobs")
+COMPLETION_FIELDS = (*_SHARED, "prompt", "echo", "best_of", "suffix")
+SIMPLE_FIELDS = (*_NUMBERS, "max_tokens", "top_k", "seed", "model", "stop", "stream")
+
+IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "moderation", "verbosity"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
+        *("parallel_tool_calls", "tool_choice", "function_call"),  # of no tools
+    }
+)
+# What each may be without asking for anything.
+NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# Fields of a message that may be there: null, empty or a name.
+_OF_MESSAGES = frozenset({"name", "refusal", "annotations", "audio", "function_call", "tool_calls"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request, and how its answer is to come."""
+
+    request: Request
+    stream: bool
+    include_usage: bool
+
+
+def read_chat(body: Json) -> Asked:
+    _check_names(body, CHAT_FIELDS)
+    told = _flag(body, "logprobs")
+    most_likely = _whole(body, "top_logprobs")
+    if most_likely is not None and not told:
+        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    newer = "max_completion_tokens"
+    name = newer if body.get(newer) is not None else "max_tokens"
+    request = Request(
+        **_shared(body) | {"max_tokens": _whole(body, name)},
+        messages=_messages(body),
+        max_tokens_field=name,
+        logprobs=(most_likely or 0) if told else None,
+        logprobs_field="top_logprobs",
+    )
+    return _asked(body, request)
+
+
+def read_completion(body: Json) -> Asked:
+    _check_names(body, COMPLETION_FIELDS)
+    return _asked(body, Request(**_shared(body), prompts=_prompts(body), logprobs=_whole(body, "logprobs")))
+
+
+def read_simple_chat(body: Json) -> Asked:
+    """`{"message": "...", "system": "...", "history": [messages]}`, or `{"messages": [...]}`."""
+    _check_names(body, (*SIMPLE_FIELDS, "message", "text", "system", "history", "messages"))
+    if body.get("messages") is not None:
+        for name in ("message", "text", "history"):
+            if body.get(name) is not None:
+                raise BadRequest(f"{name} and messages were both given; give one of them", name)
+        messages = _messages(body)
+    else:
+        name = _one_of(body, ("message", "text"))
+        messages = _messages(body, "history") if body.get("history") else []
+        messages = [*messages, {"role": "user", "content": _string(body[name], name)}]
+    if body.get("system") is not None:
+        messages = [{"role": "system", "content": _string(body["system"], "system")}, *messages]
+    return _asked(body, Request(**_shared(body), messages=messages))
+
+
+def read_simple_query(body: Json) -> Asked:
+    """`{"prompt": "..."}` or `{"query": "..."}`: a text to be continued."""
+    names = ("prompt", "query", "text")
+    _check_names(body, (*SIMPLE_FIELDS, *names))
+    name = _one_of(body, names)
+    return _asked(body, Request(**_shared(body), prompts=[_string(body[name], name)]))
+
+
+def read_key(body: Json) -> str:
+    """Of /login."""
+    _check_names(body, ("key",), ())
+    return _string(body.get("key"), "key")
+
+
+def _asked(body: Json, request: Request) -> Asked:
+    stream, options = _flag(body, "stream"), body.get("stream_options")
+    if options is None:
+        return Asked(request=request, stream=stream, include_usage=False)
+    if not isinstance(options, dict):
+        raise _wrong("stream_options", "an object", options)
+    if not stream:
+        raise BadRequest("stream_options needs stream: true", "stream_options")
+    _check_names(options, ("include_usage", "include_obfuscation"), (), "stream_options.")
+    _flag(options, "include_obfuscation", "stream_options.")
+    return Asked(request=request, stream=stream, include_usage=_flag(options, "include_usage", "stream_options."))
+
+
+def _shared(body: Json) -> Json:
+    model = body.get("model")  # none: the one that is served
+    stop = body.get("stop")
+    if stop is None:
+        stops: Sequence[str] = ()
+    elif isinstance(stop, str):
+        stops = [_string(stop, "stop")]
+    elif isinstance(stop, list):
+        stops = [_string(text, f"stop[{i}]") for i, text in enumerate(stop)]
+    else:
+        raise _wrong("stop", "a string or a list of strings", stop)
+    given: Json = {name: _number(body, name) for name in _NUMBERS}
+    given |= {name: _whole(body, name) for name in _WHOLE}
+    given["n"] = 1 if given["n"] is None else given["n"]
+    return given | {"model": None if model is None else _string(model, "model"), "stop": stops}
+
+
+def _messages(body: Json, name: str = "messages") -> list[dict[str, str]]:
+    given = body.get(name)
+    if given is None:
+        raise BadRequest(f"{name} is missing", name)
+    if not isinstance(given, list):
+        raise _wrong(name, "a list", given)
+    return [_message(message, f"{name}[{i}]") for i, message in enumerate(given)]
+
+
+def _message(message: Any, at: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise _wrong(at, "an object with role and content", message)
+    _check_names(message, ("role", "content", *_OF_MESSAGES), (), f"{at}.")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise BadRequest(f"{at}.role is {_shown(role)}; it must be one of {known}", f"{at}.role")
+    for name in _OF_MESSAGES:
+        if message.get(name) and name != "name":
+            raise BadRequest(f"{at}.{name} is not supported here", f"{at}.{name}")
+    if isinstance(content, list):
+        text = "".join(_part(part, f"{at}.content[{i}]") for i, part in enumerate(content))
+    else:
+        text = _string(content, f"{at}.content")
+    return {"role": _ROLES[role], "content": text}
+
+
+def _part(part: Any, at: str) -> str:
+    if not isinstance(part, dict):
+        raise _wrong(at, "an object with type and text", part)
+    if part.get("type") != "text":
+        raise BadRequest(f"{at}.type is {_shown(part.get('type'))}; only text is supported here", f"{at}.type")
+    return _string(part.get("text"), f"{at}.text")
+
+
+def _prompts(body: Json) -> list[str | list[int]]:
+    """A string, several, tokens, or several lists of tokens."""
+    given = body.get("prompt")
+    if isinstance(given, str):
+        return [_string(given, "prompt")]
+    if given is None:
+        raise BadRequest("prompt is missing", "prompt")
+    if not isinstance(given, list):
+        raise _wrong("prompt", "a string or a list", given)
+    if given and all(map(_is_whole, given)):
+        return [given]
+    return [_tokens(one, f"prompt[{i}]") for i, one in enumerate(given)]
+
+
+def _tokens(given: Any, at: str) -> str | list[int]:
+    if isinstance(given, list) and all(map(_is_whole, given)):
+        return given
+    if isinstance(given, str):
+        return _string(given, at)
+    raise _wrong(at, "a string or a list of tokens", given)
+
+
+# Values
+
+
+def _check_names(body: Json, known: Iterable[str], ignored: Iterable[str] | None = None, at: str = "") -> None:
+    known = tuple(known)
+    passing = IGNORED | NOT_HERE.keys() if ignored is None else frozenset(ignored)
+    for name, value in body.items():
+        if name in NOT_HERE and ignored is None:
+            if value is not None and not any(type(value) is type(n) and value == n for n in NOT_HERE[name]):
+                raise BadRequest(f"{name} is not supported here; leave it out", name)
+        elif name not in known and name not in passing:
+            near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.6)
+            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+            shown = _shown(name)[1:-1]
+            raise BadRequest(f"unknown field '{at}{shown}'; {hint}", f"{at}{shown}")
+
+
+def _one_of(body: Json, names: Sequence[str]) -> str:
+    given = [name for name in names if body.get(name) is not None]
+    if len(given) != 1:
+        raise BadRequest(f"give one of {', '.join(names)}" + (", and only one" if given else ""), names[0])
+    return given[0]
+
+
+def _value(body: Json, name: str, kind: Any, words: str, at: str = "") -> Any:
+    """Return a field of this kind, or None. True and false are no numbers."""
+    value = body.get(name)
+    if value is not None and not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+        raise _wrong(at + name, words, value)
+    return value
+
+
+def _flag(body: Json, name: str, at: str = "") -> bool:
+    return bool(_value(body, name, bool, "true or false", at))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole(body: Json, name: str) -> int | None:
+    number: int | None = _value(body, name, int, "a whole number")
+    return number
+
+
+def _number(body: Json, name: str) -> float | None:
+    value = _value(body, name, int | float, "a number")
+    try:
+        number = None if value is None else float(value)
+    except OverflowError:
+        number = math.inf
+    if number is not None and not math.isfinite(number):
+        raise BadRequest(f"{name} is too large", name)
+    return number
+
+
+def _string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, "a string", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{name} has half a character (a lone surrogate) at {error.start}", name) from None
+    return value
+
+
+def _wrong(name: str, kind: str, value: Any) -> BadRequest:
+    return BadRequest(f"{name} is missing" if value is None else f"{name} must be {kind}, not {_shown(value)}", name)
+
+
+def _shown(value: Any) -> str:
+    """A value as it may stand in a message, whatever it is."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, str):
+        return ascii(value[:80])
+    return json.dumps(value)[:80] if not _is_whole(value) or abs(value) < 10**18 else "a very large number"
+
+
+# Answers
+
+
+def error_body(message: str, *, status: int, field: str | None = None, code: str | None = None) -> Json:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def usage_body(usage: Usage) -> Json:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def how_it_went(seed: int, timing: Timing | None) -> Json:
+    """What OpenAI does not tell: under `smolcluster` in an answer, and in the last chunk of each choice."""
+    return {"seed": seed, **asdict(timing or Timing())}
+
+
+def simple_ending(model: str, last: Piece, usage: Usage, seed: int) -> Json:
+    """What /chat and /query tell beside the text."""
+    return {"model": model, "finish_reason": last.finish, "usage": usage_body(usage), **how_it_went(seed, last.timing)}
+
+
+def spelled(token: bytes) -> str:
+    """A token in a message: its text, or its bytes where they are no text."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def chat_logprobs(told: Sequence[Told]) -> Json:
+    def one(token: bytes, logprob: float) -> Json:
+        return {"token": spelled(token), "logprob": logprob, "bytes": list(token)}
+
+    content = [
+        one(t.token, t.logprob) | {"top_logprobs": [one(token, logprob) for token, logprob in t.top]} for t in told
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(told: Sequence[Told]) -> Json:
+    def likeliest(one: Told) -> Json:
+        """The chosen token is always among them, also where others are likelier: one more than was asked for."""
+        return {spelled(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
+
+    return {
+        "tokens": [spelled(t.token) for t in told],
+        "token_logprobs": [t.logprob for t in told],
+        "top_logprobs": [likeliest(t) for t in told],
+        "text_offset": [t.offset for t in told],
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How the answers of one of OpenAI's routes look."""
+
+    prefix: str  # of their ids
+    whole: str  # the kind of object
+    chunk: str
+    logprobs: Callable[[Sequence[Told]], Json]
+    choice: Callable[[str], Json]  # a whole text
+    piece: Callable[[str], Json]  # some text of a stream
+    first: tuple[Json, ...] = ()  # what comes before the first piece of a choice: in a chat, whose turn it is
+
+
+CHAT = Shape(
+    prefix="chatcmpl",
+    whole="chat.completion",
+    chunk="chat.completion.chunk",
+    logprobs=chat_logprobs,
+    choice=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    piece=lambda text: {"delta": {"content": text} if text else {}},
+    first=({"delta": {"role": "assistant", "content": "", "refusal": None}},),
+)
+COMPLETION = Shape(
+    prefix="cmpl",
+    whole="text_completion",
+    chunk="text_completion",
+    logprobs=completion_logprobs,
+    choice=lambda text: {"text": text},
+    piece=lambda text: {"text": text},
+)
+
+
+def whole_body(shape: Shape, head: Json, choices: Sequence[Piece], *, usage: Usage, seed: int, logprobs: bool) -> Json:
+    listed = [
+        {
+            "index": choice.index,
+            **shape.choice(choice.text),
+            "logprobs": shape.logprobs(choice.logprobs) if logprobs else None,
+            "finish_reason": choice.finish,
+        }
+        for choice in choices
+    ]
+    about = how_it_went(seed, choices[0].timing)
+    return head | {"object": shape.whole, "choices": listed, "usage": usage_body(usage), "smolcluster": about}
+
+
+def chunk_bodies(shape: Shape, head: Json, piece: Piece, *, begins: bool, logprobs: bool, seed: int) -> list[Json]:
+    """What a piece is in a stream: its text, and then, where it is the last, why. `begins`: the first of its choice."""
+
+    def chunk(content: Mapping[str, Any], logprobs: Json | None = None, finish: str | None = None) -> Json:
+        choice = {"index": piece.index, **content, "logprobs": logprobs, "finish_reason": finish}
+        return head | {"object": shape.chunk, "choices": [choice]}
+
+    chunks = [chunk(content) for content in shape.first] if begins else []
+    if piece.text or piece.logprobs:
+        chunks.append(chunk(shape.piece(piece.text), shape.logprobs(piece.logprobs) if logprobs else None))
+    if piece.finish is not None:
+        last = chunk(shape.piece(""), finish=piece.finish)
+        chunks.append(last | {"smolcluster": how_it_went(seed, piece.timing)})
+    return chunks

@@ -1,0 +1,190 @@
+"""Chat templates run in a process of their own, with a deadline: one that loops for ever ends that process and nothing else.
+
+A template comes with the weights, and Jinja's sandbox bounds neither its time nor its memory. So it runs where it can be
+killed, with none of this process's environment. The processes are kept and shared: a conversation costs one line of JSON
+there and one back.
+
+    parent -> child    {"source", "messages", "names", "within_s"}
+    child  -> parent   {"text"}, or {"error"} for a template that refuses the conversation
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smolcluster.serve.text.chat_template import ChatTemplate, TemplateFailed
+
+RENDER_S = 5.0  # templates of models take milliseconds
+START_S = 60.0  # a process imports Jinja first, on a machine that may be busy
+KILL_S = 2.0  # the process ends itself at the deadline; so much later it is killed
+MOST_PROCESSES = 4
+MEMORY_BYTES = 1 << 30  # beyond what the process has at its start, where the system can bound it
+_KEPT = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONUSERBASE"),
+    *("SYSTEMROOT", "APPDATA", "USERPROFILE", "TEMP", "TMP"),
+)
+
+
+class Renderer:
+    """A template that was compiled here, to find mistakes early, and is run elsewhere. Any thread may ask."""
+
+    def __init__(self, source: str) -> None:
+        self.source = ChatTemplate(source).source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        names: Mapping[str, str],
+        within_s: float | None = None,
+    ) -> str:
+        """The text of a conversation. Raises TemplateFailed when the template refuses it, or takes too long."""
+        within_s = RENDER_S if within_s is None else within_s
+        asked = {
+            "source": self.source,
+            "messages": [dict(message) for message in messages],
+            "names": dict(names),
+            "within_s": within_s,
+        }
+        answer = _POOL.ask(asked, within_s=within_s)
+        if "text" not in answer:
+            raise TemplateFailed(str(answer.get("error")))
+        return str(answer["text"])
+
+
+class _Process:
+    """One child. It answers a line with a line, or ends."""
+
+    def __init__(self) -> None:
+        from smolcluster.launch.local.processes import APART  # not in the child, which imports this module too
+
+        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "smolcluster.serve.text.rendering"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            **APART,  # Ctrl-C is for the parent
+        )
+        self._started = False
+
+    def ask(self, asked: dict[str, Any], *, within_s: float) -> dict[str, Any] | None:
+        """None when it ended instead."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        killer = threading.Timer(within_s + KILL_S + (0.0 if self._started else START_S), process.kill)
+        killer.daemon = True
+        killer.start()
+        try:
+            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            return None
+        finally:
+            killer.cancel()
+        self._started = True
+        return dict(json.loads(line)) if line.endswith(b"\n") else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+class _Pool:
+    """Idle processes, the one that worked last on top. More than MOST_PROCESSES conversations wait for each other."""
+
+    def __init__(self) -> None:
+        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: a process that may be started
+        for _ in range(MOST_PROCESSES):
+            self._idle.put(None)
+
+    def ask(self, asked: dict[str, Any], *, within_s: float) -> dict[str, Any]:
+        process = self._idle.get()
+        try:
+            if process is not None and not process.alive:
+                process.end()
+                process = None
+            process = process or _Process()
+            answer = process.ask(asked, within_s=within_s)
+            if answer is None:
+                process.end()
+                process = None
+                raise TemplateFailed(f"it takes longer than {within_s:g} s, or more memory than it may have")
+            return answer
+        finally:
+            self._idle.put(process)
+
+    def close(self) -> None:
+        for process in [self._idle.get() for _ in range(self._idle.qsize())]:
+            if process is not None:
+                process.end()
+            self._idle.put(None)
+
+
+_POOL = _Pool()
+atexit.register(_POOL.close)
+
+
+# The child
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
+
+
+def _answer(asked: dict[str, Any]) -> dict[str, str]:
+    try:
+        return {"text": _compiled(asked["source"]).render(asked["messages"], names=asked["names"])}
+    except TemplateFailed as failed:
+        return {"error": failed.detail}
+
+
+def _bound_memory() -> None:
+    if sys.platform == "linux":
+        import resource
+
+        has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (has + MEMORY_BYTES, has + MEMORY_BYTES))
+
+
+def main() -> None:
+    """Until the parent closes the pipe. A watchdog that Python code cannot hold up ends the process at a deadline."""
+    _compiled("")  # imports Jinja
+    _bound_memory()
+    with Path(os.devnull).open("w") as nowhere:
+        for line in sys.stdin.buffer:
+            asked = json.loads(line)
+            faulthandler.dump_traceback_later(asked["within_s"], exit=True, file=nowhere)
+            answer = _answer(asked)
+            faulthandler.cancel_dump_traceback_later()
+            sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
