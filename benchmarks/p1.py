@@ -27,7 +27,7 @@ from benchmarks.harness import Comparison, Measured, Session, Target, Variant
 from benchmarks.network import RATES, Network, hosts, measured_rate
 from benchmarks.world import Message, World, serve
 from smolcluster.comm.elastic.collectives.peers import Peers
-from smolcluster.comm.elastic.membership.view import Member, View
+from smolcluster.comm.elastic.membership.view import View, ViewMember
 from smolcluster.comm.elastic.transport.api import Peer
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
@@ -124,7 +124,7 @@ def make_group(spec: Message, group: Group, *, keyring: Keyring | None) -> Group
     me = Peer(role="worker", rank=rank, host=f"host{rank}", instance=f"{rank:016x}")
     peers = Peers(TcpTransport(me, keyring=keyring))
     address = peers.listen(spec["addresses"][rank], 0)
-    members = [Member(r, f"{r:016x}", f"host{r}", a) for r, a in enumerate(gather_json(group, address))]
+    members = [ViewMember(r, f"{r:016x}", f"host{r}", a) for r, a in enumerate(gather_json(group, address))]
     made = peers.form(View(1, 0, tuple(members)))
     made.barrier()
     return made

@@ -37,7 +37,7 @@ from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.planner.candidates import Choice
 from smolcluster.planner.forecast import Subject, forecast
-from smolcluster.planner.memory_estimate import Way
+from smolcluster.planner.memory_estimate import Activations
 from smolcluster.tasks.find import find_task
 
 EXAMPLE = "python -m benchmarks p6 --stages 1 3"
@@ -116,10 +116,10 @@ def compare(session: Session, subject: Subject, stage: int, precision: str) -> d
     )
     choice = Choice(label=f"fsdp {stage}", strategy="fsdp", options=options)
     cost = subject.scene(choice).placement.cost
-    said = forecast(subject, choice, ways=[Way()])
+    said = forecast(subject, choice, ways=[Activations()])
     if said.cannot or not said.seats[0].ways:
         raise SmolclusterError(f"stage {stage} could not be rehearsed: {said.cannot or said.seats[0].note}")
-    foretold = said.seats[0].ways[Way()].at.total + seen[0]["workspace"]
+    foretold = said.seats[0].ways[Activations()].at.total + seen[0]["workspace"]
     peak = round(statistics.median(counted(one) for one in seen))
     states = round(statistics.median(_states(one) for one in seen))
     formula = zero(stage, precision, count, size)

@@ -29,7 +29,7 @@ import torch
 from benchmarks.harness import Comparison, Session, Target, Variant
 from benchmarks.peers.bare import BareLoop
 from benchmarks.workload import SHAPES, Shape, make_config, make_strategy, recipe_of
-from smolcluster.comm.mesh.rendezvous import Place, connect
+from smolcluster.comm.mesh.rendezvous import RankPlace, connect
 from smolcluster.compute.device import choose_device, synchronize
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.schema import Config
@@ -139,7 +139,7 @@ class OurLoop:
         data = as_dataset(task.train_data())
         training = config.training
         assert training.batch_size is not None
-        strategy = make_strategy(config, task, group=connect(Place(), device=device), device=device)
+        strategy = make_strategy(config, task, group=connect(RankPlace(), device=device), device=device)
         self._context = strategy.context
         self._metrics = folder / "metrics.jsonl"
         self._observer = Observer([MetricsFile(self._metrics)])

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.network import Network
 from benchmarks.workload import child_environment
 from smolcluster.comm.group import Group
-from smolcluster.comm.mesh.rendezvous import Place, connect
+from smolcluster.comm.mesh.rendezvous import RankPlace, connect
 from smolcluster.compute.device import choose_device
 from smolcluster.errors import SmolclusterError
 
@@ -113,7 +113,7 @@ def serve(setup: Callable[[Message, Group], Callable[[Message], Message]]) -> No
 
     spec = json.loads(orders.readline())
     rank = spec["rank"]
-    place = Place(
+    place = RankPlace(
         rank=rank,
         world_size=spec["world_size"],
         local_rank=rank,

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smolcluster.comm.contributions import Layout
+from smolcluster.comm.contributions import MessageLayout
 from smolcluster.compute import precision
 from smolcluster.models import SimpleNN
 from smolcluster.tasks.base import Task
@@ -597,15 +597,15 @@ class Garbles(Digits):
 
     def _garble(self) -> None:
         """The next that leaves, to whomever."""
-        written, left = Layout.write, [2]
+        written, left = MessageLayout.write, [2]
 
-        def write(layout: Layout, *said: Any, **also: Any) -> Tensor:
+        def write(layout: MessageLayout, *said: Any, **also: Any) -> Tensor:
             left[0] -= 1
             if left[0] == 0:
-                Layout.write = written  # type: ignore[method-assign]
+                MessageLayout.write = written  # type: ignore[method-assign]
             return torch.full_like(written(layout, *said, **also), 255)
 
-        Layout.write = write  # type: ignore[method-assign]
+        MessageLayout.write = write  # type: ignore[method-assign]
 
 
 class Spoiled(_Spoils, Digits):

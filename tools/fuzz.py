@@ -72,10 +72,10 @@ with (
     from smolcluster.comm.codecs import CODECS, CodecError, Packer, make_codec
     from smolcluster.comm.elastic.collectives.peers import Peers
     from smolcluster.comm.elastic.membership.mailbox import Mailbox, Payload
-    from smolcluster.comm.elastic.membership.roster import Gone, Member, Roster, Said
+    from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage, Roster
     from smolcluster.comm.elastic.membership.server_link import Line, Stopped
-    from smolcluster.comm.elastic.membership.view import Member as Seated
     from smolcluster.comm.elastic.membership.view import View
+    from smolcluster.comm.elastic.membership.view import ViewMember as Seated
     from smolcluster.comm.elastic.transport import frames, payloads
     from smolcluster.comm.elastic.transport.api import Link
     from smolcluster.comm.elastic.transport.frames import FrameError, Parser
@@ -533,10 +533,10 @@ class _Office:
         self.epoch = roster.epoch
         insist(len(roster.refused) <= 2 * NUM_PARTIES, "more names of refused peers than there are peers")
 
-    def _take(self, event: Said | Gone | None) -> None:
-        if isinstance(event, Gone):
+    def _take(self, event: MemberMessage | MemberGone | None) -> None:
+        if isinstance(event, MemberGone):
             insist(self.members.pop(event.member.rank) is event.member, "somebody has left who was not there")
-        elif isinstance(event, Said):
+        elif isinstance(event, MemberMessage):
             number = [party.transport.me.instance for party in self.parties].index(event.member.instance)
             insist(
                 self.members.get(event.member.rank) is event.member, f"{event.member.name} is heard and is no member"

@@ -13,7 +13,7 @@ from smolcluster.config.describe import allowed, show
 from smolcluster.config.load import builtin_configs
 from smolcluster.config.names import SECTIONS, SHORTHAND
 from smolcluster.config.schema import Config, HostConfig, LinkConfig, Section
-from smolcluster.config.strategies import ALIASES, BUILT_IN, Option, Record, built_in_options, options_of
+from smolcluster.config.strategies import ALIASES, BUILT_IN, Record, StrategyOption, built_in_options, options_of
 from smolcluster.config.tree import KeyPath
 from smolcluster.launch.doctor.layers import TROUBLES
 
@@ -107,7 +107,7 @@ def _option_table(record: Record) -> str:
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows]) + "\n" if rows else ""
 
 
-def _defaults(takers: Sequence[Option]) -> str:
+def _defaults(takers: Sequence[StrategyOption]) -> str:
     """`25.0`, or `allreduce 25.0; edp 4.0` where they differ."""
     by_value: dict[str, list[str]] = {}
     for option in takers:

@@ -22,7 +22,7 @@ from tests.world import ElasticWorld, World, run_elastic_world, run_world
 
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config, StrategyConfig
-from smolcluster.config.strategies import Asked, all_records
+from smolcluster.config.strategies import PlanRequest, all_records
 from smolcluster.parallel.placement import Node
 from smolcluster.strategies.registry import find_strategy, read_options
 
@@ -140,7 +140,7 @@ def all_cases() -> list[Case]:
             # A round ends soon: on the elastic plane only the end of one is saved.
             short = {"local_steps": 2} if made is not None and "local_steps" in made.model_fields else {}
             for workers in setting.workers[:1] if setting.alone and plane == "elastic" else setting.workers:
-                asked = Asked(plane=plane, num_ranks=workers, every=True)
+                asked = PlanRequest(plane=plane, num_ranks=workers, every=True)
                 equals = workers == 1 or not setting.alone
                 variants = [(label, dict(options), equals) for label, options in record.variants(asked)]
                 own = [label for label, *_ in variants]

@@ -15,7 +15,7 @@ from tests.world import ElasticWorld
 
 from smolcluster.planner.candidates import Choice
 from smolcluster.planner.forecast import Subject, forecast
-from smolcluster.planner.memory_estimate import Way
+from smolcluster.planner.memory_estimate import Activations
 from smolcluster.tasks.find import find_task
 
 CASES = all_cases()
@@ -83,8 +83,8 @@ def test_memory_is_that_of_the_plan(case: Case) -> None:
     """The tolerance of 5 % is for what backends allocate by themselves; here they agree to the byte but for it."""
     config = case.config(SHAPE | {"training.batch_size": 4, "training.steps": 10})
     subject = Subject.open(config, find_task(config), num_ranks=case.workers, device=CPU)
-    plan = forecast(subject, choice_of(case), ways=[Way()], every_seat=True)
+    plan = forecast(subject, choice_of(case), ways=[Activations()], every_seat=True)
     assert not plan.cannot
-    planned = {rank: seat.ways[Way()].at.total for seat in plan.seats for rank in seat.ranks}
+    planned = {rank: seat.ways[Activations()].at.total for seat in plan.seats for rank in seat.ranks}
     for rank, held in enumerate(measured(config)):
         assert held == pytest.approx(planned[rank], rel=0.05)

@@ -16,7 +16,7 @@ from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.planner.candidates import Choice
 from smolcluster.planner.forecast import Subject, forecast
-from smolcluster.planner.memory_estimate import Way
+from smolcluster.planner.memory_estimate import Activations
 from smolcluster.tasks.find import find_task
 
 GPT = {
@@ -34,11 +34,11 @@ GPT = {
 def _be_rank(rank: int, size: int, plain: dict[str, Any], pipe: Any) -> None:
     from benchmarks.p6_rank import measure
 
-    from smolcluster.comm.mesh.rendezvous import Place, connect
+    from smolcluster.comm.mesh.rendezvous import RankPlace, connect
 
     torch.set_num_threads(1)
     port = 0 if rank == 0 else pipe.recv()
-    place = Place(rank=rank, world_size=size, local_rank=rank, local_world_size=size, master_port=port)
+    place = RankPlace(rank=rank, world_size=size, local_rank=rank, local_world_size=size, master_port=port)
     config, device = Config.model_validate(plain), torch.device("cpu")
     group = connect(place, device=device, announce=pipe.send)
     pipe.send(measure({"who": "ours", "options": {}}, config, group, device))
@@ -76,7 +76,9 @@ def test_a_real_run_holds_what_was_foretold(strategy: str, precision: str, optio
     sets |= {f"strategy.{key}": value for key, value in options.items()}
     config = resolve(load_config([], sets=sets))
     subject = Subject.open(config, find_task(config), num_ranks=2, device=torch.device("cpu"))
-    said = forecast(subject, Choice(label="", strategy=strategy, options=options), ways=[Way()], every_seat=True)
-    foretold = {rank: seat.ways[Way()].at.total for seat in said.seats for rank in seat.ranks}
+    said = forecast(
+        subject, Choice(label="", strategy=strategy, options=options), ways=[Activations()], every_seat=True
+    )
+    foretold = {rank: seat.ways[Activations()].at.total for seat in said.seats for rank in seat.ranks}
     for rank, seen in enumerate(measured(config)):
         assert seen == pytest.approx(foretold[rank], rel=0.05)

@@ -17,7 +17,7 @@ from tools import fuzz
 from tools.abuse import outside, serving, training
 from tools.fuzz import TARGETS, Kind, Message, Peers, Seated, Switchboard, View
 
-from smolcluster.comm.elastic.membership.roster import ALL_JOINS, RANK_JOINS, Gone, JoinLimit
+from smolcluster.comm.elastic.membership.roster import ALL_JOINS, RANK_JOINS, JoinLimit, MemberGone
 from smolcluster.engine.elastic.row_quota import FIRST_ROWS, ROW_BYTES, RowQuota
 from smolcluster.observe.events import StepLogged, to_json
 
@@ -147,7 +147,7 @@ def test_a_reason_that_quotes_a_member_is_one_short_line() -> None:
     office = fuzz._Office()
     office.roster.evict(office.roster.members[0], "it sent \x1b[2J" + "x" * 10**6)
     gone = office.roster.get(0)
-    assert isinstance(gone, Gone)
+    assert isinstance(gone, MemberGone)
     assert len(gone.reason) <= 500
     assert gone.reason.isprintable()
 

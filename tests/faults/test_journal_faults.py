@@ -35,7 +35,7 @@ from torch import Tensor
 from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checks import check_server_disk
 from smolcluster.engine.durable_files import Files, OutputFile, size_on_disk
-from smolcluster.engine.elastic.journal import DamagedJournal, Journal, JournalFull, Record
+from smolcluster.engine.elastic.journal import DamagedJournal, Journal, JournalFull, JournalRecord
 from smolcluster.errors import UserError
 
 
@@ -58,7 +58,7 @@ class Server:
             self.apply(record)
         self.synced = self.count
 
-    def apply(self, record: Record) -> None:
+    def apply(self, record: JournalRecord) -> None:
         assert record.meta == {"number": self.count + 1}
         assert record.payload is not None
         self.total = self.total + record.payload
@@ -68,7 +68,7 @@ class Server:
         number = self.count + 1
         payload = torch.tensor([number, -number], dtype=torch.float32)
         self.journal.append({"number": number}, payload)
-        self.apply(Record({"number": number}, payload))
+        self.apply(JournalRecord({"number": number}, payload))
 
     def sync(self) -> None:
         self.journal.sync()

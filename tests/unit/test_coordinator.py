@@ -14,7 +14,7 @@ from tests.tasks import Tiny
 from torch import Tensor
 
 from smolcluster.comm.elastic.membership.mailbox import Mailbox
-from smolcluster.comm.elastic.membership.roster import Member, Refusal, Roster
+from smolcluster.comm.elastic.membership.roster import JoinRefused, Member, Roster
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.handshake import Peer
@@ -415,7 +415,7 @@ def test_one_that_the_others_could_not_reach_is_refused(address: Any) -> None:
     link = cast(Link, FakeLink(0, instance_of("s")))
     good = Server._admit(cast(Server, server), link, {**said, "address": "127.0.0.1:5000"})
     assert good.address == "127.0.0.1:5000"
-    with pytest.raises(Refusal, match="no other worker could reach it: "):
+    with pytest.raises(JoinRefused, match="no other worker could reach it: "):
         Server._admit(cast(Server, server), link, {**said, "address": address})
     server._coordinates = False  # then nobody needs to
     assert Server._admit(cast(Server, server), link, {**said, "address": ""}).rank == 0

@@ -21,7 +21,7 @@ from smolcluster.comm.elastic.collectives.group import FAR_AHEAD, ElasticGroup
 from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.collectives.state_transfer import state_messages
 from smolcluster.comm.elastic.membership.proofs import PairKeys, proof, read_keys
-from smolcluster.comm.elastic.membership.view import Member, View, ViewChanged
+from smolcluster.comm.elastic.membership.view import View, ViewChanged, ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import TcpLink
 from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
@@ -43,15 +43,15 @@ class World:
         self.network = Switchboard() if kind == "memory" else None
         self.transports: dict[str, Transport] = {}
         self.peers: dict[str, Peers] = {}
-        self.lost: list[tuple[str, Member, str]] = []  # who told, whom
+        self.lost: list[tuple[str, ViewMember, str]] = []  # who told, whom
 
-    def add(self, rank: int, *, life: int = 0, **options: Any) -> Member:
+    def add(self, rank: int, *, life: int = 0, **options: Any) -> ViewMember:
         me = Peer(role="worker", rank=rank, host="here", instance=instance(rank, life))
         transport = self.transport(me)
         peers = self.peers[me.instance] = Peers(transport, **{"timeout_s": SECONDS, **options})
         peers.on_lost(lambda member, reason: self.lost.append((me.instance, member, reason)))
         address = peers.listen("127.0.0.1", 0)
-        return Member(rank, me.instance, "here", address)
+        return ViewMember(rank, me.instance, "here", address)
 
     def transport(self, me: Peer) -> Transport:
         made = TcpTransport(me, **self.tcp) if self.network is None else self.network.transport(me)
@@ -64,7 +64,7 @@ class World:
     def groups(self, size: int) -> list[ElasticGroup]:
         return self.form(View(1, 0, tuple(self.add(rank) for rank in range(size))))
 
-    def kill(self, member: Member) -> None:
+    def kill(self, member: ViewMember) -> None:
         transport = self.transports.pop(member.instance)
         if isinstance(transport, MemoryTransport):
             transport.network.kill(transport)
@@ -346,7 +346,7 @@ def test_traffic_is_what_was_moved(world: World, count: int) -> None:
 # Members come and go
 
 
-def next_view(view: View, members: Sequence[Member]) -> View:
+def next_view(view: View, members: Sequence[ViewMember]) -> View:
     return View(view.epoch + 1, view.step, tuple(members))
 
 
@@ -445,12 +445,12 @@ def test_members_come_and_go_at_any_moment(world: World, seed: int) -> None:
         until(lambda: all(o._queued_bytes == 0 and not o.waiting for o in wires._outlets.values()))  # noqa: B023
 
 
-def _links(world: World, one: Member, other: Member) -> list[Link]:
+def _links(world: World, one: ViewMember, other: ViewMember) -> list[Link]:
     outlet = world.peers[one.instance]._wires._outlets.get(other.instance)
     return [] if outlet is None else list(outlet.links)
 
 
-def linked(world: World, members: Sequence[Member]) -> set[tuple[int, int]]:
+def linked(world: World, members: Sequence[ViewMember]) -> set[tuple[int, int]]:
     """The pairs of members with a link."""
     pairs = itertools.combinations(members, 2)
     return {(a.rank, b.rank) for a, b in pairs if _links(world, a, b) and _links(world, b, a)}
@@ -497,7 +497,7 @@ def test_a_lost_link_is_reported_only_by_those_who_need_it(world: World) -> None
 
 def test_a_neighbour_that_cannot_be_reached_is_reported(world: World) -> None:
     first, second = world.add(0, connect_s=0.2), world.add(1, connect_s=0.2)
-    gone = Member(2, instance(2), "here", "127.0.0.1:9")
+    gone = ViewMember(2, instance(2), "here", "127.0.0.1:9")
     for member in (first, second):
         world.peers[member.instance].form(View(1, 0, (first, second, gone)))
     until(lambda: {who for who, member, _ in world.lost if member == gone} == {first.instance, second.instance})
@@ -729,7 +729,7 @@ def test_a_silent_peer_is_named(world: World) -> None:
 
 def test_a_member_that_is_not_there_is_reported(world: World) -> None:
     me = world.add(0, connect_s=0.05)
-    absent = Member(1, instance(1), "there", "127.0.0.1:9")
+    absent = ViewMember(1, instance(1), "there", "127.0.0.1:9")
     (group,) = [world.peers[me.instance].form(View(1, 0, (me, absent)))]
     until(lambda: world.lost != [])
     assert world.lost[0][1:] == (absent, "no connection within 0.05 s")
@@ -738,7 +738,7 @@ def test_a_member_that_is_not_there_is_reported(world: World) -> None:
 
 def test_another_process_at_a_members_address_is_not_that_member(world: World) -> None:
     me, other = world.add(0), world.add(1)
-    world.peers[me.instance].form(View(1, 0, (me, Member(1, instance(1, life=7), "here", other.address))))
+    world.peers[me.instance].form(View(1, 0, (me, ViewMember(1, instance(1, life=7), "here", other.address))))
     until(lambda: world.lost != [])
     assert world.lost[0][2] == "another process has its address"
 
@@ -752,11 +752,11 @@ class Hostile:
     def __init__(self, world: World, rank: int) -> None:
         self.links: dict[str, Link] = {}
         self.ended: dict[str, str] = {}
-        self.member = Member(rank, instance(rank), "there", "")
+        self.member = ViewMember(rank, instance(rank), "there", "")
         me = Peer(role="worker", rank=rank, host="there", instance=self.member.instance)
         self.transport = world.transport(me)
         address = self.transport.listen("127.0.0.1", 0, self)
-        self.member = Member(rank, instance(rank), "there", address)
+        self.member = ViewMember(rank, instance(rank), "there", address)
 
     def linked(self, link: Link) -> None:
         self.links[link.peer.instance] = link
@@ -872,7 +872,7 @@ class Impostor(Hostile):
         self.got.append(message.kind)
 
 
-def form_with_keys(world: World, view: View, keys: PairKeys, *members: Member) -> list[ElasticGroup]:
+def form_with_keys(world: World, view: View, keys: PairKeys, *members: ViewMember) -> list[ElasticGroup]:
     instances = [member.instance for member in view.members]
     return [
         world.peers[member.instance].form(view, read_keys(keys.of(member.instance, instances)))
@@ -1123,7 +1123,7 @@ def test_a_state_that_breaks_off_is_told_on_both_sides(world: World) -> None:
 
 def test_a_state_for_nobody_is_an_error_in_the_end(world: World) -> None:
     donor = world.add(0, timeout_s=0.05)
-    work = world.peers[donor.instance].send_state(Member(1, instance(1), "there", "127.0.0.1:9"), STATE, {})
+    work = world.peers[donor.instance].send_state(ViewMember(1, instance(1), "there", "127.0.0.1:9"), STATE, {})
     with pytest.raises(PeerLost, match=r"worker 1 \(there\) takes no state"):
         work.wait()
 
@@ -1131,7 +1131,9 @@ def test_a_state_for_nobody_is_an_error_in_the_end(world: World) -> None:
 # Views on the wire
 
 
-VIEW = View(3, 17, (Member(0, "00" * 8, "mini1", "10.0.0.1:5000"), Member(4, "ab" * 8, "pi5", "[fe80::1]:5000")))
+VIEW = View(
+    3, 17, (ViewMember(0, "00" * 8, "mini1", "10.0.0.1:5000"), ViewMember(4, "ab" * 8, "pi5", "[fe80::1]:5000"))
+)
 
 
 def test_a_view_survives_the_wire() -> None:

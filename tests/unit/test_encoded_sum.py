@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from smolcluster.comm import contributions
 from smolcluster.comm.codecs import CODECS, CodecError, Packer, make_codec
-from smolcluster.comm.contributions import HEAD, Layout
-from smolcluster.comm.elastic.membership.view import Member as Seated
+from smolcluster.comm.contributions import HEAD, MessageLayout
 from smolcluster.comm.elastic.membership.view import View
+from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.encoded_sum import EncodedSum, shares
 from smolcluster.comm.group import Group, PeerLost, Work
-from smolcluster.comm.memory_group import Hub, MemoryGroup
-from smolcluster.comm.rounds import Committed, Unreadable
+from smolcluster.comm.memory_group import MemoryGroup, MemoryHub
+from smolcluster.comm.rounds import Committed, UnreadableContribution
 from smolcluster.compute.replica import Replica
 from smolcluster.parallel.encoding import sharded_traffic
 from smolcluster.parallel.owned_sum import EncodedOwnedSum
@@ -191,7 +191,7 @@ def test_a_member_that_dies_in_a_round_leaves_no_trace(name: str) -> None:
     expected = [round_of(pair, step, gradients[step][:2]) for step in (1, 2, 3)]
 
     trio = [Member(name) for _ in range(3)]
-    hub = Hub(3, timeout_s=0.05)
+    hub = MemoryHub(3, timeout_s=0.05)
     for rank, member in enumerate(trio):
         member.join(MemoryGroup(hub, rank), step=0)
         member.contribute(1, gradients[1][rank])
@@ -444,7 +444,7 @@ class Blaming(Garbling):
 @pytest.mark.parametrize(("kind", "phase"), [(Garbling, 0), (Garbling, 1), (BadBody, 0), (BadBody, 1), (Blaming, 1)])
 def test_all_others_name_the_member_whose_bytes_cannot_be_read(kind: type[Garbling], phase: int) -> None:
     """One witness would be its word against another's."""
-    hub, members = Hub(3), [Member("int8") for _ in range(3)]
+    hub, members = MemoryHub(3), [Member("int8") for _ in range(3)]
     for rank, member in enumerate(members):
         group = (kind if rank == 2 else MemoryGroup)(hub, rank)
         if isinstance(group, Garbling):
@@ -455,7 +455,7 @@ def test_all_others_name_the_member_whose_bytes_cannot_be_read(kind: type[Garbli
     def blamed(member: Member) -> int:
         try:
             member.combination.wait(0)
-        except Unreadable as fault:
+        except UnreadableContribution as fault:
             return fault.place
         return -1
 
@@ -465,7 +465,7 @@ def test_all_others_name_the_member_whose_bytes_cannot_be_read(kind: type[Garbli
 @pytest.mark.parametrize("name", list(CODECS))
 def test_any_bytes_are_read_or_refused(name: str) -> None:
     codec = make_codec(name, **LOSSY.get(name, {}))
-    layout = Layout([Packer([(n, shape)], codec) for n, shape in SHAPES.items()], range(len(SHAPES)))
+    layout = MessageLayout([Packer([(n, shape)], codec) for n, shape in SHAPES.items()], range(len(SHAPES)))
     generator = torch.Generator().manual_seed(1)
     refused = 0
     for number in range(100):

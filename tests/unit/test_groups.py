@@ -20,9 +20,9 @@ from tests.world import forkserver
 
 from smolcluster.comm.buckets import GradientBuckets, assign_buckets
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
-from smolcluster.comm.memory_group import Hub, MemoryGroup
+from smolcluster.comm.memory_group import MemoryGroup, MemoryHub
 from smolcluster.comm.mesh import rendezvous
-from smolcluster.comm.mesh.backends import Wish, agree
+from smolcluster.comm.mesh.backends import BackendRequest, agree
 from smolcluster.errors import UserError
 
 
@@ -47,11 +47,11 @@ def in_memory(size: int, work: Callable[[Group], Any]) -> list[Any]:
 
 
 def _gloo_rank(rank: int, size: int, pipe: Any, work: Callable[[Group], Any]) -> None:
-    from smolcluster.comm.mesh.rendezvous import Place, connect
+    from smolcluster.comm.mesh.rendezvous import RankPlace, connect
 
     torch.set_num_threads(1)
     port = 0 if rank == 0 else pipe.recv()
-    place = Place(rank=rank, world_size=size, local_rank=rank, local_world_size=size, master_port=port)
+    place = RankPlace(rank=rank, world_size=size, local_rank=rank, local_world_size=size, master_port=port)
     group = connect(place, device=torch.device("cpu"), announce=pipe.send)
     pipe.send(work(group))
     group.close()
@@ -208,7 +208,7 @@ def test_counted_bytes_are_what_crossed_the_sockets(size: int) -> None:
 
 
 def test_a_silent_peer_is_an_error_not_a_hang() -> None:
-    group = MemoryGroup(Hub(2, timeout_s=0.05), 0)
+    group = MemoryGroup(MemoryHub(2, timeout_s=0.05), 0)
     with pytest.raises(PeerLost, match=r"0\.05 s"):
         group.all_reduce(torch.zeros(1)).wait()
 
@@ -228,10 +228,10 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unknown)
     monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
-    rendezvous._look_up(rendezvous.Place(master_addr="mini2"))
+    rendezvous._look_up(rendezvous.RankPlace(master_addr="mini2"))
     assert asked == ["mini2", "mini2"]
     with pytest.raises(UserError, match="mini9: this machine does not know that name"):
-        rendezvous._look_up(rendezvous.Place(master_addr="mini9", join_timeout_s=0.0))
+        rendezvous._look_up(rendezvous.RankPlace(master_addr="mini9", join_timeout_s=0.0))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere loopback is one address")
@@ -241,21 +241,21 @@ def test_the_store_listens_on_its_address_alone(monkeypatch: pytest.MonkeyPatch,
     if libuv and not rendezvous._LIBUV_TAKES_A_SOCKET:
         pytest.skip("this torch has a store of libuv that takes no socket")
     monkeypatch.setattr(rendezvous, "_LIBUV_TAKES_A_SOCKET", libuv)
-    store = rendezvous._open_store(rendezvous.Place(world_size=2, master_addr="localhost"))
-    other = rendezvous._open_store(rendezvous.Place(rank=1, world_size=2, master_port=store.port))
+    store = rendezvous._open_store(rendezvous.RankPlace(world_size=2, master_addr="localhost"))
+    other = rendezvous._open_store(rendezvous.RankPlace(rank=1, world_size=2, master_port=store.port))
     other.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", store.port), timeout=20)
     with pytest.raises(UserError, match=f"--master-port {store.port} on 127.0.0.1 cannot be used"):
-        rendezvous._open_store(rendezvous.Place(world_size=2, master_port=store.port))
+        rendezvous._open_store(rendezvous.RankPlace(world_size=2, master_port=store.port))
 
 
 def test_the_store_of_another_machines_address_is_refused_for_its_address() -> None:
     with pytest.raises(
         UserError, match=r"^--master-addr 192\.0\.2\.1 is not an address of this machine, which has rank 0"
     ):
-        rendezvous._open_store(rendezvous.Place(world_size=2, master_addr="192.0.2.1"))
+        rendezvous._open_store(rendezvous.RankPlace(world_size=2, master_addr="192.0.2.1"))
 
 
 def test_buckets_go_from_the_last_parameter_to_the_first() -> None:
@@ -270,7 +270,7 @@ class Recording(MemoryGroup):
     """Remembers when buckets left."""
 
     def __init__(self) -> None:
-        super().__init__(Hub(1), 0)
+        super().__init__(MemoryHub(1), 0)
         self.sent: list[int] = []
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
@@ -338,10 +338,10 @@ def test_the_gradient_of_a_micro_batch_before_the_last_is_sent() -> None:
 # Which backend
 
 
-def wishes(*said: str) -> list[Wish]:
+def wishes(*said: str) -> list[BackendRequest]:
     """Each "named gpu", where - is neither; two ranks to a host."""
     pairs = [[None if word == "-" else word for word in rank.split(" ", 1)] for rank in said]
-    return [Wish(host=f"host{rank // 2}", named=named, gpu=gpu) for rank, (named, gpu) in enumerate(pairs)]
+    return [BackendRequest(host=f"host{rank // 2}", named=named, gpu=gpu) for rank, (named, gpu) in enumerate(pairs)]
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ class Store:
 
 def sign(store: Any, rank: int, who: str) -> list[str]:
     """Who all of them are."""
-    place = rendezvous.Place(rank=rank, world_size=2, join_timeout_s=30.0)
+    place = rendezvous.RankPlace(rank=rank, world_size=2, join_timeout_s=30.0)
     me = rendezvous.Signature(host="here", named=None, gpu=None, said={}, who=who)
     return [signed.who for signed in rendezvous._wait_for_all(store, place, me, lambda: False)]
 

@@ -23,10 +23,10 @@ from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.history import (
     CHUNK_BYTES,
     Begin,
-    Commit,
+    CommitLine,
     History,
     Line,
-    Member,
+    MemberLine,
     check,
     last_commit,
     read,
@@ -54,13 +54,15 @@ class Run:
     def join(self, rank: int, instance: str) -> None:
         self.epoch += 1
         self.members[rank] = instance
-        self.lines.append(Member(event="joined", rank=rank, instance=instance, epoch=self.epoch))
+        self.lines.append(MemberLine(event="joined", rank=rank, instance=instance, epoch=self.epoch))
 
     def lose(self, rank: int, event: str) -> None:
         self.epoch += 1
         instance = self.members.pop(rank)
         self.leases.give_back(instance)
-        self.lines.append(Member(event=event, rank=rank, instance=instance, epoch=self.epoch, reason="silent for 5 s"))
+        self.lines.append(
+            MemberLine(event=event, rank=rank, instance=instance, epoch=self.epoch, reason="silent for 5 s")
+        )
 
     def commit(self, *, late: tuple[int, ...] = ()) -> None:
         """All but the late ones are counted; a late lease returns."""
@@ -75,7 +77,7 @@ class Run:
             self.seq += 1
             parts.append({"rank": rank, "instance": instance, "seq": self.seq, "ranges": ranges, "samples": 4})
         self.lines.append(
-            Commit(
+            CommitLine(
                 step=self.step,
                 epoch=self.epoch,
                 server=self.server,
@@ -96,7 +98,7 @@ def a_run() -> Run:
     run.commit(late=(1,))
     run.lose(2, "evicted")
     run.commit()
-    run.lines.append(Member(event="refused", rank=2, instance="c", epoch=run.epoch, reason="stale"))
+    run.lines.append(MemberLine(event="refused", rank=2, instance="c", epoch=run.epoch, reason="stale"))
     run.join(2, "c2")
     run.commit()
     run.begin("s2")
@@ -369,8 +371,8 @@ def test_what_is_written_is_read(path: Path) -> None:
         part = {"rank": 0, "instance": "a", "seq": 1, "ranges": [[0, 4]], "samples": 4}
         added = [
             Begin(next_step=0, epoch=1, server="s1"),
-            Member(event="joined", rank=0, instance="a", epoch=2),
-            Commit(step=0, epoch=2, server="s1", contributors=[part], digest="x"),
+            MemberLine(event="joined", rank=0, instance="a", epoch=2),
+            CommitLine(step=0, epoch=2, server="s1", contributors=[part], digest="x"),
         ]
         for line in added:
             history.add(line)
@@ -439,7 +441,9 @@ def long_run(path: Path, steps: int, *, members: int = 8) -> Lines:
     """Write a history of so many steps; returns its last 50 lines, as the journal has them."""
     with path.open("w") as file:
         begin = Begin(epoch=1, server="s1", next_step=1, time=0.0).fields()
-        joined = [Member(epoch=2, event="joined", rank=r, instance=f"w{r}", time=0.0).fields() for r in range(members)]
+        joined = [
+            MemberLine(epoch=2, event="joined", rank=r, instance=f"w{r}", time=0.0).fields() for r in range(members)
+        ]
         lines = [begin, *joined]
         for step in range(1, steps + 1):
             at = (step - 1) * members * 4

@@ -35,8 +35,8 @@ from smolcluster.planner.candidates import Choice, as_configured, choices
 from smolcluster.planner.dry_run import describe_memory, ranges
 from smolcluster.planner.estimate_pool import from_plain, to_plain
 from smolcluster.planner.fake_tensors import Answers
-from smolcluster.planner.forecast import Forecast, Plan, SeatMemory, Subject, alike_seats, forecast, rehearse_rank
-from smolcluster.planner.memory_estimate import Way
+from smolcluster.planner.forecast import Forecast, MemoryPlan, SeatMemory, Subject, alike_seats, forecast, rehearse_rank
+from smolcluster.planner.memory_estimate import Activations
 from smolcluster.planner.report import choose, to_dict
 from smolcluster.tasks.find import find_task
 
@@ -124,8 +124,8 @@ def test_states_are_those_of_the_formula(four: Subject, choice: Choice) -> None:
     stage = choice.options.get("fsdp_stage")
     for alike in alike_seats(scene, every_seat=True):
         rank = alike[0].rank
-        cost, seen = costs[rank], rehearse_rank(four, choice, rank, [Way()])
-        at_most, at_rest = seen.ways[Way()].each, seen.states
+        cost, seen = costs[rank], rehearse_rank(four, choice, rank, [Activations()])
+        at_most, at_rest = seen.ways[Activations()].each, seen.states
         parameters = at_most.parameters if stage == 2 else at_rest.parameters  # whole while they are used
         gradients = (
             at_most.gradients
@@ -141,8 +141,10 @@ def test_a_later_step_holds_what_the_first_did(four: Subject) -> None:
     """So the first may stand for all: it lacks only the optimizer's state, which is added."""
     for label in ("fsdp 1", "fsdp 3", "pipeline 1f1b"):
         choice = next(c for c in choices(4) if c.label == label)
-        first = rehearse_rank(four, choice, 0, [Way()]).ways[Way()]
-        later = rehearse_rank(four, choice, 0, [Way(), Way(True, False), Way()]).ways[Way()]
+        first = rehearse_rank(four, choice, 0, [Activations()]).ways[Activations()]
+        later = rehearse_rank(four, choice, 0, [Activations(), Activations(True, False), Activations()]).ways[
+            Activations()
+        ]
         assert first == later, label
 
 
@@ -162,21 +164,27 @@ def test_torch_is_not_asked_again_what_an_operation_returns(
 
     monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
     choice = next(c for c in choices(4) if c.label == label)
-    first = rehearse_rank(four, choice, 0, [Way()])
+    first = rehearse_rank(four, choice, 0, [Activations()])
     asked = 0
-    assert rehearse_rank(four, choice, 0, [Way()]) == first
+    assert rehearse_rank(four, choice, 0, [Activations()]) == first
     cached, asked = asked, 0
     monkeypatch.setattr(Answers, "find", lambda *args: args[-1]())
-    assert rehearse_rank(four, choice, 0, [Way()]) == first
+    assert rehearse_rank(four, choice, 0, [Activations()]) == first
     assert cached < asked / 3
 
 
 def test_recomputing_takes_less_and_plain_attention_more() -> None:
     made = forecast(
-        subject(1, {"model.max_seq_len": 64}), choices(1)[0], ways=[Way(), Way(True, False), Way(False, True)]
+        subject(1, {"model.max_seq_len": 64}),
+        choices(1)[0],
+        ways=[Activations(), Activations(True, False), Activations(False, True)],
     )
     ways = made.seats[0].ways
-    assert ways[Way(True, False)].each.other < ways[Way()].each.other < ways[Way(False, True)].each.other
+    assert (
+        ways[Activations(True, False)].each.other
+        < ways[Activations()].each.other
+        < ways[Activations(False, True)].each.other
+    )
 
 
 # Tasks of one's own
@@ -188,14 +196,17 @@ def own(name: str, ranks: int = 2) -> Subject:
 
 def test_a_batch_that_is_too_small_for_a_schedule_is_said() -> None:
     choice = next(c for c in choices(4) if c.label == "pipeline 1f1b")
-    made = forecast(subject(4, {"training.batch_size": 2}), choice, ways=[Way()])
+    made = forecast(subject(4, {"training.batch_size": 2}), choice, ways=[Activations()])
     assert made.cannot.startswith("schedule 1f1b on 4 ranks needs as many micro-batches, and a batch of 2 samples")
 
 
 def test_a_task_of_ones_own_is_rehearsed_and_what_it_cannot_do_is_said() -> None:
     made = own("Tiny")
-    rows = {c.label: forecast(made, c, ways=[Way(), Way(True, False), Way(False, True)]) for c in choices(2)}
-    assert rows["fsdp 3"].seats[0].ways.keys() == {Way()}  # it recomputes nothing and has no attention
+    rows = {
+        c.label: forecast(made, c, ways=[Activations(), Activations(True, False), Activations(False, True)])
+        for c in choices(2)
+    }
+    assert rows["fsdp 3"].seats[0].ways.keys() == {Activations()}  # it recomputes nothing and has no attention
     assert rows["single"].cannot == "strategy single has one worker, not 2; use --workers 1 or --strategy allreduce"
     assert rows["tensor"].cannot.startswith("Sequential cannot be shared out by tensors: it has no tensor_styles()")
     assert [seat.role for seat in rows["syncps"].seats] == ["worker", "server"]
@@ -205,12 +216,12 @@ def test_what_looks_at_a_batch_before_it_starts_is_rehearsed_too() -> None:
     """Layers that are measured, a model that is traced, sequences that are cut."""
     pipeline = next(c for c in choices(2) if c.label == "pipeline gpipe")
     for made in (subject(2, {"strategy.layer_distribution": "auto"}), own("Residual")):
-        found = forecast(made, pipeline, ways=[Way()])
+        found = forecast(made, pipeline, ways=[Activations()])
         assert not found.cannot
-        assert found.seats[0].ways[Way()].at.total > 0
+        assert found.seats[0].ways[Activations()].at.total > 0
     cut = Choice(label="cp", strategy="mesh", options={"cp": 2})
-    assert forecast(subject(2, {}), cut, ways=[Way()]).seats[0].ways
-    odd = forecast(subject(2, {"model.max_seq_len": 31}), cut, ways=[Way()])
+    assert forecast(subject(2, {}), cut, ways=[Activations()]).seats[0].ways
+    odd = forecast(subject(2, {"model.max_seq_len": 31}), cut, ways=[Activations()])
     assert odd.cannot.startswith("strategy.cp = 2 does not divide sequences of 31 tokens")
 
 
@@ -224,7 +235,7 @@ def test_a_model_that_looks_at_values_gets_the_formula(tmp_path: Path) -> None:
         "    def loss(self, model, batch): return model(batch[0][batch[0].sum(1) > 1]).mean()\n",
         encoding="utf-8",
     )
-    made = forecast(subject(1, {"task": f"{path}:Looks"}), choices(1)[0], ways=[Way()])
+    made = forecast(subject(1, {"task": f"{path}:Looks"}), choices(1)[0], ways=[Activations()])
     assert made.seats[0].ways == {}
     assert made.seats[0].states.total == 4 * 4 * 72
     assert "activations are not known: the rehearsal failed (DynamicOutputShape" in made.seats[0].note
@@ -369,17 +380,25 @@ def test_memory_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def row(label: str, peak: int, *, less: int | None = None, **fields: Any) -> Forecast:
     ways = {
-        Way(): Peak(at=Held(parameters=peak // 2, other=peak - peak // 2), each=Held(parameters=peak // 2, other=peak))
+        Activations(): Peak(
+            at=Held(parameters=peak // 2, other=peak - peak // 2), each=Held(parameters=peak // 2, other=peak)
+        )
     }
     if less is not None:
-        ways[Way(True, False)] = Peak(at=Held(parameters=less), each=Held(parameters=less))
-    seat = SeatMemory(ranks=[0, 1], role="worker", states=ways[Way()].each, ways=ways, **fields)
+        ways[Activations(True, False)] = Peak(at=Held(parameters=less), each=Held(parameters=less))
+    seat = SeatMemory(ranks=[0, 1], role="worker", states=ways[Activations()].each, ways=ways, **fields)
     return Forecast(choice=Choice(label=label, strategy="fsdp", options={"fsdp_stage": 3}), seats=[seat])
 
 
-def plan(*rows: Forecast, limit: int = 10**9) -> Plan:
-    return Plan(
-        parameters=1000, ranks=2, device="cpu", limit=limit, limit_said="said", configured=Way(), rows=list(rows)
+def plan(*rows: Forecast, limit: int = 10**9) -> MemoryPlan:
+    return MemoryPlan(
+        parameters=1000,
+        ranks=2,
+        device="cpu",
+        limit=limit,
+        limit_said="said",
+        configured=Activations(),
+        rows=list(rows),
     )
 
 
@@ -387,10 +406,10 @@ def test_the_first_that_fits_is_recommended_and_recomputing_only_if_none_does() 
     rows = [row("large", 3 * 10**9, less=2 * 10**9), row("middle", 2 * 10**9, less=10**8), row("small", 10**9)]
     best = plan(*rows).recommended
     assert best is not None
-    assert (best[0].choice.label, best[1]) == ("small", Way())
+    assert (best[0].choice.label, best[1]) == ("small", Activations())
     best = plan(*rows[:2]).recommended
     assert best is not None
-    assert (best[0].choice.label, best[1]) == ("middle", Way(True, False))
+    assert (best[0].choice.label, best[1]) == ("middle", Activations(True, False))
     assert plan(rows[0]).recommended is None
     assert plan(row("slow start", 10**8, start=2 * 10**9)).recommended is None
     assert plan(Forecast(choice=choices(1)[0], cannot="no")).recommended is None
@@ -427,20 +446,20 @@ def test_what_is_asked() -> None:
 
 
 def test_what_a_process_says_is_what_it_saw() -> None:
-    seen = rehearse_rank(subject(1), choices(1)[0], 0, [Way(), Way(False, True)])
+    seen = rehearse_rank(subject(1), choices(1)[0], 0, [Activations(), Activations(False, True)])
     assert from_plain(json.loads(json.dumps(to_plain(seen)))) == seen
 
 
 def test_the_page_shows_what_the_command_prints() -> None:
     page = (Path(__file__).parents[2] / "docs/memory.md").read_text(encoding="utf-8")
     shown = page.split("```")[3].strip().splitlines()
-    table = Plan(
+    table = MemoryPlan(
         parameters=124_439_808,
         ranks=4,
         device="cpu",
         limit=7_700_000_000,
         limit_said="8.00 GB for each rank, as you say, less 300 MB for its process",
-        configured=Way(),
+        configured=Activations(),
         rows=[row(c.label, 10**9) for c in choices(4) if c.strategy != "single"],
     )
     stream = io.StringIO()
@@ -491,7 +510,7 @@ def test_what_a_server_writes_to_its_disk_follows_from_what_is_sent() -> None:
     def journal(name: str, ranks: int = 2, **said: Any) -> tuple[int, int]:
         made = subject(ranks, {f"strategy.{key}": value for key, value in said.items()})
         choice = Choice(label=name, strategy=name, plane="elastic", options=said)
-        (server,) = [seat for seat in forecast(made, choice, ways=[Way()]).seats if seat.role == "server"]
+        (server,) = [seat for seat in forecast(made, choice, ways=[Activations()]).seats if seat.role == "server"]
         return server.journal_step, server.journal_most
 
     parameters = subject(2, {}).shape.parameters

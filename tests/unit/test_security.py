@@ -27,10 +27,10 @@ from smolcluster.comm.elastic.transport.security import (
     PREFIX,
     TOKEN_LENGTH,
     Credentials,
-    Entry,
     Keyring,
-    Refused,
+    TokenEntry,
     TokenFile,
+    TokenRefused,
     check_bind,
     explain,
     find_tokens,
@@ -226,8 +226,8 @@ def test_no_secret_is_ever_shown(caplog: pytest.LogCaptureFixture) -> None:
     ring = Keyring([FIXED, new_token()])
     known = ring.current
     with caplog.at_level(logging.DEBUG):
-        logging.getLogger("smolcluster").info("%s %r %s", ring, known, Entry(FIXED, "note"))
-        with pytest.raises(Refused) as caught:
+        logging.getLogger("smolcluster").info("%s %r %s", ring, known, TokenEntry(FIXED, "note"))
+        with pytest.raises(TokenRefused) as caught:
             ring.check_certificate(b"something else")
     shown = " ".join([repr(ring), str(ring), f"{known}", repr(known), str(caught.value), caplog.text])
     assert known.name in shown
@@ -318,9 +318,9 @@ def test_somebody_in_between_is_refused() -> None:
     refused, told = shake(between.server_context(), client.client_context(), name=client.server_name)
     assert explain(told) == "the other side does not have our token"
     assert isinstance(refused, ssl.SSLError)
-    with pytest.raises(Refused, match="of no token here"):
+    with pytest.raises(TokenRefused, match="of no token here"):
         client.check_certificate(between.certificate)
-    with pytest.raises(Refused, match="none"):
+    with pytest.raises(TokenRefused, match="none"):
         client.check_certificate(None)
 
 
@@ -465,7 +465,7 @@ def test_neither_torch_nor_cryptography_is_imported_for_it() -> None:
 def test_the_order_of_places(tmp_path: Path) -> None:
     ours, configured, kept = new_token(), new_token(), new_token()
     environ = {"SMOLCLUSTER_TOKEN_FILE": str(tmp_path / "token")}
-    TokenFile(tmp_path / "token").add([Entry(kept)])
+    TokenFile(tmp_path / "token").add([TokenEntry(kept)])
     for config_token, more, expected, source in (
         (configured, {"SMOLCLUSTER_TOKEN": ours}, ours, "SMOLCLUSTER_TOKEN"),
         (configured, {"SMOLCLUSTER_TOKEN": " \n"}, configured, "cluster.token"),
@@ -525,7 +525,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> No
     with pytest.raises(UserError, match=rf"mode {mode:04o}\); mend it with: chmod 600 {file.path}"):
         file.entries()
     with pytest.raises(UserError, match="chmod 600"):
-        file.add([Entry(new_token())])
+        file.add([TokenEntry(new_token())])
     assert file.path.read_text() == FIXED
 
 
@@ -557,7 +557,7 @@ def test_a_folder_is_no_token_file(tmp_path: Path) -> None:
 def test_changes_leave_the_other_lines_alone(tmp_path: Path) -> None:
     one, other = new_token(), new_token()
     file = written(tmp_path / "token", f"# ours\n{FIXED}  # first\n# more\n{one}\n")
-    file.add([Entry(other, "new"), Entry(one)])
+    file.add([TokenEntry(other, "new"), TokenEntry(one)])
     assert file.path.read_text() == f"# ours\n{other}  # new\n{one}\n{FIXED}  # first\n# more\n"
     file.remove(one)
     assert file.path.read_text() == f"# ours\n{other}  # new\n{FIXED}  # first\n# more\n"
@@ -568,8 +568,8 @@ def test_what_is_written_is_private_whatever_the_umask(tmp_path: Path) -> None:
     file = TokenFile(tmp_path / "smolcluster" / "token")
     old = os.umask(0)
     try:
-        file.add([Entry(FIXED)])
-        file.add([Entry(new_token())])
+        file.add([TokenEntry(FIXED)])
+        file.add([TokenEntry(new_token())])
     finally:
         os.umask(old)
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
@@ -581,7 +581,7 @@ def test_what_is_written_is_private_whatever_the_umask(tmp_path: Path) -> None:
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     written(tmp_path / "real", FIXED)
     (tmp_path / "token").symlink_to(tmp_path / "real")
-    TokenFile(tmp_path / "token").add([Entry(new_token())])
+    TokenFile(tmp_path / "token").add([TokenEntry(new_token())])
     assert (tmp_path / "token").is_symlink()
     assert len(TokenFile(tmp_path / "real").entries()) == 2
 
@@ -688,7 +688,7 @@ def test_a_note_of_several_lines_adds_no_tokens(tmp_path: Path) -> None:
     """The name of a cluster that a machine joins becomes the note of its token."""
     file = TokenFile(tmp_path / "token")
     mine, theirs = new_token(), new_token()
-    file.add([Entry(mine, note=f"of home\n{theirs}\r{theirs}\u2028{theirs}\x1b[2J")])
+    file.add([TokenEntry(mine, note=f"of home\n{theirs}\r{theirs}\u2028{theirs}\x1b[2J")])
     assert [entry.token for entry in file.entries()] == [mine]
 
 

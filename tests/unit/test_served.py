@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
 from smolcluster.compute.gate import TRIES
@@ -35,7 +35,7 @@ from smolcluster.strategies.base.replicated import Pushing, Replicated
 from smolcluster.strategies.edp import EDP
 from smolcluster.strategies.syncps import SyncPS
 
-Event = Callable[[], Said | Gone | None]
+Event = Callable[[], MemberMessage | MemberGone | None]
 
 
 class Link:
@@ -77,16 +77,16 @@ class Roster:
         self.evicted.append(reason)
         self.script.insert(0, lambda: self.gone(member))
 
-    def gone(self, member: Member, *, back: Member | None = None) -> Gone:
+    def gone(self, member: Member, *, back: Member | None = None) -> MemberGone:
         del self.members[member.rank]
         self.epoch += 1
         self.newcomers += [back] if back is not None else []
-        return Gone(member, "silent")
+        return MemberGone(member, "silent")
 
     def expect(self, *_: Any) -> None: ...
     def release(self, _: Any) -> None: ...
 
-    def get(self, _: float | None = None) -> Said | Gone | None:
+    def get(self, _: float | None = None) -> MemberMessage | MemberGone | None:
         return self.script.pop(0)() if self.script else None
 
 
@@ -134,12 +134,14 @@ class Server:
         self.role._welcome()
         return members
 
-    def push(self, who: Member, value: float, *, step: int = 1, epoch: int | None = None, **meta: Any) -> Said:
+    def push(self, who: Member, value: float, *, step: int = 1, epoch: int | None = None, **meta: Any) -> MemberMessage:
         gradient = {name: torch.full_like(p, value) for name, p in self.model.named_parameters()}
         _, payload = next(self.role._gradients.encode(gradient))
         said = {"samples": 4, "loss": "1.0", **meta}
         epoch = who.epoch if epoch is None else epoch
-        return Said(who, Message(kind=Kind.PUSH, step=step, channel=0, epoch=epoch, meta=said, payload=payload))
+        return MemberMessage(
+            who, Message(kind=Kind.PUSH, step=step, channel=0, epoch=epoch, meta=said, payload=payload)
+        )
 
 
 class Worker:
@@ -362,7 +364,7 @@ def test_the_cost_of_buffers_does_not_grow_with_their_square(monkeypatch: pytest
             Message(kind=Kind.PUSH, step=1, channel=1 + c, epoch=a.epoch, codec="fp32", payload=p)
             for c, p in enumerate(payloads)
         ]
-        server.roster.script = [partial(Said, a, message) for message in messages] + [lambda: None]
+        server.roster.script = [partial(MemberMessage, a, message) for message in messages] + [lambda: None]
         model.walks = 0
         (push,) = server.role._collect(1)
         average = server.role._average([push])
@@ -374,7 +376,7 @@ def test_the_cost_of_buffers_does_not_grow_with_their_square(monkeypatch: pytest
     assert walks(40) == walks(1)
 
 
-def gradient_messages(server: Server, who: Member, *, step: int, seed: int) -> list[Said]:
+def gradient_messages(server: Server, who: Member, *, step: int, seed: int) -> list[MemberMessage]:
     """A push of random numbers and buffers, in all its buckets."""
     draw = torch.Generator().manual_seed(seed)
     role, said = server.role, {"samples": 4, "loss": "1.0", "version": strategy_version(server)}
@@ -383,7 +385,7 @@ def gradient_messages(server: Server, who: Member, *, step: int, seed: int) -> l
     payloads = [(role._gradients.codec.name, p) for _, p in role._gradients.encode(gradients, key=seed)]
     payloads += [("fp32", p) for _, p in role._buffers.encode(buffers)]
     return [
-        Said(
+        MemberMessage(
             who,
             Message(
                 kind=Kind.PUSH,
@@ -466,12 +468,12 @@ def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
 class Later:
     """The n-th message of a push that is made when the first is asked for, if it has so many."""
 
-    made: ClassVar[dict[int, list[Said]]] = {}
+    made: ClassVar[dict[int, list[MemberMessage]]] = {}
 
-    def __init__(self, make: Callable[[], list[Said]], n: int) -> None:
+    def __init__(self, make: Callable[[], list[MemberMessage]], n: int) -> None:
         self.make, self.n = make, n
 
-    def __call__(self) -> Said | None:
+    def __call__(self) -> MemberMessage | None:
         if self.n == 0:
             Later.made = {id(self.make): self.make()}
         messages = Later.made[id(self.make)]
@@ -518,7 +520,7 @@ def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pyt
 def test_what_a_worker_says_of_its_gradient_is_one_short_line(syncps: Server) -> None:
     (a,) = syncps.join(0)
     said = {"skip": "\x1b[2J" + "x" * 10**6, "samples": 4, "loss": "1.0"}
-    assert syncps.role._arrived(Said(a, Message(kind=Kind.PUSH, step=1, epoch=a.epoch, meta=said))) is None
+    assert syncps.role._arrived(MemberMessage(a, Message(kind=Kind.PUSH, step=1, epoch=a.epoch, meta=said))) is None
     (warning,) = syncps.warned
     assert len(warning) < 600
     assert warning.isprintable()
@@ -571,7 +573,7 @@ class Steps:
         return (leases[-1]["step"], sum(n for _, n in leases[-1]["ranges"])) if leases else None
 
     def after(self, seconds: float, event: Event = lambda: None) -> Event:
-        def happens() -> Said | Gone | None:
+        def happens() -> MemberMessage | MemberGone | None:
             self.clock.now += seconds
             return event()
 
@@ -580,7 +582,7 @@ class Steps:
     def push(self, who: Member, *, compute_s: float = 1.0) -> Event:
         """Of the step that it was leased last, as it is when its turn comes."""
 
-        def event() -> Said:
+        def event() -> MemberMessage:
             step, samples = self.lease(who) or (0, 0)
             return self.server.push(who, 1.0, step=step, samples=samples, compute_s=compute_s)
 
@@ -699,7 +701,7 @@ def test_a_worker_reports_a_lease_that_it_drops(monkeypatch: pytest.MonkeyPatch)
     fast, slow = steps.members
     steps.run(steps.after(1, steps.push(fast)), *[steps.after(1)] * 10)
     skipped = Message(kind=Kind.PUSH, step=1, epoch=slow.epoch, meta={"skip": "late"})
-    steps.run(lambda: Said(slow, skipped), steps.after(1, steps.push(fast)))
+    steps.run(lambda: MemberMessage(slow, skipped), steps.after(1, steps.push(fast)))
     assert steps.lease(slow) == (3, 4)
     assert steps.server.role.stale_rejected == 0
 
@@ -726,7 +728,7 @@ def test_an_overflow_lowers_the_scale_of_all_and_costs_no_samples(monkeypatch: p
     for who in (a, b):
         lost = server.leases.held(who.instance)[1]
         meta = {"skip": "the gradient overflowed in fp16", "samples": 4, "loss": "1.0", "scale": 2.0**16}
-        server.role._answer(Said(who, Message(kind=Kind.PUSH, step=1, epoch=who.epoch, meta=meta)))
+        server.role._answer(MemberMessage(who, Message(kind=Kind.PUSH, step=1, epoch=who.epoch, meta=meta)))
         answer = who.link.sent[-1]
         assert (answer.kind, answer.meta["scale"]) == (Kind.ACK, {"value": 2.0**15, "good_steps": 0})
         assert server.leases.held(who.instance)[3] == lost, "the samples are lent again"
@@ -757,7 +759,7 @@ def test_pushes_are_held_in_as_few_bytes_as_they_came(
             expected[name] = tensor.mul_(1 / 6) if number == 0 else expected[name].add_(tensor, alpha=1 / 6)
         meta = {"samples": 4, "loss": "1.0"}
         said = Message(kind=Kind.PUSH, step=1, epoch=who.epoch, codec=codec, meta=meta, payload=payload)
-        pushes.append(served._arrived(Said(who, said)))
+        pushes.append(served._arrived(MemberMessage(who, said)))
     held = sum(t.nbytes for p in pushes for t in (*p.tensors.values(), *(p.encoded or {}).values()))
     assert held == 6 * served._gradients.nbytes
     average = served._average(pushes)

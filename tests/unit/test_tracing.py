@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smolcluster.config.schema import Config
 from smolcluster.errors import UserError
 from smolcluster.models import SimpleNN
-from smolcluster.parallel.tracing import Chain, trace_layers
+from smolcluster.parallel.tracing import TracedLayers, trace_layers
 
 
 class Given(Residual):
@@ -27,12 +27,12 @@ class Given(Residual):
         return type(self).make()
 
 
-def chain_of(make: Callable[[], nn.Module], *, at_least: int = 2) -> Chain:
+def chain_of(make: Callable[[], nn.Module], *, at_least: int = 2) -> TracedLayers:
     task = type("Task", (Given,), {"make": staticmethod(make)})(Config())
     return trace_layers(task, lambda count: (torch.zeros(count, 12), torch.zeros(count).long()), at_least=at_least)
 
 
-def stages(chain: Chain, model: nn.Module) -> list[nn.Module]:
+def stages(chain: TracedLayers, model: nn.Module) -> list[nn.Module]:
     count = chain.count
     return [chain.stage(model, range(n, n + 1), first=n == 0, last=n == count - 1) for n in range(count)]
 

@@ -131,7 +131,7 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
 def _work(name: str, given: Given, *, own: Own, keep: bool) -> int:
     """Be a worker of that cluster."""
     from smolcluster.cli.ending import leave_after
-    from smolcluster.comm.elastic.transport.security import Entry, token_file
+    from smolcluster.comm.elastic.transport.security import TokenEntry, token_file
     from smolcluster.launch.join.worker import run_joined
     from smolcluster.observe.console import ConsoleSink
 
@@ -140,6 +140,6 @@ def _work(name: str, given: Given, *, own: Own, keep: bool) -> int:
         if keep:
             file = token_file(os.environ)
             if given.token not in [entry.token for entry in file.entries()]:
-                file.add([Entry(given.token, note=f"of {given.cluster}")])
+                file.add([TokenEntry(given.token, note=f"of {given.cluster}")])
         os.environ["SMOLCLUSTER_TOKEN"] = given.token
     leave_after(lambda: run_joined(spec, log_dir=None, sinks=[ConsoleSink(alone=True)]))

@@ -15,7 +15,7 @@ from smolcluster.cli.screen import print_text
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.comm.elastic.transport.security import Entry, TokenFile
+    from smolcluster.comm.elastic.transport.security import TokenEntry, TokenFile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -153,7 +153,7 @@ def _file() -> TokenFile:
     return token_file(os.environ)
 
 
-def _found() -> tuple[str, list[Entry]]:
+def _found() -> tuple[str, list[TokenEntry]]:
     from smolcluster.comm.elastic.transport.security import find_tokens, token_file
 
     found = find_tokens(None, os.environ)
@@ -165,16 +165,16 @@ def _found() -> tuple[str, list[Entry]]:
     return found
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: TokenEntry) -> str:
     from smolcluster.comm.elastic.transport.security import Credentials
 
     return Credentials(entry.token, where=entry.where).name
 
 
-def _entry(token: str) -> Entry:
-    from smolcluster.comm.elastic.transport.security import Entry
+def _entry(token: str) -> TokenEntry:
+    from smolcluster.comm.elastic.transport.security import TokenEntry
 
-    return Entry(token, note=f"made {datetime.date.today().isoformat()} on {socket.gethostname()}")
+    return TokenEntry(token, note=f"made {datetime.date.today().isoformat()} on {socket.gethostname()}")
 
 
 def _note_what_is_in_the_way() -> None:

@@ -30,7 +30,7 @@ from smolcluster.comm.sharded import gradient, like, local
 
 
 @dataclass(slots=True)
-class _Slot:
+class _BucketSlot:
     """The gradients of one step: `flats[i]` is bucket i, `views[j]` the part of it that belongs to parameter j."""
 
     flats: list[Tensor]
@@ -68,7 +68,7 @@ class GradientBuckets:
         )
         self._members = [[j for j, b in enumerate(self._bucket_of) if b == i] for i in range(self._num_buckets)]
         self._slots = [self._make_slot() for _ in range(num_slots)]
-        self._current: _Slot | None = None
+        self._current: _BucketSlot | None = None
         self._missing: list[int] = []
         self._ready: list[bool] = []
         self._next_to_send = 0
@@ -180,7 +180,7 @@ class GradientBuckets:
                 raise ValueError(f"bucket {number} is not as it is here")
             flat.copy_(flats[number])
 
-    def _idle(self, slot: _Slot) -> set[int]:
+    def _idle(self, slot: _BucketSlot) -> set[int]:
         """Parameters that no rank used. A rank knows of those that it used itself."""
         if not slot.unused:
             return set()
@@ -217,11 +217,11 @@ class GradientBuckets:
             slot.works.append(self.group.all_reduce(flat))
             self._next_to_send += 1
 
-    def _make_slot(self) -> _Slot:
+    def _make_slot(self) -> _BucketSlot:
         flats = self._make_flats()
         mine = self._make_flats() if self._keep else []
         filled = mine or flats
-        return _Slot(
+        return _BucketSlot(
             flats=flats,
             views=self._views_of(filled),
             used=self._used_in(filled),

@@ -41,12 +41,12 @@ from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
 from smolcluster.comm.codecs.feedback import Memory, tensors_of
 from smolcluster.comm.elastic.collectives.schedule import LEAST_PIECE_BYTES, MOST_PIECE_BYTES
 from smolcluster.comm.group import Group, Work
-from smolcluster.comm.rounds import Unreadable
+from smolcluster.comm.rounds import UnreadableContribution
 
 HEAD = struct.Struct("<dI")
 
 
-class Layout:
+class MessageLayout:
     """The bytes of a message for some of the tensors: those whose places in `packers` are in `row`."""
 
     def __init__(self, packers: Sequence[Packer], row: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ def buckets_of(sizes: Sequence[int], members: int) -> list[list[int]]:
 
 
 @dataclass(slots=True)
-class Part:
+class EncodedContribution:
     """What this member contributes to one round."""
 
     step: int
@@ -116,7 +116,7 @@ class Contributions:
         self.packers = [Packer([(name, tuple(p.shape))], codec) for name, p in parameters.items()]
         self.names = list(parameters)
         self._feedback, self._needs_feedback = Feedback(), codec.feedback
-        self._slots = [Part(0) for _ in range(num_slots)]
+        self._slots = [EncodedContribution(0) for _ in range(num_slots)]
         self._unclaimed: set[int] = set()  # in flight when the view was formed, and not combined again yet
         self._current: int | None = None  # the slot whose last backward runs
         for j, parameter in enumerate(self.parameters):
@@ -128,7 +128,9 @@ class Contributions:
         self._buckets = buckets_of([packer.nbytes for packer in self.packers], group.size)
         rows = [[[j for j in bucket if j in wanted] for wanted in map(set, wants)] for bucket in self._buckets]
         # Of each bucket, the message to each member that wants some of it.
-        self._layouts = [{place: Layout(self.packers, row) for place, row in enumerate(of) if row} for of in rows]
+        self._layouts = [
+            {place: MessageLayout(self.packers, row) for place, row in enumerate(of) if row} for of in rows
+        ]
         self._next = step + 1
         self._unclaimed = {slot for slot, part in enumerate(self._slots) if part.after is not None}
         for part in self._slots:
@@ -142,7 +144,7 @@ class Contributions:
         for late in sorted(self._unclaimed, key=lambda s: -self._slots[s].step):
             self._take_back(self._slots[late])
         self._unclaimed.clear()
-        self._slots[slot] = Part(self._number(slot), weight, before=self._feedback.memories)
+        self._slots[slot] = EncodedContribution(self._number(slot), weight, before=self._feedback.memories)
         self._current, self._scale = slot, scale
         self._expect(slot)
 
@@ -167,14 +169,14 @@ class Contributions:
         step = self._number(slot)
         if zero:
             self._take_back(self._slots[slot])
-            self._slots[slot] = Part(step)
+            self._slots[slot] = EncodedContribution(step)
         self._slots[slot].step = step
         self._expect(slot)
         self._send(slot, whole=True)
 
     def counted(self, slot: int) -> None:
         """The round is committed: its part is not needed any more."""
-        self._slots[slot] = Part(self._slots[slot].step)
+        self._slots[slot] = EncodedContribution(self._slots[slot].step)
 
     def done(self, slot: int) -> bool:
         """Whether all parts for me are here."""
@@ -215,14 +217,14 @@ class Contributions:
                 means |= of_bucket
         return weight, means
 
-    def _mean(self, layout: Layout, parts: Mapping[int, Tensor]) -> tuple[float, dict[int, Tensor | None]]:
+    def _mean(self, layout: MessageLayout, parts: Mapping[int, Tensor]) -> tuple[float, dict[int, Tensor | None]]:
         """Of one bucket, for the part of each member."""
         heads: dict[int, tuple[float, list[bool]]] = {}
         for place in sorted(parts):
             try:
                 weight, _, used = layout.read(parts[place])
             except CodecError as error:
-                raise Unreadable(place, f"its part cannot be read: {error}") from error
+                raise UnreadableContribution(place, f"its part cannot be read: {error}") from error
             heads[place] = weight, used
         total = sum(weight for weight, _ in heads.values())
         means: dict[int, Tensor | None] = {}
@@ -237,7 +239,7 @@ class Contributions:
                     try:
                         mean.add_(layout.decode(parts[place], index), alpha=weight / total)
                     except CodecError as error:
-                        raise Unreadable(place, f"its part cannot be read: {error}") from error
+                        raise UnreadableContribution(place, f"its part cannot be read: {error}") from error
             means[j] = mean
         return total, means
 
@@ -301,7 +303,7 @@ class Contributions:
                     part.leaving.append(self._group.send(data, to=place, tag=2 * slot))
             part.sent += 1
 
-    def _take_back(self, part: Part) -> None:
+    def _take_back(self, part: EncodedContribution) -> None:
         """As if it had not been encoded, if nothing was encoded since."""
         if part.after is not None:
             self._feedback.memories = part.before if self._feedback.memories is part.after else {}

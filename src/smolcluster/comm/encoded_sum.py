@@ -26,11 +26,11 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import Codec, CodecError, Feedback
 from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
-from smolcluster.comm.contributions import Contributions, Layout
+from smolcluster.comm.contributions import Contributions, MessageLayout
 from smolcluster.comm.elastic.collectives.schedule import piece_elements
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.group import Group, Work
-from smolcluster.comm.rounds import Combination, Committed, Unreadable
+from smolcluster.comm.rounds import Combination, Committed, UnreadableContribution
 
 PARTS, MEANS = "parts/", "means/"  # in the names of error feedback: of what I contribute, of what I own
 Deal = Callable[[Sequence[int], int], Sequence[int]]  # sizes of tensors, number of members -> the owner of each
@@ -65,11 +65,11 @@ class EncodedSum(Combination):
         self._settled = {name: memory for name, memory in self._settled.items() if name in mine}
         self._feedback.memories = self._settled
 
-    def _dealt(self, members: int) -> tuple[list[list[int]], list[Layout]]:
+    def _dealt(self, members: int) -> tuple[list[list[int]], list[MessageLayout]]:
         """The tensors of each owner, and how their means travel."""
         packers = self._parts.packers
         rows = rows_of(self._deal([packer.nbytes for packer in packers], members), members)
-        return rows, [Layout(packers, row) for row in rows]
+        return rows, [MessageLayout(packers, row) for row in rows]
 
     def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
         self._parts.start(slot, weight=weight, scale=scale)
@@ -156,7 +156,7 @@ class EncodedSum(Combination):
         layout = self._layouts[me]
         try:
             weight, tensors = self._parts.mean(slot)
-        except Unreadable as fault:
+        except UnreadableContribution as fault:
             # All others hear of it, so that it is not the word of one against another's.
             means.messages[me] = layout.write(0.0, {}, unreadable=1 + fault.place)
         else:
@@ -179,7 +179,7 @@ class EncodedSum(Combination):
             return packer.encode([mean.clamp(-limit, limit)], data, key=key)
 
     def _decode(
-        self, messages: Mapping[int, Tensor], rows: Sequence[Sequence[int]], layouts: Sequence[Layout]
+        self, messages: Mapping[int, Tensor], rows: Sequence[Sequence[int]], layouts: Sequence[MessageLayout]
     ) -> list[Tensor | None]:
         """Raises Unreadable where an owner sent what cannot be read, or reports that of another member."""
         sums: list[Tensor | None] = [None] * len(self._parts.packers)
@@ -190,12 +190,12 @@ class EncodedSum(Combination):
                 if unreadable > len(rows):
                     raise CodecError(f"it complains of member {unreadable - 1}, which does not exist")
                 if unreadable:
-                    raise Unreadable(unreadable - 1, "its part cannot be read")
+                    raise UnreadableContribution(unreadable - 1, "its part cannot be read")
                 for index, j in enumerate(layout.row):
                     if used[index]:
                         sums[j] = layout.decode(data, index).mul_(weight)
             except CodecError as error:
-                raise Unreadable(place, f"its means cannot be read: {error}") from error
+                raise UnreadableContribution(place, f"its means cannot be read: {error}") from error
         return sums
 
 

@@ -23,7 +23,7 @@ class _Exchange:
         self.readers = size
 
 
-class Hub:
+class MemoryHub:
     """What the ranks of one group share."""
 
     def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
@@ -32,7 +32,7 @@ class Hub:
         self.changed = threading.Condition()
         self.exchanges: dict[int, _Exchange] = {}
         self.mail: dict[tuple[int, int, int], deque[Tensor]] = {}  # (from, to, tag)
-        self.subs: dict[tuple[int, tuple[int, ...]], Hub] = {}
+        self.subs: dict[tuple[int, tuple[int, ...]], MemoryHub] = {}
 
     def put(self, number: int, rank: int, tensor: Tensor) -> None:
         with self.changed:
@@ -68,9 +68,9 @@ class _Pending:
 
 
 class MemoryGroup(Group):
-    """One rank's view of a `Hub`. `MemoryGroup.world(4)` makes four."""
+    """One rank's view of a `MemoryHub`. `MemoryGroup.world(4)` makes four."""
 
-    def __init__(self, hub: Hub, rank: int) -> None:
+    def __init__(self, hub: MemoryHub, rank: int) -> None:
         self.rank, self.size = rank, hub.size
         self.traffic = Traffic()
         self._hub = hub
@@ -78,7 +78,7 @@ class MemoryGroup(Group):
 
     @classmethod
     def world(cls, size: int) -> list[MemoryGroup]:
-        hub = Hub(size)
+        hub = MemoryHub(size)
         return [cls(hub, rank) for rank in range(size)]
 
     def _collective(self, tensor: Tensor, finish: Callable[[list[Tensor]], None]) -> Work:
@@ -131,7 +131,7 @@ class MemoryGroup(Group):
     def sub(self, ranks: Sequence[int]) -> Group | None:
         key, self._calls = (self._calls, tuple(ranks)), self._calls + 1
         with self._hub.changed:
-            hub = self._hub.subs.setdefault(key, Hub(len(ranks), timeout_s=self._hub.timeout_s))
+            hub = self._hub.subs.setdefault(key, MemoryHub(len(ranks), timeout_s=self._hub.timeout_s))
         return MemoryGroup(hub, list(ranks).index(self.rank)) if self.rank in ranks else None
 
     def close(self) -> None:

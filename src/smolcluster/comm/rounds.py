@@ -69,7 +69,7 @@ class Committed:
     age: int = 0  # updates of the server's weights between those it was computed at and those it is added to
 
 
-class Unreadable(SmolclusterError):
+class UnreadableContribution(SmolclusterError):
     """A member sent what cannot be read: the others cannot go on with it."""
 
     def __init__(self, place: int, reason: str) -> None:

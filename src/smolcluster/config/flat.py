@@ -9,7 +9,7 @@ from __future__ import annotations
 from smolcluster.config.describe import show
 from smolcluster.config.names import FLAT, SECTIONS, SHORTHAND
 from smolcluster.config.schema import HostConfig, TrainingConfig
-from smolcluster.config.tree import Node, Problem
+from smolcluster.config.tree import ConfigNode, Problem
 
 # Mappings whose keys are host names, which may contain dots: host_ip.pi5.local=10.0.0.5
 _BY_HOST = {("cluster", "host_ip"), ("cluster", "batch_size"), ("cluster", "buffer_size")}
@@ -18,11 +18,11 @@ _HOST_KEYS = set(HostConfig.model_fields)
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def into_sections(source: Node, *, below: Node) -> tuple[Node, list[Problem]]:
+def into_sections(source: ConfigNode, *, below: ConfigNode) -> tuple[ConfigNode, list[Problem]]:
     """The same values under `section.key`; `below` is what is set so far. Keys that mean nothing stay as they are."""
     problems: list[Problem] = []
-    tree: dict[str, Node] = {}
-    clipping: dict[str, Node] = {}
+    tree: dict[str, ConfigNode] = {}
+    clipping: dict[str, ConfigNode] = {}
     for key, node in source.children():
         path = _canonical(tuple(key.split(".")), node)
         if path[0] == "gradient_clipping":
@@ -36,10 +36,10 @@ def into_sections(source: Node, *, below: Node) -> tuple[Node, list[Problem]]:
             _insert(tree, path, node, problems)
     if clipping:
         _insert_clipping(tree, clipping, below, problems)
-    return Node(tree, source.place, source.name), problems
+    return ConfigNode(tree, source.place, source.name), problems
 
 
-def _canonical(path: tuple[str, ...], node: Node) -> tuple[str, ...]:
+def _canonical(path: tuple[str, ...], node: ConfigNode) -> tuple[str, ...]:
     """Where a key belongs."""
     head, *rest = path
     head = "data" if head == "dataset" else head
@@ -58,13 +58,13 @@ def _canonical(path: tuple[str, ...], node: Node) -> tuple[str, ...]:
     return path
 
 
-def _insert(tree: dict[str, Node], path: tuple[str, ...], node: Node, problems: list[Problem]) -> None:
+def _insert(tree: dict[str, ConfigNode], path: tuple[str, ...], node: ConfigNode, problems: list[Problem]) -> None:
     """Put a node into the tree. One source may not say the same thing twice, in whatever spellings."""
     head, *rest = path
     there = tree.get(head)
     if rest:
         if there is None:
-            there = tree[head] = Node({}, node.place, head)
+            there = tree[head] = ConfigNode({}, node.place, head)
         if isinstance(there.value, dict):
             _insert(there.value, tuple(rest), node, problems)
             return
@@ -78,7 +78,9 @@ def _insert(tree: dict[str, Node], path: tuple[str, ...], node: Node, problems: 
     problems.append(Problem(node.place, f"{node.name}: given twice, here and as {there.name} at {there.place}"))
 
 
-def _insert_clipping(tree: dict[str, Node], clipping: dict[str, Node], below: Node, problems: list[Problem]) -> None:
+def _insert_clipping(
+    tree: dict[str, ConfigNode], clipping: dict[str, ConfigNode], below: ConfigNode, problems: list[Problem]
+) -> None:
     """`gradient_clipping: {enabled, max_norm}` is training.grad_clip_norm; switched off it is null."""
     for key, node in clipping.items():
         if key not in ("enabled", "max_norm"):
@@ -93,9 +95,9 @@ def _insert_clipping(tree: dict[str, Node], clipping: dict[str, Node], below: No
             text = f"{enabled.name} = {show(enabled.plain())}: must be true or false"
             problems.append(Problem(enabled.place, text))
         elif not on:
-            source = Node(None, enabled.place, enabled.name)
+            source = ConfigNode(None, enabled.place, enabled.name)
         elif source is None and below_node is not None and below_node.value is None:
             default = TrainingConfig.model_fields["grad_clip_norm"].default
-            source = Node(default, enabled.place, enabled.name)
+            source = ConfigNode(default, enabled.place, enabled.name)
     if source is not None:
         _insert(tree, path, source, problems)

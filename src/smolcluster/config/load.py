@@ -26,10 +26,10 @@ from smolcluster.config.flat import into_sections
 from smolcluster.config.names import SECTIONS, nearest, nullable
 from smolcluster.config.schema import Config, StrategyConfig
 from smolcluster.config.strategies import BUILT_IN, find_record, options_of
-from smolcluster.config.tree import KeyPath, Node, Place, Problem, from_python, merge, parse
+from smolcluster.config.tree import ConfigNode, KeyPath, Location, Problem, from_python, merge, parse
 from smolcluster.errors import UserError, suggest
 
-_NOWHERE = Place(0, 0, "")
+_NOWHERE = Location(0, 0, "")
 
 
 def load_config(
@@ -48,8 +48,8 @@ def load_config(
     problems: list[Problem] = []
 
     # Read everything, in order of precedence.
-    base = Node({}, _NOWHERE)
-    layers: list[Node] = []
+    base = ConfigNode({}, _NOWHERE)
+    layers: list[ConfigNode] = []
     for source in sources:
         path, layer = _read_source(os.fspath(source), order=len(layers), problems=problems)
         layers.append(layer)
@@ -58,8 +58,8 @@ def load_config(
         layers.append(_read_override(override, order=len(layers), problems=problems))
     for key, value in (sets or {}).items():
         if value is not None:
-            place = Place(len(layers), 0, flag_of(key) or "argument")
-            layers.append(Node({key: from_python(value, place=place, name=key)}, place))
+            place = Location(len(layers), 0, flag_of(key) or "argument")
+            layers.append(ConfigNode({key: from_python(value, place=place, name=key)}, place))
 
     # Merge, then check: names, values, and how the values go together.
     merged = base
@@ -104,16 +104,16 @@ def _locate(source: str) -> tuple[Path, str] | None:
     return (path, source) if path.exists() else None
 
 
-def _read_source(source: str, *, order: int, problems: list[Problem]) -> tuple[Path, Node]:
-    place = Place(order, 0, source)
-    empty = Node({}, place)
+def _read_source(source: str, *, order: int, problems: list[Problem]) -> tuple[Path, ConfigNode]:
+    place = Location(order, 0, source)
+    empty = ConfigNode({}, place)
     found = _locate(source)
     if found is None:
         text = f"no such file, nor a built-in configuration; {suggest(source, builtin_configs())}"
         problems.append(Problem(place, text))
         return Path(source), empty
     path, label = found
-    place = Place(order, 1, label)
+    place = Location(order, 1, label)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -132,48 +132,48 @@ def _read_source(source: str, *, order: int, problems: list[Problem]) -> tuple[P
     return path, node if isinstance(node.value, dict) else empty
 
 
-def _read_override(override: str, *, order: int, problems: list[Problem]) -> Node:
-    place = Place(order, 0, "--override")
+def _read_override(override: str, *, order: int, problems: list[Problem]) -> ConfigNode:
+    place = Location(order, 0, "--override")
     key, equals, value = override.partition("=")
     key = key.strip()
     if not equals or not key:
         problems.append(Problem(place, f"{show(override)} is not KEY=VALUE, such as training.batch_size=16"))
-        return Node({}, place)
+        return ConfigNode({}, place)
     node, wrong = parse(value, place=place, name=key)
     problems += [problem._replace(text=f"{key}: {problem.text}; put quotes around text") for problem in wrong]
-    return Node({} if wrong else {key: node}, place)
+    return ConfigNode({} if wrong else {key: node}, place)
 
 
-def _implied_strategy(path: Path, place: Place) -> Node:
+def _implied_strategy(path: Path, place: Location) -> ConfigNode:
     """`cluster_config_edp.yaml` means the strategy edp, unless one is named anywhere."""
     match = re.fullmatch(r"cluster_config_(.+)", path.stem)
-    name = {"name": Node(match[1], place, "strategy.name")} if match else {}
-    return Node({"strategy": Node(name, place, "strategy")}, place)
+    name = {"name": ConfigNode(match[1], place, "strategy.name")} if match else {}
+    return ConfigNode({"strategy": ConfigNode(name, place, "strategy")}, place)
 
 
-def _without_steps_of_files(merged: Node, *, num_files: int) -> Node:
+def _without_steps_of_files(merged: ConfigNode, *, num_files: int) -> ConfigNode:
     """Steps win over epochs, but not a file's over those of the command line, which is there to have the last word."""
     steps, epochs = merged.find(("training", "steps")), merged.find(("training", "epochs"))
     if steps is None or epochs is None or epochs.value is None:
         return merged
     if epochs.place.order < num_files or steps.place.order >= num_files:
         return merged
-    nothing = Node({"steps": dataclasses.replace(steps, value=None)}, epochs.place, "training")
-    return merge(merged, Node({"training": nothing}, merged.place))
+    nothing = ConfigNode({"steps": dataclasses.replace(steps, value=None)}, epochs.place, "training")
+    return merge(merged, ConfigNode({"training": nothing}, merged.place))
 
 
-def _with_later_of(merged: Node, *paths: tuple[str, str]) -> Node:
+def _with_later_of(merged: ConfigNode, *paths: tuple[str, str]) -> ConfigNode:
     """Of two keys for one thing the one that a later source names holds, null included."""
     found = [(path, node) for path in paths if (node := merged.find(path)) is not None]
     last = max((node.place.order for _, node in found), default=0)
     for (section, key), node in found:
         if node.place.order < last:
-            nothing = Node({key: dataclasses.replace(node, value=None)}, node.place, section)
-            merged = merge(merged, Node({section: nothing}, merged.place))
+            nothing = ConfigNode({key: dataclasses.replace(node, value=None)}, node.place, section)
+            merged = merge(merged, ConfigNode({section: nothing}, merged.place))
     return merged
 
 
-def _own_options(merged: Node) -> Collection[str]:
+def _own_options(merged: ConfigNode) -> Collection[str]:
     """The options of the strategy that is named, where it is another package's: they are no keys of the schema."""
     node = merged.find(("strategy", "name"))
     record = find_record(node.value) if node is not None and isinstance(node.value, str) else None
@@ -181,7 +181,7 @@ def _own_options(merged: Node) -> Collection[str]:
     return {option.key for option in options} - StrategyConfig.model_fields.keys()
 
 
-def _below_options(merged: Node, own: Collection[str]) -> tuple[Node, list[Problem]]:
+def _below_options(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode, list[Problem]]:
     """`strategy.KEY` as `strategy.options.KEY`, for these keys: what is said last holds, and a null means the default."""
     strategy, options = (merged.find(path) for path in (("strategy",), ("strategy", "options")))
     if not own or strategy is None or not isinstance((options or strategy).value, dict):
@@ -192,18 +192,18 @@ def _below_options(merged: Node, own: Collection[str]) -> tuple[Node, list[Probl
     inside = dict(sorted([*beside.items(), *below.items()], key=lambda item: item[1].place.order))
     said = {key: child for key, child in inside.items() if child.value is not None}
     rest = {key: child for key, child in strategy.children() if key not in beside}
-    rest["options"] = Node(said, strategy.place, "strategy.options")
-    merged = Node(merged.value | {"strategy": Node(rest, strategy.place, strategy.name)}, merged.place)
+    rest["options"] = ConfigNode(said, strategy.place, "strategy.options")
+    merged = ConfigNode(merged.value | {"strategy": ConfigNode(rest, strategy.place, strategy.name)}, merged.place)
     return merged, [Problem(n.place, f"{n.name}: given twice, here and as {o.name} at {o.place}") for n, o in twice]
 
 
-def _known(merged: Node, own: Collection[str]) -> tuple[Node, list[Problem]]:
+def _known(merged: ConfigNode, own: Collection[str]) -> tuple[ConfigNode, list[Problem]]:
     """The tree without keys that do not exist, and a problem for each of those.
 
     A null where null is no value of the key's own means the default, so it is left out.
     """
     problems: list[Problem] = []
-    known: dict[str, Node] = {}
+    known: dict[str, ConfigNode] = {}
     for name, node in merged.children():
         if name not in SECTIONS:
             if name in Config.model_fields:
@@ -216,24 +216,24 @@ def _known(merged: Node, own: Collection[str]) -> tuple[Node, list[Problem]]:
         if not isinstance(node.value, dict):
             problems.append(_bad_value(node, (name,)))
             continue
-        section: dict[str, Node] = {}
+        section: dict[str, ConfigNode] = {}
         for key, child in node.children():
             if key not in SECTIONS[name].model_fields:
                 problems.append(_unknown(child, f"{name}.{key}", own))
             elif child.value is not None or nullable(name, key):
                 section[key] = child
-        known[name] = Node(section, node.place, name)
-    return Node(known, merged.place), problems
+        known[name] = ConfigNode(section, node.place, name)
+    return ConfigNode(known, merged.place), problems
 
 
-def _unknown(node: Node, name: str, own: Collection[str] = ()) -> Problem:
+def _unknown(node: ConfigNode, name: str, own: Collection[str] = ()) -> Problem:
     near, likeness = nearest(name, also=[f"strategy.{key}" for key in own])
     value = "(hidden)" if near == "cluster.token" else show(node.plain())
     hint = f"did you mean '{near}'?" if likeness >= 0.6 else f"the nearest known key is '{near}'"
     return Problem(node.place, f"{name} = {value}: unknown key; {hint}")
 
 
-def _validate(known: Node) -> tuple[Config | None, list[Problem]]:
+def _validate(known: ConfigNode) -> tuple[Config | None, list[Problem]]:
     try:
         return Config.model_validate(known.plain()), []
     except ValidationError as error:
@@ -246,14 +246,14 @@ def _validate(known: Node) -> tuple[Config | None, list[Problem]]:
         return None, [_strange_key(node, path) for path, node in strange] + [_bad_value(bad[p], p) for p in inner]
 
 
-def _strange_key(node: Node, path: KeyPath) -> Problem:
+def _strange_key(node: ConfigNode, path: KeyPath) -> Problem:
     """A key that a mapping inside a section does not have."""
     key = path[-1]
     said = f"{node.name} = {show(node.plain())}: unknown key; {suggest(str(key), keys_at(path[:-1]))}"
     return Problem(node.place, said)
 
 
-def _bad_value(node: Node, path: KeyPath) -> Problem:
+def _bad_value(node: ConfigNode, path: KeyPath) -> Problem:
     key = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
     written = key if node.name in ("", key) else f"{node.name} ({key})"
     value = "(hidden)" if key == "cluster.token" else show(node.plain())
@@ -263,7 +263,7 @@ def _bad_value(node: Node, path: KeyPath) -> Problem:
     return Problem(node.place, f"{written} = {value}: must be {remedy}")
 
 
-def _conflicts(config: Config, known: Node) -> list[Problem]:
+def _conflicts(config: Config, known: ConfigNode) -> list[Problem]:
     problems = []
     for conflict in conflicts(config):
         # Point at the key that was said last: the others stood before it came.

@@ -44,7 +44,7 @@ Variant = tuple[str, Mapping[str, Any]]  # what follows the name in a label, and
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """What a plan wants variants for."""
 
     plane: str
@@ -66,7 +66,7 @@ class Record:
     use_when: str = ""
     aliases: tuple[str, ...] = ()
     topology: Topology = "ring"  # who exchanges with whom: a server and its workers, neighbours, a chain
-    variants: Callable[[Asked], Iterable[Variant]] = lambda _: [("", {})]  # that a plan compares
+    variants: Callable[[PlanRequest], Iterable[Variant]] = lambda _: [("", {})]  # that a plan compares
     elastic_option: str = ""  # an option that only the elastic plane has: setting it chooses that plane
     own_steps: bool = False  # its workers count steps of their own, which are not the run's
     assembled: bool = False  # elastic plane: a checkpoint puts its optimizer state together from the members' parts
@@ -79,7 +79,7 @@ class Record:
         return self.options.get(plane) if isinstance(self.options, Mapping) else self.options
 
 
-def _stages(asked: Asked) -> Iterable[Variant]:
+def _stages(asked: PlanRequest) -> Iterable[Variant]:
     if asked.plane == "elastic":
         return [("1", {"fsdp_stage": 1})]
     half = [n for n in range(2, asked.num_ranks) if asked.num_ranks % n == 0]
@@ -88,12 +88,12 @@ def _stages(asked: Asked) -> Iterable[Variant]:
     return [*whole[:3], *hybrid, whole[3]]
 
 
-def _schedules(asked: Asked) -> Iterable[Variant]:
+def _schedules(asked: PlanRequest) -> Iterable[Variant]:
     names = ("1f1b", "gpipe", *(("interleaved", "zero-bubble", "zbv") if asked.every else ()))
     return [(name, {"schedule": name}) for name in names]
 
 
-def _axes(asked: Asked) -> Iterable[Variant]:
+def _axes(asked: PlanRequest) -> Iterable[Variant]:
     for pp, tp in ((2, 1), (1, 2), (2, 2)) if asked.num_ranks > 2 else ():
         parts = {"dp": asked.num_ranks // (pp * tp), "tp": tp, "pp": pp}
         label = " x ".join(f"{name} {n}" for name, n in parts.items() if n > 1)
@@ -257,7 +257,7 @@ def find_record(name: str) -> Record | None:
 # Options
 
 
-class Option(NamedTuple):
+class StrategyOption(NamedTuple):
     """One that a strategy takes; `plane` is empty where it is the same on all of them."""
 
     key: str
@@ -270,7 +270,7 @@ class Option(NamedTuple):
         return f"{self.strategy} ({self.plane})" if self.plane else self.strategy
 
 
-def options_of(record: Record) -> Iterator[Option]:
+def options_of(record: Record) -> Iterator[StrategyOption]:
     by_plane = {plane: made.on(plane) for plane in record.planes if (made := record.options_on(plane)) is not None}
     for key in dict.fromkeys(key for fields in by_plane.values() for key in fields):
         fields = {plane: by_plane[plane][key] for plane in by_plane if key in by_plane[plane]}
@@ -278,13 +278,13 @@ def options_of(record: Record) -> Iterator[Option]:
         if len(different) == 1 and len(fields) == len(record.planes):
             fields = {"": fields[record.planes[0]]}
         for plane, field in fields.items():
-            yield Option(key, record.name, plane, field)
+            yield StrategyOption(key, record.name, plane, field)
 
 
 @functools.cache
-def built_in_options() -> Mapping[str, Sequence[Option]]:
+def built_in_options() -> Mapping[str, Sequence[StrategyOption]]:
     """Every option of the built-in strategies, with all who take it."""
-    found: dict[str, list[Option]] = {}
+    found: dict[str, list[StrategyOption]] = {}
     for record in BUILT_IN.values():
         for option in options_of(record):
             found.setdefault(option.key, []).append(option)
@@ -305,7 +305,7 @@ def written(field: FieldInfo) -> Any:
     return next((part.type for part in field.metadata if isinstance(part, Written)), kind) | None
 
 
-def describe_option(takers: Iterable[Option]) -> str:
+def describe_option(takers: Iterable[StrategyOption]) -> str:
     """`allreduce, fsdp: what it means for them. edp: what it means there`."""
     said: dict[str, list[str]] = {}
     for option in takers:

@@ -19,7 +19,7 @@ KeyPath = tuple[str | int, ...]
 MOST_NODES = 100_000  # of one document
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where something was said. `order` is the position of its source among all, so that problems can be sorted."""
 
     order: int
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 class Problem(NamedTuple):
     """One mistake of the user's: where, and what."""
 
-    place: Place
+    place: Location
     text: str
 
     def __str__(self) -> str:
@@ -41,14 +41,14 @@ class Problem(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Node:
+class ConfigNode:
     """A value, its place, and its dotted name as the user wrote it. Mappings and lists hold nodes."""
 
     value: Any
-    place: Place
+    place: Location
     name: str = ""
 
-    def children(self) -> Iterator[tuple[str, Node]]:
+    def children(self) -> Iterator[tuple[str, ConfigNode]]:
         """The entries of a mapping; nothing for any other value."""
         yield from self.value.items() if isinstance(self.value, dict) else ()
 
@@ -60,7 +60,7 @@ class Node:
             return [child.plain() for child in self.value]
         return self.value
 
-    def reach(self, path: KeyPath) -> tuple[KeyPath, Node]:
+    def reach(self, path: KeyPath) -> tuple[KeyPath, ConfigNode]:
         """As far along `path` as the tree goes: that part of it, and the node there. Steps that are no key are left out."""
         node, reached = self, []
         for key in path:
@@ -72,13 +72,13 @@ class Node:
                 reached.append(key)
         return tuple(reached), node
 
-    def find(self, path: KeyPath) -> Node | None:
+    def find(self, path: KeyPath) -> ConfigNode | None:
         """The node at `path`, if it is there."""
         reached, node = self.reach(path)
         return node if reached == path else None
 
 
-def merge(below: Node, above: Node) -> Node:
+def merge(below: ConfigNode, above: ConfigNode) -> ConfigNode:
     """Mappings merge, key by key; anything else replaces what was below."""
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         return above
@@ -88,20 +88,22 @@ def merge(below: Node, above: Node) -> Node:
     return dataclasses.replace(above, value=merged)
 
 
-def from_python(value: Any, *, place: Place, name: str) -> Node:
+def from_python(value: Any, *, place: Location, name: str) -> ConfigNode:
     """A tree of plain Python values, all at one place."""
     if isinstance(value, Mapping):
-        return Node({str(k): from_python(v, place=place, name=f"{name}.{k}") for k, v in value.items()}, place, name)
+        return ConfigNode(
+            {str(k): from_python(v, place=place, name=f"{name}.{k}") for k, v in value.items()}, place, name
+        )
     if isinstance(value, list | tuple):
-        return Node([from_python(v, place=place, name=f"{name}[{i}]") for i, v in enumerate(value)], place, name)
-    return Node(os.fspath(value) if isinstance(value, os.PathLike) else value, place, name)
+        return ConfigNode([from_python(v, place=place, name=f"{name}[{i}]") for i, v in enumerate(value)], place, name)
+    return ConfigNode(os.fspath(value) if isinstance(value, os.PathLike) else value, place, name)
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}
 
 
-class _Dumper(yaml.SafeDumper):
+class _ConfigDumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # what is read as a number is quoted when it is text
 
 
@@ -114,7 +116,7 @@ for _kind, _pattern, _first in (
     ("float", r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z", list("-+.")),
 ):
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(_pattern), _first)
-_Dumper.add_representer(tuple, _Dumper.represent_list)
+_ConfigDumper.add_representer(tuple, _ConfigDumper.represent_list)
 
 _SCALARS: dict[str, Callable[[str], Any]] = {
     _TAG + "null": lambda _: None,
@@ -127,13 +129,13 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 
 def to_yaml(value: Any) -> str:
     """YAML that `parse` reads back to the same value. Keys keep their order."""
-    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.dump(value, Dumper=_ConfigDumper, sort_keys=False, allow_unicode=True, width=120)
     if "\x85" in text:  # an old line break that PyYAML writes in a way it cannot read: escape everything
-        text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
+        text = yaml.dump(value, Dumper=_ConfigDumper, sort_keys=False, allow_unicode=False, width=120)
     return text
 
 
-def parse(text: str, *, place: Place, name: str = "") -> tuple[Node, list[Problem]]:
+def parse(text: str, *, place: Location, name: str = "") -> tuple[ConfigNode, list[Problem]]:
     """The tree of one YAML document, and what is wrong with it. An empty document is null."""
     try:
         loader = _Loader(text)
@@ -142,14 +144,14 @@ def parse(text: str, *, place: Place, name: str = "") -> tuple[Node, list[Proble
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        return Node(None, place, name), [_syntax_problem(error, text, place)]
+        return ConfigNode(None, place, name), [_syntax_problem(error, text, place)]
     except RecursionError:
-        return Node(None, place, name), [Problem(place, "this is nested too deep")]
+        return ConfigNode(None, place, name), [Problem(place, "this is nested too deep")]
     problems: list[Problem] = []
     if root is None:
-        return Node(None, place, name), problems
+        return ConfigNode(None, place, name), problems
     if _count(root) > MOST_NODES:
-        return Node(None, place, name), [Problem(place, f"more than {MOST_NODES} values, aliases filled in")]
+        return ConfigNode(None, place, name), [Problem(place, f"more than {MOST_NODES} values, aliases filled in")]
     return _build(root, place=place, name=name, problems=problems, above=frozenset()), problems
 
 
@@ -167,7 +169,7 @@ def _count(root: yaml.Node) -> int:
     return size(root)
 
 
-def _syntax_problem(error: yaml.YAMLError, text: str, place: Place) -> Problem:
+def _syntax_problem(error: yaml.YAMLError, text: str, place: Location) -> Problem:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         line, reason = error.problem_mark.line + 1, error.problem
         if "'\\t'" in str(reason):
@@ -179,15 +181,17 @@ def _syntax_problem(error: yaml.YAMLError, text: str, place: Place) -> Problem:
     return Problem(place._replace(line=line) if place.line else place, f"this is not YAML: {reason}")
 
 
-def _build(node: yaml.Node, *, place: Place, name: str, problems: list[Problem], above: frozenset[int]) -> Node:
+def _build(
+    node: yaml.Node, *, place: Location, name: str, problems: list[Problem], above: frozenset[int]
+) -> ConfigNode:
     """`above` holds the nodes we are inside of: an alias to one of them would never end."""
     if id(node) in above:
         problems.append(Problem(place, f"{name}: an alias may not contain itself"))
-        return Node(None, place, name)
+        return ConfigNode(None, place, name)
     above = above | {id(node)}
 
     if isinstance(node, yaml.MappingNode):
-        entries: dict[str, Node] = {}
+        entries: dict[str, ConfigNode] = {}
         for key_node, value_node in node.value:
             here = _at(place, key_node)
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
@@ -198,25 +202,25 @@ def _build(node: yaml.Node, *, place: Place, name: str, problems: list[Problem],
             if key in entries:
                 problems.append(Problem(here, f"{child_name}: given twice, here and at {entries[key].place}"))
             entries[key] = _build(value_node, place=here, name=child_name, problems=problems, above=above)
-        return Node(entries, place, name)
+        return ConfigNode(entries, place, name)
 
     if isinstance(node, yaml.SequenceNode):
         items = [
             _build(item, place=_at(place, item), name=f"{name}[{i}]", problems=problems, above=above)
             for i, item in enumerate(node.value)
         ]
-        return Node(items, place, name)
+        return ConfigNode(items, place, name)
 
     convert = _SCALARS.get(node.tag)
     try:
         if convert is None:
             raise ValueError(f"the tag {node.tag.replace(_TAG, '!!')} is not supported")
-        return Node(convert(node.value), place, name)
+        return ConfigNode(convert(node.value), place, name)
     except ValueError as error:
         problems.append(Problem(place, f"{name}: {error}"))
-        return Node(None, place, name)
+        return ConfigNode(None, place, name)
 
 
-def _at(place: Place, node: yaml.Node) -> Place:
+def _at(place: Location, node: yaml.Node) -> Location:
     """The line of a node, in a file; overrides have no lines."""
     return place._replace(line=node.start_mark.line + 1) if place.line else place

@@ -1,6 +1,6 @@
 """Where text comes from: a source for training and, where the data has its own, one for validation.
 
-A `Source` can be read again and again, in pieces, and knows the hash of its content, so that the tokens of a text
+A `TextSource` can be read again and again, in pieces, and knows the hash of its content, so that the tokens of a text
 that has not changed are found in the cache without reading it as text.
 """
 
@@ -58,7 +58,7 @@ ARCHIVES = {
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """One text. `total_bytes` is what reading it amounts to, for progress; None when unknown."""
 
     name: str
@@ -71,8 +71,8 @@ class Source:
 class Sources:
     """`validation` is None where a share of the training text is to be held out."""
 
-    train: Source
-    validation: Source | None
+    train: TextSource
+    validation: TextSource | None
 
 
 def find_sources(config: DataConfig, *, progress: Progress | None = None) -> Sources:
@@ -95,7 +95,7 @@ def find_sources(config: DataConfig, *, progress: Progress | None = None) -> Sou
     return _splits(train, val, lambda part, file: _files(f"{corpus} {part}", [file]))
 
 
-def _splits(train: Path | None, val: Path | None, source: Callable[[str, Path], Source]) -> Sources:
+def _splits(train: Path | None, val: Path | None, source: Callable[[str, Path], TextSource]) -> Sources:
     """With one of the two files alone, that file is all there is, and a share of it is held out."""
     if train is not None and val is not None:
         return Sources(source("train", train), source("validation", val))
@@ -107,7 +107,7 @@ def _splits(train: Path | None, val: Path | None, source: Callable[[str, Path], 
 # -- Text that every Python carries
 
 
-def _embedded() -> Source:
+def _embedded() -> TextSource:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -115,7 +115,7 @@ def _embedded() -> Source:
             "this Python comes without pydoc_data, the embedded text; set data.name=text and data.root to a text file"
         ) from error
     text = BETWEEN_FILES.join(topics[name] for name in sorted(topics)).encode()
-    return Source(
+    return TextSource(
         name="embedded text",
         chunks=lambda: text_chunks([text], place="pydoc_data.topics"),
         content_hash=lambda: hashlib.sha256(text).hexdigest(),
@@ -146,7 +146,7 @@ def _text_files(root: str | None) -> list[Path]:
     return [visible[name] for name in sorted(visible)]
 
 
-def _files(name: str, files: list[Path]) -> Source:
+def _files(name: str, files: list[Path]) -> TextSource:
     def chunks() -> Iterator[str]:
         for number, file in enumerate(files):
             if number:
@@ -154,7 +154,7 @@ def _files(name: str, files: list[Path]) -> Source:
             yield from file_chunks(file)
 
     size = sum(f.stat().st_size for f in files) + len(BETWEEN_FILES) * (len(files) - 1)
-    return Source(name=name, chunks=chunks, content_hash=lambda: hash_files(*files), total_bytes=size)
+    return TextSource(name=name, chunks=chunks, content_hash=lambda: hash_files(*files), total_bytes=size)
 
 
 def _find_split(
@@ -178,8 +178,8 @@ def _find_split(
 # -- SNLI: pairs of sentences
 
 
-def _snli(name: str, file: Path) -> Source:
-    return Source(
+def _snli(name: str, file: Path) -> TextSource:
+    return TextSource(
         name=name,
         chunks=lambda: text_chunks(_snli_lines(file), place=str(file)),
         content_hash=lambda: f"snli-lines-{hash_files(file)}",
@@ -238,7 +238,7 @@ def _hugging_face(config: DataConfig) -> Sources:
     )
 
 
-def _hugging_face_split(name: str, rows: Any) -> Source:
+def _hugging_face_split(name: str, rows: Any) -> TextSource:
     strings = [
         column
         for column, feature in rows.features.items()
@@ -254,7 +254,7 @@ def _hugging_face_split(name: str, rows: Any) -> Source:
 
     # The package keeps a fingerprint of a dataset's content for its own cache.
     identity = f"{column} {rows.num_rows} {rows._fingerprint}"
-    return Source(
+    return TextSource(
         name=name,
         chunks=lambda: text_chunks(blocks(), place=name),
         content_hash=lambda: f"hf-{identity}",

@@ -11,7 +11,7 @@ from smolcluster.data.cache import Progress, Tokens, cache_root, cached_tokens
 from smolcluster.data.dataset import TokenDataset
 from smolcluster.data.download import fetch
 from smolcluster.data.names import default_tokenizer
-from smolcluster.data.sources import Source, Sources, find_sources
+from smolcluster.data.sources import Sources, TextSource, find_sources
 from smolcluster.data.tokenizers import GPT2_NAMES, Tokenizer, find_gpt2_files, gpt2_cache_folder, load_tokenizer
 from smolcluster.errors import UserError
 
@@ -72,7 +72,7 @@ def _open_tokenizer(config: DataConfig, sources: Sources, *, progress: Progress 
     return load_tokenizer(name, root=root, text=whole_text, cache_dir=config.cache_dir)
 
 
-def _tokens(source: Source, tokenizer: Tokenizer, *, config: DataConfig, progress: Progress | None) -> Tokens:
+def _tokens(source: TextSource, tokenizer: Tokenizer, *, config: DataConfig, progress: Progress | None) -> Tokens:
     return cached_tokens(
         cache_root(config.cache_dir),
         source_hash=source.content_hash(),
@@ -81,7 +81,7 @@ def _tokens(source: Source, tokenizer: Tokenizer, *, config: DataConfig, progres
     )
 
 
-def _reporting(source: Source, progress: Progress | None) -> Callable[[], Iterator[str]]:
+def _reporting(source: TextSource, progress: Progress | None) -> Callable[[], Iterator[str]]:
     """The source's pieces, with progress as each one has been used."""
     if progress is None:
         return source.chunks

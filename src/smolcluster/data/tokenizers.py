@@ -36,7 +36,7 @@ class Tokenizer(Encoder, Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class Spelled(Encoder, Protocol):
+class BytewiseTokenizer(Encoder, Protocol):
     """A tokenizer whose every token is the same bytes wherever it stands: all here but Hugging Face's."""
 
     def token_bytes(self, token: int) -> bytes: ...

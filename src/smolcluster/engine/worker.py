@@ -17,7 +17,7 @@ import numpy as np
 from smolcluster.comm.group import Group, broadcast_tensors, gather_json
 from smolcluster.comm.mesh.backends import check_backend
 from smolcluster.comm.mesh.liveness import Watch
-from smolcluster.comm.mesh.rendezvous import Place, connect
+from smolcluster.comm.mesh.rendezvous import RankPlace, connect
 from smolcluster.comm.notes import Bulletin
 from smolcluster.compute.buffers import not_finite
 from smolcluster.config import public_dict
@@ -124,7 +124,7 @@ class Worker(Role):
 
     def _connect(self) -> None:
         spec = self.spec
-        place = Place(
+        place = RankPlace(
             rank=spec.rank,
             world_size=spec.world_size,
             local_rank=spec.local_rank,

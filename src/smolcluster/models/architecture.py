@@ -30,7 +30,7 @@ class Family:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class GGUFLayout:
     """How GGUF files hold a model of one `general.architecture`."""
 
     architecture: str
@@ -48,4 +48,4 @@ class Architecture:
     config: type[DecoderConfig]
     model: str  # module:class of an nn.Module that is made of such a config (protocols.py says what it offers)
     families: tuple[Family, ...]
-    layouts: tuple[Layout, ...]
+    layouts: tuple[GGUFLayout, ...]

@@ -36,7 +36,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from smolcluster.models.architecture import Architecture, Layout
+from smolcluster.models.architecture import Architecture, GGUFLayout
 from smolcluster.models.parts import cast, check_depth, check_shapes, part_of, their_names, their_shapes
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES, fields_of
@@ -317,7 +317,7 @@ def _place(found: list[Stored], *, begin: int, size: int, alignment: int) -> dic
 # The shape
 
 
-def _named(metadata: Mapping[str, Any]) -> tuple[Architecture, Layout]:
+def _named(metadata: Mapping[str, Any]) -> tuple[Architecture, GGUFLayout]:
     known = {layout.architecture: (one, layout) for one in ARCHITECTURES.values() for layout in one.layouts}
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in known:
@@ -326,7 +326,7 @@ def _named(metadata: Mapping[str, Any]) -> tuple[Architecture, Layout]:
 
 
 def _config(
-    architecture: Architecture, layout: Layout, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]
+    architecture: Architecture, layout: GGUFLayout, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]
 ) -> DecoderConfig:
     """The model that the header describes. Raises ValueError for what no decoder of ours can be."""
     if metadata.get("split.count", 0) not in (0, 1):

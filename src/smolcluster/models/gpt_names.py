@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smolcluster.models.architecture import Architecture, Family, Layout
+from smolcluster.models.architecture import Architecture, Family, GGUFLayout
 from smolcluster.models.gpt_config import GPTConfig
 
 GPT2_NAMES: dict[str, tuple[str, ...]] = {
@@ -142,8 +142,8 @@ GPT = Architecture(
         ),
     ),
     layouts=(
-        Layout(architecture="llama", names=LLAMA_GGUF, parts=LLAMA_PARTS, adjacent_pairs=True),
-        Layout(architecture="qwen2", names=LLAMA_GGUF, parts=LLAMA_PARTS | {"qkv_bias": True}),
-        Layout(architecture="gpt2", names=GPT2_GGUF, rotary=False),
+        GGUFLayout(architecture="llama", names=LLAMA_GGUF, parts=LLAMA_PARTS, adjacent_pairs=True),
+        GGUFLayout(architecture="qwen2", names=LLAMA_GGUF, parts=LLAMA_PARTS | {"qkv_bias": True}),
+        GGUFLayout(architecture="gpt2", names=GPT2_GGUF, rotary=False),
     ),
 )

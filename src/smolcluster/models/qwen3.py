@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from smolcluster.models.architecture import Architecture, Family, Layout
+from smolcluster.models.architecture import Architecture, Family, GGUFLayout
 from smolcluster.models.gpt_config import GPTConfig
 from smolcluster.models.gpt_names import LLAMA_DEFAULTS, LLAMA_GGUF, LLAMA_KEYS, LLAMA_NAMES, LLAMA_NO_WEIGHTS
 
@@ -59,7 +59,7 @@ QWEN3 = Architecture(
         ),
     ),
     layouts=(
-        Layout(
+        GGUFLayout(
             architecture="qwen3",
             names=LLAMA_GGUF | {f"blocks.N.attention.{part}_norm": (f"blk.N.attn_{part}_norm",) for part in "qk"},
         ),

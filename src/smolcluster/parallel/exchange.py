@@ -18,7 +18,7 @@ from smolcluster.compute.replica import Batch, Replica
 from smolcluster.parallel.owned_buckets import OwnedBuckets, rounded_to
 
 
-class Exchange:
+class GradientExchange:
     loss_weight = 1.0  # what the loss is multiplied by before backward
     copies = 1  # how many data shards hold the same gradients after `finish`
 

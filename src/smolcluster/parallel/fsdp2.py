@@ -15,10 +15,10 @@ from smolcluster.comm.group import Group
 from smolcluster.comm.mesh.scatter_sum import ScatterSum
 from smolcluster.compute.replica import Batch
 from smolcluster.errors import UserError
-from smolcluster.parallel.exchange import Exchange, everything_in
+from smolcluster.parallel.exchange import GradientExchange, everything_in
 
 
-class Sharded(Exchange):
+class Sharded(GradientExchange):
     """Stages 2 and 3: FSDP2, one group of parameters for each block of the model and one for the rest."""
 
     def __init__(

@@ -33,7 +33,7 @@ class OwnedSum(Combination):
         self._names = {p: n for n, p in replica.model.named_parameters()}
         self._home = torch.device("cpu")
         self._gradients: list[list[Tensor]] = []
-        self._slots: list[_Slot | None] = [None] * num_slots
+        self._slots: list[_OwnedSlot | None] = [None] * num_slots
         self._unfinished = False  # a step was taken, and the others' parameters have not all come
 
     # Views
@@ -76,7 +76,7 @@ class OwnedSum(Combination):
 
     def _make_room(self) -> None:
         n = self._group.size
-        self._slots = [_Slot(n, self._width, self._dtype, self._home) for _ in self._slots]
+        self._slots = [_OwnedSlot(n, self._width, self._dtype, self._home) for _ in self._slots]
         self._gradients = self._gradients or [
             [torch.zeros_like(p, device=self._home) for p in self._replica.parameters] for _ in self._slots
         ]
@@ -222,7 +222,7 @@ class OwnedSum(Combination):
         own = {self._names[self._replica.parameters[j]] for j in self._rows[self._group.rank]}
         return [name for name in names if name.split("/", 1)[1] in own]
 
-    def _slot(self, slot: int) -> _Slot:
+    def _slot(self, slot: int) -> _OwnedSlot:
         sums = self._slots[slot]
         assert sums is not None
         return sums
@@ -296,7 +296,7 @@ class EncodedOwnedSum(OwnedSum):
         self._unfinished = True
 
 
-class _Slot:
+class _OwnedSlot:
     """The sums of one step: `whole` goes in, `own` comes out, `ward` comes from the member before."""
 
     def __init__(self, members: int, width: int, dtype: torch.dtype, device: torch.device) -> None:

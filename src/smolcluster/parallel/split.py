@@ -86,15 +86,15 @@ def share_layers(
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCost:
     seconds: float  # forward and backward of a micro-batch
     weight_bytes: int
     kept_bytes: int  # between forward and backward
 
 
-def measure(task: Task, model: nn.Module, layers: Layers, part: Any, device: torch.device) -> list[Layer]:
+def measure(task: Task, model: nn.Module, layers: Layers, part: Any, device: torch.device) -> list[LayerCost]:
     """Layers that are built alike and take alike inputs are measured once. The model is left as it was."""
-    seen: dict[Any, tuple[Layer, tuple[Tensor, ...]]] = {}
+    seen: dict[Any, tuple[LayerCost, tuple[Tensor, ...]]] = {}
     found, held = [], inputs_of(task, part)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.train()
@@ -116,7 +116,7 @@ def measure(task: Task, model: nn.Module, layers: Layers, part: Any, device: tor
 
 def _measure_one(
     task: Task, stage: nn.Module, inputs: tuple[Tensor, ...], part: Any, device: torch.device
-) -> tuple[Layer, tuple[Tensor, ...]]:
+) -> tuple[LayerCost, tuple[Tensor, ...]]:
     """`part`: the batch that the loss is taken of, behind the last layer."""
     inputs = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in inputs)
     parameters = [p for p in stage.parameters() if p.requires_grad]
@@ -143,7 +143,7 @@ def _measure_one(
             torch.autograd.grad(results, sources, [torch.ones_like(t) for t in results], allow_unused=True)
         synchronize(device)
         times.append(time.perf_counter() - began)
-    layer = Layer(sorted(times[1:])[REPEATS // 2], sum(p.nbytes for p in parameters), sum(kept.values()))
+    layer = LayerCost(sorted(times[1:])[REPEATS // 2], sum(p.nbytes for p in parameters), sum(kept.values()))
     return layer, tuple(t.detach() for t in outputs)
 
 

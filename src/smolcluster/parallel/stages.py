@@ -141,7 +141,7 @@ class Children(Layers):
         return part
 
 
-class Told(Layers):
+class DeclaredLayers(Layers):
     def __init__(self, model: Pipelined) -> None:
         self.count = model.num_layers
 
@@ -155,7 +155,7 @@ def layers_of(model: nn.Module) -> Layers | None:
     if isinstance(model, nn.Sequential):
         return Children(model)
     if isinstance(model, Pipelined):
-        return Told(model)
+        return DeclaredLayers(model)
     return None
 
 

@@ -163,7 +163,7 @@ class Segment(nn.Module):
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-class Chain(Layers):
+class TracedLayers(Layers):
     """The layers of a traced model."""
 
     def __init__(self, graphs: dict[bool, fx.Graph], cuts: Sequence[int]) -> None:
@@ -234,7 +234,7 @@ def _travels(node: fx.Node, num_samples: int) -> bool:
     return value.requires_grad and value.is_floating_point() and len(value) == num_samples
 
 
-def trace_layers(task: Task, example: Callable[[int], Any], *, at_least: int) -> Chain:
+def trace_layers(task: Task, example: Callable[[int], Any], *, at_least: int) -> TracedLayers:
     """The task's model as a chain. `example` gives a batch of so many samples."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = task.model()
@@ -254,7 +254,7 @@ def trace_layers(task: Task, example: Callable[[int], Any], *, at_least: int) ->
         raise _refusal(model, "it takes other steps in training than else")
     graphs = {True: learning, False: still}
     cuts = find_cuts(learning, model, 2, at_least=at_least)
-    chain = Chain(graphs, cuts)
+    chain = TracedLayers(graphs, cuts)
     whole = chain.stage(model, range(chain.count), first=True, last=True)
     unused = model.state_dict().keys() - whole.state_dict().keys()
     if unused:

@@ -7,7 +7,7 @@ from typing import Any
 
 from smolcluster.config import strategies
 from smolcluster.config.schema import Config
-from smolcluster.config.strategies import BUILT_IN, Asked, Record, all_records
+from smolcluster.config.strategies import BUILT_IN, PlanRequest, Record, all_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ def choices(num_ranks: int, *, every: bool = False) -> list[Choice]:
     return [
         Choice(label=_label(record, plane, variant), strategy=record.name, options=dict(options), plane=plane)
         for record, plane in rows
-        for variant, options in record.variants(Asked(plane=plane, num_ranks=num_ranks, every=every))
+        for variant, options in record.variants(PlanRequest(plane=plane, num_ranks=num_ranks, every=every))
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from smolcluster.comm.mesh.backends import Wish, agree, check_backend, gpu_for_nccl
+from smolcluster.comm.mesh.backends import BackendRequest, agree, check_backend, gpu_for_nccl
 from smolcluster.compute.device import choose_device
 from smolcluster.config import dump
 from smolcluster.config.schema import Config
@@ -17,7 +17,7 @@ from smolcluster.errors import UserError
 from smolcluster.observe.text import size
 from smolcluster.planner.candidates import as_configured
 from smolcluster.planner.forecast import SeatMemory, Subject, forecast, limit_per_rank, nodes_of
-from smolcluster.planner.memory_estimate import Way, samples_per_step
+from smolcluster.planner.memory_estimate import Activations, samples_per_step
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
@@ -52,7 +52,8 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
     else:
         check_backend(backend)
         gpus = [gpu_for_nccl(choose_device(config.training.device, local_rank=rank)) for rank in range(workers)]
-        how = f"backend {agree([Wish(host=n.machine, named=backend, gpu=g) for n, g in zip(nodes, gpus, strict=True)])}"
+        wanted = [BackendRequest(host=n.machine, named=backend, gpu=g) for n, g in zip(nodes, gpus, strict=True)]
+        how = f"backend {agree(wanted)}"
     server = " and a server" if any(s.role == "server" for s in seats) else ""
     lines.append(f"# strategy {config.strategy.name} on {workers} worker(s){server}, device {device}, {how}")
     shown = [axis for axis in ("pp", "cp", "tp") if axis != "cp" or any(s.coords.get("cp") for s in seats)]
@@ -77,7 +78,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
 
 def describe_memory(subject: Subject, plane: str) -> list[str]:
     """What each seat would hold at the most, and whether there is room for it."""
-    way = Way(checkpointing=subject.config.training.gradient_checkpointing)
+    way = Activations(checkpointing=subject.config.training.gradient_checkpointing)
     seen = forecast(subject, as_configured(subject.config, plane), ways=[way], every_seat=True)
     if seen.cannot:
         raise UserError(seen.cannot)
@@ -88,7 +89,7 @@ def describe_memory(subject: Subject, plane: str) -> list[str]:
     return lines
 
 
-def _seat(seat: SeatMemory, way: Way) -> str:
+def _seat(seat: SeatMemory, way: Activations) -> str:
     who = "server" if seat.role == "server" else f"rank{'s' * (len(seat.ranks) > 1)} {ranges(seat.ranks)}"
     peak = seat.ways.get(way)
     held = seat.states if peak is None else peak.each

@@ -28,7 +28,7 @@ from smolcluster.config.schema import Config, StrategyConfig
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.planner.candidates import ALONE, Choice
 from smolcluster.planner.forecast import Ask, Forecast, Subject, forecast, rehearse_rank
-from smolcluster.planner.memory_estimate import CannotRehearse, Rehearsed, Way
+from smolcluster.planner.memory_estimate import Activations, CannotRehearse, Rehearsed
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.find import find_task
 
@@ -41,7 +41,7 @@ FEW = 3  # rehearsals that are done sooner here than a process starts
 def forecast_all(
     subject: Subject,
     asked: Sequence[Choice],
-    ways: Sequence[Way],
+    ways: Sequence[Activations],
     *,
     told: Callable[[str, int, int], None] | None = None,
     processes: int | None = None,
@@ -63,7 +63,7 @@ def forecast_all(
                 told(choice.label, done, len(asked))
         return made
 
-    def once(ask: Ask, choice: Choice, rank: int, some: Sequence[Way]) -> Rehearsed:
+    def once(ask: Ask, choice: Choice, rank: int, some: Sequence[Activations]) -> Rehearsed:
         if choice != ALONE:
             return ask(choice, rank, some)
         with waits:
@@ -112,7 +112,7 @@ def _child(subject: Subject) -> Iterator[Ask]:
     assert process.stderr is not None
     tell, hear, words = process.stdin, process.stdout, process.stderr
 
-    def ask(choice: Choice, rank: int, ways: Sequence[Way]) -> Rehearsed:
+    def ask(choice: Choice, rank: int, ways: Sequence[Activations]) -> Rehearsed:
         _write(tell, {"choice": dataclasses.asdict(choice), "rank": rank, "ways": list(ways)})
         line = hear.readline()
         if not line:
@@ -149,7 +149,10 @@ def to_plain(seen: Rehearsed) -> dict[str, Any]:
 
 
 def from_plain(said: dict[str, Any]) -> Rehearsed:
-    ways = {Way(*map(bool, way)): Peak(at=Held(**peak["at"]), each=Held(**peak["each"])) for way, peak in said["ways"]}
+    ways = {
+        Activations(*map(bool, way)): Peak(at=Held(**peak["at"]), each=Held(**peak["each"]))
+        for way, peak in said["ways"]
+    }
     return Rehearsed(start=int(said["start"]), states=Held(**said["states"]), ways=ways)
 
 
@@ -164,7 +167,7 @@ def main() -> None:
     subject = Subject.open(config, find_task(config), num_ranks=first["ranks"], device=device)
     for line in orders:
         order = json.loads(line)
-        ways = [Way(*way) for way in order["ways"]]
+        ways = [Activations(*way) for way in order["ways"]]
         try:
             answer = to_plain(rehearse_rank(subject, Choice(**order["choice"]), order["rank"], ways))
         except UserError as error:

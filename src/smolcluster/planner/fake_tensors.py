@@ -38,7 +38,7 @@ class NoMemory(Ledger):  # type: ignore[no-untyped-call]
         )
 
 
-class _Output(NamedTuple):
+class _FakeOutput(NamedTuple):
     """The metadata of a tensor that an operation returns."""
 
     alias: int  # the argument whose storage it shares; -1: none
@@ -50,7 +50,7 @@ class _Output(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: FakeTensor, arguments: Sequence[FakeTensor]) -> _Output:
+    def of(cls, tensor: FakeTensor, arguments: Sequence[FakeTensor]) -> _FakeOutput:
         storages = [_storage(argument) for argument in arguments]
         alias = storages.index(_storage(tensor)) if _storage(tensor) in storages else -1
         is_argument = alias >= 0 and arguments[alias] is tensor
@@ -76,7 +76,7 @@ class Answers:
     _UNCACHED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[type, list[_Output | None]]] = {}
+        self._known: dict[Hashable, tuple[type, list[_FakeOutput | None]]] = {}
         self._cacheable: dict[Any, bool] = {}
 
     def find(self, fake: Any, func: Any, args: Any, kwargs: Any, ask: Callable[[], Any]) -> Any:
@@ -98,7 +98,7 @@ class Answers:
             and len(set(map(_storage, tensors))) == len(tensors)  # else it is not clear which of them a result shares
             and key == _key(func, args, kwargs, [], fake)  # `out` may have been resized
         ):
-            self._known[key] = (type(result), [None if o is None else _Output.of(o, tensors) for o in outputs])
+            self._known[key] = (type(result), [None if o is None else _FakeOutput.of(o, tensors) for o in outputs])
         return result
 
 

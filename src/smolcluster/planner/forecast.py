@@ -26,12 +26,12 @@ from smolcluster.engine.elastic.journal import disk_bound
 from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Cost, Node, Seat, Shape
 from smolcluster.planner.candidates import ALONE, Choice
-from smolcluster.planner.memory_estimate import CannotRehearse, Rehearsed, Scene, Way, rehearse
+from smolcluster.planner.memory_estimate import Activations, CannotRehearse, Rehearsed, Scene, rehearse
 from smolcluster.strategies.registry import find_strategy, read_options
 from smolcluster.tasks.base import Task
 
-WAYS = (Way(), Way(True, False), Way(False, True))
-Ask = Callable[[Choice, int, Sequence[Way]], Rehearsed]
+WAYS = (Activations(), Activations(True, False), Activations(False, True))
+Ask = Callable[[Choice, int, Sequence[Activations]], Rehearsed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class SeatMemory:
     ranks: list[int]
     role: str
     states: Held  # the most of each kind at any moment
-    ways: dict[Way, Peak]  # empty: not rehearsed
+    ways: dict[Activations, Peak]  # empty: not rehearsed
     start: int = 0  # the most while the model is built and cut up
     note: str = ""  # what is not rehearsed here, and why
     journal_step: int = 0  # bytes that a server writes to its disk in every step
     journal_most: int = 0  # bytes that its journal takes there
 
-    def peak(self, way: Way) -> int:
+    def peak(self, way: Activations) -> int:
         """The most bytes: of a step, or of setting up."""
         step = self.ways[way].at.total if way in self.ways else self.states.total
         return max(step, self.start)
@@ -59,33 +59,33 @@ class Forecast:
     seats: list[SeatMemory] = field(default_factory=list)
     cannot: str = ""  # why it cannot run
 
-    def peak(self, way: Way) -> int:
+    def peak(self, way: Activations) -> int:
         """Of the worker that needs most."""
         return max((seat.peak(way) for seat in self.seats if seat.role == "worker"), default=0)
 
-    def worst(self, way: Way) -> SeatMemory:
+    def worst(self, way: Activations) -> SeatMemory:
         return max((s for s in self.seats if s.role == "worker"), key=lambda seat: seat.peak(way))
 
     @property
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[Activations]:
         return list(self.seats[0].ways) if self.seats else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     parameters: int
     ranks: int
     device: str
     limit: int  # bytes that the tensors of one rank may take
     limit_said: str  # where that number comes from
-    configured: Way
+    configured: Activations
     rows: list[Forecast]
 
-    def fits(self, row: Forecast, way: Way) -> bool:
+    def fits(self, row: Forecast, way: Activations) -> bool:
         return bool(row.seats) and all(seat.peak(way) <= self.limit for seat in row.seats)
 
     @property
-    def recommended(self) -> tuple[Forecast, Way] | None:
+    def recommended(self) -> tuple[Forecast, Activations] | None:
         """The first of the list that fits, as configured or, if none does, with checkpointing."""
         for way in (self.configured, self.configured._replace(checkpointing=True)):
             for row in self.rows:
@@ -157,7 +157,7 @@ def forecast(
     subject: Subject,
     choice: Choice,
     *,
-    ways: Sequence[Way],
+    ways: Sequence[Activations],
     every_seat: bool = False,
     ask: Ask | None = None,
 ) -> Forecast:
@@ -172,7 +172,7 @@ def forecast(
         return Forecast(choice=choice, cannot=str(error))
 
 
-def rehearse_rank(subject: Subject, choice: Choice, rank: int, ways: Sequence[Way]) -> Rehearsed:
+def rehearse_rank(subject: Subject, choice: Choice, rank: int, ways: Sequence[Activations]) -> Rehearsed:
     scene = subject.scene(choice)
     return rehearse(scene, rank=rank, part=subject.part(subject.nodes[rank].batch_size), ways=ways)
 
@@ -180,7 +180,7 @@ def rehearse_rank(subject: Subject, choice: Choice, rank: int, ways: Sequence[Wa
 def _mesh_seats(
     choice: Choice,
     scene: Scene,
-    ways: Sequence[Way],
+    ways: Sequence[Activations],
     ask: Ask,
     every_seat: bool,
 ) -> list[SeatMemory]:
@@ -217,7 +217,7 @@ def alike_seats(scene: Scene, *, every_seat: bool) -> list[list[Seat]]:
 def _elastic_seats(
     subject: Subject,
     scene: Scene,
-    ways: Sequence[Way],
+    ways: Sequence[Activations],
     ask: Ask,
 ) -> list[SeatMemory]:
     """The formula, and the activations of a worker that is alone."""
@@ -289,14 +289,14 @@ def make_plan(
     asked: Sequence[Choice],
     *,
     limit: int | None = None,
-    rows: Callable[[Sequence[Choice], Sequence[Way]], list[Forecast]] | None = None,
-) -> Plan:
+    rows: Callable[[Sequence[Choice], Sequence[Activations]], list[Forecast]] | None = None,
+) -> MemoryPlan:
     """`rows` makes the forecasts, by default here and one after the other."""
-    configured = Way(checkpointing=subject.config.training.gradient_checkpointing)
+    configured = Activations(checkpointing=subject.config.training.gradient_checkpointing)
     ways = [configured, *(way for way in WAYS if way != configured)]
     there, words = limit_per_rank(subject.device, len(subject.nodes), limit)
     made = rows(asked, ways) if rows else [forecast(subject, choice, ways=ways) for choice in asked]
-    return Plan(
+    return MemoryPlan(
         parameters=subject.shape.parameters,
         ranks=len(subject.nodes),
         device=str(subject.device),

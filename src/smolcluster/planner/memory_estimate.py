@@ -45,7 +45,7 @@ class CannotRehearse(SmolclusterError):
     """The code of this model or strategy needs values, not only shapes."""
 
 
-class Way(NamedTuple):
+class Activations(NamedTuple):
     """How activations come about."""
 
     checkpointing: bool = False  # recomputed in backward, where the model offers it
@@ -60,7 +60,7 @@ class Way(NamedTuple):
 class Rehearsed:
     start: int  # the most bytes while the model was built and cut up
     states: Held  # at the end of a step, when its gradients are complete and nothing else is there
-    ways: dict[Way, Peak]  # of a step, when the optimizer has its state
+    ways: dict[Activations, Peak]  # of a step, when the optimizer has its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Scene:
     device: torch.device
 
 
-def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Way]) -> Rehearsed:
+def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Activations]) -> Rehearsed:
     """What this rank holds. `part` is one of its micro-batches; its values do not matter."""
     size = len(scene.nodes)
     import torch.distributed._tools.fake_collectives  # noqa: F401 - teaches collectives to work on fake tensors
@@ -110,7 +110,7 @@ def rehearse(scene: Scene, *, rank: int, part: Any, ways: Sequence[Way]) -> Rehe
             raise CannotRehearse(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
 
 
-def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequence[Way]) -> Rehearsed:
+def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequence[Activations]) -> Rehearsed:
     part = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=scene.device), part)
     parts = [part] * min(2, context.config.training.grad_accumulation)  # a third would be as the second
     strategy = scene.strategy(scene.options, context)
@@ -121,7 +121,12 @@ def _run(scene: Scene, context: Context, ledger: Ledger, part: Any, ways: Sequen
 
 
 def perform(
-    strategy: Strategy[Options], ledger: Ledger, parts: Sequence[Any], ways: Sequence[Way], *, warm: bool = False
+    strategy: Strategy[Options],
+    ledger: Ledger,
+    parts: Sequence[Any],
+    ways: Sequence[Activations],
+    *,
+    warm: bool = False,
 ) -> Rehearsed:
     """A step for each way, of a strategy that was set up while `ledger` was open. The tensors may as well be real.
 
@@ -130,7 +135,7 @@ def perform(
     start = ledger.peak().at.total
     states = States(strategy.replica.model, strategy.replica.optimizer, ledger)
     offers = any(isinstance(module, Recomputable) for module in strategy.replica.model.modules())
-    found: dict[Way, Peak] = {}
+    found: dict[Activations, Peak] = {}
     for number, way in enumerate([*ways[: int(warm)], *ways]):
         if (way.checkpointing and not offers) or (way.plain_attention and number > 0 and not ledger.attention):
             continue
@@ -176,7 +181,7 @@ class States:
 
 
 @contextmanager
-def _in_this_way(model: nn.Module, way: Way) -> Iterator[None]:
+def _in_this_way(model: nn.Module, way: Activations) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, Recomputable):
             module.gradient_checkpointing = way.checkpointing

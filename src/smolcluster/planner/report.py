@@ -12,8 +12,8 @@ from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name, record_of
 from smolcluster.planner.candidates import Choice, as_configured, choices
 from smolcluster.planner.estimate_pool import forecast_all
-from smolcluster.planner.forecast import Forecast, Plan, SeatMemory, Subject, make_plan
-from smolcluster.planner.memory_estimate import Way
+from smolcluster.planner.forecast import Forecast, MemoryPlan, SeatMemory, Subject, make_plan
+from smolcluster.planner.memory_estimate import Activations
 from smolcluster.tasks.find import find_task
 
 
@@ -49,7 +49,7 @@ def choose(config: Config, *, ranks: int, plane: str, only: Sequence[str]) -> li
 # As plain values
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
+def to_dict(plan: MemoryPlan) -> dict[str, Any]:
     best = plan.recommended
     return {
         "parameters": plan.parameters,
@@ -63,7 +63,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row(plan: Plan, row: Forecast) -> dict[str, Any]:
+def _row(plan: MemoryPlan, row: Forecast) -> dict[str, Any]:
     choice, way = row.choice, plan.configured
     found: dict[str, Any] = {
         "name": choice.label,
@@ -85,7 +85,7 @@ def _row(plan: Plan, row: Forecast) -> dict[str, Any]:
     }
 
 
-def _seat(seat: SeatMemory, configured: Way) -> dict[str, Any]:
+def _seat(seat: SeatMemory, configured: Activations) -> dict[str, Any]:
     held = seat.states
     return {
         "ranks": seat.ranks,
@@ -110,7 +110,7 @@ def _seat(seat: SeatMemory, configured: Way) -> dict[str, Any]:
     }
 
 
-def _advice(row: Forecast, way: Way) -> dict[str, Any]:
+def _advice(row: Forecast, way: Activations) -> dict[str, Any]:
     choice = row.choice
     flags = [f"--strategy {choice.strategy}"]
     if choice.plane == "elastic" and record_of(choice.strategy).planes[0] != "elastic":

@@ -39,7 +39,7 @@ from smolcluster.compute.precision import DTYPES
 from smolcluster.config.options import FSDPOptions, ShardOptions
 from smolcluster.errors import UserError
 from smolcluster.parallel.axes import Axes, divisors, ranks_per_machine
-from smolcluster.parallel.exchange import Exchange
+from smolcluster.parallel.exchange import GradientExchange
 from smolcluster.parallel.fsdp2 import Sharded
 from smolcluster.parallel.owned_buckets import OwnedBuckets
 from smolcluster.parallel.zero import Zero, zero_of
@@ -54,7 +54,7 @@ class ShardedFSDP(Parallel[FSDPOptions]):
     def axes(cls, options: FSDPOptions, hosts: Sequence[str]) -> Axes:
         return cut_up(Axes(shards=len(hosts)), options, hosts, "{} workers")
 
-    def make_exchange(self) -> Exchange:
+    def make_exchange(self) -> GradientExchange:
         return make_exchange(self)
 
     @classmethod
@@ -73,12 +73,12 @@ def cut_up(axes: Axes, options: ShardOptions, hosts: Sequence[str], what: str) -
     return replace(axes, replicas=data // shards, shards=shards)
 
 
-def make_exchange(strategy: Parallel[ShardT]) -> Exchange:
+def make_exchange(strategy: Parallel[ShardT]) -> GradientExchange:
     """What `fsdp_stage` says, along the data axis."""
     options = strategy.options
     axes, group, weight, mesh = strategy.mesh_axes, strategy.data, strategy.weight, strategy.mesh
     if axes.data == 1:
-        return Exchange(weight, group)
+        return GradientExchange(weight, group)
     context = strategy.context
     if options.shard_size == "node" and context.seat.rank == 0:
         where = "inside a machine, replicated across machines"
@@ -89,10 +89,12 @@ def make_exchange(strategy: Parallel[ShardT]) -> Exchange:
         context.tell(f"HYBRID_SHARD: cut up {where}; {axes.replicas} x {axes.shards}")
     bucket_bytes = int(options.bucket_mb * 2**20)
     if options.fsdp_stage == 0 or axes.shards == 1:
-        return Exchange(weight, group, lambda r: BucketSum(r.parameters, group, bucket_bytes=bucket_bytes, num_slots=1))
+        return GradientExchange(
+            weight, group, lambda r: BucketSum(r.parameters, group, bucket_bytes=bucket_bytes, num_slots=1)
+        )
     if options.fsdp_stage == 1:
         lower = rounded_by_owners(context, options, axes)
-        return Exchange(
+        return GradientExchange(
             weight, group, lambda r: OwnedBuckets(r, group, bucket_bytes=bucket_bytes, lower=lower), lower=lower
         )
     assert mesh is not None

@@ -23,7 +23,7 @@ from torch import nn
 from smolcluster.config.options import MeshOptions
 from smolcluster.errors import UserError
 from smolcluster.parallel.axes import Axes, divisors
-from smolcluster.parallel.exchange import Exchange
+from smolcluster.parallel.exchange import GradientExchange
 from smolcluster.parallel.pipe import Pipe, check_schedule, parts_of_ranks
 from smolcluster.parallel.placement import Node
 from smolcluster.parallel.stages import Shapes, holders, num_microbatches
@@ -76,7 +76,7 @@ class Mesh(Parallel[MeshOptions]):
     def share_out(self, model: nn.Module) -> Fusions | None:
         return share_out(self, model)
 
-    def make_exchange(self) -> Exchange:
+    def make_exchange(self) -> GradientExchange:
         return make_exchange(self)
 
     @classmethod

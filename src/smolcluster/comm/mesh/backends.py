@@ -12,7 +12,7 @@ from smolcluster.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class BackendRequest:
     """What one rank reports before a backend is chosen."""
 
     host: str
@@ -42,7 +42,7 @@ def gpu_for_nccl(device: torch.device) -> str | None:
     return f"{kind} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def agree(wishes: Sequence[Wish]) -> str:
+def agree(wishes: Sequence[BackendRequest]) -> str:
     """The backend of a world, from what its ranks say, in their order. All of them come to the same, or to the same mistake.
 
     Some may have named one, and it holds for all. Otherwise it is NCCL where each rank has a GPU of its own, all of one kind.
@@ -61,7 +61,7 @@ def agree(wishes: Sequence[Wish]) -> str:
     return named or ("gloo" if obstacle is not None else "nccl")
 
 
-def _no_nccl(wishes: Sequence[Wish]) -> str | None:
+def _no_nccl(wishes: Sequence[BackendRequest]) -> str | None:
     """Why these ranks cannot use NCCL."""
     owners: dict[str, int] = {}
     for rank, wish in enumerate(wishes):

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from smolcluster.comm.addresses import is_address, is_loopback, reach
 from smolcluster.comm.group import Group, PeerLost
 from smolcluster.comm.memory_group import MemoryGroup
-from smolcluster.comm.mesh.backends import Wish, agree, gpu_for_nccl
+from smolcluster.comm.mesh.backends import BackendRequest, agree, gpu_for_nccl
 from smolcluster.comm.mesh.torch_group import TorchGroup
 from smolcluster.errors import UserError
 
@@ -53,7 +53,7 @@ _LIBUV_TAKES_A_SOCKET = tuple(map(int, torch.__version__.split(".")[:2])) >= (2,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where a process stands in a fixed world. `master_port` 0: rank 0 takes any free port and tells it by `announce`."""
 
     rank: int = 0
@@ -66,7 +66,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signature(Wish):
+class Signature(BackendRequest):
     """What a rank leaves in the store for all the others."""
 
     said: dict[str, str]  # must be the same for all
@@ -74,7 +74,7 @@ class Signature(Wish):
 
 
 def connect(
-    place: Place,
+    place: RankPlace,
     *,
     device: torch.device,
     backend: str | None = None,
@@ -118,7 +118,7 @@ def connect(
     return TorchGroup(world, device=device, met_at=(opened.host, opened.port))
 
 
-def _wait_for_rank_0(place: Place, stop_requested: Callable[[], bool]) -> None:
+def _wait_for_rank_0(place: RankPlace, stop_requested: Callable[[], bool]) -> None:
     """Wait until rank 0 listens. The store's own waiting can be neither interrupted nor reported in a sentence."""
     where = f"{place.master_addr}:{place.master_port}"
     began, told = time.monotonic(), False
@@ -143,7 +143,7 @@ def _leave_if(stop_requested: Callable[[], bool]) -> None:
         raise PeerLost("interrupted while waiting for the others")
 
 
-def _look_up(place: Place, stop_requested: Callable[[], bool] = lambda: False) -> None:
+def _look_up(place: RankPlace, stop_requested: Callable[[], bool] = lambda: False) -> None:
     """A name that nobody knows gets a sentence of its own. One may become known while machines start."""
     host, until, told = place.master_addr, time.monotonic() + place.join_timeout_s, False
     while True:
@@ -164,7 +164,7 @@ def _look_up(place: Place, stop_requested: Callable[[], bool] = lambda: False) -
         time.sleep(1.0)
 
 
-def _open_store(place: Place) -> TCPStore:
+def _open_store(place: RankPlace) -> TCPStore:
     """Rank 0 listens, the others connect and retry until it does."""
     host = "127.0.0.1" if place.master_addr == "localhost" else place.master_addr  # one address for all, not also ::1
     where = f"{place.master_addr}:{place.master_port}"
@@ -197,7 +197,7 @@ def _of_this_attempt(store: TCPStore) -> Store:
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _wait_for_all(store: Store, place: Place, me: Signature, stop_requested: Callable[[], bool]) -> list[Signature]:
+def _wait_for_all(store: Store, place: RankPlace, me: Signature, stop_requested: Callable[[], bool]) -> list[Signature]:
     """Every rank signs in, so that those that do not come can be named. Returns what each has signed.
 
     When all are there rank 0 makes a roll of them, and a process that is not on it had come with another's number. One that is
@@ -247,11 +247,11 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def _said(place: Place) -> dict[str, str]:
+def _said(place: RankPlace) -> dict[str, str]:
     return {"world size": str(place.world_size)}
 
 
-def _checked(signed: Sequence[Signature], store: Store, place: Place) -> str:
+def _checked(signed: Sequence[Signature], store: Store, place: RankPlace) -> str:
     """The backend that all agree on. A mistake shows before anything is exchanged: another version may compute otherwise."""
     try:
         for rank, theirs in enumerate(signed):
@@ -268,7 +268,7 @@ def _checked(signed: Sequence[Signature], store: Store, place: Place) -> str:
         raise
 
 
-def _leave_together(store: Store, place: Place, ranks: Iterable[int]) -> None:
+def _leave_together(store: Store, place: RankPlace, ranks: Iterable[int]) -> None:
     """The store goes with rank 0, which waits until these have read what they need."""
     store.set(f"read/{place.rank}", "")
     if place.rank == 0:

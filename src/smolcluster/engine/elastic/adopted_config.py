@@ -43,7 +43,7 @@ OWN_TO_A_MEMBER = OWN_TO_A_HOST | {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ServerPlan:
     """The server's answer to ASK."""
 
     run: str
@@ -51,7 +51,7 @@ class Plan:
     config: Mapping[str, Any]
 
 
-def read_plan(meta: Mapping[str, Any]) -> Plan:
+def read_plan(meta: Mapping[str, Any]) -> ServerPlan:
     """Raise ValueError for a message that is no plan."""
     run, steps, config = meta.get("run"), meta.get("total_steps"), meta.get("config")
     if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
@@ -67,7 +67,7 @@ def read_plan(meta: Mapping[str, Any]) -> Plan:
         if unknown:
             key = f"{name}.{unknown[0]}"
             raise ValueError(f"this version knows no key {key!r:.60}; install the same version on both machines")
-    return Plan(run=run, total_steps=steps, config=config)
+    return ServerPlan(run=run, total_steps=steps, config=config)
 
 
 # The allow-list
@@ -117,8 +117,8 @@ def adopt(
 ) -> Config:
     """The configuration that this worker runs with.
 
-    `theirs` is what the server sent (`Plan.config`), `own` the worker's own configuration if it has one, `given` its flags and
-    overrides by dotted name, `strategy` what it was started for. Raises UserError for what the owner has not allowed.
+    `theirs` is what the server sent (`ServerPlan.config`), `own` the worker's configuration if it has one, `given` its flags
+    and overrides by dotted name, `strategy` what it was started for. Raises UserError for what the owner has not allowed.
     """
     if own is not None:
         first_is = f"the server at {server}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.engine.elastic.parameter_server import ParameterServer, Push
 from smolcluster.strategies.base import Context
@@ -34,19 +34,19 @@ class AsynchronousServer(ParameterServer):
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             self._welcome()
             event = self._roster.get(0.1)
-            if isinstance(event, Gone):
+            if isinstance(event, MemberGone):
                 self._gone(event)
                 self._waiting = {key: push for key, push in self._waiting.items() if push.member is not event.member}
                 self._samples = sum(push.samples for push in self._waiting.values())
-            elif isinstance(event, Said) and event.message.kind is Kind.PULL:
+            elif isinstance(event, MemberMessage) and event.message.kind is Kind.PULL:
                 self._send_weights(event.member)
-            elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
+            elif isinstance(event, MemberMessage) and event.message.kind is Kind.PUSH:
                 self._answer(event)
             if self._enough():
                 self._update(list(self._waiting.values()))
                 self._waiting, self._samples = {}, 0
 
-    def _answer(self, said: Said) -> None:
+    def _answer(self, said: MemberMessage) -> None:
         """Take a push or refuse it; either way its worker gets the next lease."""
         member, step, refused = said.member, said.message.step, self.stale_rejected
         if (member, step) in self._waiting:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.membership.proofs import PairKeys
-from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.membership.verdict import Complaint, Strikes, is_lone, verdict
-from smolcluster.comm.elastic.membership.view import Member as Seated
 from smolcluster.comm.elastic.membership.view import View
+from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.frames import shared
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.buffers import not_finite
@@ -162,9 +162,9 @@ class Coordinator(ServerSide):
 
     def _listen(self) -> None:
         event = self._roster.get(0.1)
-        if isinstance(event, Gone):
+        if isinstance(event, MemberGone):
             self._lose(event.member)
-        elif isinstance(event, Said):
+        elif isinstance(event, MemberMessage):
             member, message = event.member, event.message
             if message.kind is Kind.STATE and "share" in message.meta:
                 if (objection := self._followers.take(member, message)) is not None:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _Evaluation:
     step: int
     weights: Mapping[str, Tensor]
     then: Callable[[dict[str, float]], None]
@@ -41,8 +41,8 @@ class Referee:
         self._model = copy.deepcopy(model).to(device)
         self._task, self._data, self._device = task, data, device
         self._changed = threading.Condition()
-        self._waiting: _Job | None = None
-        self._replaced: list[_Job] = []
+        self._waiting: _Evaluation | None = None
+        self._replaced: list[_Evaluation] = []
         self._closed = False
         self._leaves = False
         self._error: BaseException | None = None
@@ -64,7 +64,7 @@ class Referee:
                     step,
                 )
                 self._replaced.append(self._waiting)
-            self._waiting = _Job(step, weights, then)
+            self._waiting = _Evaluation(step, weights, then)
             self._changed.notify_all()
 
     def check(self) -> None:

@@ -72,7 +72,7 @@ class Begin(_Line):
     data: Data | None = None
 
 
-class Contribution(BaseModel):
+class ContributionLine(BaseModel):
     """One gradient in a committed step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -84,14 +84,14 @@ class Contribution(BaseModel):
     samples: NonNegativeInt
 
 
-class Commit(_Line):
+class CommitLine(_Line):
     """A step counts, with those of its round. `digest` is of the weights, or of the update, after it."""
 
     kind: Literal["commit"] = "commit"
     server: str
     step: int
     steps: Annotated[int, Field(ge=1)] = 1  # of its round, this one included
-    contributors: list[Contribution]
+    contributors: list[ContributionLine]
     digest: str = ""
     data: Data | None = None
 
@@ -99,7 +99,7 @@ class Commit(_Line):
         return self.model_dump(mode="json", exclude={"steps"} if self.steps == 1 else None)
 
 
-class Member(_Line):
+class MemberLine(_Line):
     """`joined`, `left`, `evicted` and `paused` change who is a member; any other event (`refused`, ...) is only told."""
 
     kind: Literal["member"] = "member"
@@ -109,7 +109,7 @@ class Member(_Line):
     reason: str = ""
 
 
-Line = Begin | Commit | Member
+Line = Begin | CommitLine | MemberLine
 _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
 
 
@@ -259,7 +259,7 @@ class _Checker:
     def take(self, line: Line) -> None:
         if isinstance(line, Begin):
             self._begin(line)
-        elif isinstance(line, Commit):
+        elif isinstance(line, CommitLine):
             self._commit(line)
         else:
             self._member(line)
@@ -281,7 +281,7 @@ class _Checker:
         self.server, self.servers[line.epoch], self.next_step = line.server, line.server, line.next_step
         self.members.clear()
 
-    def _commit(self, line: Commit) -> None:
+    def _commit(self, line: CommitLine) -> None:
         # The step and who commits it.
         self._check_epoch(line, f"step {line.step} was committed")
         if self.server is None:
@@ -306,7 +306,7 @@ class _Checker:
         if line.data is not None:
             self.check_data(f"after step {line.step}", line.data)
 
-    def _contribution(self, line: Commit, part: Contribution) -> None:
+    def _contribution(self, line: CommitLine, part: ContributionLine) -> None:
         who = f"rank {part.rank} ({part.instance})"
         if self.members.get(part.instance) != part.rank:
             self._say(f"step {line.step} counted {who}, which was no member in epoch {line.epoch}")
@@ -320,7 +320,7 @@ class _Checker:
             for first, end in self.counted.add(start, start + count):
                 self._say(f"step {line.step} counted samples {first} to {end - 1} of {who}, already counted before")
 
-    def _member(self, line: Member) -> None:
+    def _member(self, line: MemberLine) -> None:
         self._check_epoch(line, f"rank {line.rank} ({line.instance}) {line.event}")
         if line.event == "joined":
             for instance, rank in self.members.items():

@@ -89,7 +89,7 @@ class JournalFull(SmolclusterError):
     """Nothing could be written: the disk is full or failing. What was there before is untouched."""
 
 
-class Record(NamedTuple):
+class JournalRecord(NamedTuple):
     meta: dict[str, Any]
     payload: Tensor | None
 
@@ -100,7 +100,7 @@ class Recovered:
 
     state: dict[str, Tensor] | None
     meta: dict[str, Any] | None
-    records: list[Record]
+    records: list[JournalRecord]
 
 
 class Journal(Closing):
@@ -184,9 +184,9 @@ class Journal(Closing):
         snapshot = loaded[1]
         return snapshot.step, snapshot.state["records"], dict(snapshot.weights), snapshot.state["meta"]
 
-    def _in_turn(self, segments: list[_ReadSegment], base: int) -> list[Record]:
+    def _in_turn(self, segments: list[_ReadSegment], base: int) -> list[JournalRecord]:
         """The records from number `base` on, as far as they go without a gap."""
-        records: list[Record] = []
+        records: list[JournalRecord] = []
         broken: Path | None = None  # the first of the files since which nothing was added
         for segment in segments:
             follows = segment.start is not None and base <= segment.start <= base + len(records)
@@ -547,7 +547,7 @@ class _ReadSegment:
     path: Path
     size: int
     start: int | None = None
-    records: list[Record] = field(default_factory=list)
+    records: list[JournalRecord] = field(default_factory=list)
     whole: int = 0  # bytes before the trouble
     sealed: int = 0
     trouble: str = ""
@@ -617,7 +617,7 @@ def _take(found: _ReadSegment, head: _Head, data: mmap.mmap, text_at: int, paylo
         found.sealed = max(found.sealed, head.number)
     elif head.kind == _RECORD and head.number == found.start + len(found.records):
         meta, tensor = json.loads(data[text_at:payload_at])
-        found.records.append(Record(meta, tensor and _tensor(data, payload_at, head.payload_bytes, *tensor)))
+        found.records.append(JournalRecord(meta, tensor and _tensor(data, payload_at, head.payload_bytes, *tensor)))
     else:
         return False
     return True

@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from smolcluster.comm.codecs import CodecError
 from smolcluster.comm.codecs.base import numbers as as_numbers
-from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind
 from smolcluster.comm.rounds import put_gradients
 from smolcluster.compute.buffers import not_finite
@@ -110,7 +110,7 @@ class ParameterServer(ServerSide):
         meta["counted"] = self.office.counted.get(str(member.rank), 0)
         send_state(member, tensors, step=self.replica.updates, epoch=member.epoch, meta=meta)
 
-    def _arrived(self, said: Said) -> Push | None:
+    def _arrived(self, said: MemberMessage) -> Push | None:
         """A bucket of a gradient has come; returns the push once it is whole and fit to count."""
         member, message = said.member, said.message
         key = (member.rank, message.step)
@@ -187,7 +187,7 @@ class ParameterServer(ServerSide):
     def _new_tensors(self) -> dict[str, Tensor]:
         return {n: torch.empty(s) for n, s in self._shapes.items()}
 
-    def _gone(self, gone: Gone) -> None:
+    def _gone(self, gone: MemberGone) -> None:
         """What a lost member was lent comes back. A step counts its members only: what it has pushed does not count either."""
         self.office.leases.give_back(gone.member.instance)
         for key in [key for key, push in self._pushes.items() if push.member is gone.member]:

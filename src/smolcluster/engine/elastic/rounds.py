@@ -39,11 +39,11 @@ from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.membership.proofs import read_keys
 from smolcluster.comm.elastic.membership.server_link import Lease
 from smolcluster.comm.elastic.membership.server_state import SLICE_BYTES
-from smolcluster.comm.elastic.membership.view import Member as Seated
 from smolcluster.comm.elastic.membership.view import View, ViewChanged
+from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.group import PeerLost
-from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, Unreadable
+from smolcluster.comm.rounds import Combination, Committed, Contribution, Rounds, UnreadableContribution
 from smolcluster.engine.elastic.deadline import WAITING_S
 from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.errors import SmolclusterError
@@ -132,7 +132,7 @@ class ElasticRounds(Rounds, MemberSide):
                     wait = False
             except ViewChanged:
                 wait = True  # the next view is on its way
-            except Unreadable as fault:
+            except UnreadableContribution as fault:
                 assert self._group is not None
                 member = self._group.view.members[fault.place]
                 log.warning("%s: %s", member.name, fault)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.membership.mailbox import Mailbox
-from smolcluster.comm.elastic.membership.roster import Member, Refusal, Roster
-from smolcluster.comm.elastic.membership.view import Member as Seated
+from smolcluster.comm.elastic.membership.roster import JoinRefused, Member, Roster
+from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
 from smolcluster.comm.elastic.transport.security import check_bind, load_keyring
@@ -456,26 +456,28 @@ class Server(Role):
         """Who may take part; what cannot be is refused with both sides' values."""
         peer, cluster = link.peer, self.config.cluster
         if peer.role != "worker":
-            raise Refusal(f"a {peer.role} cannot join as a worker")
+            raise JoinRefused(f"a {peer.role} cannot join as a worker")
         secret = meta.get("secret")
         if not isinstance(secret, str) or not hmac.compare_digest(instance_of(secret).encode(), peer.instance.encode()):
-            raise Refusal(f"it does not prove that it is instance {peer.instance}; other members know that number, too")
+            raise JoinRefused(
+                f"it does not prove that it is instance {peer.instance}; other members know that number, too"
+            )
         listed = peer.rank < len(
             cluster.workers
         )  # a number beyond the list is a newcomer's, whatever its host is called
         if listed and peer.host not in cluster.workers:
-            raise Refusal(f"host '{peer.host}' is not in cluster.workers; known: {', '.join(cluster.workers)}")
+            raise JoinRefused(f"host '{peer.host}' is not in cluster.workers; known: {', '.join(cluster.workers)}")
         difference = _difference(self.layout, meta.get("layout"))
         if difference:
-            raise Refusal(f"it built another model: {difference}")
+            raise JoinRefused(f"it built another model: {difference}")
         if meta.get("samples") != len(self.train_data):
-            raise Refusal(
+            raise JoinRefused(
                 f"it has {meta.get('samples')} training samples and the server {len(self.train_data)}: "
                 "both need the same data and tokenizer"
             )
         size = meta.get("batch_size")
         if type(size) is not int or not 0 < size <= len(self.train_data):
-            raise Refusal(f"its batch size is {size!r}")
+            raise JoinRefused(f"its batch size is {size!r}")
         if self._coordinates:
             _check_seat(peer, meta.get("address"))
         step = meta.get("step")
@@ -507,7 +509,7 @@ class Server(Role):
 
     def _on_change(self, what: str, member: Member, reason: str) -> None:
         who, epoch = member.instance, self.roster.epoch
-        self.history.add(history.Member(event=what, rank=member.rank, instance=who, epoch=epoch, reason=reason))
+        self.history.add(history.MemberLine(event=what, rank=member.rank, instance=who, epoch=epoch, reason=reason))
         if what == "joined" and member.returning:
             self.observer.emit(Notice(level="INFO", message=f"{member.name} is back"))
         elif what == "joined":
@@ -522,12 +524,12 @@ class Server(Role):
     def _record(self, commit: Commit) -> None:
         """In the journal first: that is what makes it count."""
         read = self.office.leases.state_dict()
-        line = history.Commit(
+        line = history.CommitLine(
             step=commit.step,
             steps=commit.steps,
             epoch=self.roster.epoch,
             server=self.me.instance,
-            contributors=[history.Contribution.model_validate(c) for c in commit.contributors],
+            contributors=[history.ContributionLine.model_validate(c) for c in commit.contributors],
             data=history.Data.model_validate(read),
         )
         meta = {"line": line.fields(), "members": self._member_counts(), **commit.numbers}
@@ -782,7 +784,7 @@ def _check_seat(peer: Peer, address: Any) -> None:
     try:
         Seated.from_meta({"rank": peer.rank, "instance": peer.instance, "host": peer.host, "address": address})
     except ValueError as error:
-        raise Refusal(f"no other worker could reach it: {error}") from error
+        raise JoinRefused(f"no other worker could reach it: {error}") from error
 
 
 def _difference(ours: list[list[Any]], theirs: Any) -> str:

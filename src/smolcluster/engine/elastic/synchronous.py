@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smolcluster.comm.codecs import CodecError, Feedback
 from smolcluster.comm.codecs.feedback import under
-from smolcluster.comm.elastic.membership.roster import Gone, Member, Said
+from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.engine.elastic.parameter_server import ParameterServer, Push, sound
 from smolcluster.strategies.base import Context
@@ -108,12 +108,12 @@ class SynchronousServer(ParameterServer):
                 self._welcome()
             wait_s = 0.1 if deadline is None else max(0.0, min(0.1, deadline - time.monotonic()))
             event = self._roster.get(wait_s or 0.001)
-            if isinstance(event, Gone):
+            if isinstance(event, MemberGone):
                 self._gone(event)
                 done.discard(event.member)
                 arrived = {rank: push for rank, push in arrived.items() if push.member is not event.member}
                 deadline = deadline if arrived else None
-            elif isinstance(event, Said) and event.message.kind is Kind.PUSH:
+            elif isinstance(event, MemberMessage) and event.message.kind is Kind.PUSH:
                 if (known := arrived.get(event.member.rank)) is not None and known.member is event.member:
                     self._again(event, step)
                     continue
@@ -138,7 +138,7 @@ class SynchronousServer(ParameterServer):
         out = self._behind | self._coming | self._idle | self._late.keys()
         return {member for member in self._roster.members.values() if member not in out}
 
-    def _gone(self, gone: Gone) -> None:
+    def _gone(self, gone: MemberGone) -> None:
         super()._gone(gone)
         self._takes_part(gone.member)
         self._behind.discard(gone.member)
@@ -192,14 +192,14 @@ class SynchronousServer(ParameterServer):
             self._stragglers.discard(member)
             log.info("%s keeps up again: it is waited for", member.name)
 
-    def _again(self, said: Said, step: int) -> None:
+    def _again(self, said: MemberMessage, step: int) -> None:
         """More from a member whose gradient of this step is here."""
         if said.message.payload is not None:
             self._roster.release(said.message.payload)
         if said.message.step == step and said.message.epoch == said.member.epoch:
             self._roster.evict(said.member, f"it pushed step {step} twice")
 
-    def _arrived_for(self, step: int, said: Said, done: set[Member]) -> Push | None:
+    def _arrived_for(self, step: int, said: MemberMessage, done: set[Member]) -> Push | None:
         member, message = said.member, said.message
         if message.step != step:
             if message.payload is not None:

@@ -19,7 +19,7 @@ from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.rounds import AtServer, Combination, Rounds
 from smolcluster.data.sampler import Sampler
 from smolcluster.engine.checks import batch_size_on, is_automatic
-from smolcluster.engine.elastic.adopted_config import Plan, adopt, read_plan
+from smolcluster.engine.elastic.adopted_config import ServerPlan, adopt, read_plan
 from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.engine.elastic.own_state import OwnState
 from smolcluster.engine.elastic.pushed_rounds import PushedRounds
@@ -39,7 +39,7 @@ from smolcluster.strategies.base.replicated import Exchanging, Pushing
 log = logging.getLogger(__name__)
 
 
-class Member(Role):
+class ElasticWorker(Role):
     """The methods are its phases, in order."""
 
     membership: MemberSide
@@ -74,7 +74,7 @@ class Member(Role):
             limits=Limits(silence_s=mine.silence_timeout, stall_s=mine.stall_timeout),
         )
         self.line = Line(self.transport, spec.server, stop_requested=self.channel.stop_requested)
-        plan: Plan | None = None
+        plan: ServerPlan | None = None
         while plan is None:
             message = self.line.get()
             if message is not None and message.kind is Kind.PLAN:

@@ -80,9 +80,9 @@ def _role(spec: WorkerSpec) -> type[Role]:
         from smolcluster.engine.elastic.server import Server
 
         return Server
-    from smolcluster.engine.elastic.worker import Member
+    from smolcluster.engine.elastic.worker import ElasticWorker
 
-    return Member
+    return ElasticWorker
 
 
 class _PrintedLines(io.TextIOBase):

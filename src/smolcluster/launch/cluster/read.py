@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from smolcluster.comm.elastic.transport.security import Entry, TokenFile, find_tokens, new_token
+from smolcluster.comm.elastic.transport.security import TokenEntry, TokenFile, find_tokens, new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name
@@ -179,7 +179,7 @@ def token_for(layout: Layout) -> str:
     with writing(state_folder()):
         file = own_tokens(layout.name)
         if not file.entries():
-            file.add([Entry(new_token())])
+            file.add([TokenEntry(new_token())])
         return file.entries()[0].token
 
 

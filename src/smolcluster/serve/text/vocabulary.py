@@ -55,7 +55,7 @@ class Spelled:
     markers: Sequence[Marker] = ()
     drops_space = False
 
-    def __init__(self, tokenizer: ours.Spelled) -> None:
+    def __init__(self, tokenizer: ours.BytewiseTokenizer) -> None:
         self._tokenizer, self.size = tokenizer, tokenizer.vocab_size
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:

@@ -38,7 +38,7 @@ from smolcluster.compute.timing import DelayedFlag, Span
 from smolcluster.errors import UserError
 from smolcluster.parallel.axes import Axes, machines
 from smolcluster.parallel.context import Pieces
-from smolcluster.parallel.exchange import Exchange
+from smolcluster.parallel.exchange import GradientExchange
 from smolcluster.parallel.pipe import Pipe
 from smolcluster.parallel.placement import Cost, Node, Placement, Shape
 from smolcluster.parallel.stages import COPY, Shapes
@@ -121,8 +121,8 @@ class Parallel(Strategy[OptionsT]):
         """Keep this rank's rows and columns of each layer."""
         return None
 
-    def make_exchange(self) -> Exchange:
-        return Exchange(self.weight, self.data)
+    def make_exchange(self) -> GradientExchange:
+        return GradientExchange(self.weight, self.data)
 
     # Setting up
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.collectives.schedule import MOST_PIECE_BYTES
-from smolcluster.comm.elastic.membership.view import Member
+from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Transport
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 
@@ -123,7 +123,7 @@ class Wires:
             self._outlets[instance] = _Outlet(self._chunks_left)
         return self._outlets[instance]
 
-    def linked_to(self, member: Member) -> bool:
+    def linked_to(self, member: ViewMember) -> bool:
         return (outlet := self._outlets.get(member.instance)) is not None and outlet.linked
 
     def uses(self, link: Link) -> bool:
@@ -145,7 +145,7 @@ class Wires:
 
     def send(
         self,
-        member: Member,
+        member: ViewMember,
         message: Message,
         *,
         order: int,

@@ -30,7 +30,7 @@ from smolcluster.comm.elastic.collectives.group import ElasticGroup, Exchange, L
 from smolcluster.comm.elastic.collectives.peer_links import Wires
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState, Layout, Transfer, state_messages
 from smolcluster.comm.elastic.membership.proofs import is_proven, proof
-from smolcluster.comm.elastic.membership.view import Member, View, ViewChanged
+from smolcluster.comm.elastic.membership.view import View, ViewChanged, ViewMember
 from smolcluster.comm.elastic.transport.api import LEFT, Dialer, Head, Kind, Link, Message, Transport
 from smolcluster.comm.group import PeerLost, Work
 
@@ -76,7 +76,7 @@ class Peers:
         self._transport = transport
         self._timeout_s, self._connect_s, self._limit_bytes = timeout_s, connect_s, limit_bytes
         self._wires = Wires(transport, limit_bytes=limit_bytes, chunks_left=self._settle)
-        self._on_lost: Callable[[Member, str], None] | None = None
+        self._on_lost: Callable[[ViewMember, str], None] | None = None
         self._on_waiting: Callable[[], None] | None = None
         self._exchange: Exchange | None = None
         self._index: dict[str, int] = {}  # instance -> place in the view
@@ -97,7 +97,7 @@ class Peers:
         """Accept other workers. Returns `host:port`."""
         return self._transport.listen(host, port, self)
 
-    def on_lost(self, callback: Callable[[Member, str], None]) -> None:
+    def on_lost(self, callback: Callable[[ViewMember, str], None]) -> None:
         """`callback(member, reason)` when a member of the view cannot be reached. On the transport's thread: not to block."""
         self._on_lost = callback
 
@@ -136,7 +136,7 @@ class Peers:
 
     # State
 
-    def send_state(self, member: Member, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Work:
+    def send_state(self, member: ViewMember, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Work:
         """Weights and optimizer state for a member; it is dialled if there is no link. Operations go before it.
 
         The tensors must not change until the work is done.
@@ -385,7 +385,7 @@ class Peers:
             self._transport.call_later(DIAL_S, dial)
         self._check_later(place)
 
-    def _dial(self, member: Member) -> None:
+    def _dial(self, member: ViewMember) -> None:
         """Unless there is a link, or one is being made."""
         if member.instance not in self._dialers and not self._wires.linked_to(member):
             self._dialers[member.instance] = self._transport.dial(member.address, _Dialled(self, member))
@@ -399,7 +399,7 @@ class Peers:
         if dialer is not None:
             dialer.close()
 
-    def answered(self, member: Member, link: Link) -> None:
+    def answered(self, member: ViewMember, link: Link) -> None:
         """A process answers at the address of a member: the member, or another that has its address now."""
         if link.peer.instance == member.instance:
             self.linked(link)
@@ -408,7 +408,7 @@ class Peers:
             link.close(f"{member.name} was meant, and this is another process")
             self._lost(member, "another process has its address")
 
-    def _connected_to(self, member: Member) -> bool:
+    def _connected_to(self, member: ViewMember) -> bool:
         """Return whether there is a link. One that is unproven counts: its peer may still be computing in the last view."""
         unproven = any(link.peer.instance == member.instance for link in self._unproven)
         return unproven or self._wires.linked_to(member)
@@ -428,7 +428,7 @@ class Peers:
 
         self._transport.call_later(self._connect_s, check)
 
-    def _lost(self, member: Member, reason: str) -> None:
+    def _lost(self, member: ViewMember, reason: str) -> None:
         log.log(logging.INFO if reason == LEFT else logging.WARNING, "cannot reach %s: %s", member.name, reason)
         if self._on_lost is not None:
             self._on_lost(member, reason)
@@ -456,7 +456,7 @@ class Peers:
 class _Dialled:
     """The handler of a link that we opened: we know who should answer."""
 
-    def __init__(self, peers: Peers, member: Member) -> None:
+    def __init__(self, peers: Peers, member: ViewMember) -> None:
         self._peers, self._member = peers, member
         self.place, self.received, self.refused = peers.place, peers.received, peers.refused
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.collectives.group import Landing
 from smolcluster.comm.elastic.membership.server_state import is_shape, slices
-from smolcluster.comm.elastic.membership.view import Member
+from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Message
 from smolcluster.comm.elastic.transport.payloads import DTYPES
 from smolcluster.comm.group import PeerLost
@@ -45,7 +45,7 @@ def state_messages(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> li
 class Transfer:
     """A state on its way to a member."""
 
-    def __init__(self, member: Member, num_messages: int, *, timeout_s: float) -> None:
+    def __init__(self, member: ViewMember, num_messages: int, *, timeout_s: float) -> None:
         self._member, self._unsent, self._timeout_s = member, num_messages, timeout_s
         self._over = threading.Event()
         self._broken = False

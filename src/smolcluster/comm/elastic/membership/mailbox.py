@@ -44,12 +44,12 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class DialRefused:
     address: str
     reason: str
 
 
-Event = Linked | Unlinked | Received | Refused
+Event = Linked | Unlinked | Received | DialRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Mailbox:
             self._at_once[None](-1)
 
     def refused(self, address: str, reason: str) -> None:
-        self._queue.put(Refused(address, reason))
+        self._queue.put(DialRefused(address, reason))
 
     def received(self, link: Link, message: Message) -> None:
         if message.payload is not None:

@@ -62,7 +62,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class MemberMessage:
     """A message from a member."""
 
     member: Member
@@ -70,7 +70,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class MemberGone:
     member: Member
     reason: str
 
@@ -103,7 +103,7 @@ class JoinLimit:
         return min(most, left + (now - since) * per_s)
 
 
-class Refusal(Exception):
+class JoinRefused(Exception):
     """Why a peer may not join."""
 
 
@@ -133,7 +133,7 @@ class Roster:
         self._on_event, self._on_change = on_event, on_change
         self._links: set[Link] = set()
         self._answered: set[Link] = set()  # have asked, and know the plan
-        self._news: deque[Gone] = deque()
+        self._news: deque[MemberGone] = deque()
         self._unlooked, self._looked = 0, time.monotonic()  # events since the last look for silent members; its time
 
     @property
@@ -143,7 +143,7 @@ class Roster:
 
     # Receiving
 
-    def get(self, timeout_s: float | None = None) -> Said | Gone | None:
+    def get(self, timeout_s: float | None = None) -> MemberMessage | MemberGone | None:
         """The next thing a member said or did; None after `timeout_s`, or when only newcomers changed."""
         if self._news:
             return self._news.popleft()
@@ -164,7 +164,7 @@ class Roster:
         # A loss is reported before anything else: a member that joins again is welcomed only after it.
         return self._news.popleft() if self._news else None
 
-    def _received(self, link: Link, message: Message) -> Said | None:
+    def _received(self, link: Link, message: Message) -> MemberMessage | None:
         member = self.members.get(link.peer.rank)
         if member is not None and member.link is not link:
             member = None
@@ -181,7 +181,7 @@ class Roster:
                     member.report = _scalars(message.meta)
                 self._on_event(member, message.meta)
             case _ if member is not None:
-                return Said(member, message)
+                return MemberMessage(member, message)
             case _ if any(other.link is link for other in (*self.newcomers, *self.paused)):
                 pass  # it has come back, and still speaks of where it was before
             case _:
@@ -205,7 +205,7 @@ class Roster:
             return
         try:
             member = self._admit(link, meta)
-        except Refusal as why:
+        except JoinRefused as why:
             self.refuse(link, str(why))
             return
         if holder is not None:
@@ -265,7 +265,7 @@ class Roster:
         else:
             self.lost += 1
             log.warning("%s is gone: %s", member.name, reason)
-        self._news.append(Gone(member, reason))
+        self._news.append(MemberGone(member, reason))
         self._on_change(what, member, reason)
 
     # Members that are silent
@@ -293,7 +293,7 @@ class Roster:
             self.epoch += 1
             reason = f"silent for {member.link.silent_s:.1f} s"
             log.warning("%s is paused: %s", member.name, reason)
-            self._news.append(Gone(member, reason))
+            self._news.append(MemberGone(member, reason))
             self._on_change("paused", member, reason)
 
     def _forget_paused(self, is_meant: Callable[[Member], bool], reason: str) -> None:

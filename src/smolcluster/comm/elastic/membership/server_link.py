@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.comm.elastic.membership.mailbox import Linked, Mailbox, Received, Refused, Unlinked
+from smolcluster.comm.elastic.membership.mailbox import DialRefused, Linked, Mailbox, Received, Unlinked
 from smolcluster.comm.elastic.membership.server_state import ServerState
 from smolcluster.comm.elastic.transport.api import Link, Transport
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON
@@ -190,7 +190,7 @@ class Line:
                     self.losses += 1
                     self._link = None
                     log.warning("lost the server at %s: %s; trying again", self.address, reason)
-            case Refused(_, reason):
+            case DialRefused(_, reason):
                 raise UserError(f"the server at {self.address} refuses this worker: {reason}")
             case Received(link, message) if link is self._link:
                 return self._open(message)

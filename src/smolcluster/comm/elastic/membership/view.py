@@ -23,7 +23,7 @@ class ViewChanged(PeerLost):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ViewMember:
     rank: int
     instance: str  # of the process: 16 hex digits, new at every start
     host: str
@@ -38,7 +38,7 @@ class Member:
         return {"rank": self.rank, "instance": self.instance, "host": self.host, "address": self.address}
 
     @classmethod
-    def from_meta(cls, value: Any) -> Member:
+    def from_meta(cls, value: Any) -> ViewMember:
         fields = _fields(value, "member", ("rank", "instance", "host", "address"))
         instance = _text(fields, "instance")
         if _INSTANCE.fullmatch(instance) is None:
@@ -54,7 +54,7 @@ class Member:
 class View:
     epoch: int
     step: int
-    members: tuple[Member, ...]
+    members: tuple[ViewMember, ...]
 
     def __post_init__(self) -> None:
         ranks = [member.rank for member in self.members]
@@ -79,7 +79,7 @@ class View:
         return cls(
             epoch=_count(fields, "epoch"),
             step=_count(fields, "step"),
-            members=tuple(Member.from_meta(member) for member in members),
+            members=tuple(ViewMember.from_meta(member) for member in members),
         )
 
 

@@ -31,7 +31,7 @@ from smolcluster.comm.elastic.transport.api import Handler, Kind, Link, Message,
 from smolcluster.comm.elastic.transport.frames import Frame, FrameError, Parser
 from smolcluster.comm.elastic.transport.handshake import MAX_REASON, Handshake, Refusal, printable
 from smolcluster.comm.elastic.transport.pending_connections import Candidate, PendingConnections
-from smolcluster.comm.elastic.transport.security import Credentials, Keyring, Refused, open_credentials
+from smolcluster.comm.elastic.transport.security import Credentials, Keyring, TokenRefused, open_credentials
 from smolcluster.comm.elastic.transport.sockets import set_options, unanswered_s, wake_at
 from smolcluster.comm.work import Done, PeerLost, Traffic, Work
 
@@ -456,7 +456,7 @@ class TcpLink(Link, Candidate, asyncio.BufferedProtocol):
         set_options(transport.get_extra_info("socket"), buffer_size=self._owner.buffer_size)
         try:
             self._handshake = self._new_handshake(transport)
-        except Refused as error:
+        except TokenRefused as error:
             self._refuse(Refusal(str(error), tell=False))
             return
         for message in self._handshake.begin():

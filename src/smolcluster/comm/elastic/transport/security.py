@@ -60,7 +60,7 @@ _VALID_FROM = datetime.datetime(1950, 1, 1, tzinfo=datetime.UTC)
 _VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
 
-class Refused(SmolclusterError):
+class TokenRefused(SmolclusterError):
     """The other side does not hold a token of ours."""
 
 
@@ -298,7 +298,7 @@ class Keyring:
             if der == known.certificate:
                 return known
         seen = f"fingerprint {hashlib.sha256(der).hexdigest()[:16]}..." if der else "none"
-        raise Refused(f"the other side's certificate ({seen}) is of no token here; known: {self!r}")
+        raise TokenRefused(f"the other side's certificate ({seen}) is of no token here; known: {self!r}")
 
 
 def open_credentials(secret: bytes = b"") -> Credentials:
@@ -338,7 +338,7 @@ def will_stay(error: ssl.SSLError) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TokenEntry:
     """One token where it was found."""
 
     token: str = field(repr=False)
@@ -355,11 +355,11 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TokenEntry]:
         """The tokens, best first; none when there is no file."""
         return parse_tokens(self._read(), where=str(self.path))
 
-    def add(self, entries: Sequence[Entry]) -> None:
+    def add(self, entries: Sequence[TokenEntry]) -> None:
         """Put these first, in this order. One that was there already moves."""
         tokens = {entry.token for entry in entries}
         lines = [line for line in self._read().splitlines() if _split(line)[0] not in tokens]
@@ -414,13 +414,13 @@ class TokenFile:
             ) from error
 
 
-def parse_tokens(text: str, *, where: str) -> list[Entry]:
+def parse_tokens(text: str, *, where: str) -> list[TokenEntry]:
     """The tokens of a token file's text, each checked."""
-    found: dict[str, Entry] = {}
+    found: dict[str, TokenEntry] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         token, note = _split(line)
         if token:
-            entry = Entry(token, note, f"{where}, line {number}")
+            entry = TokenEntry(token, note, f"{where}, line {number}")
             read_secret(token, where=entry.where)
             found.setdefault(token, entry)
     return list(found.values())
@@ -443,7 +443,7 @@ def token_file(environ: Mapping[str, str]) -> TokenFile:
     return TokenFile(Path(folder) / "smolcluster" / "token")
 
 
-def find_tokens(config_token: str | None, environ: Mapping[str, str]) -> tuple[str, list[Entry]] | None:
+def find_tokens(config_token: str | None, environ: Mapping[str, str]) -> tuple[str, list[TokenEntry]] | None:
     """Where this machine's tokens are, and what is there; None when it has none. One place is used, never a mixture.
 
     First SMOLCLUSTER_TOKEN, then `cluster.token`, then the token file. The first two may hold several tokens with
@@ -452,7 +452,7 @@ def find_tokens(config_token: str | None, environ: Mapping[str, str]) -> tuple[s
     for source, text in (("SMOLCLUSTER_TOKEN", environ.get("SMOLCLUSTER_TOKEN")), ("cluster.token", config_token)):
         tokens = re.split(r"[\s,]+", text.strip()) if text and text.strip() else []
         if tokens:
-            return source, [Entry(token, where=source) for token in tokens]
+            return source, [TokenEntry(token, where=source) for token in tokens]
     file = token_file(environ)
     entries = file.entries()
     if entries:
