@@ -1,10 +1,12 @@
 """Pages of the documentation that are written from the schema, the records of the strategies and the doctor's table.
 
-python -m tools.reference docs    configuration.md, troubleshooting.md, and the tables in strategies/
+python -m tools.reference docs    configuration.md, troubleshooting.md, the tables in strategies/, the line numbers in architecture.md
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -79,6 +81,7 @@ _END = "<!-- end -->\n"
 def pages(docs: Path) -> dict[Path, str]:
     """Every page with generated text, as it should be."""
     found = {docs / "configuration.md": markdown(), docs / "troubleshooting.md": troubleshooting()}
+    found[docs / "architecture.md"] = with_lines(docs / "architecture.md")
     tables = {"index": _strategy_table()}
     tables |= {name: table for name, record in BUILT_IN.items() if (table := _option_table(record))}
     for name, table in tables.items():
@@ -86,6 +89,26 @@ def pages(docs: Path) -> dict[Path, str]:
         before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
         found[path] = before + _BEGIN + table + _END + rest.partition(_END)[2]
     return found
+
+
+def with_lines(page: Path) -> str:
+    """Return the page with the line of each class or function that it links to: [`Class.method`](FILE#L10)."""
+
+    def link(match: re.Match[str]) -> str:
+        name, file = match[1], match[2]
+        return f"[`{name}`]({file}#L{_line_of(name, page.parent / file)})"
+
+    return re.sub(r"\[`([\w.]+)`\]\((\S+\.py)(?:#L\d+)?\)", link, page.read_text(encoding="utf-8"))
+
+
+def _line_of(name: str, file: Path) -> int:
+    """Raises StopIteration where the file has no such class or function."""
+    found: ast.AST = ast.parse(file.read_text(encoding="utf-8"))
+    for part in name.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found = next(n for n in ast.iter_child_nodes(found) if isinstance(n, kinds) and n.name == part)
+    assert isinstance(found, ast.stmt)
+    return found.lineno
 
 
 def _strategy_table() -> str:
