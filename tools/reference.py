@@ -1,6 +1,6 @@
 """Pages of the documentation that are written from the schema, the records of the strategies and the doctor's table.
 
-python -m tools.reference docs    configuration.md, troubleshooting.md, the tables in strategies/, the line numbers in architecture.md
+python -m tools.reference docs    configuration.md, troubleshooting.md, tables in strategies/, line numbers in architecture.md
 """
 
 from __future__ import annotations

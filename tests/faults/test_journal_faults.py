@@ -35,7 +35,8 @@ from torch import Tensor
 from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checks import check_server_disk
 from smolcluster.engine.durable_files import Files, OutputFile, size_on_disk
-from smolcluster.engine.elastic.journal import DamagedJournal, Journal, JournalFull, JournalRecord
+from smolcluster.engine.elastic.journal import DamagedJournal, Journal, JournalFull
+from smolcluster.engine.elastic.log_files import JournalRecord
 from smolcluster.errors import UserError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from pathlib import Path
@@ -24,6 +25,7 @@ from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
 from smolcluster.engine.elastic import coordinator
+from smolcluster.engine.elastic.admission import Admission
 from smolcluster.engine.elastic.coordinator import Coordinator
 from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.elastic.server import Server
@@ -405,20 +407,15 @@ def test_one_that_is_ahead_of_the_record_gets_the_state_of_one_that_is_not() -> 
 )
 def test_one_that_the_others_could_not_reach_is_refused(address: Any) -> None:
     """They would all fail to read the view that it stands in."""
-    server = SimpleNamespace(
-        config=SimpleNamespace(cluster=SimpleNamespace(workers=[])),
-        layout=[],
-        train_data=range(100),
-        _coordinates=True,
-    )
+    admission = Admission(layout=[], num_samples=100, hosts=[], exchanging=True)
     said = {"layout": [], "samples": 100, "batch_size": 4, "secret": "s"}
     link = cast(Link, FakeLink(0, instance_of("s")))
-    good = Server._admit(cast(Server, server), link, {**said, "address": "127.0.0.1:5000"})
+    good = admission.admit(link, {**said, "address": "127.0.0.1:5000"})
     assert good.address == "127.0.0.1:5000"
     with pytest.raises(JoinRefused, match="no other worker could reach it: "):
-        Server._admit(cast(Server, server), link, {**said, "address": address})
-    server._coordinates = False  # then nobody needs to
-    assert Server._admit(cast(Server, server), link, {**said, "address": ""}).rank == 0
+        admission.admit(link, {**said, "address": address})
+    served = dataclasses.replace(admission, exchanging=False)  # then nobody needs to
+    assert served.admit(link, {**said, "address": ""}).rank == 0
 
 
 def test_a_second_rank_with_the_instance_of_another_is_refused() -> None:

@@ -17,7 +17,8 @@ from tools.memory_transport import MemoryTransport, Switchboard
 
 from smolcluster.comm.elastic.collectives import peers as peers_module
 from smolcluster.comm.elastic.collectives import schedule
-from smolcluster.comm.elastic.collectives.group import FAR_AHEAD, ElasticGroup
+from smolcluster.comm.elastic.collectives.group import ElasticGroup
+from smolcluster.comm.elastic.collectives.operations import FAR_AHEAD
 from smolcluster.comm.elastic.collectives.peers import Peers
 from smolcluster.comm.elastic.collectives.state_transfer import state_messages
 from smolcluster.comm.elastic.membership.proofs import PairKeys, proof, read_keys

@@ -5,14 +5,7 @@
         snapshots/step-00000007/      the state before the first record of log-00000007 (its files: see snapshot.py)
         .lock                         whose journal this is
 
-A log file is written front to back by one process and never changed. It is a row of frames:
-
-    open      always first: how many records came before this file
-    record    JSON, then the little-endian bytes of at most one tensor, or of several in a row
-    seal      records before this number are on the disk itself, not only in the kernel's memory
-
-    frame = kind (4) | length of the JSON (4) | length of the tensor (8) | number (8) | crc of tensor and JSON (4)
-            | crc of all this (4) | JSON, padded with spaces so that the tensor is aligned | tensor
+`log_files.py` has the format of a log file.
 
 **What survives what.** A killed process loses nothing that `append` returned from: the kernel has it. The disk gets it a
 little later: a thread flushes the log and then seals it, about every `sync_s`, so a power cut loses at most the records of
@@ -23,8 +16,6 @@ after that point and before no seal was in flight when the machine stopped; it i
 a seal was safe once: then the disk is damaged, committed steps would be lost, and DamagedJournal says where. Writing goes
 on in a new file. Its `open` frame makes void what earlier files hold from that number on, so that what was cut off stays
 so, as does a record that a full disk left half written.
-
-Never pickle: JSON and raw tensors, every byte under a checksum, and no length is believed before its own was right.
 """
 
 from __future__ import annotations
@@ -32,18 +23,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import mmap
 import os
 import re
-import struct
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from smolcluster.engine.checkpoint.async_saver import Saver
@@ -51,16 +39,11 @@ from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checkpoint.snapshot import Others, Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.durable_files import Closing, Files, OutputFile, ensure_folder
+from smolcluster.engine.elastic.log_files import OPEN, RECORD, SEAL, JournalRecord, LogFile, make_frame, read_log
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 
 logger = logging.getLogger(__name__)
-
-_OPEN, _RECORD, _SEAL = b"SJ1O", b"SJ1R", b"SJ1S"
-_HEAD = struct.Struct("<4sIQQI")
-_CRC = struct.Struct("<I")
-_HEAD_BYTES = _HEAD.size + _CRC.size
-_ALIGNMENT = 64
 
 # A snapshot follows when the log has as many bytes as the first, or so many times the state, or as many records.
 SNAPSHOT_BYTES, SNAPSHOT_RATIO, SNAPSHOT_RECORDS = 64 << 20, 4.0, 500
@@ -87,11 +70,6 @@ class DamagedJournal(SmolclusterError):
 
 class JournalFull(SmolclusterError):
     """Nothing could be written: the disk is full or failing. What was there before is untouched."""
-
-
-class JournalRecord(NamedTuple):
-    meta: dict[str, Any]
-    payload: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +137,7 @@ class Journal(Closing):
         assert self._number < 0, "recover once"
         first, base, state, meta = self._load_snapshot()
         paths = self._log_files()
-        segments = [_read_segment(path) for number, path in paths.items() if number >= first]
+        segments = [read_log(path) for number, path in paths.items() if number >= first]
         if state is not None and (first not in paths or segments[0].start != base):
             raise self._damaged(self._log_path(first), "missing, or not the one that follows the snapshot")
         records = self._in_turn(segments, base)
@@ -184,7 +162,7 @@ class Journal(Closing):
         snapshot = loaded[1]
         return snapshot.step, snapshot.state["records"], dict(snapshot.weights), snapshot.state["meta"]
 
-    def _in_turn(self, segments: list[_ReadSegment], base: int) -> list[JournalRecord]:
+    def _in_turn(self, segments: list[LogFile], base: int) -> list[JournalRecord]:
         """The records from number `base` on, as far as they go without a gap."""
         records: list[JournalRecord] = []
         broken: Path | None = None  # the first of the files since which nothing was added
@@ -252,7 +230,7 @@ class Journal(Closing):
             fresh: _Segment | None = None
             try:
                 segment = self._current or (fresh := self._open_segment())
-                head = _frame(_RECORD, self._records, text=text, payload_bytes=num_bytes, crc=crc, at=segment.size)
+                head = make_frame(RECORD, self._records, text=text, payload_bytes=num_bytes, crc=crc, at=segment.size)
                 self._write(segment, head, *views, records=1)
             except OSError as error:
                 if fresh is not None:
@@ -273,7 +251,7 @@ class Journal(Closing):
         path = self._log_path(self._number)
         file = self._files.create(path)
         try:
-            frame = _frame(_OPEN, self._records)
+            frame = make_frame(OPEN, self._records)
             file.write(frame)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -353,7 +331,7 @@ class Journal(Closing):
             with self._lock:
                 self._discard(retired)  # and not what has been retired since: it may have grown meanwhile
                 if self._current is not None and not self._retired and self._unsure < 0 and records > self._sealed:
-                    self._write(self._current, _frame(_SEAL, records))
+                    self._write(self._current, make_frame(SEAL, records))
                     self._sealed = records
 
     def _fsync(self, segment: _Segment) -> None:
@@ -526,9 +504,6 @@ class _Snapshots(CheckpointStore):
         return path
 
 
-# Log files and their frames
-
-
 @dataclass(eq=False, slots=True)
 class _Segment:
     """A log file being written."""
@@ -538,106 +513,6 @@ class _Segment:
     file: OutputFile
     size: int  # of its whole frames
     void: bool = False  # removed: no record was ever whole in it
-
-
-@dataclass(slots=True, kw_only=True)
-class _ReadSegment:
-    """A log file as it was found. `trouble`: empty, `torn` (the end of a frame is missing) or `damaged`."""
-
-    path: Path
-    size: int
-    start: int | None = None
-    records: list[JournalRecord] = field(default_factory=list)
-    whole: int = 0  # bytes before the trouble
-    sealed: int = 0
-    trouble: str = ""
-
-
-def _frame(kind: bytes, number: int, *, text: bytes = b"", payload_bytes: int = 0, crc: int = 0, at: int = 0) -> bytes:
-    """All of a frame but its tensor, whose checksum is `crc`. `at`: where in the file it will be."""
-    if payload_bytes:
-        text += b" " * (-(at + _HEAD_BYTES + len(text)) % _ALIGNMENT)
-    head = _HEAD.pack(kind, len(text), payload_bytes, number, zlib.crc32(text, crc))
-    return head + _CRC.pack(zlib.crc32(head)) + text
-
-
-class _Head(NamedTuple):
-    kind: bytes
-    text_bytes: int
-    payload_bytes: int
-    number: int
-    crc: int
-
-
-def _head_at(view: memoryview, offset: int) -> _Head | None:
-    raw = view[offset : offset + _HEAD_BYTES]
-    if raw.nbytes < _HEAD_BYTES or _CRC.unpack(raw[_HEAD.size :])[0] != zlib.crc32(raw[: _HEAD.size]):
-        return None
-    return _Head(*_HEAD.unpack(raw[: _HEAD.size]))
-
-
-def _read_segment(path: Path) -> _ReadSegment:
-    """Reads on for as long as frames are whole and in turn; behind that point it looks for seals only."""
-    found = _ReadSegment(path=path, size=path.stat().st_size)
-    if not found.size:
-        return found
-    with path.open("rb") as file:
-        # Copy on write: tensors over it may be changed, the file is not.
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    view = memoryview(data)
-    while found.whole < found.size:
-        head = _head_at(view, found.whole)
-        if head is None:
-            found.trouble = "torn" if found.size - found.whole < _HEAD_BYTES else "damaged"
-            break
-        text_at = found.whole + _HEAD_BYTES
-        payload_at = text_at + head.text_bytes
-        end = payload_at + head.payload_bytes
-        if end > found.size:
-            found.trouble = "torn"
-            break
-        if head.crc != zlib.crc32(view[text_at:payload_at], zlib.crc32(view[payload_at:end])) or not _take(
-            found, head, data, text_at, payload_at
-        ):
-            found.trouble = "damaged"
-            break
-        found.whole = end
-    if found.trouble:
-        found.sealed = max(found.sealed, _last_seal(data, view, found.whole))
-    return found
-
-
-def _take(found: _ReadSegment, head: _Head, data: mmap.mmap, text_at: int, payload_at: int) -> bool:
-    """Adds one whole frame to what was found; False when it is not the one that must come here."""
-    if head.kind == _OPEN and found.start is None:
-        found.start = head.number
-    elif found.start is None:
-        return False
-    elif head.kind == _SEAL:
-        found.sealed = max(found.sealed, head.number)
-    elif head.kind == _RECORD and head.number == found.start + len(found.records):
-        meta, tensor = json.loads(data[text_at:payload_at])
-        found.records.append(JournalRecord(meta, tensor and _tensor(data, payload_at, head.payload_bytes, *tensor)))
-    else:
-        return False
-    return True
-
-
-def _tensor(data: mmap.mmap, offset: int, num_bytes: int, dtype: str, shape: list[int]) -> Tensor:
-    if num_bytes == 0:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    raw = torch.frombuffer(data, dtype=torch.uint8, count=num_bytes, offset=offset)
-    return raw.view(getattr(torch, dtype)).reshape(shape)
-
-
-def _last_seal(data: mmap.mmap, view: memoryview, offset: int) -> int:
-    """The highest seal anywhere behind `offset`."""
-    sealed = 0
-    while (offset := data.find(_SEAL, offset)) >= 0:
-        head = _head_at(view, offset)
-        sealed = max(sealed, head.number if head is not None else 0)
-        offset += 1
-    return sealed
 
 
 def _nbytes(tensors: Mapping[str, Tensor]) -> int:

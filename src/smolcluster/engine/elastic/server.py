@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import hmac
-import json
 import logging
 import math
 import os
@@ -24,10 +21,8 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.membership.mailbox import Mailbox
-from smolcluster.comm.elastic.membership.roster import JoinRefused, Member, Roster
-from smolcluster.comm.elastic.membership.view import ViewMember as Seated
-from smolcluster.comm.elastic.transport.api import Link
-from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
+from smolcluster.comm.elastic.membership.roster import Member, Roster
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.elastic.transport.security import check_bind, load_keyring
 from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
 from smolcluster.comm.memory_group import MemoryGroup
@@ -43,6 +38,7 @@ from smolcluster.engine.checkpoint.tokenizer_files import check_tokenizer
 from smolcluster.engine.checks import batch_size_of, check_enough_samples, check_finite, check_server_disk
 from smolcluster.engine.durable_files import atomic_write_text, size_on_disk
 from smolcluster.engine.elastic import history
+from smolcluster.engine.elastic.admission import Admission, layout_of
 from smolcluster.engine.elastic.adopted_config import MOST_STEPS
 from smolcluster.engine.elastic.asynchronous import AsynchronousServer
 from smolcluster.engine.elastic.coordinator import Coordinator
@@ -52,7 +48,7 @@ from smolcluster.engine.elastic.rounds import connect_s
 from smolcluster.engine.elastic.row_quota import RowQuota
 from smolcluster.engine.elastic.server_side import ServerSide
 from smolcluster.engine.elastic.synchronous import SynchronousServer
-from smolcluster.engine.identity import instance_of, new_peer, new_run_id
+from smolcluster.engine.identity import new_peer, new_run_id
 from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.run_length import last_step, more_of, samples_read
@@ -68,7 +64,6 @@ from smolcluster.tasks.base import count_of
 
 log = logging.getLogger(__name__)
 
-LISTED = 2000  # tensors: so many are compared one by one, and explained
 EPOCHS = 1 << 16  # of one server: another begins at a multiple of it, beyond views that left no trace in the record
 GOODBYE_S = 5.0  # how long the last reports of the workers are waited for
 
@@ -176,7 +171,7 @@ class Server(Role):
         self.roster = Roster(
             self.mailbox,
             plan={"config": public_dict(self.config), "run": self.run_id, "total_steps": self.planned_steps},
-            admit=self._admit,
+            admit=lambda link, meta: self.admission.admit(link, meta),
             on_event=self._on_event,
             on_change=self._on_change,
         )
@@ -208,6 +203,9 @@ class Server(Role):
         self.strategy.setup(self.task)
         self.duty = self._take_duty()
         self.layout = layout_of(self.strategy.state().weights)
+        self.admission = Admission(
+            self.layout, len(self.train_data), self.config.cluster.workers, exchanging=self._coordinates
+        )
         again = self.run_dir.journal.is_dir()
         self._journal_bytes = self._check_disk(again=again)
         self.saver = self._make_saver(self.strategy, again=again) if training.checkpoint_steps != 0 else None
@@ -451,45 +449,6 @@ class Server(Role):
         self.record.meter.start()
 
     # Workers
-
-    def _admit(self, link: Link, meta: Mapping[str, Any]) -> Member:
-        """Who may take part; what cannot be is refused with both sides' values."""
-        peer, cluster = link.peer, self.config.cluster
-        if peer.role != "worker":
-            raise JoinRefused(f"a {peer.role} cannot join as a worker")
-        secret = meta.get("secret")
-        if not isinstance(secret, str) or not hmac.compare_digest(instance_of(secret).encode(), peer.instance.encode()):
-            raise JoinRefused(
-                f"it does not prove that it is instance {peer.instance}; other members know that number, too"
-            )
-        listed = peer.rank < len(
-            cluster.workers
-        )  # a number beyond the list is a newcomer's, whatever its host is called
-        if listed and peer.host not in cluster.workers:
-            raise JoinRefused(f"host '{peer.host}' is not in cluster.workers; known: {', '.join(cluster.workers)}")
-        difference = _difference(self.layout, meta.get("layout"))
-        if difference:
-            raise JoinRefused(f"it built another model: {difference}")
-        if meta.get("samples") != len(self.train_data):
-            raise JoinRefused(
-                f"it has {meta.get('samples')} training samples and the server {len(self.train_data)}: "
-                "both need the same data and tokenizer"
-            )
-        size = meta.get("batch_size")
-        if type(size) is not int or not 0 < size <= len(self.train_data):
-            raise JoinRefused(f"its batch size is {size!r}")
-        if self._coordinates:
-            _check_seat(peer, meta.get("address"))
-        step = meta.get("step")
-        return Member(
-            rank=peer.rank,
-            link=link,
-            batch_size=size,
-            automatic=meta.get("automatic") is True,
-            step=step if type(step) is int and 0 <= step <= MOST_STEPS else 0,
-            address=str(meta.get("address", ""))[:255],
-            said={key: value for key, value in meta.items() if key not in ("secret", "layout")},
-        )
 
     def _on_event(self, member: Member, meta: Mapping[str, Any]) -> None:
         """Write a worker's row to the run's record: its own, and no more than it can have trained."""
@@ -763,39 +722,10 @@ def _end_of(recovered: Recovered) -> tuple[int, Mapping[str, Any]]:
     return int(line["step"]), line["data"]
 
 
-def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:
-    """Name, type and shape of every tensor: what two sides must agree on."""
-    return [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in weights.items()]
-
-
-def short_layout(layout: list[list[Any]]) -> list[list[Any]] | str:
-    """Return what a worker reports of it: all of it, or its hash where it would not fit a message."""
-    return layout if len(layout) <= LISTED else hashlib.sha256(json.dumps(layout).encode()).hexdigest()
-
-
 def replica_sha256(strategy: Strategy[Options]) -> str:
     """Of the weights that all replicas share. Buffers are not among them: running means are each worker's own."""
     own = {name for name, _ in strategy.replica.model.named_buffers()}
     return weights_sha256({n: t.cpu() for n, t in strategy.state().weights.items() if n not in own})
-
-
-def _check_seat(peer: Peer, address: Any) -> None:
-    """Every worker reads every other's name and address in a view, and fails where one cannot be read."""
-    try:
-        Seated.from_meta({"rank": peer.rank, "instance": peer.instance, "host": peer.host, "address": address})
-    except ValueError as error:
-        raise JoinRefused(f"no other worker could reach it: {error}") from error
-
-
-def _difference(ours: list[list[Any]], theirs: Any) -> str:
-    if isinstance(theirs, str) and len(ours) > LISTED:
-        return "" if theirs == short_layout(ours) else f"one of its tensors differs from the server's {len(ours)}"
-    if not isinstance(theirs, list) or len(theirs) != len(ours):
-        return f"{len(theirs) if isinstance(theirs, list) else 'no'} tensors where the server has {len(ours)}"
-    for mine, other in zip(ours, theirs, strict=True):
-        if mine != other:
-            return f"{other} where the server has {mine}"
-    return ""
 
 
 def _with(row: StepLogged, result: dict[str, Any]) -> StepLogged:

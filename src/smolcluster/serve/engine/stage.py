@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.addresses import is_loopback
-from smolcluster.comm.elastic.collectives.group import Landing
+from smolcluster.comm.elastic.collectives.operations import Landing
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState
 from smolcluster.comm.elastic.transport.api import Dialer, Handler, Link, Transport
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message

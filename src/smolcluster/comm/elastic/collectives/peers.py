@@ -26,7 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
-from smolcluster.comm.elastic.collectives.group import ElasticGroup, Exchange, Landing, keep, key_of
+from smolcluster.comm.elastic.collectives.group import ElasticGroup
+from smolcluster.comm.elastic.collectives.operations import Exchange, Landing, keep, key_of
 from smolcluster.comm.elastic.collectives.peer_links import Wires
 from smolcluster.comm.elastic.collectives.state_transfer import IncomingState, Layout, Transfer, state_messages
 from smolcluster.comm.elastic.membership.proofs import is_proven, proof

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smolcluster.comm.elastic.collectives.group import Landing
+from smolcluster.comm.elastic.collectives.operations import Landing
 from smolcluster.comm.elastic.membership.server_state import is_shape, slices
 from smolcluster.comm.elastic.membership.view import ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Message

@@ -1,0 +1,95 @@
+"""Which workers may join a server's run: the same model, the same data, an instance that they prove."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from smolcluster.comm.elastic.membership.roster import JoinRefused, Member
+from smolcluster.comm.elastic.membership.view import ViewMember
+from smolcluster.comm.elastic.transport.api import Link
+from smolcluster.comm.elastic.transport.messages import Peer
+from smolcluster.engine.elastic.adopted_config import MOST_STEPS
+from smolcluster.engine.identity import instance_of
+
+LISTED = 2000  # tensors: so many are compared one by one, and explained
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    layout: list[list[Any]]  # of the server's model
+    num_samples: int  # of its training data
+    hosts: Sequence[str]  # `cluster.workers`
+    exchanging: bool  # workers dial each other
+
+    def admit(self, link: Link, meta: Mapping[str, Any]) -> Member:
+        """Return the member that a worker becomes. Raises JoinRefused with both sides' values."""
+        peer = link.peer
+        if peer.role != "worker":
+            raise JoinRefused(f"a {peer.role} cannot join as a worker")
+        secret = meta.get("secret")
+        if not isinstance(secret, str) or not hmac.compare_digest(instance_of(secret).encode(), peer.instance.encode()):
+            raise JoinRefused(
+                f"it does not prove that it is instance {peer.instance}; other members know that number, too"
+            )
+        listed = peer.rank < len(self.hosts)  # a number beyond the list is a newcomer's, whatever its host is called
+        if listed and peer.host not in self.hosts:
+            raise JoinRefused(f"host '{peer.host}' is not in cluster.workers; known: {', '.join(self.hosts)}")
+        difference = _difference(self.layout, meta.get("layout"))
+        if difference:
+            raise JoinRefused(f"it built another model: {difference}")
+        if meta.get("samples") != self.num_samples:
+            raise JoinRefused(
+                f"it has {meta.get('samples')} training samples and the server {self.num_samples}: "
+                "both need the same data and tokenizer"
+            )
+        size = meta.get("batch_size")
+        if type(size) is not int or not 0 < size <= self.num_samples:
+            raise JoinRefused(f"its batch size is {size!r}")
+        if self.exchanging:
+            _check_seat(peer, meta.get("address"))
+        step = meta.get("step")
+        return Member(
+            rank=peer.rank,
+            link=link,
+            batch_size=size,
+            automatic=meta.get("automatic") is True,
+            step=step if type(step) is int and 0 <= step <= MOST_STEPS else 0,
+            address=str(meta.get("address", ""))[:255],
+            said={key: value for key, value in meta.items() if key not in ("secret", "layout")},
+        )
+
+
+def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:
+    """Name, type and shape of every tensor: what two sides must agree on."""
+    return [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in weights.items()]
+
+
+def short_layout(layout: list[list[Any]]) -> list[list[Any]] | str:
+    """Return what a worker reports of it: all of it, or its hash where it would not fit a message."""
+    return layout if len(layout) <= LISTED else hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+
+
+def _check_seat(peer: Peer, address: Any) -> None:
+    """Every worker reads every other's name and address in a view, and fails where one cannot be read."""
+    try:
+        ViewMember.from_meta({"rank": peer.rank, "instance": peer.instance, "host": peer.host, "address": address})
+    except ValueError as error:
+        raise JoinRefused(f"no other worker could reach it: {error}") from error
+
+
+def _difference(ours: list[list[Any]], theirs: Any) -> str:
+    if isinstance(theirs, str) and len(ours) > LISTED:
+        return "" if theirs == short_layout(ours) else f"one of its tensors differs from the server's {len(ours)}"
+    if not isinstance(theirs, list) or len(theirs) != len(ours):
+        return f"{len(theirs) if isinstance(theirs, list) else 'no'} tensors where the server has {len(ours)}"
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine != other:
+            return f"{other} where the server has {mine}"
+    return ""
