@@ -88,6 +88,7 @@ with (
     from smolcluster.config.names import known_keys
     from smolcluster.config.schema import Config
     from smolcluster.config.strategies import BUILT_IN
+    from smolcluster.engine.elastic.admission import Admission
     from smolcluster.engine.elastic.adopted_config import FROM_SERVER, adopt, read_plan
     from smolcluster.engine.elastic.row_quota import RowQuota
     from smolcluster.engine.elastic.server import Server
@@ -472,15 +473,13 @@ class _Office:
         self.box = _Box()
         # What the real server makes of a JOIN and of an EVENT.
         server = cast(Server, SimpleNamespace())
-        server.config = cast(Any, SimpleNamespace(cluster=SimpleNamespace(workers=[])))
-        server.layout, server.train_data = LAYOUT, cast(Any, range(SAMPLES))
-        setattr(server, "_coordinates", True)  # noqa: B010 - then addresses are looked at, too
+        admission = Admission(LAYOUT, SAMPLES, hosts=[], exchanging=True)  # then addresses are looked at, too
         server.metrics = cast(Any, SimpleNamespace(handle=lambda row: self.rows.append(row)))
         server.rows, server.record = RowQuota(tensors=len(LAYOUT)), cast(Any, SimpleNamespace(samples=0))
         self.roster = Roster(
             self.box,
             plan={"run": "0" * 16},
-            admit=lambda link, said: Server._admit(server, link, said),
+            admit=admission.admit,
             on_event=lambda member, said: Server._on_event(server, member, said),
             on_change=lambda *_: None,
         )
