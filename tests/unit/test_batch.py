@@ -209,15 +209,15 @@ def test_a_job_from_what_the_user_said(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "mine.yaml").write_text("training: {batch_size: 3}\n")
     made = plan_job(
         ["gpt", "mine.yaml"],
-        overrides=["model.num_layers=2"],
+        override=["model.num_layers=2"],
         strategy="ClassicDP",
         plane="mesh",
         steps=7,
         seed=1,
         nodes=2,
-        gpus_per_node=2,
+        gpus=2,
         memory="16GB",
-        time_limit="1:00:00",
+        time="1:00:00",
     )
     assert made.name == "gpt-allreduce"
     assert (made.workers, made.workers_per_node) == (4, 2)  # one for each GPU
@@ -238,27 +238,27 @@ def test_a_job_from_what_the_user_said(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ({"nodes": 0}, "--nodes 0: at least 1"),
         ({"workers_per_node": 0}, "--workers-per-node 0: at least 1"),
-        ({"gpus_per_node": -1}, "--gpus -1: at least 0"),
-        ({"cpus_per_worker": 0}, "--cpus 0: at least 1"),
-        ({"gpus_per_node": 4, "workers_per_node": 1}, "3 would be idle; use 4 workers, or --gpus 1"),
+        ({"gpus": -1}, "--gpus -1: at least 0"),
+        ({"cpus": 0}, "--cpus 0: at least 1"),
+        ({"gpus": 4, "workers_per_node": 1}, "3 would be idle; use 4 workers, or --gpus 1"),
         ({"memory": "much"}, "--memory 'much' is not a size"),
-        ({"time_limit": "long"}, "--time 'long'"),
+        ({"time": "long"}, "--time 'long'"),
         ({"name": "a job"}, "--name 'a job' cannot be the name of a job"),
         ({"name": "x" * 64}, "63 at most"),
         ({"strategy": "allredce"}, "did you mean 'allreduce'"),
         ({"strategy": "single", "nodes": 2}, "strategy single has one worker, not 2"),
         ({"strategy": "tensor", "nodes": 3}, "3"),
         ({"strategy": "edp", "plane": "mesh"}, "edp does not run on the mesh plane"),
-        ({"strategy": "fsdp", "plane": "elastic", "overrides": ["strategy.fsdp_stage=3"]}, "stage"),
-        ({"overrides": ["training.batch_sise=1"]}, "did you mean 'training.batch_size'"),
-        ({"overrides": [f"cluster.token={new_token()}"]}, "a job file is read by many"),
-        ({"overrides": ["cluster.workers=[pi5]"]}, "names machines (pi5), and here the batch system chooses them"),
+        ({"strategy": "fsdp", "plane": "elastic", "override": ["strategy.fsdp_stage=3"]}, "stage"),
+        ({"override": ["training.batch_sise=1"]}, "did you mean 'training.batch_size'"),
+        ({"override": [f"cluster.token={new_token()}"]}, "a job file is read by many"),
+        ({"override": ["cluster.workers=[pi5]"]}, "names machines (pi5), and here the batch system chooses them"),
         ({"backend": "glo"}, "unknown backend 'glo'"),
         ({"backend": "gloo", "strategy": "edp"}, "--backend gloo is for the mesh plane"),
         ({"elastic": "2:8", "nodes": 4}, "the job has room for 4 workers; use --elastic 2:4"),
         ({"elastic": "two"}, "write MIN:MAX"),
         ({"elastic": "1:2", "nodes": 2, "strategy": "edp"}, "leave out --elastic"),
-        ({"elastic": "1:2", "nodes": 2, "overrides": ["training.checkpoint_steps=0"]}, "saves none"),
+        ({"elastic": "1:2", "nodes": 2, "override": ["training.checkpoint_steps=0"]}, "saves none"),
     ],
 )
 def test_what_cannot_be_a_job(wish: dict[str, Any], said: str) -> None:
@@ -275,7 +275,7 @@ def test_nothing_is_fetched_to_write_a_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("SMOLCLUSTER_CACHE", str(tmp_path))
     opened: list[Any] = []
     monkeypatch.setattr("urllib.request.urlopen", lambda *a, **k: opened.append(a))
-    assert plan_job(["gpt"], overrides=["data.name=wikitext"], strategy="tensor", nodes=2).workers == 2
+    assert plan_job(["gpt"], override=["data.name=wikitext"], strategy="tensor", nodes=2).workers == 2
     assert not opened
 
 

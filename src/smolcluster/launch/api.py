@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from smolcluster.launch.elastic import run_elastic
 from smolcluster.launch.local import run_local
 from smolcluster.launch.plan import Elastic, check_restartable, elastic_wish
-from smolcluster.launch.prepare import Prepared, prepare
+from smolcluster.launch.prepare import Prepared, prepare, sets_of
 from smolcluster.launch.restart import run_restarting
 
 if TYPE_CHECKING:
@@ -42,13 +42,8 @@ def train(
         summary = smolcluster.train("gpt", strategy="allreduce", workers=2, overrides={"training.steps": 50})
     """
     again = elastic_wish(elastic, workers=workers, endpoint=None, max_restarts=max_restarts)
-    sets = {
-        "strategy.name": strategy,
-        "cluster.num_workers": workers if again is None else again.most,
-        "cluster.plane": plane,
-        "training.steps": steps,
-        "training.seed": seed,
-    }
+    workers = workers if again is None else again.most
+    sets = sets_of(strategy=strategy, workers=workers, plane=plane, steps=steps, seed=seed)
     if isinstance(overrides, Mapping):
         sets |= dict(overrides)
         overrides = ()
