@@ -123,7 +123,7 @@ finally:
     imported = set(shown.stderr.split())
     ours = {name for name in imported if name.startswith("smolcluster.")}
     assert ours == {f"smolcluster.{name}" for name in ("cli", "cli.ending", "cli.options", "errors", "version")}
-    assert not {"torch", "pydantic", "yaml", "asyncio"} & imported
+    assert not {"torch", "pydantic", "yaml", "asyncio", "rich"} & imported
 
 
 def test_a_shell_completes_the_options_of_a_command(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_it_is_listed_planned_and_described(smol: Smol, installed: Path, tmp_pat
     wrong, env = ("train", "gpt", *TRAIN, "strategy.options.local_steps=0"), path_to(installed)
     refused = smol.run(*wrong, cwd=tmp_path, within_s=PATIENCE_S, env=env)
     assert refused.status == 2
-    assert "--override: strategy.options.local_steps = 0: Input should be greater than" in refused.err
+    assert "--override: strategy.local_steps = 0: Input should be greater than" in refused.err
 
 
 def test_the_conformance_suite_has_it(installed: Path) -> None:

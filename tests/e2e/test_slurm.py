@@ -269,4 +269,3 @@ def test_edp_saves_before_its_time_limit_and_is_queued_again(smol: Smol, slurm: 
     assert f"{STEPS} steps from {saved}" in slurm.output(job)
     assert check(read(run_dir / "history.jsonl")) == []
     assert not token.exists()
-    assert not list(run_dir.parent.glob("limited-nothing-saved-*"))

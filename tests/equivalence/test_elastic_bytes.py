@@ -72,6 +72,16 @@ def test_a_dry_run_knows_what_a_codec_saves(tmp_path: Path, strategy: str) -> No
     assert said["fp32"] > 3 * said["int8"] > 6 * said["powersgd"] > 0
 
 
+def test_a_dry_run_says_on_which_plane_a_codec_has_no_effect(tmp_path: Path) -> None:
+    config = load_config([], sets={"strategy.name": "allreduce", "strategy.codec": "int8", "training.device": "cpu"})
+    said = {
+        plane: describe_run(config, workers=2, run_dir=RunDir(tmp_path / "run"), backend=None, plane=plane)
+        for plane in ("mesh", "elastic")
+    }
+    assert "# strategy allreduce does not use on the mesh plane: codec\n" in said["mesh"]
+    assert "does not use" not in said["elastic"]
+
+
 def test_pulls_that_never_come_cost_nothing() -> None:
     """With a large interval what a lossy codec makes is all that travels."""
     often, never = (

@@ -176,7 +176,6 @@ def test_a_snapshot_takes_the_place_of_the_log(tmp_path: Path) -> None:
         journal.recover()
         for step in range(3):
             journal.append({"step": step})
-        journal.reserve({"head": weight, "tied": weight})
         journal.snapshot({"step": 3}, {"head": weight, "tied": weight}, wait=True)
         weight += 1  # it was copied
         assert [path.name for path in logs(tmp_path)] == ["log-00000001"]

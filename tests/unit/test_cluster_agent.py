@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from smolcluster.errors import UserError
-from smolcluster.launch.cluster import agent, host, keeper, record
+from smolcluster.launch.cluster import host, keeper, record
+from smolcluster.launch.cluster.agent import base, environment, files, following, processes
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.layout import Machine
 from smolcluster.launch.cluster.mirror import put
@@ -41,13 +42,13 @@ def test_unpacking_with_a_python_that_has_no_filters(tmp_path: Path, monkeypatch
         plain(archive, path, filter="fully_trusted")  # what was meant where nothing could be said
 
     monkeypatch.setattr(tarfile.TarFile, "extractall", extractall)
-    agent.unpack(str(tmp_path), "code/a", parcel(one="1").data, fresh=True)
+    files.unpack(str(tmp_path), "code/a", parcel(one="1").data, fresh=True)
     assert (tmp_path / "code/a/one").read_text() == "1"
 
 
 def test_what_cannot_be_unpacked_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(tarfile.ReadError):
-        agent.unpack(str(tmp_path), "code/a", b"no archive", fresh=True)
+        files.unpack(str(tmp_path), "code/a", b"no archive", fresh=True)
     assert list((tmp_path / "code").iterdir()) == []
 
 
@@ -57,7 +58,7 @@ def test_old_copies_go_but_for_those_in_use(tmp_path: Path) -> None:
     (place / "order.json").write_text(json.dumps({"code": "c0"}))
     lock = keeper.hold(place / "lock")
     for number in range(6):
-        agent.unpack(str(tmp_path), f"code/c{number}", parcel(n=str(number)).data, fresh=True)
+        files.unpack(str(tmp_path), f"code/c{number}", parcel(n=str(number)).data, fresh=True)
         os.utime(tmp_path / f"code/c{number}", (number, number))
     assert sorted(path.name for path in (tmp_path / "code").iterdir()) == ["c0", "c3", "c4", "c5"]
     lock.close()
@@ -72,31 +73,31 @@ def test_two_that_send_the_same_at_once_leave_it_whole(tmp_path: Path, monkeypat
         plain(archive, path, **how)
         if not meanwhile:
             meanwhile.append(True)
-            monkeypatch.setattr(agent.os, "getpid", lambda: 1)
-            agent.unpack(str(tmp_path), "code/a", data, fresh=True)
+            monkeypatch.setattr(files.os, "getpid", lambda: 1)
+            files.unpack(str(tmp_path), "code/a", data, fresh=True)
             monkeypatch.undo()
             (tmp_path / "code/a/in-use").write_text("")
 
     meanwhile: list[bool] = []
     monkeypatch.setattr(tarfile.TarFile, "extractall", extractall)
-    agent.unpack(str(tmp_path), "code/a", data, fresh=True)
+    files.unpack(str(tmp_path), "code/a", data, fresh=True)
     assert [path.name for path in (tmp_path / "code").iterdir()] == ["a"]
     assert sorted(path.name for path in (tmp_path / "code/a").iterdir()) == ["in-use", "one", "two"]
 
 
 def test_what_lost_a_file_is_replaced(tmp_path: Path) -> None:
     data = parcel(one="1", two="2").data
-    agent.unpack(str(tmp_path), "code/a", data, fresh=True)
+    files.unpack(str(tmp_path), "code/a", data, fresh=True)
     (tmp_path / "code/a/two").unlink()
-    agent.unpack(str(tmp_path), "code/a", data, fresh=True)
+    files.unpack(str(tmp_path), "code/a", data, fresh=True)
     assert sorted(path.name for path in (tmp_path / "code").rglob("*")) == ["a", "one", "two"]
 
 
 def test_what_was_sent_in_part_long_ago_is_cleared_out(tmp_path: Path) -> None:
-    for name, age in (("a.pi5-7.new", 0.0), ("b.pi5-8.new", agent.LEFT_S + 60)):
+    for name, age in (("a.pi5-7.new", 0.0), ("b.pi5-8.new", files.LEFT_S + 60)):
         (tmp_path / "code" / name).mkdir(parents=True)
         os.utime(tmp_path / "code" / name, (time.time() - age,) * 2)
-    agent.unpack(str(tmp_path), "code/c", parcel(one="1").data, fresh=True)
+    files.unpack(str(tmp_path), "code/c", parcel(one="1").data, fresh=True)
     assert sorted(path.name for path in (tmp_path / "code").iterdir()) == ["a.pi5-7.new", "c"]
 
 
@@ -108,7 +109,7 @@ def test_those_who_look_do_not_see_each_other_nor_stop_a_keeper(tmp_path: Path) 
     place.mkdir()
     (place / "lock").touch()
     looking = keeper.hold(place / "lock", shared=True)
-    assert not agent._alive(place)
+    assert not processes.is_alive(place)
     assert keeper.hold(place / "lock") is None
     with ThreadPoolExecutor() as pool:
         starting = pool.submit(keeper.hold, place / "lock", within_s=60.0)
@@ -117,7 +118,7 @@ def test_those_who_look_do_not_see_each_other_nor_stop_a_keeper(tmp_path: Path) 
         looking.close()
         lock = starting.result()
     assert lock is not None
-    assert agent._alive(place)
+    assert processes.is_alive(place)
     lock.close()
 
 
@@ -132,7 +133,7 @@ class Printed:
         self.place.mkdir(parents=True)
         (self.place / "order.json").write_text("{}")
         self.folder, self.at, self.told = folder, {}, []  # type: ignore[var-annotated]
-        monkeypatch.setattr(agent, "say", self._say)
+        monkeypatch.setattr(following, "say", self._say)
 
     def _say(self, **said: Any) -> None:
         self.at[said["seat"]] = said["at"]
@@ -155,9 +156,9 @@ class Printed:
             raise TimeoutError
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agent.time, "sleep", rest)
+            patch.setattr(following.time, "sleep", rest)
             with contextlib.suppress(TimeoutError):
-                agent.follow(str(self.folder), "lab", past=past, at=self.at)
+                following.follow(str(self.folder), "lab", past=past, at=self.at)
         return self.told
 
 
@@ -197,8 +198,8 @@ def test_a_progress_bar_is_shown_as_it_moves_and_hides_nothing(printed: Printed)
 def test_a_line_that_never_ends_is_cut_and_hides_nothing(printed: Printed) -> None:
     printed.write(b"begin\n")
     assert printed.follow() == ["begin"]
-    printed.write(b"x" * (agent.CHUNK_BYTES + 5) + b"\nafter\n")
-    assert printed.follow() == ["x" * agent.CHUNK_BYTES, "x" * 5, "after"]
+    printed.write(b"x" * (following.CHUNK_BYTES + 5) + b"\nafter\n")
+    assert printed.follow() == ["x" * following.CHUNK_BYTES, "x" * 5, "after"]
 
 
 def test_what_was_put_aside_is_told_first(printed: Printed) -> None:
@@ -234,12 +235,12 @@ def test_output_without_an_end_does_not_fill_the_keepers_memory(tmp_path: Path) 
 
 
 def test_the_last_whole_lines(tmp_path: Path) -> None:
-    assert agent.tail(str(tmp_path), "rows") == []
+    assert files.tail(str(tmp_path), "rows") == []
     (tmp_path / "rows").write_text("".join(f"{number}\n" for number in range(20000)) + "hal")
-    lines = agent.tail(str(tmp_path), "rows")
+    lines = files.tail(str(tmp_path), "rows")
     assert lines == [str(number) for number in range(20000 - len(lines), 20000)]
     (tmp_path / "rows").write_text("one\ntwo\n")
-    assert agent.tail(str(tmp_path), "rows") == ["one", "two"]
+    assert files.tail(str(tmp_path), "rows") == ["one", "two"]
 
 
 # Up and down
@@ -252,26 +253,26 @@ def test_what_is_taken_down_while_it_is_brought_up_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(agent, "_start_keeper", lambda *said, **_: started.append(said))
-    agent.begin(str(tmp_path), "lab", "first")
-    agent.stop(str(tmp_path), "lab", seats=["w"])  # as of one process: the cluster is wanted all the same
-    agent.stop(str(tmp_path), "lab", mark="another")
-    assert agent.start(str(tmp_path), "lab", [SEAT], "python3", "c0", "p", False, "first") == ["w"]
+    monkeypatch.setattr(processes, "_start_keeper", lambda *said, **_: started.append(said))
+    processes.begin(str(tmp_path), "lab", "first")
+    processes.stop(str(tmp_path), "lab", seats=["w"])  # as of one process: the cluster is wanted all the same
+    processes.stop(str(tmp_path), "lab", mark="another")
+    assert processes.start(str(tmp_path), "lab", [SEAT], "python3", "c0", "p", False, "first") == ["w"]
     os.utime(tmp_path / "clusters/lab/processes/w/order.json", (1, 1))  # long ago, and its keeper never came
-    agent.begin(str(tmp_path), "lab", "second")
-    agent.stop(str(tmp_path), "lab")
-    with pytest.raises(agent.Wrong, match="taken down while it was brought up"):
-        agent.start(str(tmp_path), "lab", [SEAT], "python3", "c0", "p", False, "second")
+    processes.begin(str(tmp_path), "lab", "second")
+    processes.stop(str(tmp_path), "lab")
+    with pytest.raises(base.Wrong, match="taken down while it was brought up"):
+        processes.start(str(tmp_path), "lab", [SEAT], "python3", "c0", "p", False, "second")
     assert len(started) == 1
-    assert agent.states(str(tmp_path), "lab") == {}
+    assert processes.states(str(tmp_path), "lab") == {}
 
 
 def test_what_one_up_takes_back_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "_start_keeper", lambda *_, **__: None)
+    monkeypatch.setattr(processes, "_start_keeper", lambda *_, **__: None)
     for mark in ("mine", "theirs"):
-        agent.begin(str(tmp_path), "lab", mark)
-        agent.start(str(tmp_path), "lab", [SEAT | {"name": mark}], "python3", "c0", "p", False, mark)
-    assert agent.stop(str(tmp_path), "lab", mark="mine", within_s=0.0)["stopped"] == ["mine"]
+        processes.begin(str(tmp_path), "lab", mark)
+        processes.start(str(tmp_path), "lab", [SEAT | {"name": mark}], "python3", "c0", "p", False, mark)
+    assert processes.stop(str(tmp_path), "lab", mark="mine", within_s=0.0)["stopped"] == ["mine"]
     assert not (tmp_path / "clusters/lab/processes/theirs/stop").exists()
 
 
@@ -286,19 +287,19 @@ def test_a_version_that_does_not_fit_is_missing(tmp_path: Path, monkeypatch: pyt
     wanted = ["torch<2.14,>=2.6", "torch<2.14", "numpy>=2.0", "numpy>=2.1.0,!=2.1", "rich>=13; python_version > '3'"]
     wanted += ["no-such-package", "no-such-package; sys_platform != 'win32'"]
     missing = [*(wanted[n] for n in (0, 3)), *wanted[5:]]
-    assert agent._missing(sys.executable, wanted) == missing
-    assert agent._missing(sys.executable, ["torch>=2.10"]) == ["torch>=2.10"]  # numbers, not letters
+    assert environment._missing(sys.executable, wanted) == missing
+    assert environment._missing(sys.executable, ["torch>=2.10"]) == ["torch>=2.10"]  # numbers, not letters
     kept = {"requirements": ["torch<2.14"], "key": "k", "python": sys.executable}
-    assert agent.version_of(str(tmp_path), "torch", kept) == {"used": "2.5.1+cu121", "there": None}
+    assert environment.version_of(str(tmp_path), "torch", kept) == {"used": "2.5.1+cu121", "there": None}
     other = kept | {"requirements": ["torch>=2.6"]}
-    assert agent.version_of(str(tmp_path), "torch", other) == {"used": None, "there": "2.5.1+cu121"}
+    assert environment.version_of(str(tmp_path), "torch", other) == {"used": None, "there": "2.5.1+cu121"}
 
 
 def test_a_python_in_the_users_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv/python").symlink_to(sys.executable)
     monkeypatch.setenv("HOME", str(tmp_path))
-    made = agent.environment(str(tmp_path), [], "k", "~/venv/python", {})
+    made = environment.environment(str(tmp_path), [], "k", "~/venv/python", {})
     assert made == {"python": str(tmp_path / "venv/python"), "made": False}
 
     async def local() -> list[int]:
@@ -323,15 +324,15 @@ def test_an_environment_is_made_by_one_at_a_time_and_for_one_python(
         (root / "made").touch()
         made.append(root)
 
-    monkeypatch.setattr(agent, "_make", make)
-    monkeypatch.setattr(agent, "_missing", lambda python, _: [] if Path(python).parent.exists() else ["torch"])
-    monkeypatch.setattr(agent, "say", lambda **_: waiting.set())
+    monkeypatch.setattr(environment, "_make", make)
+    monkeypatch.setattr(environment, "_missing", lambda python, _: [] if Path(python).parent.exists() else ["torch"])
+    monkeypatch.setattr(environment, "say", lambda **_: waiting.set())
     with ThreadPoolExecutor() as pool:
         ask = (str(tmp_path), ["torch"], "k", "/no/such/python", {})
-        found = [ended.result() for ended in [pool.submit(agent.environment, *ask) for _ in range(2)]]
+        found = [ended.result() for ended in [pool.submit(environment.environment, *ask) for _ in range(2)]]
     assert sorted(answer["made"] for answer in found) == [False, True]
     assert found[0]["python"] == found[1]["python"]
-    agent.environment(str(tmp_path), ["torch"], "k", "/another/python", {})
+    environment.environment(str(tmp_path), ["torch"], "k", "/another/python", {})
     assert len(set(made)) == 2
 
 
@@ -368,10 +369,10 @@ def test_what_is_copied_is_what_was_added(tmp_path: Path, monkeypatch: pytest.Mo
         pauses.append(None)
 
     pauses: list[None] = []
-    monkeypatch.setattr(agent, "say", say)
-    monkeypatch.setattr(agent.time, "sleep", at_rest)
+    monkeypatch.setattr(following, "say", say)
+    monkeypatch.setattr(following.time, "sleep", at_rest)
     with pytest.raises(Enough):
-        agent.copy(str(tmp_path), "lab", "r", {})
+        following.copy(str(tmp_path), "lab", "r", {})
     sent = [(said["file"], said.get("at"), base64.b64decode(said["data"])) for said in told if "file" in said]
     assert sorted(sent[:3]) == [
         ("config.yaml", None, b"a: 1\n"),
@@ -395,11 +396,11 @@ def test_a_file_that_was_rewritten_while_nobody_looked_is_copied_anew(
     path = tmp_path / "metrics.jsonl"
     path.write_text("1\n2\n")
     with path.open("rb") as file:
-        have = {"metrics.jsonl": [4, agent.proof_of(file, 4)]}
+        have = {"metrics.jsonl": [4, following.proof_of(file, 4)]}
     path.write_text(now)
     told: list[dict[str, Any]] = []
-    monkeypatch.setattr(agent, "say", lambda **said: told.append(said))
-    agent._copy_new("metrics.jsonl", path, {}, have)
+    monkeypatch.setattr(following, "say", lambda **said: told.append(said))
+    following._copy_new("metrics.jsonl", path, {}, have)
     assert [(said["at"], base64.b64decode(said["data"])) for said in told] == [sent]
 
 
@@ -409,8 +410,8 @@ def test_a_broken_state_file_stops_nobody(tmp_path: Path, text: str) -> None:
     place.mkdir(parents=True)
     (place / "order.json").write_text("{}")
     (place / "state.json").write_text(text)
-    assert not agent.states(str(tmp_path), "lab")["worker-0"]["alive"]
-    assert agent.stop(str(tmp_path), "lab", seats=["worker-0"]) == {"stopped": [], "killed": []}
+    assert not processes.states(str(tmp_path), "lab")["worker-0"]["alive"]
+    assert processes.stop(str(tmp_path), "lab", seats=["worker-0"]) == {"stopped": [], "killed": []}
 
 
 def test_a_keeper_goes_on_when_its_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,10 +427,10 @@ def test_a_keeper_goes_on_when_its_folder_is_gone(tmp_path: Path, monkeypatch: p
 
 
 def test_the_users_path_comes_after_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "_start_keeper", lambda *_, **__: None)
+    monkeypatch.setattr(processes, "_start_keeper", lambda *_, **__: None)
     seat = {"name": "w", "arguments": [], "again": [], "restart": True, "environment": {"PYTHONPATH": "/theirs"}}
-    agent.begin(str(tmp_path), "lab", "m")
-    agent.start(str(tmp_path), "lab", [seat], "python3", "c0", "p", False, "m")
+    processes.begin(str(tmp_path), "lab", "m")
+    processes.start(str(tmp_path), "lab", [seat], "python3", "c0", "p", False, "m")
     order = json.loads((tmp_path / "clusters/lab/processes/w/order.json").read_text())
     assert order["environment"]["PYTHONPATH"] == f"{tmp_path}/code/c0{os.pathsep}/theirs"
 
@@ -622,7 +623,7 @@ def test_what_a_machine_keeps_is_its_users_alone(tmp_path: Path) -> None:
     run = [
         sys.executable,
         "-c",
-        "import os; os.umask(0o022); from smolcluster.launch.cluster.agent import main; main()",
+        "import os; os.umask(0o022); from smolcluster.launch.cluster.agent.main import main; main()",
     ]
     lines = "".join(json.dumps(request) + "\n" for request in asked)
     apart, tmux = os.environ | {"TMUX_TMPDIR": str(tmp_path)}, shutil.which("tmux")

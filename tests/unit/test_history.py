@@ -567,6 +567,22 @@ def test_a_full_disk_keeps_lines_for_later(
     assert read(path) == [line.fields() for line in lines[:4]]
 
 
+def test_the_command_counts_rounds_and_servers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(a_run())
+    lines[-1]["step"] += 1
+    lines[-1]["steps"] = 2  # two local steps, one round
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert history.main([str(path)]) == 0, capsys.readouterr().out
+    assert capsys.readouterr().out == "6 committed rounds under 2 server(s): in order\n"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:-3]))
+    assert history.main([str(path)]) == 0
+    with path.open("a") as file:
+        file.write(json.dumps(lines[4]) + "\n")  # a round again
+    assert history.main([str(path)]) == 1
+    assert "committed rounds under 2 server(s): NOT in order" in capsys.readouterr().out
+    assert history.main([]) == 2
+
+
 def test_history_needs_no_torch() -> None:
     code = "import sys, smolcluster.engine.elastic.history, smolcluster.data.leases; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

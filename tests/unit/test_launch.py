@@ -402,6 +402,10 @@ def test_a_run_that_died_before_it_saved_anything_begins_anew(tmp_path: Path, mo
     run.create(dump(config(**{"training.seed": 7})), resume=False)
     run.metrics.write_text('{"step": 1}\n')
     (run.journal / "snapshots" / ".tmp-step-00000001").mkdir(parents=True)
+    run.summary.write_text(
+        '{"status": "interrupted", "steps": 0}'
+    )  # told to stop while it started, as by a batch system
+    assert find_resume("auto", run_dir=run.path) is None
     run.summary.write_text('{"status": "failed"}')
     prepared = prepare(["gpt"], sets={"strategy.name": "edp"}, run_dir=run.path, resume="auto")
     assert (prepared.resume, prepared.anew, prepared.run_dir) == (None, True, run)
@@ -410,7 +414,7 @@ def test_a_run_that_died_before_it_saved_anything_begins_anew(tmp_path: Path, mo
     with run.opened("", resume=False, anew=True):
         assert run.metrics.read_text() == ""
     run.summary.write_text('{"status": "finished"}')
-    with pytest.raises(UserError, match="has ended without a checkpoint"):
+    with pytest.raises(UserError, match="has finished without a checkpoint"):
         find_resume("auto", run_dir=run.path)
     with pytest.raises(UserError, match="give --run-dir"):
         find_resume("auto", run_dir=None)

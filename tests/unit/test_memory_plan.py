@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import subprocess
@@ -28,6 +29,7 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.worker import Worker
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.memory import show_memory
+from smolcluster.observe.text import size
 from smolcluster.parallel.owned_buckets import deal_turns
 from smolcluster.parallel.placement import Cost
 from smolcluster.planner import estimate_pool as rehearsal_pool
@@ -387,7 +389,8 @@ def row(label: str, peak: int, *, less: int | None = None, **fields: Any) -> For
     if less is not None:
         ways[Activations(True, False)] = Peak(at=Held(parameters=less), each=Held(parameters=less))
     seat = SeatMemory(ranks=[0, 1], role="worker", states=ways[Activations()].each, ways=ways, **fields)
-    return Forecast(choice=Choice(label=label, strategy="fsdp", options={"fsdp_stage": 3}), seats=[seat])
+    choice = Choice(label=label, strategy="fsdp", options={"fsdp_stage": 3})
+    return Forecast(choice=choice, seats=[seat], costs=[dataclasses.replace(cost(0), bytes_sent=3 * 10**6)] * 2)
 
 
 def plan(*rows: Forecast, limit: int = 10**9) -> MemoryPlan:
@@ -430,6 +433,23 @@ def test_the_table_says_what_fits_and_why_not() -> None:
     assert "cannot run: single: not here" in lines
     flags = "--workers 2 --strategy fsdp --override strategy.fsdp_stage=3"
     assert lines[-1] == f"the first that fits: second  (smolcluster train ... {flags})"
+
+
+def test_the_bytes_that_a_rank_sends_in_a_step(four: Subject) -> None:
+    """By the strategy's own formula: allreduce sends 2 (N-1)/N of the gradients; of a pipeline activations travel too."""
+    asked = [Choice(label=name, strategy=name) for name in ("allreduce", "pipeline")]
+    found = to_dict(plan(*(forecast(four, choice, ways=[Activations()]) for choice in asked)))
+    allreduce, pipeline = found["strategies"]
+    assert allreduce["bytes_sent"] == [pytest.approx(2 * 3 / 4 * 4 * four.shape.parameters, abs=8)] * 4
+    assert not allreduce["activations_travel"]
+    assert pipeline["activations_travel"]
+    stream = io.StringIO()
+    show_memory(found, stream)
+    head, first, second, *rest = stream.getvalue().splitlines()[1:]
+    assert "sent a step" in head
+    assert first.split()[1:3] == size(allreduce["bytes_sent"][0]).split()
+    assert second.split()[1:3] == f"{size(max(pipeline['bytes_sent']))}*".split()
+    assert "* and activations, which depend on the samples" in rest
 
 
 def test_what_is_asked() -> None:

@@ -173,8 +173,8 @@ def test_options_of_a_package_stand_beside_its_name_or_below_options(
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("  factor: -1", "run.yaml:3: strategy.options.factor = -1: Input should be greater than 0"),
-        ("  options:\n    factor: [1]", "run.yaml:4: strategy.options.factor = [1]: Input should be a valid number"),
+        ("  factor: -1", "run.yaml:3: strategy.factor = -1: Input should be greater than 0"),
+        ("  options:\n    factor: [1]", "run.yaml:4: strategy.factor = [1]: Input should be a valid number"),
         ("  timeout: 0.5", "run.yaml:3: strategy.timeout = 0.5: Input should be greater than 1"),
         ("  factr: 2", "run.yaml:3: strategy.factr = 2: unknown key; did you mean 'strategy.factor'?"),
         (

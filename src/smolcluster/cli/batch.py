@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,20 +23,10 @@ class Run(options.Run):
     name: Annotated[str | None, typer.Option(help="Of the job, and of its run. Default: as MODEL-STRATEGY.")] = None
 
     def plan(self, **size: Any) -> Job:
-        """Return the job, checked. `size`: how many workers, and how much of a machine for each."""
+        """Return the job, checked. `size`: further arguments of `plan_job`, which are named as the options."""
         from smolcluster.launch.batch.job import plan_job
 
-        return plan_job(
-            self.sources or [],
-            overrides=self.override or [],
-            strategy=self.strategy,
-            plane=self.plane,
-            steps=self.steps,
-            seed=self.seed,
-            backend=self.backend,
-            name=self.name,
-            **size,
-        )
+        return plan_job(**asdict(self), **size)
 
 
 Cpus = Annotated[int | None, size(help="Processor cores for each worker.")]
@@ -57,18 +47,6 @@ class ClusterRun(Run):
     time: Annotated[
         str | None, size(metavar="LIMIT", help="Longest time: 30 (minutes), 1:30:00, 2-12:00:00 (days).")
     ] = None
-
-    def plan(self, **more: Any) -> Job:
-        return Run.plan(
-            self,
-            nodes=self.nodes,
-            workers_per_node=self.workers_per_node,
-            gpus_per_node=self.gpus,
-            cpus_per_worker=self.cpus,
-            memory=self.memory,
-            time_limit=self.time,
-            **more,
-        )
 
 
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here. Default: to the screen.")]

@@ -40,9 +40,9 @@ def _bench(context: typer.Context) -> None:
 
 
 @app.command("scaling", epilog=options.apart(EXAMPLES))
+@options.grouped
 def scaling(
-    sources: options.Sources = None,
-    strategy: options.Strategy = None,
+    setup: options.Setup,
     workers: Annotated[
         str | None,
         typer.Option(help="1,2,4: these numbers. 8: 1, 2, 4, 8. Default: up to this machine's cores, 8 at most."),
@@ -59,10 +59,6 @@ def scaling(
             min=1, help="CPU threads of each worker. Default: OMP_NUM_THREADS, or the cores shared by the most workers."
         ),
     ] = None,
-    plane: Annotated[str | None, typer.Option(help="mesh or elastic. Default: as the strategy needs.")] = None,
-    override: options.Override = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order.")] = None,
-    backend: options.Backend = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for scaling.json, scaling.svg and the runs. Default: runs/scaling-bench-<time>."),
@@ -73,6 +69,7 @@ def scaling(
     efficiency = time on 1 / time on N / N for the same work, or with --weak throughput on N / (N x that of one).
     Workers are started here, on this machine; on others they cannot be started from here.
     """
+    from smolcluster.launch.prepare import sets_of
     from smolcluster.launch.scaling import THREADS, Request, parse_sizes, run_scaling
 
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -85,10 +82,10 @@ def scaling(
     if threads is None and THREADS not in os.environ:
         threads = max(1, cores // max(sizes))  # the same at every size: one worker must not have all cores to itself
     request = Request(
-        sources=sources or [],
-        overrides=override or [],
-        sets={"strategy.name": strategy, "cluster.plane": plane, "training.seed": seed},
-        backend=backend,
+        sources=setup.sources or [],
+        overrides=setup.override or [],
+        sets=sets_of(strategy=setup.strategy, plane=setup.plane, seed=setup.seed),
+        backend=setup.backend,
         sizes=sizes,
         weak=weak,
         steps=steps,

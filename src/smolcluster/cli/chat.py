@@ -6,12 +6,15 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from smolcluster.cli.options import grouped
 from smolcluster.errors import UserError
+
+if TYPE_CHECKING:
+    from smolcluster.serve.client.http import Client
 
 EXAMPLES = """Examples:
 smolcluster chat
@@ -51,7 +54,6 @@ def chat(
     *,
     sampling: Sampling,
 ) -> int:
-    from smolcluster.serve.client.http import Client
     from smolcluster.serve.client.terminal import Chat, given, is_coloured, line_reader, print_pieces, read_all
 
     options = given(asdict(sampling))
@@ -59,15 +61,15 @@ def chat(
         raise UserError(
             f"{url} is a file or folder, not a server; for a model: smolcluster serve {url}, then: smolcluster chat"
         )
-    client = Client(url, key=key)
     question = None if sys.stdin.isatty() else read_all(sys.stdin, what="the question")
-    client.wait_ready(lambda words: typer.echo(f"waiting: {words}", err=True))
+    client = reach(url, key)
     about = client.describe()
     continues = about.get("chat") is False
     if continues and system:
         raise UserError("--system has no effect: this model has no chat template; put it before your text")
+    model = model or client.models()[0]
     if question is not None:
-        said = {"model": model or client.models()[0], **options}
+        said = {"model": model, **options}
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
         answer = client.complete(question, options=said) if continues else client.chat(messages, options=said)
@@ -76,7 +78,7 @@ def chat(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it stops an answer, also where a script ignores it
     talk = Chat(
         client=client,
-        model=model or client.models()[0],
+        model=model,
         options=options,
         system=system,
         read=line_reader(),
@@ -85,3 +87,12 @@ def chat(
         openings=[words for words in about.get("openings") or [] if isinstance(words, str)],
     )
     return talk.run()
+
+
+def reach(url: str, key: str | None) -> Client:
+    """Connect to a server, and wait until it is ready."""
+    from smolcluster.serve.client.http import Client
+
+    client = Client(url, key=key)
+    client.wait_ready(lambda words: typer.echo(f"waiting: {words}", err=True))
+    return client

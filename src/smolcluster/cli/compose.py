@@ -37,12 +37,7 @@ def compose(
     from smolcluster.launch.batch import compose as batch_compose
     from smolcluster.launch.batch.containers import USER, default_image
 
-    job = run.plan(
-        workers_per_node=workers,
-        gpus_per_node=gpus,
-        cpus_per_worker=cpus,
-        memory=memory,
-    )
+    job = run.plan(workers_per_node=workers, gpus=gpus, cpus=cpus, memory=memory)
     root = not hasattr(os, "getuid") or os.getuid() == 0
     owner = user or (f"{USER}:{USER}" if root else f"{os.getuid()}:{os.getgid()}")
     settings = batch_compose.Settings(image=image or default_image(job), user=owner, data=data, token_file=token_file)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from smolcluster.cli.chat import Key, Model, Sampling
+from smolcluster.cli.chat import Key, Model, Sampling, reach
 from smolcluster.cli.options import grouped
 from smolcluster.errors import UserError
 
@@ -64,7 +64,15 @@ def generate(
     text = read_all(sys.stdin, what="the prompt") if prompt == "-" else prompt
     if not text:
         raise UserError("the prompt is empty; write the text that is to be continued, or - to read it from stdin")
-    source, name = _here(from_, device) if from_ is not None else _there(url, key, model)
+    source: Completes
+    if from_ is not None:
+        from smolcluster.serve.main import load_alone
+
+        service = load_alone(from_, device)
+        source, name = service, service.name
+    else:
+        client = reach(url, key)
+        source, name = client, model or client.models()[0]
     print_pieces(source.complete(text, options={"model": name, **options}, stream=stream), sys.stdout)
     return 0
 
@@ -79,18 +87,3 @@ def _model_and_prompt(words: list[str], from_: str | None) -> tuple[str | None, 
     raise UserError(
         f"{known}: give one text, in quotes, and the model once: smolcluster generate runs/demo 'Once upon a time'"
     )
-
-
-def _there(url: str, key: str | None, model: str | None) -> tuple[Completes, str]:
-    from smolcluster.serve.client.http import Client
-
-    client = Client(url, key=key)
-    client.wait_ready(lambda words: typer.echo(f"waiting: {words}", err=True))
-    return client, model or client.models()[0]
-
-
-def _here(model: str, device: str | None) -> tuple[Completes, str]:
-    from smolcluster.serve.main import load_alone
-
-    service = load_alone(model, device)
-    return service, service.name

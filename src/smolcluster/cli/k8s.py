@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,24 @@ smolcluster k8s gpt --strategy fsdp --nodes 4 --gpus 8 --elastic 16:32 --claim r
 _kubernetes = options.panel("Kubernetes")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesOptions:
+    """The fields of `smolcluster.launch.batch.kubernetes.Settings` that are options as they are."""
+
+    namespace: Annotated[str | None, _kubernetes(help="Default: kubectl's.")] = None
+    claim: Annotated[
+        str | None,
+        _kubernetes(
+            help="PersistentVolumeClaim that all pods can write, for runs and data. Default: none, all goes with the pods."
+        ),
+    ] = None
+    secret: Annotated[
+        str | None,
+        _kubernetes(help="Elastic plane: the Secret that has the token, as `token`. Default: <name>-token."),
+    ] = None
+    max_restarts: Annotated[int, _kubernetes(help="Deaths that the run may go on after.")] = 10
+
+
 @options.grouped
 def k8s(
     run: batch.ClusterRun,
@@ -32,17 +51,6 @@ def k8s(
         ),
     ] = None,
     image: Annotated[str | None, _kubernetes(help="Default: smolcluster:cpu, or smolcluster:cuda with --gpus.")] = None,
-    namespace: Annotated[str | None, _kubernetes(help="Default: kubectl's.")] = None,
-    claim: Annotated[
-        str | None,
-        _kubernetes(
-            help="PersistentVolumeClaim that all pods can write, for runs and data. Default: none, all goes with the pods."
-        ),
-    ] = None,
-    secret: Annotated[
-        str | None,
-        _kubernetes(help="Elastic plane: the Secret that has the token, as `token`. Default: <name>-token."),
-    ] = None,
     token_from_file: Annotated[
         Path | None, _kubernetes(help="Write the Secret too, with the first token of this file.")
     ] = None,
@@ -52,7 +60,8 @@ def k8s(
     node_selector: Annotated[
         list[str] | None, _kubernetes(metavar="KEY=VALUE", help="Only on nodes with this label.")
     ] = None,
-    max_restarts: Annotated[int, _kubernetes(help="Deaths that the run may go on after.")] = 10,
+    *,
+    wanted: KubernetesOptions,
 ) -> int:
     from smolcluster.launch.batch import kubernetes
     from smolcluster.launch.batch.containers import default_image
@@ -65,12 +74,9 @@ def k8s(
     token = _token(token_from_file, from_env=token_from_env)
     settings = kubernetes.Settings(
         image=image or default_image(job),
-        namespace=namespace,
-        claim=claim,
-        secret=secret,
         token=token,
         node_selector=tuple(map(kubernetes.parse_selector, node_selector or ())),
-        max_restarts=max_restarts,
+        **asdict(wanted),
     )
     text = kubernetes.render(job, settings)
     if token is not None and out is None and not submit:
@@ -79,7 +85,7 @@ def k8s(
         batch.deliver(text, out, private=token is not None)
     if kubernetes.needs_token(job) and token is None:
         batch.note(f"the pods need the token; make its secret once: {kubernetes.secret_command(job, settings)}")
-    if claim is None:
+    if wanted.claim is None:
         batch.note("without --claim the run is lost with its pod")
     if submit:
         from smolcluster.launch.batch.submit import call

@@ -94,16 +94,22 @@ Backend = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Setup:
     """What to train, and how."""
 
     sources: Sources = None
     strategy: Strategy = None
     plane: Plane = None
     override: Override = None
-    steps: Steps = None
     seed: Seed = None
     backend: Backend = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Setup):
+    """The same, and for how long."""
+
+    steps: Steps = None
 
 
 _own = panel("This machine")

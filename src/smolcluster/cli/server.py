@@ -40,23 +40,11 @@ def server(
     resume: options.Resume = None,
 ) -> int:
     from smolcluster.launch.local.elastic import run_elastic
-    from smolcluster.launch.prepare import prepare
+    from smolcluster.launch.prepare import prepare, sets_of
 
-    prepared = prepare(
-        sources or [],
-        overrides=override or [],
-        sets={
-            "strategy.name": strategy,
-            "cluster.num_workers": workers,
-            "cluster.plane": "elastic",
-            "cluster.bind": bind,
-            "cluster.port": port,
-            "training.steps": steps,
-            "training.seed": seed,
-        },
-        run_dir=run_dir,
-        resume=resume,
-    )
+    sets = sets_of(strategy=strategy, workers=workers, plane="elastic", steps=steps, seed=seed)
+    sets |= {"cluster.bind": bind, "cluster.port": port}
+    prepared = prepare(sources or [], overrides=override or [], sets=sets, run_dir=run_dir, resume=resume)
     cluster = prepared.config.cluster
     if cluster.server in cluster.host_ip and "bind" not in cluster.model_fields_set:
         addresses = set(cluster.host_ip.values())  # where the hosts find this server

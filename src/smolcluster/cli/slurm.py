@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,20 @@ _slurm = options.panel("Slurm")
 _as_sbatch = _slurm(help="As sbatch's.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmOptions:
+    """The fields of `smolcluster.launch.batch.slurm.Settings` that are options as they are."""
+
+    partition: Annotated[str | None, _as_sbatch] = None
+    account: Annotated[str | None, _as_sbatch] = None
+    qos: Annotated[str | None, _as_sbatch] = None
+    constraint: Annotated[str | None, _as_sbatch] = None
+    python: Annotated[
+        str, _slurm(help="Python on the nodes that has smolcluster. Default: this one.", show_default=False)
+    ] = sys.executable
+    requeue: Annotated[bool, _slurm(help="Queue the job again when its time is over.")] = True
+
+
 @options.grouped
 def slurm(
     run: batch.ClusterRun,
@@ -30,20 +45,12 @@ def slurm(
     submit: Annotated[
         bool, typer.Option("--submit", help="Write it to <name>.sbatch, or --out, and call sbatch.")
     ] = False,
-    partition: Annotated[str | None, _as_sbatch] = None,
-    account: Annotated[str | None, _as_sbatch] = None,
-    qos: Annotated[str | None, _as_sbatch] = None,
-    constraint: Annotated[str | None, _as_sbatch] = None,
     sbatch: Annotated[
         list[str] | None, _slurm(metavar="OPTION", help="Another option, as --sbatch=--exclusive.")
     ] = None,
     setup: Annotated[
         list[str] | None, _slurm(metavar="LINE", help="A line of shell to run first, as 'module load cuda'.")
     ] = None,
-    python: Annotated[
-        str, _slurm(help="Python on the nodes that has smolcluster. Default: this one.", show_default=False)
-    ] = sys.executable,
-    requeue: Annotated[bool, _slurm(help="Queue the job again when its time is over.")] = True,
     grace: Annotated[int | None, _slurm(help="Seconds before the time limit when the run saves. Default: 120.")] = None,
     token_file: Annotated[
         Path | None,
@@ -52,6 +59,8 @@ def slurm(
     shared: Annotated[
         list[Path] | None, _slurm(metavar="FOLDER", help="All nodes see this, though it is in /tmp.")
     ] = None,
+    *,
+    wanted: SlurmOptions,
 ) -> int:
     from smolcluster.launch.batch import slurm as batch_slurm
 
@@ -59,17 +68,12 @@ def slurm(
     settings = batch_slurm.Settings(
         run_dir=(run_dir or Path("runs", job.name)).absolute(),
         folder=Path.cwd(),
-        python=python,
-        partition=partition,
-        account=account,
-        qos=qos,
-        constraint=constraint,
         options=tuple(sbatch or ()),
         setup=tuple(setup or ()),
-        requeue=requeue,
         grace_s=grace,
         token_file=None if token_file is None else token_file.absolute(),
         shared=tuple(folder.absolute() for folder in shared or ()),
+        **asdict(wanted),
     )
     batch_slurm.check(job, settings, resume=resume)
     text = batch_slurm.render(job, settings)

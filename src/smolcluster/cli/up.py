@@ -65,13 +65,8 @@ def up(
     from smolcluster.launch.cluster.read import Said, new_run, order_for
 
     words = list(sources or [])
-    file = words.pop(0) if not local and words and words[0].endswith((".yaml", ".yml")) else None
-    if not local and not resume and file is None:
-        raise UserError("which machines? Give a cluster file (`smolcluster cluster init` writes one), or use --local")
-    if workers is not None and file is not None:
-        raise UserError(f"--workers is for --local; in {file} each host says how many it has: hosts.NAME.workers")
     said = Said(
-        file=file,
+        file=words.pop(0) if not local and words and words[0].endswith((".yaml", ".yml")) else None,
         folder=str(Path.cwd()),
         train=words,
         overrides=override or [],
@@ -79,9 +74,7 @@ def up(
         steps=steps,
         workers=workers,
     )
-    if resume:
-        said = _resumed(said, local=local)
-    wish = said.read()
+    wish = (said := _checked(said, local=local, resume=resume)).read()
     before = _before(wish.name)
     run = before.run if before is not None and resume else None
     if resume and run is None:
@@ -99,8 +92,16 @@ def up(
         return 130
 
 
+def _checked(said: Said, *, local: bool, resume: bool) -> Said:
+    """Refuse what does not go together. To resume: what was said when the run began, and what is said now on top of it."""
+    if not local and not resume and said.file is None:
+        raise UserError("which machines? Give a cluster file (`smolcluster cluster init` writes one), or use --local")
+    if said.workers is not None and said.file is not None:
+        raise UserError(f"--workers is for --local; in {said.file} each host says how many it has: hosts.NAME.workers")
+    return _resumed(said, local=local) if resume else said
+
+
 def _resumed(said: Said, *, local: bool) -> Said:
-    """What was said when the run began, and what is said now on top of it."""
     from smolcluster.launch.cluster.read import Said
 
     if said.file is None and not local:

@@ -185,5 +185,5 @@ def _options(config: Config) -> Iterator[Conflict]:
     except ValidationError as error:
         why = {str((*part["loc"], "name")[0]): part["msg"] for part in reversed(error.errors())}
         for key, text in why.items():
-            path = ("strategy", "options", key) if key in config.strategy.options else ("strategy", key)
-            yield Conflict((path,), f"{'.'.join(path)} = {show(said.get(key, config.strategy.name))}: {text}")
+            paths: tuple[KeyPath, ...] = (("strategy", key), ("strategy", "options", key))  # either may be written
+            yield Conflict(paths, f"strategy.{key} = {show(said.get(key, config.strategy.name))}: {text}")

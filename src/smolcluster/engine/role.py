@@ -37,7 +37,7 @@ from smolcluster.observe.logs import log_path, setup_logging
 from smolcluster.observe.observer import NoticeHandler, Observer, Sink
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.base import Strategy
-from smolcluster.strategies.registry import find_strategy, read_options
+from smolcluster.strategies.registry import find_strategy, not_used, read_options
 from smolcluster.tasks.base import Task
 from smolcluster.tasks.find import find_task
 
@@ -106,7 +106,7 @@ class Role(ABC):
             if self.spec.plane == "elastic" and lead:
                 self._warn("training.profile has no effect on the elastic plane")
         if ignored and lead:
-            self._warn(f"strategy {self.config.strategy.name} does not use: {', '.join(ignored)}")
+            self._warn(not_used(self.config.strategy.name, self.spec.plane, ignored))
 
     def _load_task(self) -> None:
         self.task = find_task(self.config, progress=self._progress)

@@ -55,14 +55,14 @@ class RunDir:
         return self.has_checkpoints() or any(self.journal.glob("snapshots/step-*"))
 
     def may_begin_anew(self) -> bool:
-        """Return whether the same run may start over: it died before it saved anything. One that has ended has its result."""
+        """Return whether the same run may start over: it ended before it saved anything. One that has finished has a result."""
         if self.can_continue():
             return False
         try:
             summary = json.loads(self.summary.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return True
-        return not isinstance(summary, dict) or summary.get("status") not in ("finished", "interrupted")
+        return not isinstance(summary, dict) or summary.get("status") != "finished"
 
     def create(self, config_text: str, tokenizer: Mapping[str, bytes] | None = None, *, resume: bool) -> None:
         """Make the folder; write the configuration and, unless the run that goes on has one, the tokenizer's files."""
@@ -221,7 +221,7 @@ class Resume:
 def find_resume(resume: str, *, run_dir: Path | None) -> Resume | None:
     """Return what `--resume` names: `latest` (in --run-dir, or of the newest run here), a run directory, or a checkpoint.
 
-    `auto` names the run in --run-dir. None: it died before it saved anything, or was never started, and begins anew.
+    `auto` names the run in --run-dir. None: it ended before it saved anything, or was never started, and begins anew.
     """
     if resume == "auto":
         if run_dir is None:
@@ -231,7 +231,9 @@ def find_resume(resume: str, *, run_dir: Path | None) -> Resume | None:
             return None
         if run.can_continue():
             return Resume(run.checkpoints, run)
-        raise UserError(f"--resume auto: the run in {run_dir} has ended without a checkpoint; choose another --run-dir")
+        raise UserError(
+            f"--resume auto: the run in {run_dir} has finished without a checkpoint; choose another --run-dir"
+        )
     if resume == "latest":
         newest = RunDir(run_dir) if run_dir is not None else _newest_run()
         if newest is None or not newest.can_continue():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from smolcluster.launch.local.elastic import run_elastic
 from smolcluster.launch.local.mesh import run_local
-from smolcluster.launch.prepare import Prepared, prepare
+from smolcluster.launch.prepare import Prepared, prepare, sets_of
 from smolcluster.launch.restart.launcher import run_restarting
 from smolcluster.launch.restart.plan import Elastic, check_restartable, elastic_wish
 
@@ -42,13 +42,8 @@ def train(
         summary = smolcluster.train("gpt", strategy="allreduce", workers=2, overrides={"training.steps": 50})
     """
     again = elastic_wish(elastic, workers=workers, endpoint=None, max_restarts=max_restarts)
-    sets = {
-        "strategy.name": strategy,
-        "cluster.num_workers": workers if again is None else again.most,
-        "cluster.plane": plane,
-        "training.steps": steps,
-        "training.seed": seed,
-    }
+    workers = workers if again is None else again.most
+    sets = sets_of(strategy=strategy, workers=workers, plane=plane, steps=steps, seed=seed)
     if isinstance(overrides, Mapping):
         sets |= dict(overrides)
         overrides = ()

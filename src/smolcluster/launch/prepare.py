@@ -57,12 +57,6 @@ def prepare(
     configuration of the run that is resumed. Only the lead rank of a job needs the files of the run: it hands them on. `again`:
     this is the same run, started again, so that its directory may hold what it did before.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise unknown_name("backend", backend, BACKENDS)
-    tasks = [s for s in sources if is_task(s)]
-    files = [s for s in sources if s not in tasks]
-    if len(tasks) > 1:
-        raise UserError(f"one task at a time, not {', '.join(tasks)}")
     found: Resume | None = None
     anew = False
     if resume is not None:
@@ -73,29 +67,14 @@ def prepare(
             if lead:
                 raise
         resume = None if resume == "auto" else resume
-    if not files and not tasks:
-        if found is not None and not found.run.config.is_file():
-            raise UserError(f"{found.run.path} has no config.yaml; name the configuration to continue with, e.g. gpt")
-        before = found.run if found is not None else RunDir(run_dir) if anew and run_dir is not None else None
-        files = [str(before.config)] if before is not None and before.config.is_file() else [DEFAULT_CONFIG]
-
-    sets = dict(sets or {})
-    if tasks:
-        sets["task"] = absolute_task(tasks[0])
-    if not sources and canonical_strategy(sets.get("strategy.name") or "") == ALONE:
-        sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # more workers were not the user's wish
-    config = load_config(files, overrides=overrides, sets=sets)
+    before = found.run if found is not None else RunDir(run_dir) if anew and run_dir is not None else None
+    if not sources and found is not None and not found.run.config.is_file():
+        raise UserError(f"{found.run.path} has no config.yaml; name the configuration to continue with, e.g. gpt")
+    config = _load(sources, overrides=overrides, sets=sets or {}, before=before)
     if found is not None:
         _use_recorded_tokenizer(config, found.run)
     config = resolve(config)
-    workers = config.cluster.num_workers or 1
-    config.strategy.name = check_name(config.strategy.name)
-    plane = choose_plane(config)
-    if backend is not None and plane == "elastic":
-        raise UserError(f"--backend {backend} is for the mesh plane; {config.strategy.name} has a transport of its own")
-    if config.task is None:
-        is_text(config.data.name)  # an unknown dataset is refused before anything starts
-
+    plane = _check(config, backend)
     if run_dir is not None:
         place = RunDir(run_dir)
     elif found is not None:
@@ -107,13 +86,62 @@ def prepare(
     source = found.source if found is not None else resume
     return Prepared(
         config=config,
-        workers=workers,
+        workers=config.cluster.num_workers or 1,
         run_dir=place,
         resume=None if source is None else Path(source),
         plane=plane,
         backend=backend,
         anew=anew,
     )
+
+
+def _load(
+    sources: Sequence[str], *, overrides: Sequence[str], sets: Mapping[str, Any], before: RunDir | None
+) -> Config:
+    """Read the sources. With none: the configuration of the run `before`, or the built-in default."""
+    tasks = [s for s in sources if is_task(s)]
+    files = [s for s in sources if s not in tasks]
+    if len(tasks) > 1:
+        raise UserError(f"one task at a time, not {', '.join(tasks)}")
+    if not sources:
+        files = [str(before.config)] if before is not None and before.config.is_file() else [DEFAULT_CONFIG]
+    sets = dict(sets)
+    if tasks:
+        sets["task"] = absolute_task(tasks[0])
+    if not sources and canonical_strategy(sets.get("strategy.name") or "") == ALONE:
+        sets["cluster.num_workers"] = sets.get("cluster.num_workers") or 1  # more workers were not the user's wish
+    return load_config(files, overrides=overrides, sets=sets)
+
+
+def _check(config: Config, backend: str | None) -> str:
+    """Refuse what is known to be wrong before anything starts. Return the plane; the strategy gets its canonical name."""
+    config.strategy.name = check_name(config.strategy.name)
+    plane = choose_plane(config)
+    if backend is not None and backend not in BACKENDS:
+        raise unknown_name("backend", backend, BACKENDS)
+    if backend is not None and plane == "elastic":
+        raise UserError(f"--backend {backend} is for the mesh plane; {config.strategy.name} has a transport of its own")
+    if config.task is None:
+        is_text(config.data.name)  # an unknown dataset
+    return plane
+
+
+def sets_of(
+    *,
+    strategy: str | None = None,
+    workers: int | None = None,
+    plane: str | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+) -> dict[str, Any]:
+    """Return what the arguments that most commands take set, by dotted name."""
+    return {
+        "strategy.name": strategy,
+        "cluster.num_workers": workers,
+        "cluster.plane": plane,
+        "training.steps": steps,
+        "training.seed": seed,
+    }
 
 
 def _use_recorded_tokenizer(config: Config, run: RunDir) -> None:

@@ -29,7 +29,7 @@ WAYS = ((False, "fused"), (True, "fused"), (False, "plain"))
 def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
     """Write it to a terminal or a file. Without colours the letters of the bars say as much."""
     stream = stream or sys.stdout
-    console = Console(file=stream, width=None if stream.isatty() else 132, highlight=False, soft_wrap=False)
+    console = Console(file=stream, width=None if stream.isatty() else 144, highlight=False, soft_wrap=False)
     rows = [row for row in plan["strategies"] if row["runs"]]
     console.print(
         f"{plan['parameters']:,} parameters on {plan['ranks']} rank{'s' * (plan['ranks'] != 1)}, device {plan['device']}: "
@@ -38,6 +38,8 @@ def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
     if rows:
         console.print(_table(rows))
         console.print(_bars(rows, plan))
+    if any(row["activations_travel"] for row in rows):
+        console.print(Text("* and activations, which depend on the samples", style="dim"))
     for row in plan["strategies"]:
         if not row["runs"]:
             console.print(Text(f"cannot run: {row['name']}: {row['reason']}"))
@@ -64,12 +66,14 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("strategy", no_wrap=True)
     heads = ("parameters", "gradients", "optimizer", "activations", "checkpointed", "plain attention")
-    for head in (*heads, "peak"):
+    for head in ("sent a step", *heads, "peak"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for row in rows:
         seat = worst(row)
-        cells = [size(seat[key]) for key in ("parameters", "gradients", "optimizer")]
+        sent = max(row["bytes_sent"], default=0)
+        cells = [size(sent) + "*" * row["activations_travel"]]
+        cells += [size(seat[key]) for key in ("parameters", "gradients", "optimizer")]
         for key in WAYS:
             way = way_of(seat, *key)
             same = "same" if key[1] == "plain" and seat["ways"] else "-"  # torch's own attention was not used anyway

@@ -18,7 +18,7 @@ from smolcluster.observe.text import size
 from smolcluster.planner.candidates import as_configured
 from smolcluster.planner.forecast import SeatMemory, Subject, forecast, limit_per_rank, nodes_of
 from smolcluster.planner.memory_estimate import Activations, samples_per_step
-from smolcluster.strategies.registry import find_strategy, read_options
+from smolcluster.strategies.registry import find_strategy, not_used, read_options
 from smolcluster.tasks.find import find_task
 
 
@@ -66,7 +66,7 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
             place = "".join(f", {axis} {s.coords[axis]}" for axis in shown if axis in s.coords)
             lines.append(f"#   rank {s.rank}: {s.role} on {s.node}, data shard {s.shard}{place}")
     if ignored:
-        lines.append(f"# not used by {config.strategy.name}: {', '.join(ignored)}")
+        lines.append(f"# {not_used(config.strategy.name, plane, ignored)}")
     lines.extend(f"# {line}" for line in describe_memory(subject, plane))
     also = ", and activations, which are not counted here" if cost.activations_travel else ""
     sent = f"{cost.bytes_sent / 2**20:.2f} MiB" if cost.bytes_sent else "nothing"

@@ -57,6 +57,7 @@ class SeatMemory:
 class Forecast:
     choice: Choice
     seats: list[SeatMemory] = field(default_factory=list)
+    costs: Sequence[Cost] = ()  # of every worker, in rank order
     cannot: str = ""  # why it cannot run
 
     def peak(self, way: Activations) -> int:
@@ -166,8 +167,10 @@ def forecast(
     try:
         scene = subject.scene(choice)
         if choice.plane == "elastic":
-            return Forecast(choice=choice, seats=_elastic_seats(subject, scene, ways, here))
-        return Forecast(choice=choice, seats=_mesh_seats(choice, scene, ways, here, every_seat))
+            seats = _elastic_seats(subject, scene, ways, here)
+        else:
+            seats = _mesh_seats(choice, scene, ways, here, every_seat)
+        return Forecast(choice=choice, seats=seats, costs=scene.placement.costs)
     except UserError as error:
         return Forecast(choice=choice, cannot=str(error))
 

@@ -81,6 +81,8 @@ def _row(plan: MemoryPlan, row: Forecast) -> dict[str, Any]:
         "fits_with_checkpointing": less in row.ways and plan.fits(row, less),
         "peak_bytes": row.peak(way),
         "at_peak": dataclasses.asdict(worst.ways[way].at if way in worst.ways else worst.states),
+        "bytes_sent": [cost.bytes_sent for cost in row.costs],
+        "activations_travel": any(cost.activations_travel for cost in row.costs),
         "seats": [_seat(seat, way) for seat in row.seats],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
@@ -65,3 +66,8 @@ def read_options(section: StrategyConfig, *, plane: str | None = None) -> tuple[
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"strategy.{place} = {first['input']!r}: {first['msg']}") from error
     return options, sorted(said.keys() - known.keys())
+
+
+def not_used(name: str, plane: str, ignored: Sequence[str]) -> str:
+    """Return the warning about options that are set and have no effect."""
+    return f"strategy {name} does not use on the {plane} plane: {', '.join(ignored)}"

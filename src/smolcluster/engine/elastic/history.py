@@ -27,6 +27,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -457,19 +458,18 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1 or not Path(arguments[0]).is_file():
         print("usage: python -m smolcluster.engine.elastic.history RUN/history.jsonl", file=sys.stderr)
         return 2
-    counts = dict.fromkeys(("commit", "begin"), 0)
+    kinds: Counter[str] = Counter()
 
     def counted() -> Iterator[dict[str, Any]]:
         for line in stream(Path(arguments[0])):
-            if line.get("kind") in counts:
-                counts[line["kind"]] += 1
+            kinds[str(line.get("kind"))] += 1
             yield line
 
     violations = check(counted())
     for violation in violations:
         print(violation)
-    commits, servers = counts.values()
-    print(f"{commits} committed steps under {servers} server(s): " + ("in order" if not violations else "NOT in order"))
+    order = "NOT in order" if violations else "in order"
+    print(f"{kinds['commit']} committed rounds under {kinds['begin']} server(s): {order}")
     return 1 if violations else 0
 
 

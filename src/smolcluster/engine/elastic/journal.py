@@ -375,10 +375,6 @@ class Journal(Closing):
             limit = min(limit, (self._disk_bytes - 2 * self._state_bytes) / (1 + BESIDE))
         return max(0.0, limit)
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Makes memory for a copy of `tensors` ready in the background, so that the first snapshot is as quick as any."""
-        self._saver.reserve(tensors)
-
     def snapshot(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], *, wait: bool = False) -> None:
         """The state that all records so far have led to; they are forgotten once it is on the disk.
 

@@ -30,9 +30,7 @@ READY_S = 900  # a server listens when it has its data, which may have to be fet
 DATA_FOLDER, TOKEN_FILE = PurePath("data"), PurePath("token")  # beside the compose file
 CODE = "/app"  # where a task of the user's own lies in a container
 TOKEN = "/run/secrets/token"
-WRITE_DOWN = f'printf %s "$CONFIG" >{CONFIG}\n'
-START = f'{WRITE_DOWN}exec "$@"\n'
-LEAD = f"{WRITE_DOWN}{containers.START}"
+START = f'printf %s "$CONFIG" >{CONFIG}\nexec "$@"\n'
 
 Service = dict[str, Any]
 
@@ -141,14 +139,14 @@ def _bind(source: str, target: str) -> Service:
 
 
 def _services(job: Job) -> Iterator[tuple[str, Service]]:
-    lead = _starts_with(LEAD)
+    start = {"entrypoint": ["/bin/sh", "-euc", START, "start"]}
     if job.plane == "elastic":
         check = {
             "test": ["CMD-SHELL", containers.listens(SERVER_PORT)],
             "interval": "2s",
             "start_period": f"{READY_S}s",
         }
-        yield "server", {**lead, "command": containers.server_command(job), "healthcheck": check}
+        yield "server", {**start, "command": containers.server_command(job), "healthcheck": check}
         for rank in range(job.workers):
             host = f"worker-{rank}"
             command = containers.worker_command(job, rank=str(rank), host=host, server="server", task=_task(job))
@@ -158,12 +156,7 @@ def _services(job: Job) -> Iterator[tuple[str, Service]]:
     for rank in range(job.workers):
         command = [*containers.train_command(job), "--world-size", str(job.workers), "--rank", str(rank)]
         command += ["--master-addr", "rank-0", "--master-port", str(RANK_PORT)]
-        how = lead if rank == 0 else _starts_with(START)
-        yield f"rank-{rank}", {**how, "command": command, **_gpu(job, rank)}
-
-
-def _starts_with(script: str) -> Service:
-    return {"entrypoint": ["/bin/sh", "-euc", script, "start"]}
+        yield f"rank-{rank}", {**start, "command": command, **_gpu(job, rank)}
 
 
 def _gpu(job: Job, rank: int) -> Service:

@@ -22,23 +22,10 @@ USER = 10001
 GRACE_S = 120  # to save, when a container is asked to end
 SERVER_PORT = 65432
 
-# The container that leads is started again after a death: it goes on from what was saved. If nothing was, it begins anew.
-GO_ON = """\
-saved=
-for step in "$RUN_DIR"/checkpoints/step-* "$RUN_DIR"/journal/snapshots/step-*; do
-    if [ -e "$step" ]; then saved=yes; fi
-done
-if [ "$saved" ]; then
-    set -- "$@" --resume "$RUN_DIR"
-elif [ -e "$RUN_DIR/config.yaml" ]; then
-    mv "$RUN_DIR" "$RUN_DIR-nothing-saved-$(date +%s)"
-fi
-"""
-START = f'{GO_ON}exec "$@"\n'
 
-
-def run_dir(job: Job) -> str:
-    return f"{DATA}/runs/{job.name}"
+def _run(job: Job) -> list[str]:
+    """Arguments that name the run. A container that is started again goes on from what was saved."""
+    return ["--run-dir", f"{DATA}/runs/{job.name}", "--resume", "auto"]
 
 
 def environment(job: Job) -> dict[str, str]:
@@ -46,14 +33,12 @@ def environment(job: Job) -> dict[str, str]:
     return {
         "HOME": "/tmp",
         "SMOLCLUSTER_CACHE": f"{DATA}/cache",
-        "RUN_DIR": run_dir(job),
         "OMP_NUM_THREADS": str(job.cpus_per_worker or 1),
     }
 
 
 def server_command(job: Job) -> list[str]:
-    where = ["--bind", "0.0.0.0", "--port", str(SERVER_PORT)]
-    return ["smolcluster", "server", CONFIG, "--run-dir", run_dir(job), *where]
+    return ["smolcluster", "server", CONFIG, *_run(job), "--bind", "0.0.0.0", "--port", str(SERVER_PORT)]
 
 
 def worker_command(job: Job, *, rank: str, host: str, server: str, task: str | None) -> list[str]:
@@ -70,7 +55,7 @@ def own_values(job: Job) -> list[str]:
 
 def train_command(job: Job) -> list[str]:
     backend = ["--backend", job.backend] if job.backend is not None else []
-    return ["smolcluster", "train", CONFIG, "--run-dir", run_dir(job), *backend]
+    return ["smolcluster", "train", CONFIG, *_run(job), *backend]
 
 
 def listens(port: int) -> str:

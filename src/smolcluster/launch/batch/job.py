@@ -10,7 +10,7 @@ from pathlib import Path
 from smolcluster.config import Config, builtin_configs, load_config
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.text import parse_time
-from smolcluster.launch.prepare import absolute_task, is_task, prepare, task_name
+from smolcluster.launch.prepare import absolute_task, is_task, prepare, sets_of, task_name
 from smolcluster.launch.restart.plan import Elastic, check_restartable, parse_elastic
 
 MEET_PORT = 29400  # where the launchers of `train --elastic` meet
@@ -54,9 +54,9 @@ class Job:
 
 
 def plan_job(
-    sources: Sequence[str] = (),
+    sources: Sequence[str] | None = None,
     *,
-    overrides: Sequence[str] = (),
+    override: Sequence[str] | None = None,
     strategy: str | None = None,
     plane: str | None = None,
     steps: int | None = None,
@@ -65,32 +65,25 @@ def plan_job(
     name: str | None = None,
     nodes: int = 1,
     workers_per_node: int | None = None,
-    gpus_per_node: int = 0,
-    cpus_per_worker: int | None = None,
+    gpus: int = 0,
+    cpus: int | None = None,
     memory: str | None = None,
-    time_limit: str | None = None,
+    time: str | None = None,
     elastic: str | None = None,
 ) -> Job:
-    """From what the user said to a job that can run: the configuration is read, and the strategy asked whether it fits."""
+    """From what the user said to a job that can run: the configuration is read, and the strategy asked whether it fits.
+
+    The arguments are named as the options of the commands.
+    """
     from smolcluster.compute.memory import parse_size
 
-    workers_per_node = workers_per_node if workers_per_node is not None else max(1, gpus_per_node)
-    _check_counts(nodes=nodes, workers=workers_per_node, gpus=gpus_per_node, cpus=cpus_per_worker)
+    sources, overrides = sources or (), override or ()
+    workers_per_node = workers_per_node if workers_per_node is not None else max(1, gpus)
+    _check_counts(nodes=nodes, workers=workers_per_node, gpus=gpus, cpus=cpus)
     wish = None if elastic is None else _elastic(elastic, nodes=nodes, workers_per_node=workers_per_node)
     _check_cluster(load_config([s for s in sources if not is_task(s)], overrides=overrides))
-    prepared = prepare(
-        sources,
-        overrides=overrides,
-        sets={
-            "strategy.name": strategy,
-            "cluster.num_workers": nodes * workers_per_node,
-            "cluster.plane": plane,
-            "training.steps": steps,
-            "training.seed": seed,
-        },
-        backend=backend,
-        lead=False,
-    )
+    sets = sets_of(strategy=strategy, workers=nodes * workers_per_node, plane=plane, steps=steps, seed=seed)
+    prepared = prepare(sources, overrides=overrides, sets=sets, backend=backend, lead=False)
     config = prepared.config
     if wish is not None:
         check_restartable(config, prepared.plane)
@@ -106,10 +99,10 @@ def plan_job(
         backend=backend,
         nodes=nodes,
         workers_per_node=workers_per_node,
-        gpus_per_node=gpus_per_node,
-        cpus_per_worker=cpus_per_worker,
+        gpus_per_node=gpus,
+        cpus_per_worker=cpus,
         memory_bytes=None if memory is None else parse_size(memory, what="--memory"),
-        time_limit_s=None if time_limit is None else parse_time(time_limit),
+        time_limit_s=None if time is None else parse_time(time),
         elastic=wish,
     )
     check_name(job.name)

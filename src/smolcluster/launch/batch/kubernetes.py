@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 from smolcluster.config import dump
 from smolcluster.errors import UserError
 from smolcluster.launch.batch import containers
-from smolcluster.launch.batch.containers import CONFIG, DATA, GO_ON, SERVER_PORT, USER
+from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT, USER
 from smolcluster.launch.batch.job import MEET_PORT, RANK_PORT, Job, check_dns_name
 from smolcluster.launch.batch.text import mebibytes, to_stream
 from smolcluster.launch.local.outcome import Interrupted
@@ -43,16 +42,11 @@ PULL_S = 900  # ranks, and launchers, wait so long for one whose node still pull
 # The name of pod 0 is known a little after the pod itself, and who leads must know that it is meant.
 _AWAIT_NAME = """\
 until getent hosts "$LEADER" >/dev/null; do sleep 1; done
-"""
-# All pods of ranks have one script, and the first of them leads.
-_RANK = f"""\
-if [ "$JOB_COMPLETION_INDEX" = 0 ]; then
-{textwrap.indent(GO_ON, "    ")}fi
 exec "$@"
 """
 # A server that gets SIGTERM sends its workers home, and they would not come back to the one that takes its place. So it gets
 # none: a shell without a trap is the first process here, and the kernel delivers no signal to that but SIGKILL.
-_UNTOLD = f'{GO_ON}"$@" || exit $?\n'
+_UNTOLD = '"$@" || exit $?\n'
 _UNTOLD_S = 1
 
 
@@ -194,9 +188,10 @@ def _only_each_other(job: Job, settings: Settings) -> Manifest:
 def _ranks(job: Job, settings: Settings) -> Manifest:
     leader = f"{job.name}-0.{job.name}"
     command = containers.train_command(job)
-    start, env = _RANK, {}
+    start: str | None = None
+    env = {}
     if (elastic := together(job)) is not None:
-        start, env = _AWAIT_NAME + _RANK, {"LEADER": leader}
+        start, env = _AWAIT_NAME, {"LEADER": leader}
         command += ["--workers", str(elastic.here), "--elastic", str(elastic)]
         command += ["--rdzv-endpoint", f"{leader}:{MEET_PORT}", "--max-restarts", str(settings.max_restarts)]
     else:
@@ -270,20 +265,7 @@ def _pod(
     if needs_token(job):
         key = {"name": settings.secret_name(job), "key": KEY}
         variables.append({"name": "SMOLCLUSTER_TOKEN", "valueFrom": {"secretKeyRef": key}})
-    volume = {"persistentVolumeClaim": {"claimName": settings.claim}} if settings.claim else {"emptyDir": {}}
-    volumes: list[Manifest] = [
-        {"name": "config", "configMap": {"name": f"{job.name}-config"}},
-        {"name": "data", **volume},
-        {"name": "tmp", "emptyDir": {}},
-    ]
-    mounts = [
-        {"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True},
-        {"name": "data", "mountPath": DATA},
-        {"name": "tmp", "mountPath": "/tmp"},
-    ]
-    if gpus:  # NCCL wants more shared memory than the 64 MB that there are by default
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    volumes, mounts = _volumes(job, settings, gpus=gpus)
     container = {
         "name": CONTAINER,
         "image": settings.image,
@@ -319,6 +301,25 @@ def _pod(
     if gpus:
         spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     return {"metadata": {"labels": _labels(job, component=component)}, "spec": spec}
+
+
+def _volumes(job: Job, settings: Settings, *, gpus: int) -> tuple[list[Manifest], list[Manifest]]:
+    """The volumes of a pod, and where its container mounts them."""
+    data = {"persistentVolumeClaim": {"claimName": settings.claim}} if settings.claim else {"emptyDir": {}}
+    volumes: list[Manifest] = [
+        {"name": "config", "configMap": {"name": f"{job.name}-config"}},
+        {"name": "data", **data},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    mounts: list[Manifest] = [
+        {"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True},
+        {"name": "data", "mountPath": DATA},
+        {"name": "tmp", "mountPath": "/tmp"},
+    ]
+    if gpus:  # NCCL wants more shared memory than the 64 MB that there are by default
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    return volumes, mounts
 
 
 def _resources(job: Job, *, gpus: int) -> Manifest:

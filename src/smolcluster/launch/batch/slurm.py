@@ -146,18 +146,8 @@ def _opening(job: Job, settings: Settings) -> Iterator[str]:
     yield f"run_dir={shlex.quote(str(settings.run_dir))}"
     yield f"python={shlex.quote(settings.python)}"
     yield 'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"'
-    yield f'arguments=({_arguments(job)} --run-dir "$run_dir")'
-    yield ""
     yield "# A run that was stopped goes on from what it saved. One that was ended before it saved begins anew."
-    yield "saved="
-    yield 'for step in "$run_dir"/checkpoints/step-* "$run_dir"/journal/snapshots/step-*; do'
-    yield '    if [ -e "$step" ]; then saved=yes; fi'
-    yield "done"
-    yield 'if [ "$saved" ]; then'
-    yield '    arguments+=(--resume "$run_dir")'
-    yield 'elif [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -e "$run_dir/config.yaml" ]; then'
-    yield '    mv "$run_dir" "$run_dir-nothing-saved-$SLURM_JOB_ID-$SLURM_RESTART_COUNT"'
-    yield "fi"
+    yield f'arguments=({_arguments(job)} --run-dir "$run_dir" --resume auto)'
 
 
 def _arguments(job: Job) -> str:

@@ -28,7 +28,11 @@ KNOWN_HOSTS = "~/.ssh/known_hosts"
 OLDEST_PYTHON = (3, 11)
 GREETING_LINES = 1000  # that a login may print
 GREETING_S = 30.0  # and so long may it take
-_MODULES = ("smolcluster", "smolcluster.launch", "smolcluster.launch.cluster", "smolcluster.launch.cluster.keeper")
+# What is sent to a machine, each after those that it imports.
+_MODULES = (
+    *("keeper", "agent.base", "agent.processes", "agent.files", "agent.environment", "agent.machine"),
+    *("agent.following", "agent.main"),
+)
 # Tells its version before anything newer is parsed, twice, so that no greeting of a shell is taken for it; then runs what it is
 # given. No quotes inside, for any shell.
 _BOOT = (
@@ -172,15 +176,16 @@ class Agent:
         self._host, self._stream = host, stream
 
     async def boot(self) -> None:
-        """Sends the agent's own text, and the keeper's, as modules of the names that they have here."""
+        """Send the agent's own text, and the keeper's, as modules of the names that they have here."""
         here = Path(__file__).parent
-        keeper = (here / "keeper.py").read_text(encoding="utf-8")
-        agent = (here / "agent.py").read_text(encoding="utf-8")
+        paths = {f"{__package__}.{name}": f"{name.replace('.', '/')}.py" for name in _MODULES}
+        sent = [(name, path, (here / path).read_text(encoding="utf-8")) for name, path in paths.items()]
         text = (
             "import sys, types\n"
-            f"for name in {_MODULES!r}:\n    sys.modules[name] = types.ModuleType(name)\n"
-            f"exec(compile({keeper!r}, 'keeper.py', 'exec'), sys.modules[{_MODULES[-1]!r}].__dict__)\n"
-            f"exec(compile({agent!r}, 'agent.py', 'exec'), {{'__name__': '__main__'}})\n"
+            f"for name, path, text in {sent!r}:\n"
+            "    module = sys.modules[name] = types.ModuleType(name)\n"
+            "    exec(compile(text, path, 'exec'), module.__dict__)\n"
+            "module.main()\n"
         ).encode()
         await self._stream.send(b"%d\n" % len(text) + text)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.cluster.agent import proof_of
+from smolcluster.launch.cluster.agent.following import proof_of
 from smolcluster.launch.cluster.control import RECONNECT_S, reached
 from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.layout import Recorded

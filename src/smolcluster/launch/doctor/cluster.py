@@ -26,7 +26,7 @@ _LAYERS = {
     "disk": Layer.DISK,
     "clock": Layer.CLOCK,
 }
-# How `knock` of agent.py names its failures.
+# How `knock` of agent/machine.py names its failures.
 _KNOCKS = {"name": Layer.NAME, "refused": Layer.PORT, "silent": Layer.FIREWALL, "route": Layer.ROUTE}
 # What to do where the failure itself does not say.
 _MEND = {

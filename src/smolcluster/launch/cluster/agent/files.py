@@ -1,0 +1,105 @@
+"""Files that are sent to a machine, and small ones that are read there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import socket
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+from smolcluster.launch.cluster.agent.base import disk_error, private_home, read_object, root_of, write_private
+from smolcluster.launch.cluster.agent.processes import is_alive
+
+LEFT_S = 86400.0  # after which a partial upload is abandoned
+COPIES = 3  # of the package, for one that goes back to former code
+PAST_BYTES = 64 << 10  # of a log, shown when one begins to follow it
+
+
+def unpack(folder: str, place: str, data: bytes, fresh: bool = False, **_: Any) -> None:
+    """An archive into a folder below ours; `fresh`: the folder then holds this and nothing else, or is left as it was."""
+    target = root_of(folder) / place
+    target.parent.mkdir(parents=True, exist_ok=True)
+    into = _own_name(target, "new") if fresh else target
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 on
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+            archive.extractall(into, **safely)
+        if fresh:
+            _put(into, target)
+            _clear_out(target)
+    except OSError as error:
+        raise disk_error(error, target) from error
+    finally:
+        if fresh:
+            shutil.rmtree(into, ignore_errors=True)
+
+
+def _own_name(target: Path, what: str) -> Path:
+    """Return a unique name beside it: two clients may send the same at once, also from machines that share a home."""
+    return target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.{what}")
+
+
+def _put(whole: Path, target: Path) -> None:
+    """Rename it into place. The same contents that another client has just put there stay: processes may use them."""
+    with contextlib.suppress(OSError):
+        whole.rename(target)
+        return
+    sizes = {path.relative_to(whole): path.stat().st_size for path in whole.rglob("*") if path.is_file()}
+    with contextlib.suppress(OSError):
+        if all((target / path).stat().st_size == size for path, size in sizes.items()):
+            return
+    old = _own_name(target, "old")
+    target.rename(old)
+    whole.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear_out(newest: Path) -> None:
+    """Remove older copies beside it that no process uses. A few are kept, for users who go back to former code."""
+    used = {newest.name}
+    for order in newest.parents[1].glob("clusters/*/processes/*/order.json"):
+        if is_alive(order.parent):
+            used.add(str(read_object(order).get("code")))
+    ages: dict[Path, float] = {}
+    for path in newest.parent.iterdir():
+        with contextlib.suppress(OSError):  # others clear out too
+            ages[path] = time.time() - path.stat().st_mtime
+    halves = [path for path in ages if path.suffix in (".new", ".old")]  # another client may be sending them now
+    copies = sorted(
+        (path for path in ages if path not in halves and path.name not in used), key=lambda path: ages[path]
+    )
+    for path in [*copies[COPIES - 1 :], *(path for path in halves if ages[path] > LEFT_S)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def has(folder: str, places: list[str], **_: Any) -> list[bool]:
+    """Which of these are there already."""
+    return [(root_of(folder) / place).exists() for place in places]
+
+
+def keep_secret(folder: str, name: str, data: bytes, **_: Any) -> None:
+    """Store the token, readable by its owner alone."""
+    write_private(private_home(folder, name) / "token", data)
+
+
+def read(folder: str, place: str, most: int = 1 << 20, **_: Any) -> str | None:
+    """A small text file."""
+    with contextlib.suppress(OSError), (root_of(folder) / place).open("rb") as file:
+        return file.read(most).decode("utf-8", "replace")
+    return None
+
+
+def tail(folder: str, place: str, **_: Any) -> list[str]:
+    """The last whole lines of a text file."""
+    with contextlib.suppress(OSError), (root_of(folder) / place).open("rb") as file:
+        begin = max(0, os.fstat(file.fileno()).st_size - PAST_BYTES)
+        file.seek(begin)
+        lines = file.read(PAST_BYTES).decode("utf-8", "replace").split("\n")[:-1]
+        return lines[1:] if begin else lines
+    return []

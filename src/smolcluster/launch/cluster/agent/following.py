@@ -1,0 +1,195 @@
+"""What is sent as it is written: the output of processes, and the files of a run."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from smolcluster.launch.cluster.agent.base import home_of, say
+from smolcluster.launch.cluster.agent.files import PAST_BYTES
+from smolcluster.launch.cluster.agent.processes import states
+
+FOLLOW_S = 0.1  # between looks at a log that is followed
+COPY_S = 0.5  # between looks at the files of a run that is copied
+BEAT_S = 2.0  # silence after which a client that follows gets a sign of life
+CHUNK_BYTES = 256 << 10
+SMALL_BYTES = 4 << 20  # of a file that is copied whole
+PROOF_BYTES = 4096
+
+
+def follow(
+    folder: str,
+    name: str,
+    seats: list[str] | None = None,
+    past: int = 20,
+    on: bool = True,
+    at: dict[str, list[int]] | None = None,
+    **_: Any,
+) -> None:
+    """Send what processes print, from the last `past` lines on. `on`: until all have ended, else what is printed so far.
+
+    Each line carries where the next one begins (inode and offset). A client that was cut off sends it back as `at`.
+    """
+    outputs = {seat: _Output(number, offset) for seat, (number, offset) in (at or {}).items()}
+    beat = time.monotonic()
+    while True:
+        found = states(folder, name)
+        chosen = [seat for seat in found if seats is None or seat in seats]
+        over = not on or bool(
+            chosen and not any(found[seat]["alive"] or found[seat]["state"] == "starting" for seat in chosen)
+        )
+        for seat in chosen:
+            path = home_of(folder, name) / "processes" / seat / "output.log"
+            if seat not in outputs:
+                outputs[seat] = _Output.first_seen(path, past)
+                say(seat=seat, at=outputs[seat].at)
+            for line in outputs[seat].lines(path, over=over):
+                say(line=line, seat=seat, at=outputs[seat].at)
+                beat = time.monotonic()
+        if over:
+            return
+        if time.monotonic() - beat > BEAT_S:
+            say(beat=True)
+            beat = time.monotonic()
+        time.sleep(FOLLOW_S)
+
+
+class _Output:
+    """How far the output of one process was read.
+
+    A line ends with a line feed, or before a carriage return that begins the next, as progress bars print them. One that is
+    very long is cut.
+    """
+
+    _END = re.compile(rb"\r?\n|\r(?=[^\n])")
+
+    def __init__(self, number: int, offset: int) -> None:
+        self._number, self._offset = number, offset
+
+    @property
+    def at(self) -> list[int]:
+        return [self._number, self._offset]
+
+    @classmethod
+    def first_seen(cls, path: Path, past: int) -> _Output:
+        """Return the position from which the last `past` lines follow."""
+        try:
+            with path.open("rb") as file:
+                seen = os.fstat(file.fileno())
+                start = max(0, seen.st_size - PAST_BYTES)
+                file.seek(start)
+                ends = [end.end() for end in cls._END.finditer(file.read(PAST_BYTES))]
+                begins = [0, *ends] if start == 0 else ends or [0]
+                return cls(seen.st_ino, start + begins[max(0, len(begins) - 1 - past)])
+        except OSError:
+            return cls(-1, 0)  # it printed nothing yet
+
+    def lines(self, path: Path, *, over: bool) -> Iterator[str]:
+        """Those that are new. `over`: there will be no more, and the last may not have ended."""
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            seen = os.fstat(file.fileno())
+            if seen.st_ino != self._number or seen.st_size < self._offset:
+                yield from self._rest(path.with_name(path.name + ".1"))
+                self._number, self._offset = seen.st_ino, 0
+            yield from self._read(file, over=over)
+
+    def _rest(self, aside: Path) -> Iterator[str]:
+        """It grew long and was put aside: what was not read of it. Not so where the process was started anew."""
+        with contextlib.suppress(OSError), aside.open("rb") as file:
+            number = os.fstat(file.fileno()).st_ino
+            if number != self._number and self._number >= 0:
+                yield "[some lines are missing here: more was printed than is kept]"
+                self._offset = 0
+            self._number = number
+            yield from self._read(file, over=True)
+
+    def _read(self, file: BinaryIO, *, over: bool) -> Iterator[str]:
+        while True:
+            begin, done = self._offset, 0
+            file.seek(begin)
+            chunk = file.read(CHUNK_BYTES)
+            for end in self._END.finditer(chunk):
+                line, bare = chunk[done : end.start()], end.group() == b"\r"
+                done = end.end()
+                self._offset = begin + done
+                if line or not bare:
+                    yield line.decode("utf-8", "replace")
+            full = len(chunk) == CHUNK_BYTES
+            if chunk[done:] and (done == 0 if full else over):
+                self._offset = begin + len(chunk)
+                yield chunk[done:].decode("utf-8", "replace")
+            if not full:
+                return
+
+
+def copy(folder: str, name: str, run: str, have: dict[str, list[Any]], **_: Any) -> None:
+    """Send the files of a run as they are written, until the client is gone. `have`: how many bytes of a file are there
+    already, and a proof that they are these.
+
+    Of rows and logs what was added, of small files all of it. The logs of its workers lie beside the runs.
+    """
+    home = home_of(folder, name)
+    known: dict[str, tuple[int, int]] = {}  # growing files: inode and bytes told; others: time and size
+    beat, up_to_date = time.monotonic(), False
+    while True:
+        new = False
+        for place, path in _files_of(home, run):
+            with contextlib.suppress(OSError):
+                grows = path.suffix in (".jsonl", ".log")
+                told = _copy_new(place, path, known, have) if grows else _copy_whole(place, path, known)
+                new = new or told
+        if new:
+            beat = time.monotonic()
+            continue
+        if not up_to_date or time.monotonic() - beat > BEAT_S:
+            say(up_to_date=True)
+            beat, up_to_date = time.monotonic(), True
+        time.sleep(COPY_S)
+
+
+def _files_of(home: Path, run: str) -> list[tuple[str, Path]]:
+    base = home / "runs" / run
+    small = [base / "config.yaml", base / "summary.json", *base.glob("checkpoints/*/manifest.json")]
+    grow = [base / "metrics.jsonl", base / "history.jsonl", *base.glob("logs/*.log")]
+    found = [(path.relative_to(base).as_posix(), path) for path in (*small, *grow)]
+    return [*found, *((f"logs/{path.name}", path) for path in (home / "logs" / run).glob("*.log"))]
+
+
+def _copy_new(place: str, path: Path, known: dict[str, tuple[int, int]], have: dict[str, list[Any]]) -> bool:
+    with path.open("rb") as file:
+        seen = os.fstat(file.fileno())
+        if place not in known:
+            size, proof = have.get(place, [0, ""])
+            known[place] = (seen.st_ino, size if size <= seen.st_size and proof_of(file, size) == proof else 0)
+        number, at = known[place]
+        if number != seen.st_ino or seen.st_size < at:  # it was written anew
+            at = 0
+        file.seek(at)
+        data = file.read(CHUNK_BYTES)
+    known[place] = (seen.st_ino, at + len(data))
+    if data or (at == 0 and place in have):
+        say(file=place, at=at, data=base64.b64encode(data).decode())
+        have.pop(place, None)
+    return bool(data)
+
+
+def proof_of(file: BinaryIO, size: int) -> str:
+    """Of the first `size` bytes of a file that grows: its last ones tell it from one that was written anew."""
+    file.seek(max(0, size - PROOF_BYTES))
+    return hashlib.sha256(file.read(min(size, PROOF_BYTES))).hexdigest() if size else ""
+
+
+def _copy_whole(place: str, path: Path, known: dict[str, tuple[int, int]]) -> bool:
+    seen = path.stat()
+    if known.get(place) == (seen.st_mtime_ns, seen.st_size) or seen.st_size > SMALL_BYTES:
+        return False
+    known[place] = (seen.st_mtime_ns, seen.st_size)
+    say(file=place, data=base64.b64encode(path.read_bytes()).decode())
+    return True

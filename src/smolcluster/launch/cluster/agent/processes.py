@@ -1,0 +1,200 @@
+"""Processes and their keepers: start, list, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from smolcluster.launch.cluster.agent.base import Wrong, home_of, private_home, read_object, root_of, write_private
+from smolcluster.launch.cluster.keeper import hold, identity, kill
+
+BEGIN_S = 10.0  # for a keeper to say something
+
+
+def begin(folder: str, name: str, mark: str, **_: Any) -> None:
+    """Note that an `up` has begun, which may take minutes. `stop` removes the mark."""
+    place = private_home(folder, name) / "ups"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / mark).write_text("", encoding="utf-8")
+
+
+def start(
+    folder: str,
+    name: str,
+    seats: list[dict[str, Any]],
+    python: str,
+    code: str,
+    parcel: str,
+    panes: bool,
+    mark: str,
+    **_: Any,
+) -> Any:
+    """Start these, each with its keeper; one that runs already is left as it is. `parcel` names the code and files it has."""
+    home = private_home(folder, name)
+    keeper = root_of(folder) / "code" / code / "smolcluster" / "launch" / "cluster" / "keeper.py"
+    begun = []
+    for seat in seats:
+        place = home / "processes" / seat["name"]
+        place.mkdir(parents=True, exist_ok=True)
+        if is_alive(place):
+            continue
+        _end_orphan(place)
+        for old in ("stop", "state.json", "output.log", "output.log.1"):
+            (place / old).unlink(missing_ok=True)
+        call = [python, "-m", "smolcluster"]
+        token = {"SMOLCLUSTER_TOKEN_FILE": str(home / "token")} if (home / "token").exists() else {}
+        order = {
+            "argv": [*call, *seat["arguments"]],
+            "again": [*call, *seat["again"]] if seat["again"] else None,
+            "restart": seat["restart"],
+            "cwd": str(home),
+            "code": code,
+            "parcel": parcel,
+            "mark": mark,
+            "grace_s": 60.0,
+            "environment": {
+                "PYTHONUNBUFFERED": "1",
+                "PYTHONIOENCODING": "utf-8",
+                "SMOLCLUSTER_CLUSTER": name,
+                **token,
+                **seat["environment"],
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(keeper.parents[3]), seat["environment"].get("PYTHONPATH")])
+                ),
+            },
+        }
+        write_private(place / "order.json", json.dumps(order).encode())  # its environment may hold secrets
+        if not (home / "ups" / mark).exists():  # `stop` takes it away before it looks for orders
+            (place / "order.json").unlink()
+            raise Wrong("it was taken down while it was brought up", "bring it up again, if that was not wanted")
+        _start_keeper(
+            [python, str(keeper), str(place)], session=f"smolcluster-{name}", window=seat["name"], panes=panes
+        )
+        begun.append(seat["name"])
+    return begun
+
+
+def _start_keeper(command: list[str], *, session: str, window: str, panes: bool) -> None:
+    tmux = shutil.which("tmux")
+    if tmux is not None:
+        line = shlex.join(command)
+        if _tmux(tmux, "has-session", "-t", f"={session}") != 0:
+            made = _tmux(tmux, "new-session", "-d", "-s", session, "-n", window, "-x", "200", "-y", "50", line)
+        elif panes:
+            made = _tmux(tmux, "split-window", "-t", f"={session}:", line)
+            _tmux(tmux, "select-layout", "-t", f"={session}:", "tiled")
+        else:
+            made = _tmux(tmux, "new-window", "-d", "-t", f"={session}:", "-n", window, line)
+        if made == 0:
+            _tmux(tmux, "set-option", "-t", f"={session}:", "remain-on-exit", "on")
+            return
+    apart: dict[str, Any] = {"start_new_session": True}
+    if os.name == "nt":
+        apart = {"creationflags": 0x00000008 | 0x00000200}  # detached, in a group of its own
+    nothing = subprocess.DEVNULL
+    subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, close_fds=True, **apart)
+
+
+def _tmux(tmux: str, *arguments: str) -> int:
+    return subprocess.run([tmux, *arguments], capture_output=True, check=False).returncode
+
+
+def is_alive(place: Path) -> bool:
+    """Whether its keeper lives: it holds the lock."""
+    if not (place / "lock").exists():
+        return False
+    lock = hold(place / "lock", shared=True, within_s=0.05 if os.name == "nt" else 0.0)
+    if lock is not None:
+        lock.close()
+    return lock is None
+
+
+def _begins(place: Path) -> bool:
+    """Whether its keeper was started a moment ago and has said nothing yet. It will look for the wish to stop."""
+    with contextlib.suppress(OSError):
+        return not (place / "state.json").exists() and time.time() - (place / "order.json").stat().st_mtime < BEGIN_S
+    return False
+
+
+def _end_orphan(place: Path) -> bool:
+    """A keeper that was killed leaves its process behind. Whether there was one."""
+    state = read_object(place / "state.json")
+    pid, known = state.get("pid"), state.get("identity")
+    if isinstance(pid, int) and known is not None and identity(pid) == known:
+        kill(pid)
+        return True
+    return False
+
+
+def states(folder: str, name: str, **_: Any) -> dict[str, Any]:
+    """What is known of each process."""
+    found = {}
+    processes = home_of(folder, name) / "processes"
+    for place in sorted(processes.iterdir()) if processes.is_dir() else []:
+        if not (place / "order.json").exists():
+            continue
+        state: dict[str, Any] = {"state": "starting", "pid": None, "restarts": 0, "status": None}
+        state |= {"parcel": read_object(place / "order.json").get("parcel"), **read_object(place / "state.json")}
+        alive = is_alive(place)
+        if not alive and state["state"] not in ("finished", "failed", "stopped") and not _begins(place):
+            state["state"] = "gone"  # the keeper itself was killed, or the machine went down
+        found[place.name] = state | {"alive": alive, "last": _last_line(place / "output.log")}
+    return found
+
+
+def _last_line(path: Path, most: int = 300) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 8192))
+        lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        return lines[-1][:most] if lines else ""
+    return ""
+
+
+def stop(
+    folder: str,
+    name: str,
+    seats: list[str] | None = None,
+    mark: str | None = None,
+    now: bool = False,
+    within_s: float = 90.0,
+    **_: Any,
+) -> dict[str, Any]:
+    """Ask keepers to end their processes, and wait until they have. What does not end in time is killed.
+
+    Those of `seats`; those that one `up` has started, with its `mark`; or all: then nothing of the cluster is left running, and
+    an `up` that is under way starts nothing.
+    """
+    home = home_of(folder, name)
+    found = [place for place in sorted((home / "processes").glob("*")) if place.is_dir()]
+    places = [place for place in found if seats is None or place.name in seats]
+    if mark is not None:
+        places = [place for place in places if read_object(place / "order.json").get("mark") == mark]
+    elif seats is None:
+        shutil.rmtree(home / "ups", ignore_errors=True)
+    running = [place for place in places if is_alive(place) or _begins(place)]
+    for place in running:
+        (place / "stop").write_text("now" if now else "", encoding="utf-8")
+    deadline = time.monotonic() + within_s
+    while (left := [p for p in running if is_alive(p) or _begins(p)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for place in left:
+        state = read_object(place / "state.json")
+        keeper, known = state.get("keeper"), state.get("keeper_identity")
+        if isinstance(keeper, int) and known is not None and identity(keeper) == known:
+            with contextlib.suppress(OSError):
+                os.kill(keeper, getattr(signal, "SIGKILL", signal.SIGTERM))
+    killed = [place.name for place in places if _end_orphan(place)]
+    if not any(map(is_alive, found)):  # else others of the cluster go on
+        tmux = shutil.which("tmux")
+        if tmux is not None:
+            _tmux(tmux, "kill-session", "-t", f"=smolcluster-{name}")
+        (home / "token").unlink(missing_ok=True)
+    return {"stopped": [place.name for place in running], "killed": killed}
