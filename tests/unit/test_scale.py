@@ -25,9 +25,8 @@ from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
-from smolcluster.engine.elastic.admission import LISTED, short_layout
+from smolcluster.engine.elastic.admission import LISTED, _difference, short_layout
 from smolcluster.engine.elastic.coordinator import Coordinator
-from smolcluster.engine.elastic.server import _difference
 from smolcluster.engine.elastic.server_side import send_state
 from smolcluster.strategies.base import Context, Office
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.unit.scripted_engine import ScriptedEngine, service_of
 
-from smolcluster.engine.process.main import identity
+from smolcluster.engine import identity
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.serve import main as life
 from smolcluster.serve.engine import local
