@@ -531,6 +531,7 @@ TIED = {"model.model_dim", "model.num_heads", "model.num_kv_heads", "strategy.la
 TIED |= {"training.best", "training.learning_rate", "lr_schedule.min_lr", "cluster.num_workers", "cluster.token"}
 TIED |= {"cluster.server", "cluster.host_ip", "cluster.batch_size", "cluster.buffer_size"}
 TIED |= {"cluster.hosts", "cluster.links", "cluster.name", "model.type", "model.options"}
+TIED |= {"logging.loki_url"}  # a password in it is not written
 FREE = {key: part for key, part in KEYS.items() if key not in TIED}
 SUBSETS = st.fixed_dictionaries({}, optional=FREE)
 
