@@ -6,42 +6,30 @@ what another has written.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smolcluster.comm.sharded import is_sharded
+from smolcluster.compute.bare_optimizers import SGD, AdamW
+from smolcluster.compute.muon import Muon, split_parameters
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.errors import UserError
 
-Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
-
-
-def _never_compiled(kind: type[Kind]) -> type[Kind]:
-    """The same functions, without what torch has put around them: it imports its compiler when an optimizer is made, to keep it
-    out. That is seconds of the time in which a worker starts, and none of ours is compiled."""
-    names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-    bare = {name: inspect.unwrap(getattr(kind, name)) for name in names}
-    return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(inspect.unwrap(kind.step))})
-
-
-AdamW = _never_compiled(torch.optim.AdamW)
-SGD = _never_compiled(torch.optim.SGD)
-_KEPT: dict[type, set[str]] = {  # for each parameter, at most
-    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-    torch.optim.SGD: {"momentum_buffer"},
-}
-_KEPT |= {AdamW: _KEPT[torch.optim.AdamW], SGD: _KEPT[torch.optim.SGD]}
+ADAMW_STATE, MOMENTUM_STATE = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"momentum_buffer"}
+MUON_MOMENTUM = 0.95
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD over two groups: matrices decay, vectors (biases, norms) do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    """The optimizer that `training.optimizer` names. Matrices decay, vectors (biases, norms) do not."""
+    trained, hidden = [p for p in model.parameters() if p.requires_grad], list[nn.Parameter]()
+    if config.optimizer == "muon":
+        hidden, trained = split_parameters(model)
+    groups: list[dict[str, Any]] = [
+        {"params": hidden, "weight_decay": config.weight_decay, "momentum": MUON_MOMENTUM},
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
@@ -50,7 +38,8 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
     if config.optimizer == "sgd":
         fused &= not any(is_sharded(p) for p in trained)  # torch cannot
         return SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
-    return AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+    kind = Muon if config.optimizer == "muon" else AdamW
+    return kind(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
 def warmup_cosine(*, peak: float, floor: float, warmup: int, steps: int) -> Callable[[int], float]:
@@ -96,8 +85,8 @@ def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors
     for key, tensor in tensors.items():
         state, name = key.split("/", 1)
         by_parameter.setdefault(name, {})[state] = tensor
-    _check_kind(optimizer, {state for states in by_parameter.values() for state in states})
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    _check_kind(optimizer, names, by_parameter)
     packed: dict[str, Any] = optimizer.state_dict()
     order = [p for group in optimizer.param_groups for p in group["params"]]
     packed["state"] = {i: by_parameter[names[p]] for i, p in enumerate(order) if names[p] in by_parameter}
@@ -105,26 +94,38 @@ def load_named_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors
 
 
 def without_state(model: nn.Module, optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> list[str]:
-    """Parameters that have nothing among these keys of `named_state`, and of which this optimizer keeps something.
+    """Return the parameters that have nothing among these keys of `named_state`, and of which this optimizer keeps something.
 
     It does so from a parameter's first gradient on. One that is not known here may keep nothing for some.
     """
-    if type(optimizer) not in _KEPT:
-        return []
     names = {parameter: name for name, parameter in model.named_parameters()}
     have = {key.partition("/")[2] for key in keys}
-    groups = [group for group in optimizer.param_groups if group.get("momentum", True)]  # SGD without it keeps nothing
+    groups = [group for group in optimizer.param_groups if _kept(optimizer, group)]
     return [names[p] for group in groups for p in group["params"] if names[p] not in have]
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
-    """Whether the state is of such an optimizer. One that is not known here is left to judge for itself."""
-    kept = _KEPT.get(type(optimizer), saved)
-    if saved <= kept:
-        return
-    made = [kind.__name__ for kind, states in _KEPT.items() if saved <= states]
-    whose = f"{made[0]}'s" if made else "another optimizer's"
-    raise UserError(
-        f"the checkpoint has {whose} state ({', '.join(sorted(saved))}) and this run uses {type(optimizer).__name__}; "
-        "resume with the training.optimizer that saved it"
-    )
+def _kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str] | None:
+    """Return the names of the state that an optimizer may keep for each parameter of a group; None: not known."""
+    if type(optimizer) in (SGD, torch.optim.SGD):
+        return MOMENTUM_STATE if group["momentum"] else set()
+    if type(optimizer) in (AdamW, Muon, torch.optim.AdamW):
+        return MOMENTUM_STATE if "momentum" in group else ADAMW_STATE
+    return None
+
+
+def _check_kind(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Raise UserError where the state is of another optimizer. One that is not known here is left to judge for itself."""
+    for group in optimizer.param_groups:
+        kept = _kept(optimizer, group)
+        for states in [saved.get(names[p], {}).keys() for p in group["params"]]:
+            if kept is None or states <= (kept or MOMENTUM_STATE):
+                continue
+            every = {state for of in saved.values() for state in of}
+            made = {"AdamW's": ADAMW_STATE, "SGD's": MOMENTUM_STATE, "Muon's": ADAMW_STATE | MOMENTUM_STATE}
+            whose = next((name for name, known in made.items() if every <= known), "another optimizer's")
+            raise UserError(
+                f"the checkpoint has {whose} state ({', '.join(sorted(every))}) and this run uses "
+                f"{type(optimizer).__name__}; resume with the training.optimizer that saved it"
+            )

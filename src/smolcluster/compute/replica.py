@@ -265,7 +265,8 @@ class Replica:
         bare = bare and self.updates > self._skipped and any(group["params"] for group in self.optimizer.param_groups)
         if bare and self.scale is None and isinstance(self.optimizer, torch.optim.AdamW):
             raise UserError(
-                "the checkpoint has no optimizer state, as plain SGD saves it, and this run uses AdamW; "
+                "the checkpoint has no optimizer state, as plain SGD saves it, and this run uses "
+                f"{type(self.optimizer).__name__}; "
                 "resume with the training.optimizer that saved it"
             )
         if self.scale is not None and "loss_scale" in numbers:

@@ -128,7 +128,10 @@ class TrainingConfig(Section):
         "Ignored when steps is set, unless only epochs are said on the command line",
     )
     steps: Count | None = Field(None, description="optimizer steps; wins over epochs")
-    optimizer: Annotated[Literal["adamw", "sgd"], Lower] = Field("adamw", description="adamw, or sgd with momentum")
+    optimizer: Annotated[Literal["adamw", "sgd", "muon"], Lower] = Field(
+        "adamw",
+        description="adamw; sgd with momentum; muon for the matrices of hidden layers, with adamw for all else",
+    )
     learning_rate: Positive = Field(6e-4, description="peak learning rate")
     weight_decay: NonNegative = Field(0.01, description="decoupled decay of matrices; vectors are never decayed")
     betas: tuple[BelowOne, BelowOne] = Field((0.9, 0.95), description="AdamW's averaging coefficients")

@@ -211,6 +211,10 @@ class GPT(nn.Module):
             else:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
+    @property
+    def output_layer(self) -> nn.Module | None:
+        return self.lm_head
+
     def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
         """Token embeddings, plus learned positions from `start` on."""
         end = start + tokens_BT.size(1)

@@ -8,6 +8,7 @@
     CompiledByBlock    training.compile, for deep models                 compiled in one piece
     Generative         the sample at the end of a run                    no sample
     Ragged             serving                                           refused
+    WithOutputLayer    training.optimizer: muon                          its last linear layer is taken for the output layer
 
 `DecoderConfig` is the shape of a model that is found by name (`registry.py`).
 """
@@ -35,6 +36,15 @@ class Pipelined(Protocol):
 
         A stage takes what the one before it returns. Parameters are shared with this model and keep their names.
         """
+
+
+@runtime_checkable
+class WithOutputLayer(Protocol):
+    """A model that names its output layer."""
+
+    @property
+    def output_layer(self) -> nn.Module | None:
+        """Return the layer, or None where its weight is the embedding's."""
 
 
 class TensorStyles(TypedDict):

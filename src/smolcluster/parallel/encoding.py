@@ -31,7 +31,7 @@ def summed_by_workers(
     cost = Cost(
         parameter_bytes=size,
         gradient_bytes=size * rounds,
-        optimizer_bytes=size * shape.optimizer_states,
+        optimizer_bytes=shape.optimizer_bytes(size),
         bytes_sent=moved,
         bytes_received=moved,
         messages=2 * (n - 1) * max(1, round(size / (options.bucket_mb * 2**20))),
@@ -92,7 +92,7 @@ def server_cost(options: ServedOptions, shape: Shape, *, workers: int, pushes: i
     return Cost(
         parameter_bytes=4 * size,
         gradient_bytes=pushes * min(gradients, decoded) + gradients + (2 * decoded if gradients < decoded else 0),
-        optimizer_bytes=3 * size * shape.optimizer_states,
+        optimizer_bytes=3 * shape.optimizer_bytes(size),
         bytes_sent=workers * gradients,
         bytes_received=workers * gradients,
         messages=0,

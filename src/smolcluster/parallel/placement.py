@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from smolcluster.comm.group import Group
+from smolcluster.compute.muon import split_parameters
 from smolcluster.compute.precision import DTYPES
 from smolcluster.config.schema import Config, TrainingConfig
 from smolcluster.errors import UserError
@@ -68,22 +69,28 @@ class Shape:
     tensors: Sequence[Sequence[int]] = ()  # the shape of each; what a codec makes of them depends on it
     bytes_per_parameter: int = 4
     used_bytes: int = 4  # of a parameter where it is gathered to be used: 2 in mixed precision
-    optimizer_states: int = 2  # tensors of the parameters' size that the optimizer keeps: 2 for Adam
+    optimizer_states: float = 2  # tensors of the parameters' size that the optimizer keeps: 2 for Adam
     model: nn.Module | None = None  # on the meta device, where layers that differ are dealt out
 
     @classmethod
     def of(cls, model: nn.Module, config: TrainingConfig) -> Shape:
         """Of a model (on any device) that is trained as `config` says."""
         parameters = list(model.parameters())
-        kept = {"adamw": 2, "sgd": 1 if config.momentum else 0}
+        matrices = sum(p.numel() for p in split_parameters(model)[0]) if config.optimizer == "muon" else 0
+        count = sum(p.numel() for p in parameters)
+        kept = {"adamw": 2, "sgd": 1 if config.momentum else 0, "muon": 2 - matrices / max(1, count)}
         return cls(
-            parameters=sum(p.numel() for p in parameters),
+            parameters=count,
             tensors=[tuple(p.shape) for p in parameters],
             bytes_per_parameter=max((p.element_size() for p in parameters), default=4),
             used_bytes=DTYPES[config.precision].itemsize,
             optimizer_states=kept[config.optimizer],
             model=model,
         )
+
+    def optimizer_bytes(self, parameter_bytes: int) -> int:
+        """Return what the optimizer keeps for so many bytes of parameters."""
+        return round(parameter_bytes * self.optimizer_states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +167,7 @@ def with_coordinator(placement: Placement, nodes: Sequence[Node], shape: Shape |
         server = Cost(
             parameter_bytes=3 * size,
             gradient_bytes=0,
-            optimizer_bytes=2 * size * shape.optimizer_states,
+            optimizer_bytes=2 * shape.optimizer_bytes(size),
             bytes_sent=0,
             bytes_received=0,
             messages=0,

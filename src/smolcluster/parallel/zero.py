@@ -78,7 +78,7 @@ def cost_of_stage(
     return Cost(
         parameter_bytes=parameters,
         gradient_bytes=gradients,
-        optimizer_bytes=updated * each * shape.optimizer_states,
+        optimizer_bytes=shape.optimizer_bytes(updated * each),
         bytes_sent=round(moved),
         bytes_received=round(moved),
         messages=messages * (dp - 1),

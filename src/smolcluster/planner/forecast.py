@@ -239,7 +239,8 @@ def _elastic_seats(
         held = _by_formula(serving)
         every = dict.fromkeys(peaks, Peak(at=held, each=held))
         shape = subject.shape
-        state = shape.parameters * shape.bytes_per_parameter * (1 + shape.optimizer_states)
+        size = shape.parameters * shape.bytes_per_parameter
+        state = size + shape.optimizer_bytes(size)
         found.append(
             SeatMemory(
                 ranks=servers,

@@ -68,7 +68,7 @@ class EDP(Pushing[EDPOptions]):
         worker = Cost(
             parameter_bytes=2 * size,  # its own, and the pull on its way
             gradient_bytes=size,
-            optimizer_bytes=size * shape.optimizer_states,
+            optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=gradients,
             bytes_received=weights // options.worker_update_interval,
             messages=2 * max(1, round(size / (options.bucket_mb * 2**20))),

@@ -30,7 +30,7 @@ class Single(Replicated[Options]):
         cost = Cost(
             parameter_bytes=size,
             gradient_bytes=size,
-            optimizer_bytes=size * shape.optimizer_states,
+            optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=0,
             bytes_received=0,
             messages=0,

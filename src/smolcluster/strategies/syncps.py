@@ -60,7 +60,7 @@ class SyncPS(Pushing[SyncPSOptions]):
         worker = Cost(
             parameter_bytes=2 * size,  # its own, and the server's as they come
             gradient_bytes=2 * size,  # my own and the average
-            optimizer_bytes=size * shape.optimizer_states,
+            optimizer_bytes=shape.optimizer_bytes(size),
             bytes_sent=gradients,
             bytes_received=gradients + weights // options.worker_update_interval,
             messages=3 * max(1, round(size / (options.bucket_mb * 2**20))),

@@ -20,6 +20,7 @@ from smolcluster.comm.elastic.membership.server_link import Line
 from smolcluster.comm.group import Group, Traffic
 from smolcluster.comm.rounds import Combination, Rounds
 from smolcluster.compute.claims import Count
+from smolcluster.compute.muon import mark_matrices
 from smolcluster.compute.optim import warmup_cosine
 from smolcluster.compute.precision import AgreedScale
 from smolcluster.compute.replica import Batch, Loss, Replica
@@ -263,6 +264,7 @@ def build_replica(
             model.gradient_checkpointing = True
         else:
             context.warn(f"training.gradient_checkpointing has no effect: {type(model).__name__} does not offer it")
+    mark_matrices(model)
     if arrange is not None:
         model = arrange(model)
         if not any(p.requires_grad for p in model.parameters()):
