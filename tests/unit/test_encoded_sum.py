@@ -33,6 +33,8 @@ LOSSY: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16": {},
     "int8": {"block": 16},
+    "int4": {"block": 16},
+    "blocktopk": {"k": 409, "bits": 4},
     "topk": {"fraction": 0.1},
     "randk": {"fraction": 0.1},
     "powersgd": {"rank": 1},

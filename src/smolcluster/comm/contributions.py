@@ -76,7 +76,7 @@ class MessageLayout:
         """Return one of the tensors."""
         packer, end = self._packers[index], self._ends[index]
         tensor = torch.empty(packer.shapes[0])
-        packer.decode(data[end - packer.nbytes : end], [tensor])
+        packer.decode(data[end - packer.nbytes : end], [tensor], padded=True)
         return tensor
 
 
@@ -272,9 +272,9 @@ class Contributions:
 
     def _encode(self, j: int, gradient: Tensor, *, key: int) -> tuple[Tensor, float]:
         packer, gradient = self.packers[j], gradient.detach().to("cpu", torch.float32) / self._scale
-        data = torch.empty(packer.nbytes, dtype=torch.uint8)
+        data = torch.zeros(packer.nbytes, dtype=torch.uint8)
         packer.encode([gradient], data, key=key, feedback=self._feedback if self._needs_feedback else None)
-        packer.decode(data, [gradient])
+        packer.decode(data, [gradient], padded=True)
         return data, float(torch.linalg.vector_norm(gradient))
 
     def _expect(self, slot: int) -> None:

@@ -170,13 +170,14 @@ class EncodedSum(Combination):
 
     def _encode(self, j: int, mean: Tensor, *, key: int) -> Tensor:
         packer = self._parts.packers[j]
-        data = torch.empty(packer.nbytes, dtype=torch.uint8)
+        data = torch.zeros(packer.nbytes, dtype=torch.uint8)
         try:
-            return packer.encode([mean], data, key=key, feedback=self._feedback if self._codec.feedback else None)
+            packer.encode([mean], data, key=key, feedback=self._feedback if self._codec.feedback else None)
         except CodecError:
             # Each part is within the codec's range; with the residual, or by rounding, their mean is beyond it.
             limit = self._codec.limit
-            return packer.encode([mean.clamp(-limit, limit)], data, key=key)
+            packer.encode([mean.clamp(-limit, limit)], data, key=key)
+        return data
 
     def _decode(
         self, messages: Mapping[int, Tensor], rows: Sequence[Sequence[int]], layouts: Sequence[MessageLayout]

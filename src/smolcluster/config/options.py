@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from smolcluster.config.types import Auto, Count, Fraction, Lower, Natural, Number, Positive, Precision
 
-Codec = Annotated[Literal["fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd"], Lower]
+Codec = Annotated[Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "randk", "powersgd", "blocktopk"], Lower]
 Dtype = Annotated[Precision, Lower]
 SCHEDULES = ("sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 
@@ -49,6 +49,12 @@ class CodecOptions(Options):
         0.01, description="topk, randk: share of the numbers that travels"
     )
     codec_rank: Count = Field(2, description="powersgd: rank of the approximation")
+    codec_k: Annotated[int, Field(ge=1, le=4096), Number] = Field(
+        64, description="blocktopk: numbers of each block of 4096 that travel"
+    )
+    codec_bits: Annotated[int, Field(ge=0, le=8), Number] = Field(
+        2, description="blocktopk: bits of a number that travels; 0: bf16"
+    )
     use_quantization: bool = Field(False, description="8-bit gradients; the same as codec: int8")
 
 

@@ -19,16 +19,17 @@ import dataclasses
 from typing import Any
 
 from smolcluster.comm.codecs.base import Codec, CodecError
+from smolcluster.comm.codecs.block_topk import BlockTopK
 from smolcluster.comm.codecs.casts import Bf16, Fp16, Fp32
 from smolcluster.comm.codecs.feedback import Feedback
-from smolcluster.comm.codecs.int8 import Int8
+from smolcluster.comm.codecs.levels import Int4, Int8
 from smolcluster.comm.codecs.packer import Packer
 from smolcluster.comm.codecs.powersgd import PowerSGD
 from smolcluster.comm.codecs.sparse import RandK, TopK
 from smolcluster.config.options import CodecOptions
 from smolcluster.errors import UserError, suggest, unknown_name
 
-CODECS: dict[str, type[Codec]] = {c.name: c for c in (Fp32, Bf16, Fp16, Int8, TopK, RandK, PowerSGD)}
+CODECS: dict[str, type[Codec]] = {c.name: c for c in (Fp32, Bf16, Fp16, Int8, Int4, TopK, RandK, PowerSGD, BlockTopK)}
 
 __all__ = ["CODECS", "Codec", "CodecError", "Feedback", "Packer", "chosen_codec", "make_codec"]
 
@@ -49,5 +50,10 @@ def make_codec(name: str, **options: Any) -> Codec:
 def chosen_codec(options: CodecOptions) -> Codec:
     """The codec that a strategy's options ask for."""
     name = "int8" if options.use_quantization else options.codec
-    extra = {"topk": {"fraction": options.codec_fraction}, "randk": {"fraction": options.codec_fraction}}
-    return make_codec(name, **extra.get(name, {"rank": options.codec_rank} if name == "powersgd" else {}))
+    extra: dict[str, dict[str, Any]] = {
+        "topk": {"fraction": options.codec_fraction},
+        "randk": {"fraction": options.codec_fraction},
+        "powersgd": {"rank": options.codec_rank},
+        "blocktopk": {"k": options.codec_k, "bits": options.codec_bits},
+    }
+    return make_codec(name, **extra.get(name, {}))

@@ -1,7 +1,7 @@
 """The interface of a codec, and what all of them share: the checks, and numbers laid down as bytes.
 
-A codec turns one float32 tensor into bytes and back. How many bytes is known from the shape alone, so a receiver checks a
-length before it allocates, and memory is reused from step to step. Numbers are little-endian and may lie at any offset.
+A codec turns one float32 tensor into bytes and back. How many bytes is known from the shape alone, or for a `bounded` codec how
+many at most, so a receiver checks a length before it allocates. Numbers are little-endian and may lie at any offset.
 
 Lossy codecs carry finite numbers only: `encode` refuses the others, and so does `decode`, wherever the bytes came from.
 """
@@ -32,6 +32,7 @@ class Codec(ABC):
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False  # a tensor takes at most `nbytes`, and what it takes follows from its bytes
     limit: ClassVar[float] = torch.finfo(torch.float32).max  # the largest magnitude a lossy codec carries
 
     @property
@@ -43,8 +44,8 @@ class Codec(ABC):
     def nbytes(self, shape: Sequence[int]) -> int:
         """Bytes of an encoded tensor of this shape."""
 
-    def encode(self, tensor: Tensor, out: Tensor, *, key: int = 0, state: dict[str, Tensor] | None = None) -> None:
-        """Write `tensor`, of any float type, into `out`: exactly `nbytes` of uint8.
+    def encode(self, tensor: Tensor, out: Tensor, *, key: int = 0, state: dict[str, Tensor] | None = None) -> int:
+        """Write `tensor`, of any float type, into `out`, which has `nbytes` of uint8. Return how many were used.
 
         A pure function of tensor, key and state. `key` seeds what is random. `state` is what the sender keeps for this tensor
         from step to step: entries are replaced, tensors in it are never changed. Raises CodecError for a number that it cannot
@@ -59,39 +60,45 @@ class Codec(ABC):
             )
         source = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
         if source.numel() == 0:
-            return
+            return 0
         if not self.lossless:
             check_magnitude(source, limit=self.limit, name=self.name)
-        self._encode(source, out, key=key % 2**64, state={} if state is None else state)
+        used = self._encode(source, out, key=key % 2**64, state={} if state is None else state)
+        return len(out) if used is None else used
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        """Overwrite `out`, which is float32, with what `data` holds.
+    def decode(self, data: Tensor, out: Tensor) -> int:
+        """Overwrite `out`, which is float32, with the tensor that `data` begins with. Return how many bytes it took.
 
         Raises CodecError for data that `encode` cannot have made: of another length, with impossible indices, not finite.
         """
         if out.dtype != torch.float32:
             raise ValueError(f"codec {self.name} decodes into float32, not {out.dtype}")
-        if data.dtype != torch.uint8 or data.shape != (self.nbytes(out.shape),):
+        nbytes = self.nbytes(out.shape)
+        if data.dtype != torch.uint8 or data.ndim != 1 or (len(data) != nbytes and not self.bounded):
             raise CodecError(
                 f"{tuple(data.shape)} of {data.dtype} is not a tensor of shape {tuple(out.shape)} as {self.name}: that "
-                f"has {self.nbytes(out.shape)} bytes"
+                f"has {nbytes} bytes"
             )
         if out.numel() == 0:
-            return
+            return 0
         target = out.detach() if out.is_contiguous() else torch.empty(out.shape)
-        self._decode(data.contiguous(), target)
+        used = self._decode(data[:nbytes].contiguous(), target)
         if not self.lossless:
             check_magnitude(target, limit=torch.finfo(torch.float32).max, name=self.name)
         if not out.is_contiguous():
             out.detach().copy_(target)
+        return nbytes if used is None else used
 
     @abstractmethod
-    def _encode(self, source: Tensor, out: Tensor, *, key: int, state: dict[str, Tensor]) -> None:
-        """`source` is float32, contiguous, not empty, and within `limit` unless the codec is lossless."""
+    def _encode(self, source: Tensor, out: Tensor, *, key: int, state: dict[str, Tensor]) -> int | None:
+        """`source` is float32, contiguous, not empty, and within `limit` unless the codec is lossless.
+
+        Return how many bytes were used; None: all of `out`.
+        """
 
     @abstractmethod
-    def _decode(self, data: Tensor, target: Tensor) -> None:
-        """`data` has the right length; `target` is contiguous and not empty."""
+    def _decode(self, data: Tensor, target: Tensor) -> int | None:
+        """`data` has the right length, or what may be another's behind it; `target` is contiguous and not empty."""
 
 
 def check_magnitude(tensor: Tensor, *, limit: float, name: str) -> None:

@@ -1,11 +1,11 @@
 """Error feedback: what a lossy codec left out of one step is added to the next.
 
-    e = g + r
+    e = g + decay r
     payload = encode(e)
     r = e - decode(payload)
 
-So after T steps the decoded gradients sum to the true ones less r, whatever the codec does, and r stays bounded where the
-codec is a contraction (topk, randk, int8, powersgd: the bounds in their files).
+So with decay 1 the decoded gradients of T steps sum to the true ones less r, whatever the codec does, and r stays bounded where
+the codec is a contraction (topk, randk, int8, powersgd: the bounds in their files).
 
 Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech DNNs",
 2014. Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
@@ -40,7 +40,8 @@ class Feedback:
     `commit` makes it final. Encoding a tensor again without either makes the one before it final.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, decay: float = 1.0) -> None:
+        self.decay = decay
         self.memories: Mapping[str, Memory] = {}
         self._decoded = torch.empty(0)
         self._before: dict[str, Memory | None] = {}
@@ -56,7 +57,8 @@ class Feedback:
                 f"the saved residual of {name} has shape {tuple(memory.residual.shape)}, its gradient "
                 f"{tuple(gradient.shape)}; resume with the model that was saved"
             )
-        return Memory(torch.add(memory.residual, gradient, out=torch.empty(gradient.shape)), dict(memory.state))
+        residual = torch.add(gradient, memory.residual, alpha=self.decay, out=torch.empty(gradient.shape))
+        return Memory(residual, dict(memory.state))
 
     def keep(self, memories: Mapping[str, Memory]) -> None:
         """After an encoding: each residual is now what the payload left out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,7 @@ ODD = 0x9E3779B97F4A7C15
 
 
 class Packer:
-    """The bytes of a bucket. Sender and receiver make it from the same names, shapes and codec."""
+    """The bytes of a bucket: `nbytes`, or at most that many where the codec is bounded. Both ends make the same one."""
 
     def __init__(self, layout: Sequence[tuple[str, tuple[int, ...]]], codec: Codec) -> None:
         self.codec = codec
@@ -24,14 +23,13 @@ class Packer:
         self.shapes = [torch.Size(shape) for _, shape in layout]
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"two tensors of a bucket have the same name: {self.names}")
-        ends = list(itertools.accumulate((codec.nbytes(shape) for shape in self.shapes), initial=0))
-        self._spans = [slice(start, end) for start, end in itertools.pairwise(ends)]
-        self.nbytes = ends[-1]
+        self._sizes = [codec.nbytes(shape) for shape in self.shapes]
+        self.nbytes = sum(self._sizes)
 
     def encode(
         self, tensors: Sequence[Tensor], out: Tensor | None = None, *, key: int, feedback: Feedback | None = None
     ) -> Tensor:
-        """The payload, in `out` or in new memory. `key` seeds what is random: another for every step.
+        """Return the payload, in `out` or in new memory. `key` seeds what is random: another for every step.
 
         A single contiguous tensor as fp32, without `out`, is not copied: the payload is a view of it.
         Raises CodecError, with the tensor's name, for one that the codec cannot carry; `feedback` is then as it was.
@@ -44,40 +42,51 @@ class Packer:
         if out.shape != (self.nbytes,):
             raise ValueError(f"the payload has {self.nbytes} bytes, its place {tuple(out.shape)}")
         memories: dict[str, Memory] = {}
+        end = 0
         for index, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
-            part = out[self._spans[index]]
+            part = out[end : end + self._sizes[index]]
             own_key = key * ODD + index
             try:
                 if feedback is None or self.codec.lossless:
-                    self.codec.encode(tensor, part, key=own_key)
+                    end += self.codec.encode(tensor, part, key=own_key)
                 else:
-                    memories[name] = self._encode_rest(feedback, name, tensor, part, key=own_key)
+                    memories[name], used = self._encode_rest(feedback, name, tensor, part, key=own_key)
+                    end += used
             except CodecError as error:
                 raise CodecError(f"{name}: {error}") from error
         if feedback is not None:
             feedback.keep(memories)
-        return out
+        return out[:end]
 
-    def decode(self, data: Tensor, outs: Sequence[Tensor]) -> None:
-        """Overwrite `outs`. Raises CodecError for data that cannot be a payload; what `outs` hold is then of no use."""
+    def decode(self, data: Tensor, outs: Sequence[Tensor], *, padded: bool = False) -> None:
+        """Overwrite `outs`. Raises CodecError for data that cannot be a payload; `outs` are then undefined.
+
+        `padded`: the payload of a bounded codec may have more behind it, up to `nbytes`.
+        """
         self._check_shapes(outs)
-        if data.dtype != torch.uint8 or data.shape != (self.nbytes,):
+        fits = data.ndim == 1 and (len(data) == self.nbytes or (self.codec.bounded and len(data) < self.nbytes))
+        if data.dtype != torch.uint8 or not fits:
             raise CodecError(f"{tuple(data.shape)} of {data.dtype} is not this bucket's payload of {self.nbytes} bytes")
-        for name, span, out in zip(self.names, self._spans, outs, strict=True):
+        end = 0
+        for name, size, out in zip(self.names, self._sizes, outs, strict=True):
             try:
-                self.codec.decode(data[span], out)
+                end += self.codec.decode(data[end : end + size], out)
             except CodecError as error:
                 raise CodecError(f"{name}: {error}") from error
+        if end != len(data) and not padded:
+            raise CodecError(f"this bucket's payload ends after {end} of {len(data)} bytes")
 
-    def _encode_rest(self, feedback: Feedback, name: str, gradient: Tensor, part: Tensor, *, key: int) -> Memory:
-        """Encode g + r; what remains is the new residual."""
+    def _encode_rest(
+        self, feedback: Feedback, name: str, gradient: Tensor, part: Tensor, *, key: int
+    ) -> tuple[Memory, int]:
+        """Encode g + r; what remains is the new residual. Return it, and how many bytes were used."""
         memory = feedback.add(name, gradient)
         wanted = memory.residual
-        self.codec.encode(wanted, part, key=key, state=memory.state)
+        used = self.codec.encode(wanted, part, key=key, state=memory.state)
         decoded = feedback.scratch(wanted.shape)
-        self.codec.decode(part, decoded)
+        self.codec.decode(part[:used], decoded)
         wanted.sub_(decoded)
-        return memory
+        return memory, used
 
     def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
         if [t.shape for t in tensors] != self.shapes:

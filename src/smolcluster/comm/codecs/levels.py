@@ -1,17 +1,17 @@
-"""int8: one byte per number and one float32 per block of them.
+"""int8 and int4: a few bits per number and one float32 per block of them.
 
     scale = the largest magnitude of the block
-    level = round(127 x / scale), from -127 to 127
-    decoded = level / 127 scale
+    level = round(m x / scale), from -m to m                  m = 127 for int8, 7 for int4
+    decoded = level / m scale
 
-Bytes for n numbers:   n + 4 ceil(n / block)
+Bytes for n numbers:   int8  n + 4 ceil(n / block)      int4  ceil(n / 2) + 4 ceil(n / block)
 
-Rounded to nearest, |x - decoded| <= scale / 254, and training needs error feedback. With `unbiased`, a level is rounded up
+Rounded to nearest, |x - decoded| <= scale / (2 m), and training needs error feedback. With `unbiased`, a level is rounded up
 with the probability of its fraction, so that the expected decoded tensor is the tensor and no feedback is needed; then
-|x - decoded| < scale / 127. Both bounds up to 1 part in 10^4, which is float32's own rounding. Zeros are exact, and so is
+|x - decoded| < scale / m. Both bounds up to 1 part in 10^4, which is float32's own rounding. Zeros are exact, and so is
 every number whose magnitude is its block's largest: a block of equal numbers decodes to itself.
 
-Payload: the scales, then the levels.
+Payload: the scales, then the levels; of int4 two in a byte, the first in its low half, each plus 8.
 
 Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", 2017. Blocks: Dettmers et al.,
 "8-bit optimizers via block-wise quantization", 2022.
@@ -20,20 +20,23 @@ Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization an
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smolcluster.comm.codecs.base import Codec, CodecError, check_count, numbers, random_words, store
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
-    name = "int8"
-    block: int = 1024
+class _Levels(Codec):
+    most: ClassVar[int]  # the highest level
+    block: int
     unbiased: bool = False
 
     def __post_init__(self) -> None:
@@ -43,34 +46,36 @@ class Int8(Codec):
     def feedback(self) -> bool:
         return not self.unbiased
 
-    def nbytes(self, shape: Sequence[int]) -> int:
-        count = math.prod(shape)
-        return count + 4 * self._num_blocks(count)
-
     def _encode(self, source: Tensor, out: Tensor, *, key: int, state: dict[str, Tensor]) -> None:
         flat = source.view(-1)
         scales, levels = torch.empty(self._num_blocks(flat.numel())), torch.empty_like(flat)
         for blocks, scale, level in self._cut(flat, scales, levels):
             torch.maximum(blocks.amax(dim=1, keepdim=True), -blocks.amin(dim=1, keepdim=True), out=scale)
-            # First the ratio, then 127 times that: 127 / scale would overflow for the smallest scales.
-            torch.div(blocks, torch.where(scale > 0, scale, 1.0), out=level).mul_(127)
+            # First the ratio, then m times that: m / scale would overflow for the smallest scales.
+            torch.div(blocks, torch.where(scale > 0, scale, 1.0), out=level).mul_(self.most)
         if self.unbiased:
             levels.add_(_draws(key, flat.numel())).floor_()
         else:
             levels.round_()
         store(scales, out[: scales.nbytes], dtype=torch.float32)
-        out[scales.nbytes :].view(torch.int8).copy_(levels)
+        self._write(levels, out[scales.nbytes :])
 
     def _decode(self, data: Tensor, target: Tensor) -> None:
         size = 4 * self._num_blocks(target.numel())
-        scales, levels = numbers(data[:size], torch.float32), data[size:].view(torch.int8)
-        if levels.min() == -128 or not bool((scales >= 0).all()):
-            raise CodecError("a level of -128, or a scale that is negative or NaN: not made by int8")
+        scales, levels = numbers(data[:size], torch.float32), self._read(data[size:], target.numel())
+        if levels.min() < -self.most or levels.max() > self.most or not bool((scales >= 0).all()):
+            raise CodecError(f"a level beyond {self.most}, or a scale that is negative or NaN: not made by {self.name}")
         flat = target.view(-1)
-        # 127 times the float32 nearest to 1/127 is exactly 1: the largest magnitude of a block comes back as it was.
-        flat.copy_(levels).mul_(1 / 127)
+        # m times the float32 nearest to 1/m is exactly 1: the largest magnitude of a block comes back as it was.
+        flat.copy_(levels).mul_(1 / self.most)
         for blocks, scale, _ in self._cut(flat, scales, flat):
             blocks.mul_(scale)
+
+    @abstractmethod
+    def _write(self, levels: Tensor, out: Tensor) -> None: ...
+
+    @abstractmethod
+    def _read(self, data: Tensor, count: int) -> Tensor: ...
 
     def _num_blocks(self, count: int) -> int:
         return -(-count // self.block)
@@ -86,6 +91,41 @@ class Int8(Codec):
         if rest:
             parts.append((flat[end:].view(1, -1), scales[whole:].view(-1, 1), levels[end:].view(1, -1)))
         return parts
+
+
+@dataclass(frozen=True)
+class Int8(_Levels):
+    name = "int8"
+    most = 127
+    block: int = 1024
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        count = math.prod(shape)
+        return count + 4 * self._num_blocks(count)
+
+    def _write(self, levels: Tensor, out: Tensor) -> None:
+        out.view(torch.int8).copy_(levels)
+
+    def _read(self, data: Tensor, count: int) -> Tensor:
+        return data.view(torch.int8)
+
+
+@dataclass(frozen=True)
+class Int4(_Levels):
+    name = "int4"
+    most = 7
+    block: int = 256
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        count = math.prod(shape)
+        return -(-count // 2) + 4 * self._num_blocks(count)
+
+    def _write(self, levels: Tensor, out: Tensor) -> None:
+        pairs = F.pad(levels + 8, (0, len(levels) % 2), value=8).to(torch.uint8).view(-1, 2)
+        torch.bitwise_or(pairs[:, 0], pairs[:, 1] << 4, out=out)
+
+    def _read(self, data: Tensor, count: int) -> Tensor:
+        return (torch.stack([data & 15, data >> 4], dim=1).view(-1)[:count].to(torch.int8)) - 8
 
 
 def _draws(key: int, count: int) -> Tensor:
