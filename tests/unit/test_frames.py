@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from smolcluster.comm import codecs
 from smolcluster.comm.elastic.transport import frames, payloads
 from smolcluster.comm.elastic.transport.api import Head, Kind, Message
 from smolcluster.comm.elastic.transport.frames import (
@@ -110,6 +111,12 @@ class TestRoundTrip:
     def test_every_type_and_shape(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         payload = torch.randint(0, 2, shape).to(dtype)
         message = Message(kind=Kind.STATE, payload=payload)
+        (received,) = feed(make_parser(), to_bytes(message))
+        assert same(received, message)
+
+    @pytest.mark.parametrize("codec", codecs.CODECS)
+    def test_every_codec_has_a_number(self, codec: str) -> None:
+        message = Message(kind=Kind.PUSH, codec=codec, payload=torch.zeros(3))
         (received,) = feed(make_parser(), to_bytes(message))
         assert same(received, message)
 

@@ -64,7 +64,17 @@ MAX_DIMS = 8
 CHECKED = 1  # flag: a checksum follows the payload
 
 DTYPE_NAMES = tuple(ITEM_BYTES)
-CODECS = ("fp32", "bf16", "fp16", "int8", "topk", "randk", "powersgd")
+CODECS = (
+    "fp32",
+    "bf16",
+    "fp16",
+    "int8",
+    "topk",
+    "randk",
+    "powersgd",
+    "int4",
+    "blocktopk",
+)  # numbers on the wire: append only
 
 WITH_PAYLOAD = frozenset({Kind.STATE, Kind.PUSH, Kind.AVERAGE, Kind.WEIGHTS, Kind.CHUNK, Kind.ROWS})
 OF_THE_HANDSHAKE = frozenset({Kind.HELLO, Kind.PROOF, Kind.ACCEPT, Kind.REFUSE, Kind.BYE})
