@@ -35,8 +35,8 @@ from torch import Tensor
 from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checks import check_server_disk
 from smolcluster.engine.durable_files import Files, OutputFile, size_on_disk
-from smolcluster.engine.elastic.journal import DamagedJournal, Journal, JournalFull
-from smolcluster.engine.elastic.log_files import JournalRecord
+from smolcluster.engine.elastic.wal.journal import DamagedJournal, Journal, JournalFull
+from smolcluster.engine.elastic.wal.log_files import JournalRecord
 from smolcluster.errors import UserError
 
 
@@ -334,7 +334,7 @@ CHILD = """
 import sys
 from pathlib import Path
 import torch
-from smolcluster.engine.elastic.journal import Journal
+from smolcluster.engine.elastic.wal.journal import Journal
 
 journal = Journal(Path(sys.argv[1]), sync_s=0.005, snapshot_bytes=200_000, snapshot_ratio=0)
 recovered = journal.recover()
@@ -509,7 +509,7 @@ def violations(scenario: Scenario, tmp_path: Path, *, ignore: frozenset[str] = f
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """A sweep finds the same trouble a thousand times."""
-    caplog.set_level(logging.CRITICAL, logger="smolcluster.engine.elastic.journal")
+    caplog.set_level(logging.CRITICAL, logger="smolcluster.engine.elastic.wal.journal")
 
 
 @pytest.mark.usefixtures("quiet")

@@ -24,16 +24,16 @@ from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
-from smolcluster.engine.elastic import coordinator
 from smolcluster.engine.elastic.admission import Admission
-from smolcluster.engine.elastic.coordinator import Coordinator
+from smolcluster.engine.elastic.coordination import coordinator
+from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.elastic.server import Server
 from smolcluster.engine.identity import instance_of
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.shards import owners
 from smolcluster.strategies.allreduce import AllReduce
-from smolcluster.strategies.base import Commit, Context, Office, State
+from smolcluster.strategies.base import Commit, Context, ServerContext, State
 from smolcluster.strategies.base.replicated import replica_state
 
 STEPS = 10
@@ -112,7 +112,7 @@ class Run:
             on_change=lambda *_: None,
             epoch=1,
         )
-        office = Office(
+        server_context = ServerContext(
             roster=roster,
             leases=Leases(),
             expected=0,
@@ -124,9 +124,9 @@ class Run:
             arrived=lambda step: self.saved.setdefault(step, self.loaded),
         )
         context = SimpleNamespace(
-            total_steps=STEPS, warn=self.warnings.append, stop_requested=lambda: False, office=office
+            total_steps=STEPS, warn=self.warnings.append, stop_requested=lambda: False, server_context=server_context
         )
-        self.roster, self.office = roster, office
+        self.roster, self.server_context = roster, server_context
         self.links: dict[int, FakeLink] = {}
         self.commits: list[Commit] = []
         self.coordinator = Scripted(
@@ -138,7 +138,7 @@ class Run:
             step_timeout_s=step_timeout_s,
         )
         self.coordinator.run = self
-        self.coordinator.take_up()
+        self.coordinator.restore()
 
     # What happens
 
@@ -178,7 +178,7 @@ class Run:
         """Until nothing is left to hear."""
         while True:
             before = self.mailbox._queue.qsize() + len(self.roster._news)
-            self.coordinator._go_on()
+            self.coordinator._iterate()
             while self.coordinator._rounds and self.coordinator._agreed(self.coordinator._rounds[0]):
                 self.coordinator._commit(self.coordinator._rounds[0])
             if not before and not self.coordinator._view_due:
@@ -324,7 +324,7 @@ def test_rounds_end_with_the_steps_that_their_length_divides_and_with_the_last()
 
 def test_a_run_that_goes_on_ends_its_first_round_where_all_do() -> None:
     run = Run(whole=True, committed=5, local_steps=4)
-    run.coordinator._has = 5
+    run.coordinator._state_step = 5
     run.join(0)
     assert run.links[0].last(Kind.LEASE).meta["leases"] == [{"step": 8, "steps": 3, "ranges": [[0, 12]]}]
 
@@ -356,7 +356,7 @@ def test_one_who_holds_the_committed_rounds_that_it_lacks_knows_the_weights(
     member = Member(
         rank=0, link=cast(Link, FakeLink(0, "0" * 16)), batch_size=4, said={"updates": updates, "held": held}
     )
-    assert run.coordinator._knows(member) is knows
+    assert run.coordinator._is_current(member) is knows
 
 
 def test_a_state_may_be_of_a_later_round_than_the_one_that_was_asked_for() -> None:
@@ -384,7 +384,7 @@ def test_a_state_may_be_of_a_later_round_than_the_one_that_was_asked_for() -> No
 def test_only_what_leads_to_the_committed_step_is_taken_for_it(updates: int, knows: bool) -> None:
     run = Run(whole=True, committed=5, has=False)
     member = Member(rank=0, link=cast(Link, FakeLink(0, "0" * 16)), batch_size=4, said={"updates": updates, "held": []})
-    assert run.coordinator._knows(member) is knows
+    assert run.coordinator._is_current(member) is knows
 
 
 def test_one_that_is_ahead_of_the_record_gets_the_state_of_one_that_is_not() -> None:
@@ -496,8 +496,8 @@ def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(mo
     for pause_s in (0.0, 100.0, 100.0, 3600.0):
         clock[0] += pause_s
         run.join(*(rank for rank in range(2) if rank not in run.roster.members))
-        run.coordinator._put_out(run.roster.members[1], "a test")
-        barred.append(run.coordinator._barred[1] - clock[0])
+        run.coordinator._quarantine(run.roster.members[1], "a test")
+        barred.append(run.coordinator._quarantined_until[1] - clock[0])
         run.go_on()
     assert barred == [0.0, 10.0, 30.0, 0.0]
 
@@ -527,7 +527,7 @@ def test_nobody_is_lent_a_step_twice_when_the_run_becomes_shorter_and_longer_aga
     run.coordinator.context.total_steps = 5
     run.commit(2)
     assert run.coordinator._committed == 2
-    assert sorted(run.office.leases.held(run.roster.members[0].instance)) == [3, 4, 5]
+    assert sorted(run.server_context.leases.held(run.roster.members[0].instance)) == [3, 4, 5]
 
 
 # Newcomers get the state while the others train
@@ -654,7 +654,7 @@ def test_a_newcomer_that_has_caught_up_has_the_weights_when_all_others_die() -> 
     run.links[2].queued_bytes = 0
     run.go_on()
     assert sorted(run.roster.members) == [2]
-    assert run.coordinator._needy == set()
+    assert run.coordinator._without_state == set()
 
 
 # A member is silent
@@ -695,12 +695,12 @@ def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(monkey
     run.links[0].stalled, run.links[0].silent_s = True, 2.0
     run.knock(1)
     for _ in range(6):
-        run.coordinator._go_on()
+        run.coordinator._iterate()
     assert sorted(run.roster.members) == [1]
     run.links[0].stalled, run.links[0].silent_s = False, 0.0
     for _ in range(3):
         clock[0] += 10.0
-        run.coordinator._go_on()
+        run.coordinator._iterate()
     assert sorted(run.roster.members) == [0, 1]
     assert run.links[1].last(Kind.VIEW).meta["donations"] == {"1": 0}
     run.commit(2)
@@ -717,7 +717,7 @@ def test_a_paused_member_is_not_waited_for_where_the_coordinator_has_the_weights
     run.upload(0, {"w/x": torch.zeros(1)})
     run.links[0].stalled, run.links[0].silent_s = True, 2.0
     for _ in range(4):
-        run.coordinator._go_on()
+        run.coordinator._iterate()
     assert [member.rank for member in run.roster.paused] == [0]
     assert [member["rank"] for member in run.links[1].last(Kind.VIEW).meta["view"]["members"]] == [1]
     run.commit(2)
@@ -733,11 +733,11 @@ def test_a_paused_member_without_the_weights_is_not_waited_for(monkeypatch: pyte
     run.commit(1)
     run.knock(1, 2)
     run.go_on()
-    assert run.coordinator._needy == {1, 2}
+    assert run.coordinator._without_state == {1, 2}
     run.links[1].stalled, run.links[1].silent_s = True, 2.0
     run.leave(0)
     for _ in range(4):
-        run.coordinator._go_on()
+        run.coordinator._iterate()
     assert [member.rank for member in run.roster.paused] == [1]
     assert run.coordinator._holder_may_return()
     clock[0] += coordinator.RETURN_S + 1.0
@@ -871,7 +871,7 @@ def test_results_of_steps_that_nobody_computes_are_not_kept() -> None:
 
 def test_every_view_and_commit_carries_the_loss_scale_of_the_run() -> None:
     run = Run(whole=True)
-    run.office.scale.growth_interval = 2
+    run.server_context.scale.growth_interval = 2
     run.join(0, 1)
     run.commit(1)
     run.commit(2)
@@ -889,7 +889,7 @@ def storages(tensors: dict[str, Tensor]) -> set[int]:
 def test_a_coordinator_copies_no_state_that_it_passes_on() -> None:
     """One state is here and one on its way, however it is saved, evaluated and handed to newcomers meanwhile."""
     run = Run(whole=True)
-    duty = Coordinator(run.coordinator.context, run.replica, rounds_ahead=1, whole=True)
+    server_side = Coordinator(run.coordinator.context, run.replica, rounds_ahead=1, whole=True)
 
     def state_after(step: int) -> State:
         weights = {name: torch.full_like(tensor, step) for name, tensor in run.replica.weights().items()}
@@ -901,17 +901,17 @@ def test_a_coordinator_copies_no_state_that_it_passes_on() -> None:
     server.strategy_class, server.device, server.saver = AllReduce, torch.device("cpu"), None
     first, second = state_after(1), state_after(2)
     came = storages({**first.weights, **{k: t for k, t in first.optimizer.items() if t.ndim}})
-    duty.load_state(first)
-    state, (sent, _) = replica_state(run.replica), duty.copied_state()
+    server_side.load_state(first)
+    state, (sent, _) = replica_state(run.replica), server_side.copied_state()
     kept = {**server._kept(state.weights), **server._kept({k: t for k, t in state.optimizer.items() if t.ndim})}
     assert storages(kept) == came
     assert storages({n: t for n, t in sent.items() if t.ndim}) == came
-    duty.load_state(second)
+    server_side.load_state(second)
     assert all(bool((tensor == 1).all()) for tensor in kept.values()), "what was there before is not changed"
     assert all(bool((tensor == 2).all()) for tensor in run.replica.weights().values())
     assert run.replica.updates == 2
     with pytest.raises(RuntimeError, match="Missing key"):
-        duty.load_state(State(weights={}, optimizer={}, numbers={"updates": 3}))
+        server_side.load_state(State(weights={}, optimizer={}, numbers={"updates": 3}))
 
 
 KINDS = ("exp_avg", "exp_avg_sq")

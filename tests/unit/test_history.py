@@ -25,7 +25,7 @@ from smolcluster.engine.elastic.history import (
     Begin,
     CommitLine,
     History,
-    Line,
+    HistoryLine,
     MemberLine,
     check,
     last_commit,
@@ -39,7 +39,7 @@ class Run:
     """A small elastic run that writes its history as a server does: three workers, 4 samples each in a step."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[HistoryLine] = []
         self.leases = Leases()
         self.members: dict[int, str] = {}
         self.step, self.epoch, self.seq, self.server = 0, 0, 0, ""

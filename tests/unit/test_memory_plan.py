@@ -24,7 +24,7 @@ from smolcluster.compute.memory import free_bytes, machine_bytes, parse_size
 from smolcluster.config import load_config, resolve
 from smolcluster.engine import role
 from smolcluster.engine.checks import Room, check_memory
-from smolcluster.engine.elastic.journal import disk_bound
+from smolcluster.engine.elastic.wal.journal import disk_bound
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.engine.worker import Worker
 from smolcluster.errors import SmolclusterError, UserError

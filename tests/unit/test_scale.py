@@ -26,9 +26,9 @@ from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
 from smolcluster.engine.elastic.admission import LISTED, _difference, short_layout
-from smolcluster.engine.elastic.coordinator import Coordinator
+from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.server_side import send_state
-from smolcluster.strategies.base import Context, Office
+from smolcluster.strategies.base import Context, ServerContext
 
 FEW, MANY = 20, 160
 STEPS = 1000
@@ -76,11 +76,11 @@ class Cluster:
         self.roster = Roster(
             self.mailbox, plan={}, admit=admit, on_event=lambda *_: None, on_change=lambda *_: None, epoch=1
         )
-        office = Office(
+        server_context = ServerContext(
             roster=self.roster,
             leases=Leases(),
             expected=0,
-            record=lambda commit: office.leases.state_dict(),
+            record=lambda commit: server_context.leases.state_dict(),
             committed=lambda report: None,
             wants=lambda step: False,
             arrived=lambda step: None,
@@ -89,11 +89,11 @@ class Cluster:
             total_steps=STEPS,
             warn=pytest.fail,
             stop_requested=lambda: False,
-            office=office,
+            server_context=server_context,
             config=SimpleNamespace(training=SimpleNamespace(grad_accumulation=1)),
         )
         self.coordinator = Coordinator(cast(Context, context), replica, rounds_ahead=1, whole=True)
-        self.coordinator.take_up()
+        self.coordinator.restore()
         self.links: dict[int, WireLink] = {}
         self.join(*range(num_members))
 
@@ -108,7 +108,7 @@ class Cluster:
             self.mailbox.received(cast(Link, link), Message(kind=Kind.JOIN))
         while len(self.roster.members) + len(self.roster.newcomers) < len(self.links):
             self.roster.get(0)
-        self.coordinator._go_on()
+        self.coordinator._iterate()
         assert self.roster.members.keys() == self.links.keys()
 
     def step(self, step: int) -> None:
@@ -121,7 +121,7 @@ class Cluster:
                 self.mailbox.received(cast(Link, link), Message(kind=kind, step=step, epoch=epoch, meta=said))
         coordinator = self.coordinator
         while coordinator._committed < step:
-            coordinator._go_on()
+            coordinator._iterate()
             while coordinator._committed < step and coordinator._agreed(coordinator._rounds[0]):
                 coordinator._commit(coordinator._rounds[0])
 

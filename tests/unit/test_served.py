@@ -25,9 +25,9 @@ from smolcluster.config.options import EDPOptions, SyncPSOptions
 from smolcluster.data.leases import Leases, Range
 from smolcluster.engine.elastic import parameter_server, synchronous
 from smolcluster.engine.elastic.asynchronous import AsynchronousServer
-from smolcluster.engine.elastic.journal import Journal
 from smolcluster.engine.elastic.pushed_rounds import PushedRounds
 from smolcluster.engine.elastic.synchronous import SynchronousServer
+from smolcluster.engine.elastic.wal.journal import Journal
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.strategies.base import Commit
@@ -105,7 +105,7 @@ class Server:
             learning_rate=lambda _: 0.1,
             device=torch.device("cpu"),
         )
-        office = SimpleNamespace(
+        server_context = SimpleNamespace(
             scale=AgreedScale(),
             roster=self.roster,
             leases=self.leases,
@@ -115,7 +115,7 @@ class Server:
             counted={},
         )
         context: Any = SimpleNamespace(
-            office=office,
+            server_context=server_context,
             line=None,
             stop_requested=lambda: not self.roster.script,
             warn=self.warned.append,
@@ -160,7 +160,7 @@ class Worker:
             device=torch.device("cpu"),
         )
         context: Any = SimpleNamespace(
-            office=None, line=self, device=torch.device("cpu"), seat=SimpleNamespace(rank=0), stale_rejected=0
+            server_context=None, line=self, device=torch.device("cpu"), seat=SimpleNamespace(rank=0), stale_rejected=0
         )
         context.open_rounds = PushedRounds
         monkeypatch.setattr(Replicated, "setup", lambda *_: None)
@@ -274,7 +274,7 @@ def test_a_silent_member_is_waited_for_as_long_as_a_step_takes(
     (a,) = server.join(0)
     for step, took_s in enumerate([5.0, 20.0, 300.0, 20.0], start=1):
         if step not in server.leases.held(a.instance):
-            server.role.lend(a, step)
+            server.role.grant_lease(a, step)
         clock[0] += took_s
         push = server.role._arrived(server.push(a, 1.0, step=step))
         server.role._record([push], server.role._average([push]))
@@ -434,9 +434,9 @@ def test_what_is_recorded_is_small_and_replays_to_the_same_bits(
     sent = server.role._gradients.nbytes
     with Journal(tmp_path, sync_s=None) as journal:
         journal.recover()
-        office = server.role.context.office
-        office.record = lambda commit: journal.append(dict(commit.numbers), commit.gradient)
-        office.expected, office.fresh, server.role.context.total_steps = workers, True, 3
+        server_context = server.role.context.server_context
+        server_context.record = lambda commit: journal.append(dict(commit.numbers), commit.gradient)
+        server_context.expected, server_context.fresh, server.role.context.total_steps = workers, True, 3
         server.role.tokens_per_sample = 1
         members = [member(rank) for rank in range(workers)]
         server.roster.newcomers += members
@@ -565,7 +565,9 @@ class Steps:
         self.records: list[list[int]] = []  # ranks that counted, by step
         self.waited: list[float] = []  # seconds that each step took
         self.server.role.context.total_steps = 1000
-        self.server.role.office.record = lambda commit: self.records.append([c["rank"] for c in commit.contributors])
+        self.server.role.server_context.record = lambda commit: self.records.append(
+            [c["rank"] for c in commit.contributors]
+        )
 
     def lease(self, who: Member) -> tuple[int, int] | None:
         """The step and the number of samples of the last lease that was sent to it."""
@@ -593,7 +595,7 @@ class Steps:
         begun, role = self.clock.now, self.server.role
         self.server.roster.script = [*events, lambda: None]
         commits = len(self.records)
-        role.muster, role.tokens_per_sample = lambda: None, 1
+        role.wait_for_workers, role.tokens_per_sample = lambda: None, 1
         role.serve()
         self.waited += [self.clock.now - begun] * (len(self.records) - commits)
 
@@ -694,7 +696,7 @@ def test_a_worker_reports_a_lease_that_it_drops(monkeypatch: pytest.MonkeyPatch)
             {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
         )
     )
-    worker.strategy.rounds._hear(Message(kind=Kind.AVERAGE, step=1, meta={"counted": [1]}, payload=payload))
+    worker.strategy.rounds._handle(Message(kind=Kind.AVERAGE, step=1, meta={"counted": [1]}, payload=payload))
     assert [(m["kind"], m["step"], m["meta"]) for m in worker.sent] == [(Kind.PUSH, 1, {"skip": "late"})]
 
     steps = Steps(monkeypatch, 0, 1)
@@ -724,7 +726,7 @@ def test_a_push_with_a_buffer_that_is_not_finite_is_refused(monkeypatch: pytest.
 def test_an_overflow_lowers_the_scale_of_all_and_costs_no_samples(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
     server = Server(EDP, EDPOptions(codec=codec), monkeypatch)  # type: ignore[arg-type]
     a, b = server.join(0, 1)
-    scale = server.role.context.office.scale
+    scale = server.role.context.server_context.scale
     for who in (a, b):
         lost = server.leases.held(who.instance)[1]
         meta = {"skip": "the gradient overflowed in fp16", "samples": 4, "loss": "1.0", "scale": 2.0**16}

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 ORPHAN_GRACE_S = 30.0
 
 
-class Channel(Protocol):
+class ControlChannel(Protocol):
     orphaned: bool  # the launcher is gone, and did not say that it would go
 
     def stop_requested(self) -> bool: ...

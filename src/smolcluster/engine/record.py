@@ -20,7 +20,7 @@ from smolcluster.engine.best import Best
 from smolcluster.engine.checkpoint.async_saver import Saver
 from smolcluster.engine.checkpoint.snapshot import Snapshot
 from smolcluster.engine.checkpoint.tokenizer_files import tokenizer_info
-from smolcluster.engine.meter import Meter
+from smolcluster.engine.step_clock import StepClock
 from smolcluster.observe.events import StepLogged
 from smolcluster.observe.machine import MachineFacts
 from smolcluster.strategies.base import Context, State
@@ -43,7 +43,7 @@ class RunRecord:
         """`saver` None: another process saves, or nobody. `traffic`: what this process has moved."""
         self.saver, self._context, self._host = saver, context, host
         self._traffic = traffic
-        self.meter = Meter(context.device)
+        self.meter = StepClock(context.device)
         self.best = Best(context.config.training.best)
         self.last_evaluation: dict[str, float] = {}
         self.samples = self.tokens = 0  # that count for this process, those before a checkpoint too

@@ -22,7 +22,7 @@ from smolcluster.config.options import Options
 from smolcluster.config.schema import Config
 from smolcluster.config.strategies import record_of
 from smolcluster.data.dataset import as_dataset
-from smolcluster.engine.channel import Channel
+from smolcluster.engine.channel import ControlChannel
 from smolcluster.engine.checkpoint.async_saver import Saver, Store
 from smolcluster.engine.checkpoint.snapshot import Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
@@ -53,7 +53,7 @@ def room_of(device: torch.device) -> Room:
 class Role(ABC):
     """One process of a run. Subclasses have `run`, which calls their phases in order."""
 
-    def __init__(self, spec: WorkerSpec, channel: Channel, sinks: list[Sink]) -> None:
+    def __init__(self, spec: WorkerSpec, channel: ControlChannel, sinks: list[Sink]) -> None:
         self.spec, self.channel = spec, channel
         self.config = Config.model_validate(spec.config)
         self.observer = Observer(sinks)

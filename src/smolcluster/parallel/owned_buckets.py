@@ -174,8 +174,8 @@ class OwnedBuckets(Combination):
                     piece.of(parts[piece.parameter]).copy_(rows[piece.owner, piece.at : piece.at + piece.length])
 
     def _each_turn(
-        self, turns: list[tuple[int, list[Span]]], buffer: Tensor, row: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, list[Span]]]:
+        self, turns: list[tuple[int, list[BucketSpan]]], buffer: Tensor, row: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, list[BucketSpan]]]:
         for width, pieces in turns:
             yield buffer[: self._group.size * width].view(-1, width), row[:width], pieces
 
@@ -265,7 +265,7 @@ def rounded_to(lower: torch.dtype | None, model: nn.Module) -> dict[Tensor, torc
     return found
 
 
-class Span(NamedTuple):
+class BucketSpan(NamedTuple):
     """A stretch of a flat parameter, and its place in the row of its owner."""
 
     owner: int
@@ -279,13 +279,13 @@ class Span(NamedTuple):
         return flat[self.first : self.first + self.length]
 
 
-def deal_turns(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[tuple[int, list[Span]]]:
+def deal_turns(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[tuple[int, list[BucketSpan]]]:
     """What goes into rows of `width` numbers, turn by turn, until the longest share is through.
 
     A share lists its parameters, each with its number and its length. The rows of the last turn are as long as it needs.
     """
     longest = max(sum(length for _, length in share) for share in shares)
-    turns: list[tuple[int, list[Span]]] = [
+    turns: list[tuple[int, list[BucketSpan]]] = [
         (min(width, longest - first), []) for first in range(0, max(longest, 1), width)
     ]
     for owner, share in enumerate(shares):
@@ -295,7 +295,7 @@ def deal_turns(shares: Sequence[Sequence[tuple[int, int]]], width: int) -> list[
             while done < length:
                 turn, at = divmod(place, width)
                 count = min(length - done, width - at)
-                turns[turn][1].append(Span(owner, at, parameter, done, count, done + count == length))
+                turns[turn][1].append(BucketSpan(owner, at, parameter, done, count, done + count == length))
                 done, place = done + count, place + count
     return turns
 

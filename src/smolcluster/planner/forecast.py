@@ -22,7 +22,7 @@ from smolcluster.compute.memory import PROCESS_BYTES, memory_bytes, workspace_by
 from smolcluster.config.schema import Config
 from smolcluster.data.dataset import as_dataset
 from smolcluster.engine.checks import batch_size_of
-from smolcluster.engine.elastic.journal import disk_bound
+from smolcluster.engine.elastic.wal.journal import disk_bound
 from smolcluster.errors import UserError
 from smolcluster.parallel.placement import Cost, Node, Seat, Shape
 from smolcluster.planner.candidates import ALONE, Choice

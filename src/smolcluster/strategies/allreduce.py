@@ -64,7 +64,7 @@ class AllReduce(Exchanging[AllReduceT]):
     def setup(self, task: Task) -> None:
         super().setup(task)
         self._norm: Tensor | None = None
-        if self.context.office is None:  # a coordinator trains nothing
+        if self.context.server_context is None:  # a coordinator trains nothing
             self.rounds = self.open_rounds(self.combination())
 
     def combination(self) -> Combination:

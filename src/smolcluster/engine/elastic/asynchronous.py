@@ -30,7 +30,7 @@ class AsynchronousServer(ParameterServer):
         return member.step + 1
 
     def serve(self) -> None:
-        self.muster()
+        self.wait_for_workers()
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             self._welcome()
             event = self._roster.get(0.1)
@@ -76,8 +76,8 @@ class AsynchronousServer(ParameterServer):
         elif push is None:
             return  # not whole yet
         member.step = max(member.step, step)
-        answer["scale"] = self.office.scale.state_dict()
-        answer["leases"] = [self.lend(member, step + LEASES_AHEAD)]
+        answer["scale"] = self.server_context.scale.state_dict()
+        answer["leases"] = [self.grant_lease(member, step + LEASES_AHEAD)]
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
 
     def _note_unfit(self, member: Member) -> None:
@@ -100,7 +100,7 @@ class AsynchronousServer(ParameterServer):
         self._record(pushes, average)
         norm = self._take_step(pushes, average)
         staleness = round(sum(p.extra["staleness"] for p in pushes) / len(pushes))
-        self.office.committed(self._report(pushes, norm=norm, rate=rate, staleness=staleness))
+        self.server_context.committed(self._report(pushes, norm=norm, rate=rate, staleness=staleness))
 
     def _send_weights(self, member: Member) -> None:
         if member.link.queued_bytes > MOST_UNREAD * self._weights.nbytes + 2**20:

@@ -36,7 +36,7 @@ class _LeftOut(Exception):
     """The run leaves: this evaluation has no result."""
 
 
-class Referee:
+class Evaluator:
     def __init__(self, model: nn.Module, task: Task, data: Dataset, *, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device)
         self._task, self._data, self._device = task, data, device

@@ -44,7 +44,7 @@ _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 Ranges = list[tuple[NonNegativeInt, PositiveInt]]
 
 
-class Data(BaseModel):
+class LeaseState(BaseModel):
     """The state of the leases (`Leases.state_dict`): all before `position` was counted, but for the holes."""
 
     model_config = ConfigDict(frozen=True)
@@ -53,7 +53,7 @@ class Data(BaseModel):
     holes: Ranges = []
 
 
-class _Line(BaseModel):
+class _BaseLine(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     epoch: int
@@ -64,13 +64,13 @@ class _Line(BaseModel):
         return self.model_dump(mode="json")
 
 
-class Begin(_Line):
+class Begin(_BaseLine):
     """A server starts to commit: the first of a run, or one in the place of another. All members join anew."""
 
     kind: Literal["begin"] = "begin"
     server: str
     next_step: int
-    data: Data | None = None
+    data: LeaseState | None = None
 
 
 class ContributionLine(BaseModel):
@@ -85,7 +85,7 @@ class ContributionLine(BaseModel):
     samples: NonNegativeInt
 
 
-class CommitLine(_Line):
+class CommitLine(_BaseLine):
     """A step counts, with those of its round. `digest` is of the weights, or of the update, after it."""
 
     kind: Literal["commit"] = "commit"
@@ -94,13 +94,13 @@ class CommitLine(_Line):
     steps: Annotated[int, Field(ge=1)] = 1  # of its round, this one included
     contributors: list[ContributionLine]
     digest: str = ""
-    data: Data | None = None
+    data: LeaseState | None = None
 
     def fields(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude={"steps"} if self.steps == 1 else None)
 
 
-class MemberLine(_Line):
+class MemberLine(_BaseLine):
     """`joined`, `left`, `evicted` and `paused` change who is a member; any other event (`refused`, ...) is only told."""
 
     kind: Literal["member"] = "member"
@@ -110,8 +110,8 @@ class MemberLine(_Line):
     reason: str = ""
 
 
-Line = Begin | CommitLine | MemberLine
-_LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
+HistoryLine = Begin | CommitLine | MemberLine
+_LINE: TypeAdapter[HistoryLine] = TypeAdapter(Annotated[HistoryLine, Field(discriminator="kind")])
 
 
 class History(Closing):
@@ -138,12 +138,12 @@ class History(Closing):
                     break
         self._cut(whole, "of a line that was being written")
 
-    def add(self, line: Line) -> None:
+    def add(self, line: HistoryLine) -> None:
         self.epoch = max(self.epoch, line.epoch)
         self._unwritten += json.dumps(line.fields()).encode() + b"\n"
         self._write()
 
-    def reconcile(self, lines: Iterable[Mapping[str, Any] | Line], *, next_step: int) -> None:
+    def reconcile(self, lines: Iterable[Mapping[str, Any] | HistoryLine], *, next_step: int) -> None:
         """Bring the file in line with the journal, whose last lines these are and which goes on with `next_step`.
 
         Cuts the file off before the line that commits that step: the power went before the journal had it, or the run is
@@ -239,7 +239,7 @@ def check(lines: Iterable[Mapping[str, Any]], *, data: Mapping[str, Any] | None 
         else:
             checker.take(line)
     if data is not None:
-        checker.check_data("at the end", Data.model_validate(data))
+        checker.check_data("at the end", LeaseState.model_validate(data))
     return checker.violations
 
 
@@ -257,7 +257,7 @@ class _Checker:
         self.seqs: dict[tuple[str, int], int] = {}  # the step that counted it
         self.counted = _Positions()
 
-    def take(self, line: Line) -> None:
+    def take(self, line: HistoryLine) -> None:
         if isinstance(line, Begin):
             self._begin(line)
         elif isinstance(line, CommitLine):
@@ -331,12 +331,12 @@ class _Checker:
         elif line.event in ("left", "evicted", "paused"):
             self.members.pop(line.instance, None)
 
-    def _check_epoch(self, line: Line, what: str) -> None:
+    def _check_epoch(self, line: HistoryLine, what: str) -> None:
         if self.epoch is not None and line.epoch < self.epoch:
             self._say(f"{what} in epoch {line.epoch}, after epoch {self.epoch}")
         self.epoch = max(line.epoch, line.epoch if self.epoch is None else self.epoch)
 
-    def check_data(self, when: str, data: Data) -> None:
+    def check_data(self, when: str, data: LeaseState) -> None:
         """Positions before `position` are counted or holes; all others are not counted. Told once, then believed."""
         expected = _Positions.of(data)
         for first, end in expected.minus(self.counted):
@@ -354,7 +354,7 @@ class _Positions:
         self.ends: list[int] = []
 
     @classmethod
-    def of(cls, data: Data) -> _Positions:
+    def of(cls, data: LeaseState) -> _Positions:
         positions, start = cls(), 0
         for hole, count in sorted(data.holes):
             positions.add(start, hole)

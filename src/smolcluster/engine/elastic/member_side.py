@@ -27,7 +27,7 @@ class MemberSide(ABC):
     @abstractmethod
     def load_state(self, state: State) -> None: ...
 
-    def enrol(self) -> None:
+    def init_member(self) -> None:
         """Once, before the line is used."""
         self._over = False  # the server has said so
         self._epoch = 0  # of my welcome
@@ -44,7 +44,7 @@ class MemberSide(ABC):
         """What this worker says of itself when it joins, beside its rank and its model."""
         return {}
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         """Act on one message of the server. Strategies add their own kinds."""
         if message.kind is Kind.WELCOME:
             self._enter(message)
@@ -78,7 +78,7 @@ class MemberSide(ABC):
                 return self._line.leases.popleft()
             message = message or self._line.get()
             if message is not None:
-                self._hear(message)
+                self._handle(message)
         return None
 
     def _check_stop(self) -> None:

@@ -68,14 +68,14 @@ class ParameterServer(ServerSide):
     def __init__(self, context: Context, strategy: Pushing[Any], *, tokens_per_sample: int = 1) -> None:
         self.context, self.replica, self.strategy = context, strategy.replica, strategy
         self.tokens_per_sample = tokens_per_sample
-        self.open_office()
+        self.init_serving()
         parcels = ModelParcels(self.replica, strategy.options)
         self._shapes, self._buffer_shapes = parcels.shapes, parcels.buffer_shapes
         self._gradients, self._weights, self._buffers = parcels.gradients, parcels.weights, parcels.buffers
         self._dense_bytes = parcels.dense_bytes
         self._trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
         self._pushes: dict[tuple[int, int], Push] = {}
-        self._claims = Claims(self.office.count)
+        self._claims = Claims(self.server_context.count)
         self._step_times: deque[float] = deque(maxlen=TIMES_KEPT)
         self._recorded_at: float | None = None
         self._keep_encoded = self._gradients.nbytes < self._dense_bytes
@@ -100,14 +100,14 @@ class ParameterServer(ServerSide):
                 self._roster.welcome(member)
             for member in newcomers:
                 first = self._first_step(member)
-                leases = [] if waits else [self.lend(member, first + i) for i in range(self.leases_ahead)]
+                leases = [] if waits else [self.grant_lease(member, first + i) for i in range(self.leases_ahead)]
                 self._send_state(member, state, numbers, leases=leases)
 
     def _send_state(
         self, member: Member, tensors: dict[str, Tensor], numbers: dict[str, Any], *, leases: list[dict[str, Any]]
     ) -> None:
-        meta: dict[str, Any] = {"numbers": numbers, "leases": leases, "scale": self.office.scale.state_dict()}
-        meta["counted"] = self.office.counted.get(str(member.rank), 0)
+        meta: dict[str, Any] = {"numbers": numbers, "leases": leases, "scale": self.server_context.scale.state_dict()}
+        meta["counted"] = self.server_context.counted.get(str(member.rank), 0)
         send_state(member, tensors, step=self.replica.updates, epoch=member.epoch, meta=meta)
 
     def _arrived(self, said: MemberMessage) -> Push | None:
@@ -118,7 +118,7 @@ class ParameterServer(ServerSide):
             if message.payload is not None:
                 self._roster.release(message.payload)
             return None
-        if message.step not in self.office.leases.held(member.instance):
+        if message.step not in self.server_context.leases.held(member.instance):
             self._roster.evict(member, f"it pushed step {message.step}, of which it was lent nothing")
             return None
         if "skip" in message.meta:
@@ -158,7 +158,7 @@ class ParameterServer(ServerSide):
         if push.missing:
             return None
         del self._pushes[key]
-        ranges = self.office.leases.held(member.instance).get(push.step, [])
+        ranges = self.server_context.leases.held(member.instance).get(push.step, [])
         lent = sum(count for _, count in ranges)
         if lent != push.samples:
             self._roster.evict(
@@ -189,7 +189,7 @@ class ParameterServer(ServerSide):
 
     def _gone(self, gone: MemberGone) -> None:
         """What a lost member was lent comes back. A step counts its members only: what it has pushed does not count either."""
-        self.office.leases.give_back(gone.member.instance)
+        self.server_context.leases.give_back(gone.member.instance)
         for key in [key for key, push in self._pushes.items() if push.member is gone.member]:
             del self._pushes[key]
 
@@ -210,7 +210,7 @@ class ParameterServer(ServerSide):
         for push in pushes:
             if push.count:
                 self.gate.accept(push.norm, instance=push.member.instance)
-            ranges = self.office.leases.settle(push.member.instance, push.step)
+            ranges = self.server_context.leases.settle(push.member.instance, push.step)
             contributors.append(
                 {
                     "rank": push.member.rank,
@@ -222,11 +222,11 @@ class ParameterServer(ServerSide):
             )
         # Buffers are those of the first worker, as on the mesh plane.
         buffers = min(pushes, key=lambda push: push.member.rank).buffers
-        self.office.scale.committed(push.member.instance for push in pushes)
+        self.server_context.scale.committed(push.member.instance for push in pushes)
         numbers, parts = self._smallest_form(pushes, average, encoded)
-        numbers["counted"] = {**self.office.counted, **{str(push.member.rank): step for push in pushes}}
+        numbers["counted"] = {**self.server_context.counted, **{str(push.member.rank): step for push in pushes}}
         parts += [buffers[n] for n in self._buffers.names]
-        self.office.record(Commit(step=step, contributors=contributors, gradient=parts, numbers=numbers))
+        self.server_context.record(Commit(step=step, contributors=contributors, gradient=parts, numbers=numbers))
         self._note_step_time(time.monotonic())
 
     def _note_step_time(self, now: float) -> None:

@@ -60,7 +60,7 @@ class PushedRounds(ServerRounds, MemberSide):
         super().__init__(combination, num_slots=SLOTS)
         self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
         self._one_by_one = strategy.combined == "server, as they arrive"
-        self.enrol()
+        self.init_member()
         self._parcels = parcels = ModelParcels(self.replica, strategy.options)
         self._line.expect(Kind.WEIGHTS, parcels.weights.payloads())
         if not self._one_by_one:
@@ -81,7 +81,7 @@ class PushedRounds(ServerRounds, MemberSide):
         while not (self._over or self._anew or done()):
             message = self._line.get()
             assert message is not None
-            self._hear(message)
+            self._handle(message)
 
     def load_state(self, state: State) -> None:
         self._strategy.load_state(state)
@@ -147,8 +147,8 @@ class PushedRounds(ServerRounds, MemberSide):
 
     # What the server says
 
-    def _hear(self, message: Message) -> None:
-        super()._hear(message)
+    def _handle(self, message: Message) -> None:
+        super()._handle(message)
         self.stop = self._over
         match message.kind:
             case Kind.WELCOME:

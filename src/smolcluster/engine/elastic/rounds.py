@@ -60,7 +60,7 @@ class ElasticRounds(Rounds, MemberSide):
     def __init__(self, strategy: Exchanging[Any], combination: Combination) -> None:
         super().__init__(combination, num_slots=strategy.rounds_in_flight + 1, local_steps=strategy.local_steps)
         self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
-        self.enrol()
+        self.init_member()
         state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
         # However long another one computes: who is dead is the transport's to find out, and the coordinator's to say.
         self._peers = Peers(
@@ -83,7 +83,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._donated: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # a state for a view that is to come
         self._line.at_once(Kind.VIEW, self._announced)
         self._line.at_once(Kind.WELCOME, lambda _: self._abort("this worker was put out, and comes again"))
-        self._line.at_once(None, self._lost_the_line)
+        self._line.at_once(None, self._on_disconnected)
         self._apply_s = 0.0  # what the last step took to apply
         self._round = 0  # that I have begun: the step it ends with
         self._shares: dict[int, list[Tensor]] = {}  # of the next round that I follow, in slices
@@ -139,7 +139,7 @@ class ElasticRounds(Rounds, MemberSide):
                 self._suspect(member.rank, str(fault))
                 wait = True  # for a view without it
         while (message := self._next_message(wait=wait)) is not None:
-            self._hear(message)
+            self._handle(message)
             wait = False
 
     def _combined(self, flight: Contribution, *, wait: bool) -> bool:
@@ -171,8 +171,8 @@ class ElasticRounds(Rounds, MemberSide):
         log.debug("hold the result of step %d in view %d", flight.step, self._epoch)
         self._line.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 
-    def _hear(self, message: Message) -> None:
-        super()._hear(message)
+    def _handle(self, message: Message) -> None:
+        super()._handle(message)
         match message.kind:
             case Kind.MEMBER:
                 self._keys |= read_keys(message.meta["keys"])
@@ -236,7 +236,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._newest = max(self._newest, epoch)
         self._abort("there is a new view")
 
-    def _lost_the_line(self, _: int) -> None:
+    def _on_disconnected(self, _: int) -> None:
         """On the transport's thread."""
         self._away = True
         self._abort("the coordinator is away")

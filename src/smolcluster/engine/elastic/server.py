@@ -41,13 +41,13 @@ from smolcluster.engine.elastic import history
 from smolcluster.engine.elastic.admission import Admission, layout_of
 from smolcluster.engine.elastic.adopted_config import MOST_STEPS
 from smolcluster.engine.elastic.asynchronous import AsynchronousServer
-from smolcluster.engine.elastic.coordinator import Coordinator
-from smolcluster.engine.elastic.evaluator import Referee
-from smolcluster.engine.elastic.journal import Journal, JournalFull, Recovered, disk_bound, least_disk
+from smolcluster.engine.elastic.coordination.coordinator import Coordinator
+from smolcluster.engine.elastic.evaluator import Evaluator
 from smolcluster.engine.elastic.rounds import connect_s
 from smolcluster.engine.elastic.row_quota import RowQuota
 from smolcluster.engine.elastic.server_side import ServerSide
 from smolcluster.engine.elastic.synchronous import SynchronousServer
+from smolcluster.engine.elastic.wal.journal import Journal, JournalFull, Recovered, disk_bound, least_disk
 from smolcluster.engine.identity import new_peer, new_run_id
 from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role
@@ -58,14 +58,14 @@ from smolcluster.errors import UserError
 from smolcluster.observe.events import Notice, Phase, RunFinished, StepLogged, evaluation_fields, from_json
 from smolcluster.observe.jsonl import MetricsFile, truncate_metrics
 from smolcluster.parallel.placement import Node
-from smolcluster.strategies.base import Commit, Context, Office, State, StepReport, Strategy
+from smolcluster.strategies.base import Commit, Context, ServerContext, State, StepReport, Strategy
 from smolcluster.strategies.base.replicated import Exchanging, Pushing
 from smolcluster.tasks.base import count_of
 
 log = logging.getLogger(__name__)
 
 EPOCHS = 1 << 16  # of one server: another begins at a multiple of it, beyond views that left no trace in the record
-GOODBYE_S = 5.0  # how long the last reports of the workers are waited for
+FINAL_REPORT_S = 5.0  # how long the last reports of the workers are waited for
 
 
 class Server(Role):
@@ -80,14 +80,14 @@ class Server(Role):
             if not self._coordinates:
                 self._arrived(self.step)
         try:
-            self.duty.serve()
+            self.server_side.serve()
         finally:
-            if self.referee is not None:
+            if self.evaluator is not None:
                 if self.step < self.total_steps:  # told to stop: what is left is to save
-                    self.referee.leave()
-                self.referee.close()
-        if self.referee is not None:
-            self.referee.check()
+                    self.evaluator.leave()
+                self.evaluator.close()
+        if self.evaluator is not None:
+            self.evaluator.check()
         return self._finish()
 
     # What needs no worker
@@ -175,7 +175,7 @@ class Server(Role):
             on_event=self._on_event,
             on_change=self._on_change,
         )
-        self.office = Office(
+        self.server_context = ServerContext(
             roster=self.roster,
             leases=Leases(),
             expected=len(self.batch_sizes),
@@ -197,11 +197,11 @@ class Server(Role):
             samples_per_step=self.batch_sizes,
             stop_requested=self.channel.stop_requested,
             warn=self._warn,
-            office=self.office,
+            server_context=self.server_context,
         )
         self.strategy = self.strategy_class(self.options, self.context)
         self.strategy.setup(self.task)
-        self.duty = self._take_duty()
+        self.server_side = self._make_server_side()
         self.layout = layout_of(self.strategy.state().weights)
         self.admission = Admission(
             self.layout, len(self.train_data), self.config.cluster.workers, exchanging=self._coordinates
@@ -209,10 +209,10 @@ class Server(Role):
         again = self.run_dir.journal.is_dir()
         self._journal_bytes = self._check_disk(again=again)
         self.saver = self._make_saver(self.strategy, again=again) if training.checkpoint_steps != 0 else None
-        self.referee = (
+        self.evaluator = (
             None
             if self.val_data is None
-            else Referee(self.strategy.replica.model, self.task, self.val_data, device=self.device)
+            else Evaluator(self.strategy.replica.model, self.task, self.val_data, device=self.device)
         )
         self.record = RunRecord(
             self.context,
@@ -233,7 +233,7 @@ class Server(Role):
         """Whether workers exchange by themselves and have the weights; else this process has them."""
         return not issubclass(self.strategy_class, Pushing)
 
-    def _take_duty(self) -> ServerSide:
+    def _make_server_side(self) -> ServerSide:
         """Be the parameter server of the strategy, or the coordinator of workers that exchange by themselves."""
         tokens = self.task.tokens_per_sample
         if isinstance(self.strategy, Pushing):
@@ -291,7 +291,7 @@ class Server(Role):
             state = State.unpacked(recovered.state, recovered.meta["numbers"]) if recovered.state else None
             self._restore(state, recovered.meta)
             # A person's wish to continue, long after: the workers begin too, and have no weights where the server has none.
-            self.office.fresh = self.spec.resume is not None
+            self.server_context.fresh = self.spec.resume is not None
             for record in recovered.records:
                 self._replay(record.meta, record.payload)
             lines = [record.meta["line"] for record in recovered.records]
@@ -302,12 +302,12 @@ class Server(Role):
             self.history.reconcile([], next_step=self.step + 1)
         last = max(self.roster.epoch, self.history.epoch)
         self.roster.epoch = last + EPOCHS - last % EPOCHS if last else 1
-        data = history.Data.model_validate(self.office.leases.state_dict())
+        data = history.LeaseState.model_validate(self.server_context.leases.state_dict())
         begun = history.Begin(next_step=self.step + 1, epoch=self.roster.epoch, server=self.me.instance, data=data)
         self.history.add(begun)
-        self.office.first_step = self.step
-        self._set_end(self.step, data=self.office.leases.state_dict(), batch=sum(self.batch_sizes))
-        self._read_by = {self.step: self.office.leases.state_dict()}
+        self.server_context.first_step = self.step
+        self._set_end(self.step, data=self.server_context.leases.state_dict(), batch=sum(self.batch_sizes))
+        self._read_by = {self.step: self.server_context.leases.state_dict()}
         self._snapshot_journal(wait=True)
 
     def _checkpoint_is_better(self, recovered: Recovered) -> bool:
@@ -332,14 +332,14 @@ class Server(Role):
     def _restore(self, state: State | None, meta: Mapping[str, Any]) -> None:
         if state is not None:
             self.strategy.load_state(state)
-            self.duty.load_shared(state.shared)
+            self.server_side.load_shared(state.shared)
         self.step, self.record.samples, self.record.tokens = (
             int(meta["step"]),
             int(meta["samples"]),
             int(meta["tokens"]),
         )
         self.roster.epoch = int(meta["epoch"])
-        self.office.leases = Leases.from_state(meta["leases"])
+        self.server_context.leases = Leases.from_state(meta["leases"])
         self._restore_agreement(meta)
         self._restore_member_counts(meta)
         self.record.best.load_state_dict(meta)
@@ -347,7 +347,7 @@ class Server(Role):
     def _replay(self, meta: Mapping[str, Any], gradient: Tensor | None) -> None:
         line = meta["line"]
         contributors = line["contributors"]
-        self.duty.replay(
+        self.server_side.replay(
             Commit(step=int(line["step"]), contributors=contributors, gradient=gradient, numbers=dict(meta))
         )
         samples = sum(int(c["samples"]) for c in contributors)
@@ -355,16 +355,16 @@ class Server(Role):
         self.record.samples += samples
         self.record.tokens += samples * self.task.tokens_per_sample
         self.roster.epoch = max(self.roster.epoch, int(line["epoch"]))
-        self.office.leases = Leases.from_state(line["data"])
+        self.server_context.leases = Leases.from_state(line["data"])
         self._restore_agreement(meta)
         self._restore_member_counts(meta)
 
     def _restore_agreement(self, meta: Mapping[str, Any]) -> None:
-        self.office.recent = {int(step): tuple(value) for step, value in meta.get("recent", {}).items()}
-        self.office.established = meta.get("established", [])
-        self.office.counted = meta.get("counted", {})
+        self.server_context.recent = {int(step): tuple(value) for step, value in meta.get("recent", {}).items()}
+        self.server_context.established = meta.get("established", [])
+        self.server_context.counted = meta.get("counted", {})
         if "loss_scale" in meta:
-            self.office.scale.load_state_dict(meta["loss_scale"])
+            self.server_context.scale.load_state_dict(meta["loss_scale"])
 
     def _member_counts(self) -> dict[str, int]:
         return {"joined": self.roster.joined, "lost": self.roster.lost}
@@ -403,7 +403,7 @@ class Server(Role):
 
     def _snapshot_journal(self, *, wait: bool = False) -> None:
         state = self.strategy.state()
-        state.shared = self.duty.shared_state()
+        state.shared = self.server_side.shared_state()
         meta = {
             "strategy": self.config.strategy.name,
             "numbers": state.numbers,
@@ -412,11 +412,11 @@ class Server(Role):
             "samples": self.record.samples,
             "tokens": self.record.tokens,
             "epoch": self.roster.epoch,
-            "leases": self.office.leases.state_dict(),
-            "recent": {str(step): list(value) for step, value in self.office.recent.items()},
-            "established": list(self.office.established),
-            "counted": self.office.counted,
-            "loss_scale": self.office.scale.state_dict(),
+            "leases": self.server_context.leases.state_dict(),
+            "recent": {str(step): list(value) for step, value in self.server_context.recent.items()},
+            "established": list(self.server_context.established),
+            "counted": self.server_context.counted,
+            "loss_scale": self.server_context.scale.state_dict(),
             "members": self._member_counts(),
             **self.record.best.state_dict(),
         }
@@ -482,17 +482,17 @@ class Server(Role):
 
     def _record(self, commit: Commit) -> None:
         """In the journal first: that is what makes it count."""
-        read = self.office.leases.state_dict()
+        read = self.server_context.leases.state_dict()
         line = history.CommitLine(
             step=commit.step,
             steps=commit.steps,
             epoch=self.roster.epoch,
             server=self.me.instance,
             contributors=[history.ContributionLine.model_validate(c) for c in commit.contributors],
-            data=history.Data.model_validate(read),
+            data=history.LeaseState.model_validate(read),
         )
         meta = {"line": line.fields(), "members": self._member_counts(), **commit.numbers}
-        meta["loss_scale"] = self.office.scale.state_dict()
+        meta["loss_scale"] = self.server_context.scale.state_dict()
         self._append(meta, commit.gradient)
         self._restore_agreement(commit.numbers)
         self.history.add(line)
@@ -553,7 +553,7 @@ class Server(Role):
 
     def _to_evaluate(self, step: int) -> bool:
         every = self.config.training.eval_steps
-        return self.referee is not None and (step >= self.total_steps or self._is_due(step, every))
+        return self.evaluator is not None and (step >= self.total_steps or self._is_due(step, every))
 
     def _to_save(self, step: int) -> bool:
         every = self.config.training.checkpoint_steps
@@ -584,7 +584,7 @@ class Server(Role):
             self._save(self._snapshot(step), best=False, final=final)
 
     def _row(self) -> StepLogged:
-        return self.record.row(self.step, stale_rejected=self.duty.stale_rejected)
+        return self.record.row(self.step, stale_rejected=self.server_side.stale_rejected)
 
     def _last_row(self) -> StepLogged:
         """Of the last step, taken by the server before this one."""
@@ -599,7 +599,7 @@ class Server(Role):
         return self._row()
 
     def _evaluate(self, row: StepLogged, snapshot: Snapshot, *, save: bool, final: bool) -> None:
-        assert self.referee is not None
+        assert self.evaluator is not None
 
         def then(result: dict[str, float]) -> None:
             if not result:
@@ -614,13 +614,13 @@ class Server(Role):
                 snapshot.state.update(self.record.best.state_dict())
                 self._save(snapshot, best=improved, final=final)
 
-        self.referee.submit(snapshot.step, snapshot.weights, then)
+        self.evaluator.submit(snapshot.step, snapshot.weights, then)
 
     def _snapshot(self, step: int) -> Snapshot:
         state = self.strategy.state()
         leases = self._read_by[step]  # more may have been read since
         sampler = {**leases, "seed": self.config.training.seed or 0, "num_samples": len(self.train_data)}
-        extra = {f"{ALL}/{name}": tensor for name, tensor in self.duty.shared_state().items()}
+        extra = {f"{ALL}/{name}": tensor for name, tensor in self.server_side.shared_state().items()}
         return self.record.snapshot(step, state, copy=self._kept, sampler=sampler, extra=extra)
 
     def _kept(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -647,7 +647,7 @@ class Server(Role):
         if not (interrupted and self.channel.orphaned):  # a server that is started again needs them
             goodbye = Message(kind=Kind.STOP, meta={"reason": "interrupted" if interrupted else "finished"})
             self.roster.send(stayed, goodbye)
-            self.roster.wait_for_end(timeout_s=GOODBYE_S)
+            self.roster.wait_for_end(timeout_s=FINAL_REPORT_S)
             self.roster.send(self.roster.paused, goodbye)
             self.roster.send(self.roster.newcomers, goodbye)  # they came too late to take part
         if self.saver is not None:
@@ -682,7 +682,7 @@ class Server(Role):
             strategy=self.config.strategy.name,
             workers=len(self.batch_sizes),
             world_size=len(self.batch_sizes) + 1,
-            stale_rejected=self.duty.stale_rejected,
+            stale_rejected=self.server_side.stale_rejected,
             bytes_sent=sum_of("bytes_sent"),
             bytes_received=sum_of("bytes_received"),
             refused=dict(self.roster.refused),

@@ -1,4 +1,4 @@
-"""What a server or coordinator does for its members, whatever the strategy: muster, lend samples, refuse gradients."""
+"""What a server or coordinator does for its members under every strategy: wait for them, grant leases, refuse gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.compute.balance import share_out, smoothed
 from smolcluster.compute.gate import GradientGate
 from smolcluster.compute.replica import Replica
-from smolcluster.strategies.base import Commit, Context, Office
+from smolcluster.strategies.base import Commit, Context, ServerContext
 from smolcluster.strategies.base.replicated import replica_state
 
 MUSTER_S = 60.0  # a start waits so long for the last worker
 LEAST_S, MOST_S = 1e-6, 1e6  # what a member may say that a step took it
-ALL_TOLD = 100  # refusals of a worker that are all logged; of further ones the 128th, the 256th, ...
+MAX_LOGGED_REFUSALS = 100  # refusals of a worker that are all logged; of further ones the 128th, the 256th, ...
 RETURN_S = 3.0  # a restarted server waits so long for those it knew
 
 
@@ -31,14 +31,14 @@ class ServerSide(ABC):
     stale_rejected: int
     tokens_per_sample: int
 
-    def open_office(self) -> None:
+    def init_serving(self) -> None:
         """Once, before anybody joins."""
         self.gate = GradientGate()
         self.stale_rejected = 0
         self._shares: tuple[int, dict[Member, int]] | None = None  # the roster's epoch, and batch sizes by speed
         self.replica.led = True
         if self.replica.scale is not None:
-            self.replica.scale = self.office.scale  # what is saved, and handed to newcomers
+            self.replica.scale = self.server_context.scale  # what is saved, and handed to newcomers
 
     @abstractmethod
     def serve(self) -> None:
@@ -56,19 +56,19 @@ class ServerSide(ABC):
         """Go on with what `shared_state` gave."""
 
     @property
-    def office(self) -> Office:
-        assert self.context.office is not None
-        return self.context.office
+    def server_context(self) -> ServerContext:
+        assert self.context.server_context is not None
+        return self.context.server_context
 
     @property
     def _roster(self) -> Roster:
-        return self.office.roster
+        return self.server_context.roster
 
-    def muster(self) -> None:
+    def wait_for_workers(self) -> None:
         """Wait for the workers that are expected; after a while go on with those that came."""
-        patience_s = MUSTER_S if self.office.fresh else RETURN_S
+        patience_s = MUSTER_S if self.server_context.fresh else RETURN_S
         deadline: float | None = None
-        while len(self._roster.newcomers) < self.office.expected and not self.context.stop_requested():
+        while len(self._roster.newcomers) < self.server_context.expected and not self.context.stop_requested():
             if self._roster.newcomers and deadline is None:
                 deadline = time.monotonic() + patience_s
             if deadline is not None and time.monotonic() > deadline:
@@ -80,9 +80,9 @@ class ServerSide(ABC):
         state = replica_state(self.replica)
         return {n: t.to("cpu", copy=True).contiguous() for n, t in state.packed().items()}, state.numbers
 
-    def lend(self, member: Member, step: int, *, steps: int = 1) -> dict[str, Any]:
+    def grant_lease(self, member: Member, step: int, *, steps: int = 1) -> dict[str, Any]:
         """Grant the samples of a round of so many steps, which ends with `step`."""
-        ranges = self.office.leases.grant(member.instance, step, self._batch_size(member) * steps)
+        ranges = self.server_context.leases.grant(member.instance, step, self._batch_size(member) * steps)
         return {"step": step, "steps": steps, "ranges": [list(r) for r in ranges]}
 
     def _batch_size(self, member: Member) -> int:
@@ -117,21 +117,23 @@ class ServerSide(ABC):
         or when the loss scale was too high, which is then lowered for all. `scale` is the one that the worker reports for a
         gradient that is not finite.
         """
-        before = self.office.scale.value
-        if self.office.scale.overflowed(member.instance, scale):
+        before = self.server_context.scale.value
+        if self.server_context.scale.overflowed(member.instance, scale):
             reason, again = f"it overflowed in fp16 at loss scale {scale:g}", True
-        if self.office.scale.value < before:
+        if self.server_context.scale.value < before:
             self.gate.start_over()
         again = again or self.gate.refused(member.instance)
         reason = printable(reason, limit=MAX_REASON)  # it may quote what the worker sent
         self.stale_rejected += 1
         self._roster.refused[member.name] += 1
         count = self._roster.refused[member.name]
-        if count <= ALL_TOLD or count & (count - 1) == 0:  # a worker that is refused without end does not fill the log
-            times = f" ({count} times by now)" if count > ALL_TOLD else ""
+        if (
+            count <= MAX_LOGGED_REFUSALS or count & (count - 1) == 0
+        ):  # a worker that is refused without end does not fill the log
+            times = f" ({count} times by now)" if count > MAX_LOGGED_REFUSALS else ""
             self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}{times}")
         self.gate.last_refusal = f"the last, of {member.name}: {reason}"
-        put = self.office.leases.give_back if again else self.office.leases.set_aside
+        put = self.server_context.leases.give_back if again else self.server_context.leases.set_aside
         put(member.instance, step)
 
 

@@ -63,7 +63,7 @@ class SynchronousServer(ParameterServer):
             self._average_feedback.load_state_dict(under(self._codec_prefix, tensors))
 
     def serve(self) -> None:
-        self.muster()
+        self.wait_for_workers()
         while self.replica.updates < self.context.total_steps and not self.context.stop_requested():
             step = self.replica.updates + 1
             self._welcome()
@@ -85,7 +85,7 @@ class SynchronousServer(ParameterServer):
             norm = self._take_step(pushes, sent)  # while the workers read it
             self._send_weights(step, reached)
             self._bring_up()
-            self.office.committed(self._report(pushes, norm=norm, rate=rate))
+            self.server_context.committed(self._report(pushes, norm=norm, rate=rate))
 
     def _collect(self, step: int) -> list[Push]:
         """Return the gradients of this step, in rank order: of all members, or of those that came in time."""
@@ -159,7 +159,7 @@ class SynchronousServer(ParameterServer):
     # Stragglers
 
     def _go_on_without(self, member: Member, step: int, *, due: float) -> None:
-        samples = sum(r.count for r in self.office.leases.give_back(member.instance, step))
+        samples = sum(r.count for r in self.server_context.leases.give_back(member.instance, step))
         self._late[member] = late = Late(step=step, due=due, samples=samples, sent=self._sent.get(member))
         if member not in self._stragglers:
             self._stragglers.add(member)
@@ -231,11 +231,11 @@ class SynchronousServer(ParameterServer):
         self._sent.clear()
         state, numbers = self.copied_state()
         for member in members:
-            if step in self.office.leases.held(member.instance):
+            if step in self.server_context.leases.held(member.instance):
                 self.refuse(member, step, why)
             self._renew(member)
         for member in members:
-            self._send_state(member, state, numbers, leases=[self.lend(member, step)])
+            self._send_state(member, state, numbers, leases=[self.grant_lease(member, step)])
 
     def _renew(self, member: Member) -> None:
         """It is to begin this step anew: nothing that it has pushed of it counts, nor what is on its way."""
@@ -263,11 +263,11 @@ class SynchronousServer(ParameterServer):
         """To those who keep up. They go on with it, and push again."""
         reached = [member for member in self._roster.in_order() if self._keeps_up(member)]
         for member in reached:
-            meta: dict[str, object] = {"counted": counted, "scale": self.office.scale.state_dict()}
+            meta: dict[str, object] = {"counted": counted, "scale": self.server_context.scale.state_dict()}
             if member.link.queued_bytes <= self._gradients.nbytes:  # it is at the last average, or before it
                 self._coming.discard(member)
             if step < self.context.total_steps and member not in self._late and member not in self._coming:
-                meta["leases"] = [self.lend(member, step + 1)]
+                meta["leases"] = [self.grant_lease(member, step + 1)]
                 self._idle.discard(member)
             self._send_buckets(member, Kind.AVERAGE, step, encoded, meta)
         self._sent = dict.fromkeys(reached, time.perf_counter())
@@ -312,4 +312,4 @@ class SynchronousServer(ParameterServer):
             self._behind.discard(member)
             self._renew(member)
             state, numbers = self.copied_state()
-            self._send_state(member, state, numbers, leases=[self.lend(member, self.replica.updates + 1)])
+            self._send_state(member, state, numbers, leases=[self.grant_lease(member, self.replica.updates + 1)])

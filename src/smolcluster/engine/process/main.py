@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from smolcluster.comm.group import PeerLost
 from smolcluster.comm.mesh.torch_group import lost_peer
-from smolcluster.engine.channel import Channel, PipeChannel
+from smolcluster.engine.channel import ControlChannel, PipeChannel
 from smolcluster.engine.process.title import set_title, title_of
 from smolcluster.engine.role import INTERRUPTED, Role
 from smolcluster.engine.spec import WorkerSpec
@@ -33,7 +33,7 @@ log.addHandler(logging.NullHandler())  # or Python would print them where no log
 
 
 def run_worker(
-    spec: WorkerSpec, channel: Channel, sinks: list[Sink], *, cut_off: Callable[[], None] | None = None
+    spec: WorkerSpec, channel: ControlChannel, sinks: list[Sink], *, cut_off: Callable[[], None] | None = None
 ) -> int:
     """Run one rank; returns its exit status. Its last words are an event.
 

@@ -110,7 +110,7 @@ class Commit:
 
 
 @dataclass(slots=True, kw_only=True)
-class Office:
+class ServerContext:
     """What the engine hands to a seat that serves: the members, the samples to lend, a record that outlives it."""
 
     roster: Roster
@@ -146,7 +146,7 @@ class Context:
     draw: Callable[[Drawing], None] = lambda _: None  # keep a picture of how this run worked, on the lead rank
     example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, to measure with
     line: Line | None = None  # elastic plane: a worker's line to its server
-    office: Office | None = None  # elastic plane: a server's
+    server_context: ServerContext | None = None  # elastic plane: a server's
     # elastic plane: for a strategy that exchanges in rounds
     open_rounds: Callable[[Any, Combination], Rounds] | None = None
     stale_rejected: int = 0  # gradients of this rank that came too late to count

@@ -98,7 +98,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
     def setup(self, task: Task) -> None:
         super().setup(task)
         self._mine = _Round(self.replica.updates)
-        if self.context.office is not None:  # a coordinator trains nothing
+        if self.context.server_context is not None:  # a coordinator trains nothing
             return
         self.rounds = self.open_rounds(self.sum_of_workers(self.options))
         self.replica.led = False  # each worker judges its own gradients
@@ -189,7 +189,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
 
     def state(self, of: Scope = "run") -> State:
         state = super().state(of)
-        if self.context.office is not None:
+        if self.context.server_context is not None:
             return state
         outer = named_state(self.replica.model, self.outer)
         state.shared = {**state.shared, **{f"{OUTER}{name}": tensor for name, tensor in outer.items()}}
@@ -216,7 +216,7 @@ class LocalSteps(Exchanging[LocalStepsT]):
         buffers = {name: tensor for name, tensor in own.items() if not name.startswith((WEIGHTS, MOMENTS, ROUND))}
         super().load_state(replace(state, optimizer=moments or state.optimizer, own=buffers))
         self._mine = _Round(self.replica.updates)
-        if self.context.office is None:
+        if self.context.server_context is None:
             outer = {n.removeprefix(OUTER): tensor for n, tensor in state.shared.items() if n.startswith(OUTER)}
             load_named_state(self.replica.model, self.outer, outer)
             torch._foreach_copy_(self._anchor, [parameter.detach() for parameter in self.replica.parameters])

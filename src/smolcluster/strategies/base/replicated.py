@@ -124,7 +124,7 @@ class Exchanging(Replicated[OptionsT]):
 
     def state(self, of: Scope = "run") -> State:
         state = super().state(of)
-        if self.context.office is not None:  # a coordinator has no rounds of its own
+        if self.context.server_context is not None:  # a coordinator has no rounds of its own
             return state
         if self.context.fixed_group is not None and self.context.seat.rank > 0:
             state.own = self.replica.buffers.changing()
@@ -166,7 +166,7 @@ class Pushing(Exchanging[ServedT]):
 
     def setup(self, task: Task) -> None:
         super().setup(task)
-        if self.context.office is None:
+        if self.context.server_context is None:
             assert self.context.open_rounds is not None, "parameter servers are of the elastic plane"
             trained = {n: p for n, p in self.replica.model.named_parameters() if p.requires_grad}
             self.rounds = cast(ServerRounds, self.context.open_rounds(self, AtServer(trained)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smolcluster.config import load_config
 from smolcluster.data.dataset import as_dataset
-from smolcluster.engine.elastic.evaluator import Referee
+from smolcluster.engine.elastic.evaluator import Evaluator
 
 
 class Slow(Tiny):
@@ -39,48 +39,50 @@ def task() -> Slow:
 
 
 @pytest.fixture
-def referee(task: Slow) -> Iterator[Referee]:
-    referee = Referee(task.model(), task, as_dataset(task.val_data()), device=torch.device("cpu"))
-    yield referee
+def evaluator(task: Slow) -> Iterator[Evaluator]:
+    evaluator = Evaluator(task.model(), task, as_dataset(task.val_data()), device=torch.device("cpu"))
+    yield evaluator
     task.go.set()
-    referee.close()
+    evaluator.close()
 
 
-def test_one_that_gives_way_to_a_newer_one_is_told_so(task: Slow, referee: Referee) -> None:
+def test_one_that_gives_way_to_a_newer_one_is_told_so(task: Slow, evaluator: Evaluator) -> None:
     told: dict[int, dict[str, float]] = {}
     weights = task.model().state_dict()
-    referee.submit(1, dict(weights), lambda result: told.update({1: result}))
+    evaluator.submit(1, dict(weights), lambda result: told.update({1: result}))
     assert task.begun.wait(30.0)
     for step in (2, 3):
-        referee.submit(step, dict(weights), lambda result, step=step: told.update({step: result}))  # type: ignore[misc]
+        evaluator.submit(step, dict(weights), lambda result, step=step: told.update({step: result}))  # type: ignore[misc]
     task.go.set()
-    referee.close()
-    referee.check()
+    evaluator.close()
+    evaluator.check()
     assert list(told) == [1, 2, 3]
     assert told[2] == {}
     assert told[1]["val_loss"] == told[3]["val_loss"] > 0
 
 
-def test_a_failure_is_told_to_who_waits_and_to_who_asks(task: Slow, referee: Referee) -> None:
+def test_a_failure_is_told_to_who_waits_and_to_who_asks(task: Slow, evaluator: Evaluator) -> None:
     told: list[dict[str, float]] = []
     task.broken = True
     task.go.set()
-    referee.submit(1, dict(task.model().state_dict()), told.append)
-    referee.close()
+    evaluator.submit(1, dict(task.model().state_dict()), told.append)
+    evaluator.close()
     assert told == [{}]
     with pytest.raises(ValueError, match="a metric of the user's own"):
-        referee.check()
+        evaluator.check()
 
 
-def test_a_run_that_leaves_waits_for_no_evaluation(task: Slow, referee: Referee) -> None:
+def test_a_run_that_leaves_waits_for_no_evaluation(task: Slow, evaluator: Evaluator) -> None:
     """Neither for the rest of the one that runs nor for the one that waits; both are told."""
     told: list[int] = []
     for step in (1, 2):
-        referee.submit(step, dict(task.model().state_dict()), lambda result, step=step: told.append(step - len(result)))  # type: ignore[misc]
+        evaluator.submit(
+            step, dict(task.model().state_dict()), lambda result, step=step: told.append(step - len(result))
+        )  # type: ignore[misc]
         assert task.begun.wait(30.0)
-    referee.leave()
+    evaluator.leave()
     task.go.set()
-    referee.close()
-    referee.check()
+    evaluator.close()
+    evaluator.check()
     assert told == [1, 2]
     assert task.calls == 1

@@ -29,8 +29,8 @@ from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.claims import Claims
 from smolcluster.compute.gate import TRIES
 from smolcluster.compute.replica import Replica
+from smolcluster.engine.elastic.coordination.followers import Followers
 from smolcluster.engine.elastic.deadline import ComputeWatch
-from smolcluster.engine.elastic.followers import Followers
 from smolcluster.engine.elastic.rounds import CONNECT_S
 from smolcluster.engine.elastic.server_side import RETURN_S, ServerSide, send_state
 from smolcluster.errors import SmolclusterError
@@ -39,7 +39,7 @@ from smolcluster.strategies.base.replicated import replica_state
 
 log = logging.getLogger(__name__)
 
-SAME_SUM = 1e-3  # norms of one sum, as machines of different kinds add them up
+NORM_TOLERANCE = 1e-3  # norms of one sum, as machines of different kinds add them up
 SUSPICION_S = (
     0.5  # after the last complaint: all ends of broken links have complained, and the dead are gone by themselves
 )
@@ -50,7 +50,7 @@ QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # how long an evicted member stays out, 
 
 
 @dataclass(slots=True, eq=False)
-class Upload:
+class StateUpload:
     """The state of one step, as it comes from the workers that hold it."""
 
     step: int
@@ -85,51 +85,51 @@ class Coordinator(ServerSide):
         self.context, self.replica = context, replica
         self.shared: Mapping[str, Tensor] = {}
         self.tokens_per_sample = tokens_per_sample
-        self.open_office()
+        self.init_serving()
         self._ahead, self._whole, self._local_steps = rounds_ahead, whole, local_steps
         self._committed = 0  # the last step of the last round that counts
         # The step whose state is in this process; what a run begins with is made from its seed, also a second time.
-        self._has = -1
+        self._state_step = -1
         self._view_due = False
         self._view_epoch = -1  # of the present view; the roster's is beyond it as soon as anybody comes or goes
-        self._seated: set[str] = set()  # instances of the present view
+        self._view_instances: set[str] = set()  # instances of the present view
         self._complaints: dict[Complaint, float] = {}  # in the present view, and when each first came
         self._strikes = Strikes()
         self._watch = ComputeWatch(step_timeout_s)
-        self._claims = Claims(self.office.count)
+        self._claims = Claims(self.server_context.count)
         self._connect_s = connect_s
         self._pair_keys = PairKeys()
-        self._barred: dict[int, float] = {}  # rank -> until when it may not come back
-        self._tries = 0  # how often in a row the results of the next step differed
-        self._without_since: float | None = None  # nobody here has the weights
-        self._needy: set[int] = set()  # ranks that wait for the state
+        self._quarantined_until: dict[int, float] = {}  # rank -> until when it may not come back
+        self._disagreements = 0  # how often in a row the results of the next step differed
+        self._no_holder_since: float | None = None  # nobody here has the weights
+        self._without_state: set[int] = set()  # ranks that wait for the state
         self._done: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said, in the present view
         self._left_out: dict[int, set[int]] = {}  # step -> ranks whose gradient does not count
         self._recent: dict[int, tuple[int, float, float]] = {}  # step -> view, weight and norm of its commit
         self._established: list[str] = []  # instances of the last view that committed a step
-        self._upload: Upload | None = None
+        self._upload: StateUpload | None = None
         self._wanted: list[int] = []  # steps whose state is asked for next
         self._rounds: list[int] = []  # that members have samples for, and that are not committed: their last steps
-        self._torn = 0  # how many states in a row came with a part missing
+        self._rejected_states = 0  # how many states in a row came with a part missing
         weights_bytes = sum(tensor.nbytes for tensor in replica.weights().values())
         self._followers = Followers(weights_bytes=weights_bytes, warn=context.warn)
 
     def serve(self) -> None:
-        self.take_up()
+        self.restore()
         weights = self.replica.weights().values()
         self._roster.allow(Kind.STATE, most_bytes=8 * sum(t.nbytes for t in weights) + 2**20)
-        self.muster()
+        self.wait_for_workers()
         while self._committed < self.context.total_steps and not self.context.stop_requested():
-            self._go_on()
+            self._iterate()
             while self._rounds and self._committed < self.context.total_steps and self._agreed(self._rounds[0]):
                 self._commit(self._rounds[0])
         self._fetch_last()
 
-    def take_up(self) -> None:
+    def restore(self) -> None:
         """Begin where the record ends."""
-        self._committed = self.office.first_step
-        self._has = self.replica.updates if self.office.fresh or self._committed == 0 else -1
-        self._recent, self._established = dict(self.office.recent), list(self.office.established)
+        self._committed = self.server_context.first_step
+        self._state_step = self.replica.updates if self.server_context.fresh or self._committed == 0 else -1
+        self._recent, self._established = dict(self.server_context.recent), list(self.server_context.established)
 
     def replay(self, commit: Commit) -> None:
         """Nothing to do again: the workers have the weights."""
@@ -151,19 +151,19 @@ class Coordinator(ServerSide):
         state.shared = self.shared
         return {n: t.to("cpu").contiguous() for n, t in state.packed().items()}, state.numbers
 
-    def _go_on(self) -> None:
+    def _iterate(self) -> None:
         """See who is here, and hear one of them."""
-        self._lead()
-        if (self._view_due or any(map(self._may_come, self._roster.newcomers))) and not self._holder_may_return():
+        self._advance_followers()
+        if (self._view_due or any(map(self._may_enter_view, self._roster.newcomers))) and not self._holder_may_return():
             self._form_view()
         self._listen()
-        self._judge()
+        self._evict_unreachable()
         self._evict_hung()
 
     def _listen(self) -> None:
         event = self._roster.get(0.1)
         if isinstance(event, MemberGone):
-            self._lose(event.member)
+            self._on_lost(event.member)
         elif isinstance(event, MemberMessage):
             member, message = event.member, event.message
             if message.kind is Kind.STATE and "share" in message.meta:
@@ -181,23 +181,23 @@ class Coordinator(ServerSide):
 
     # Newcomers that need the state
 
-    def _lead(self) -> None:
+    def _advance_followers(self) -> None:
         """Bring newcomers that need the state nearer to it. Where nobody goes on meanwhile, or has the whole, none follows."""
         newcomers, leads = self._roster.newcomers, self._whole and self._has_holder()
-        needy = [m for m in newcomers if leads and self._is_let_in(m) and not self._knows(m)]
+        needy = [m for m in newcomers if leads and self._is_admissible(m) and not self._is_current(m)]
         follow = [m for m in newcomers if m in self._followers or m in needy]
         self._followers.follow(follow, committed=self._committed)
-        if self._followers.lack_state and self._followers.can_start(self._has):
+        if self._followers.lack_state and self._followers.can_start(self._state_step):
             tensors, numbers = self.copied_state()
-            meta = {"numbers": numbers, "scale": self.office.scale.state_dict()}
-            self._followers.start(tensors, meta, step=self._has, epoch=self._roster.epoch)
+            meta = {"numbers": numbers, "scale": self.server_context.scale.state_dict()}
+            self._followers.start(tensors, meta, step=self._state_step, epoch=self._roster.epoch)
         elif self._followers.lack_state and self._upload is None:
             self._wanted.append(self._committed)
             self._ask()
         self._followers.send(epoch=self._roster.epoch)
 
     def _has_holder(self) -> bool:
-        return any(rank not in self._needy for rank in self._roster.members)
+        return any(rank not in self._without_state for rank in self._roster.members)
 
     # Views
 
@@ -208,21 +208,24 @@ class Coordinator(ServerSide):
         self._complaints.clear()
         if not self._whole:
             self._give_up_upload()  # the parts would be those of two deals
-        before, staying = self._seated, [member for member in roster.in_order() if member.rank not in self._needy]
-        newcomers = sorted(filter(self._may_come, roster.newcomers), key=lambda member: member.rank)
+        before, staying = (
+            self._view_instances,
+            [member for member in roster.in_order() if member.rank not in self._without_state],
+        )
+        newcomers = sorted(filter(self._may_enter_view, roster.newcomers), key=lambda member: member.rank)
         for member in newcomers:
             roster.welcome(member)
-            if not self._knows(member):
-                self._needy.add(member.rank)
-        self._needy &= roster.members.keys()
+            if not self._is_current(member):
+                self._without_state.add(member.rank)
+        self._without_state &= roster.members.keys()
         if not roster.members:
             return
         roster.epoch += 1
         members = roster.in_order()
-        self._seated = {member.instance for member in members}
-        new = self._seated - before | {member.instance for member in newcomers}
-        if staying and not self._is_lent(staying):
-            self._begin_anew(staying)
+        self._view_instances = {member.instance for member in members}
+        new = self._view_instances - before | {member.instance for member in newcomers}
+        if staying and not self._has_leases(staying):
+            self._regrant(staying)
             staying, newcomers = [], members
 
         # Those who stay have computed the next steps, or hold the samples for them; whoever comes adds nothing to these.
@@ -231,42 +234,42 @@ class Coordinator(ServerSide):
         donations = self._welcome_all(newcomers)
         for member in members:
             # A pair has the same key in every view: a member that stays lacks those of the new ones only.
-            keys = self._pair_keys.of(member.instance, self._seated if member.instance in new else new)
+            keys = self._pair_keys.of(member.instance, self._view_instances if member.instance in new else new)
             if keys:
                 member.link.send(Message(kind=Kind.MEMBER, epoch=roster.epoch, meta={"keys": keys}))
 
         self._done.clear()
         seated = tuple(Seated(m.rank, m.instance, m.host, m.address) for m in members)
         # The run may have become shorter than what those who stay were lent; if it grows again they are not lent it twice.
-        self._rounds = sorted({step for member in staying for step in self.office.leases.held(member.instance)})
-        self._rounds += self._further(self._rounds)
+        self._rounds = sorted({step for member in staying for step in self.server_context.leases.held(member.instance)})
+        self._rounds += self._next_rounds(self._rounds)
         meta = {
             "rounds": self._rounds,
             "view": View(roster.epoch, committed, seated).to_meta(),
             "donations": {str(joiner): donor for joiner, donor in donations.items()},
             "idle": idle,
-            "established": self._still_held(),
+            "established": self._surviving(),
             "left_out": {str(step): sorted(ranks) for step, ranks in self._left_out.items()},
-            "scale": self.office.scale.state_dict(),
+            "scale": self.server_context.scale.state_dict(),
         }
         # All members get the same view: it is encoded once, and what is for one of them alone is a message of its own.
         roster.send(members, shared(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=meta)))
         leases: dict[Member, list[dict[str, Any]]] = {member: [] for member in newcomers if not staying}
-        for step, steps in self._lengths(self._rounds):
+        for step, steps in self._with_num_steps(self._rounds):
             for member, lent in leases.items():
-                lent.append(self.lend(member, step, steps=steps))
+                lent.append(self.grant_lease(member, step, steps=steps))
         for member, lent in leases.items():
             member.link.send(Message(kind=Kind.LEASE, step=committed, epoch=roster.epoch, meta={"leases": lent}))
         self._view_epoch = roster.epoch
-        self._watch.begin(self._seated, now=time.monotonic())
+        self._watch.begin(self._view_instances, now=time.monotonic())
         self._ask()
 
-    def _is_lent(self, members: list[Member]) -> bool:
+    def _has_leases(self, members: list[Member]) -> bool:
         """Whether somebody has samples for each of the next steps."""
-        held = [self.office.leases.held(member.instance) for member in members]
-        return all(any(step in leases for leases in held) for step in self._further([]))
+        held = [self.server_context.leases.held(member.instance) for member in members]
+        return all(any(step in leases for leases in held) for step in self._next_rounds([]))
 
-    def _further(self, rounds: Sequence[int]) -> list[int]:
+    def _next_rounds(self, rounds: Sequence[int]) -> list[int]:
         """Return the rounds behind these that members may begin: their last steps."""
         further: list[int] = []
         last = rounds[-1] if rounds else self._committed
@@ -275,69 +278,73 @@ class Coordinator(ServerSide):
             further.append(last)
         return further
 
-    def _lengths(self, rounds: Sequence[int]) -> list[tuple[int, int]]:
+    def _with_num_steps(self, rounds: Sequence[int]) -> list[tuple[int, int]]:
         """Each of these rounds, which are not committed, with the number of its steps."""
         before = {step: previous for previous, step in itertools.pairwise([self._committed, *self._rounds])}
         return [(step, step - before[step]) for step in rounds]
 
-    def _begin_anew(self, members: list[Member]) -> None:
+    def _regrant(self, members: list[Member]) -> None:
         """Whoever had samples for a step is gone, or was refused: everybody gets others, as at the beginning."""
         self.gate.nothing_counted(self._rounds[0] if self._rounds else self._committed + 1)
         for member in members:
-            self.office.leases.give_back(member.instance)
+            self.server_context.leases.give_back(member.instance)
         self._left_out.clear()
 
     def _holder_may_return(self) -> bool:
         """Return True while nobody here has the weights, and a member that held them may still come back."""
-        holders = [member for member in self._roster.in_order() if member.rank not in self._needy]
-        holders += filter(self._knows, self._roster.newcomers)
-        if holders or self._has == self._committed:
-            self._without_since = None
+        holders = [member for member in self._roster.in_order() if member.rank not in self._without_state]
+        holders += filter(self._is_current, self._roster.newcomers)
+        if holders or self._state_step == self._committed:
+            self._no_holder_since = None
             return False
-        if any(map(self._knows, self._roster.paused)):
+        if any(map(self._is_current, self._roster.paused)):
             return True  # until its link ends
         now = time.monotonic()
-        self._without_since = self._without_since or now
-        return now < self._without_since + RETURN_S
+        self._no_holder_since = self._no_holder_since or now
+        return now < self._no_holder_since + RETURN_S
 
-    def _may_come(self, newcomer: Member) -> bool:
-        follows = newcomer in self._followers and not self._knows(newcomer)
-        return self._is_let_in(newcomer) and not (follows and self._has_holder())
+    def _may_enter_view(self, newcomer: Member) -> bool:
+        follows = newcomer in self._followers and not self._is_current(newcomer)
+        return self._is_admissible(newcomer) and not (follows and self._has_holder())
 
-    def _is_let_in(self, newcomer: Member) -> bool:
-        return time.monotonic() >= self._barred.get(newcomer.rank, 0.0)
+    def _is_admissible(self, newcomer: Member) -> bool:
+        return time.monotonic() >= self._quarantined_until.get(newcomer.rank, 0.0)
 
-    def _still_held(self) -> list[str | None]:
+    def _surviving(self) -> list[str | None]:
         """What the members of the last view that committed held then: theirs still, or lost."""
-        knowing = {m.instance for m in self._roster.in_order() if m.rank not in self._needy}
+        knowing = {m.instance for m in self._roster.in_order() if m.rank not in self._without_state}
         return [instance if instance in knowing else None for instance in self._established]
 
     def _welcome_all(self, newcomers: list[Member]) -> dict[int, int]:
         """A welcome, and the state for those who need it. Returns who gets the state from which other member."""
-        donors = [member.rank for member in self._roster.in_order() if member.rank not in self._needy]
-        here = self._needy and self._has == self._committed and (self._whole or not donors)
+        donors = [member.rank for member in self._roster.in_order() if member.rank not in self._without_state]
+        here = self._without_state and self._state_step == self._committed and (self._whole or not donors)
         tensors, numbers = self.copied_state() if here else ({}, {})
         if here and not donors:
             self._established = []  # everybody starts from what is here
-        if self._needy and not here and not donors:
+        if self._without_state and not here and not donors:
             raise self._lost()
         donations: dict[int, int] = {}
         arrived = {member.rank for member in newcomers}
         for member in self._roster.in_order():
             meta: dict[str, Any] = {"recent": {str(step): list(v) for step, v in self._recent.items()}}
-            if member.rank in self._needy and here:
+            if member.rank in self._without_state and here:
                 meta["numbers"] = numbers
                 send_state(member, tensors, step=self._committed, epoch=self._roster.epoch, meta=meta)
-                self._needy.discard(member.rank)
+                self._without_state.discard(member.rank)
             elif member.rank in arrived:
                 epoch = self._roster.epoch
                 member.link.send(Message(kind=Kind.WELCOME, step=self._committed, epoch=epoch, meta=meta))
-            if member.rank in self._needy:
+            if member.rank in self._without_state:
                 donations[member.rank] = donors[0]
         return donations
 
     def _lost(self) -> SmolclusterError:
-        ahead = [member for member in self._roster.in_order() if member.rank in self._needy and self._is_ahead(member)]
+        ahead = [
+            member
+            for member in self._roster.in_order()
+            if member.rank in self._without_state and self._is_ahead(member)
+        ]
         if ahead:
             member, updates = ahead[0], ahead[0].said["updates"]
             return SmolclusterError(
@@ -349,12 +356,12 @@ class Coordinator(ServerSide):
             "continue from the last checkpoint with --resume"
         )
 
-    def _knows(self, member: Member) -> bool:
+    def _is_current(self, member: Member) -> bool:
         """Whether what a newcomer brings leads to the committed step."""
         if self._followers.is_current(member, committed=self._committed):
             return True
         updates, held = member.said.get("updates"), member.said.get("held")
-        if self._has == self._committed or not isinstance(updates, int) or not isinstance(held, list):
+        if self._state_step == self._committed or not isinstance(updates, int) or not isinstance(held, list):
             return False
         if updates <= 0 or self._is_ahead(member):
             return False
@@ -368,13 +375,13 @@ class Coordinator(ServerSide):
         updates = member.said.get("updates")
         return isinstance(updates, int) and updates > self._committed
 
-    def _lose(self, member: Member) -> None:
-        self.office.leases.give_back(member.instance)
+    def _on_lost(self, member: Member) -> None:
+        self.server_context.leases.give_back(member.instance)
         self._followers.lost(member.rank, committed=self._committed)
-        if member in self._roster.paused and member.rank not in self._needy:
+        if member in self._roster.paused and member.rank not in self._without_state:
             # It has every COMMIT so far, or reads it before anything new; what it said when it joined is old.
             member.said = {**member.said, "updates": self._committed, "held": []}
-        seated = member.instance in self._seated
+        seated = member.instance in self._view_instances
         self._view_due = self._view_due or seated
         if self._upload is not None and (member in self._upload.missing or (seated and not self._whole)):
             self._give_up_upload()
@@ -385,7 +392,7 @@ class Coordinator(ServerSide):
         if isinstance(other, int) and other in self._roster.members and other != member.rank:
             self._complaints.setdefault((member.rank, other), time.monotonic())
 
-    def _judge(self) -> None:
+    def _evict_unreachable(self) -> None:
         """Evict as few members as possible, so that all others can reach each other: else nothing is ever summed again."""
         now, members = time.monotonic(), self._roster.members
         complaints = {(a, b): since for (a, b), since in self._complaints.items() if a in members and b in members}
@@ -403,7 +410,7 @@ class Coordinator(ServerSide):
         for rank in sorted(verdict(members, complaints, silent=silent, strikes=strikes)):
             pairs = sorted({(min(pair), max(pair)) for pair in complaints if rank in pair})
             named = ", ".join(f"{a} and {b}" for a, b in pairs)
-            self._put_out(members[rank], f"workers cannot reach each other: {named}")
+            self._quarantine(members[rank], f"workers cannot reach each other: {named}")
 
     def _evict_hung(self) -> None:
         """Go on without members that compute for too long while others wait; they may join again when they answer."""
@@ -416,13 +423,13 @@ class Coordinator(ServerSide):
         overdue = self._watch.overdue(delivered=delivered, now=now)
         for member in self._roster.in_order():
             if (busy_s := overdue.get(member.instance)) is not None:
-                self._put_out(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
+                self._quarantine(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
 
-    def _put_out(self, member: Member, reason: str) -> None:
+    def _quarantine(self, member: Member, reason: str) -> None:
         """Evict a member; it may come back after its quarantine."""
         now = time.monotonic()
         times = self._strikes.add(member.rank, now=now)
-        self._barred[member.rank] = now + QUARANTINE_S[min(times, len(QUARANTINE_S)) - 1]
+        self._quarantined_until[member.rank] = now + QUARANTINE_S[min(times, len(QUARANTINE_S)) - 1]
         self._roster.evict(member, reason)
         self._view_due = True
 
@@ -433,13 +440,13 @@ class Coordinator(ServerSide):
         if not _sound(meta):
             self._roster.evict(member, "what it says of its result is no use")
             return
-        ranges = self.office.leases.held(member.instance).get(step, [])
+        ranges = self.server_context.leases.held(member.instance).get(step, [])
         claimed = float(meta.get("weight", 0.0))
         if ranges and (overclaim := self._claims.objection(ranges, claimed)) is not None:
             self._roster.evict(member, overclaim)
             return
         log.debug("%s holds the result of step %d", member.name, step)
-        self._needy.discard(member.rank)
+        self._without_state.discard(member.rank)
         if step not in self._rounds[: self._ahead]:
             return  # nobody waits for it
         self._done.setdefault(step, {})[member.rank] = meta
@@ -467,15 +474,15 @@ class Coordinator(ServerSide):
                 f"the gradients of step {step} are so large that their sum has overflowed; look at the data, or lower "
                 "training.learning_rate"
             )
-        if not self._whole or (all(finite) and max(sums) - min(sums) <= SAME_SUM * max(sums)):
+        if not self._whole or (all(finite) and max(sums) - min(sums) <= NORM_TOLERANCE * max(sums)):
             return True
         # The sum is the same everywhere, or memory or a program is broken: nothing is applied.
         self.context.warn(
             f"the results of step {step} differ between workers ({min(sums):g} to {max(sums):g}): done again"
         )
         self._view_due = True
-        self._tries += 1
-        if self._tries > TRIES:
+        self._disagreements += 1
+        if self._disagreements > TRIES:
             raise SmolclusterError(
                 f"the results of step {step} differ between workers, {TRIES} times in a row: one of the machines is broken"
             )
@@ -490,7 +497,7 @@ class Coordinator(ServerSide):
         return self._followers.waits() and not (self._local_steps > 1 and self._followers.lack_state)
 
     def _commit(self, step: int) -> None:
-        roster, leases = self._roster, self.office.leases
+        roster, leases = self._roster, self.server_context.leases
         done = self._done.pop(step)
         self._left_out.pop(step, None)
         contributors = []
@@ -524,29 +531,34 @@ class Coordinator(ServerSide):
         self._established = [member.instance for member in roster.in_order()]
         recent = {str(s): list(v) for s, v in self._recent.items()}
         numbers = {"recent": recent, "established": self._established}
-        self.office.scale.committed(str(contributor["instance"]) for contributor in contributors)
+        self.server_context.scale.committed(str(contributor["instance"]) for contributor in contributors)
         steps = step - self._committed
-        self.office.record(Commit(step=step, steps=steps, contributors=contributors, numbers=numbers))
-        self._committed, self._tries = step, 0
+        self.server_context.record(Commit(step=step, steps=steps, contributors=contributors, numbers=numbers))
+        self._committed, self._disagreements = step, 0
         roster.patience_s = self._watch.usual_s
         self._watch.commit({str(part["instance"]) for part in contributors}, now=time.monotonic())
 
         # One round more, as a rule; several where the run has become longer than it seemed.
         self._rounds.remove(step)
-        more = self._further(self._rounds)
+        more = self._next_rounds(self._rounds)
         self._rounds += more
-        lengths = self._lengths(more)
-        result = {"samples": int(samples), "weight": weight, "norm": norm, "scale": self.office.scale.state_dict()}
+        lengths = self._with_num_steps(more)
+        result = {
+            "samples": int(samples),
+            "weight": weight,
+            "norm": norm,
+            "scale": self.server_context.scale.state_dict(),
+        }
         self._followers.committed(step, result, roster.members)
-        if self.office.wants(step):
+        if self.server_context.wants(step):
             self._wanted.append(step)
         self._ask()  # before the commit is told of, so that no further round is begun before it is read
         for member in roster.in_order():
             meta: dict[str, Any] = {**result, "share": bool(self._followers)}
             if more:
-                meta["leases"] = [self.lend(member, later, steps=steps) for later, steps in lengths]
+                meta["leases"] = [self.grant_lease(member, later, steps=steps) for later, steps in lengths]
             member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
-        self.office.committed(
+        self.server_context.committed(
             StepReport(
                 loss=torch.tensor(loss / (weight or 1.0)),
                 grad_norm=torch.tensor(norm),
@@ -569,7 +581,7 @@ class Coordinator(ServerSide):
         if self._upload is None and self._wanted and asked:
             step = self._committed
             self._wanted.clear()
-            self._upload = Upload(step, self._roster.epoch, list(asked))
+            self._upload = StateUpload(step, self._roster.epoch, list(asked))
             for number, member in enumerate(asked):
                 meta = {"first": number == 0}
                 member.link.send(Message(kind=Kind.PULL, step=step, epoch=self._roster.epoch, meta=meta))
@@ -581,9 +593,9 @@ class Coordinator(ServerSide):
         buddy has handed it on; then it may belong to one that has just come. A question behind the VIEW is read after that.
         """
         if self._whole:
-            holders = [member for member in self._roster.in_order() if member.rank not in self._needy]
+            holders = [member for member in self._roster.in_order() if member.rank not in self._without_state]
             return (
-                [holders[self._torn % len(holders)]] if holders else []
+                [holders[self._rejected_states % len(holders)]] if holders else []
             )  # buffers are each one's own: ask another one
         return [] if self._view_due or self._view_epoch != self._roster.epoch else self._roster.in_order()
 
@@ -611,7 +623,7 @@ class Coordinator(ServerSide):
             try:
                 state = State.unpacked(upload.tensors(), message.meta["numbers"])
                 if "loss_scale" in state.numbers:
-                    state.numbers["loss_scale"] = self.office.scale.state_dict()  # that is kept here
+                    state.numbers["loss_scale"] = self.server_context.scale.state_dict()  # that is kept here
                 if broken := not_finite(state.weights):
                     self._refuse_state(upload.step, f"with NaN or infinite values in {broken}")
                     return
@@ -623,28 +635,28 @@ class Coordinator(ServerSide):
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 self._roster.evict(member, f"the state that it sent is no use: {error}")
                 return
-            self._has, self._torn = upload.step, 0
-            self.office.arrived(upload.step)
+            self._state_step, self._rejected_states = upload.step, 0
+            self.server_context.arrived(upload.step)
             self._ask()  # for what was wanted meanwhile
 
     def _refuse_state(self, step: int, how: str) -> None:
         """Saved or handed out, it would train on as if nothing were missing. It is asked for again after the next step."""
         what = f"the state of step {step} came {how}"
-        self._torn += 1
-        if self._torn > TRIES:
+        self._rejected_states += 1
+        if self._rejected_states > TRIES:
             raise SmolclusterError(f"{what}, {TRIES} times in a row; continue from the last checkpoint with --resume")
         self.context.warn(f"{what}: it is not used")
         self._wanted.append(step)
 
     def _fetch_last(self) -> None:
         """The run ends with its weights here."""
-        while self._has != self._committed:
+        while self._state_step != self._committed:
             if self._upload is None:
                 self._wanted.append(self._committed)
                 self._ask()
             if not self._roster.members and not self._roster.newcomers and not self._holder_may_return():
                 raise self._lost()
-            self._go_on()
+            self._iterate()
 
 
 def _distance(value: float, middle: float) -> float:

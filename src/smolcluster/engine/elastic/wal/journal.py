@@ -39,7 +39,7 @@ from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checkpoint.snapshot import Others, Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.durable_files import Closing, Files, OutputFile, ensure_folder
-from smolcluster.engine.elastic.log_files import OPEN, RECORD, SEAL, JournalRecord, LogFile, make_frame, read_log
+from smolcluster.engine.elastic.wal.log_files import OPEN, RECORD, SEAL, JournalRecord, LogFile, make_frame, read_log
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 

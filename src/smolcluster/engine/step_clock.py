@@ -11,7 +11,7 @@ from smolcluster.compute.timing import Span
 from smolcluster.strategies.base import StepReport
 
 
-class Meter:
+class StepClock:
     """Means since the last row, totals since the start."""
 
     def __init__(self, device: torch.device) -> None:
