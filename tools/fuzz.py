@@ -88,9 +88,8 @@ with (
     from smolcluster.config.names import known_keys
     from smolcluster.config.schema import Config
     from smolcluster.config.strategies import BUILT_IN
-    from smolcluster.engine.elastic.admission import Admission
+    from smolcluster.engine.elastic.admission import Admission, RowQuota
     from smolcluster.engine.elastic.adopted_config import FROM_SERVER, adopt, read_plan
-    from smolcluster.engine.elastic.row_quota import RowQuota
     from smolcluster.engine.elastic.server import Server
     from smolcluster.engine.identity import instance_of
     from smolcluster.errors import UserError

@@ -18,7 +18,7 @@ from tools.abuse import outside, serving, training
 from tools.fuzz import TARGETS, Kind, Message, Peers, Seated, Switchboard, View
 
 from smolcluster.comm.elastic.membership.roster import ALL_JOINS, RANK_JOINS, JoinLimit, MemberGone
-from smolcluster.engine.elastic.row_quota import FIRST_ROWS, ROW_BYTES, RowQuota
+from smolcluster.engine.elastic.admission import FIRST_ROWS, ROW_BYTES, RowQuota
 from smolcluster.observe.events import StepLogged, to_json
 
 

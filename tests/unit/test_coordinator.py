@@ -29,10 +29,10 @@ from smolcluster.engine.elastic.coordination import coordinator
 from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.elastic.server import Server
+from smolcluster.engine.elastic.step_outputs import StepOutputs
 from smolcluster.engine.identity import instance_of
 from smolcluster.errors import SmolclusterError
 from smolcluster.parallel.shards import owners
-from smolcluster.strategies.allreduce import AllReduce
 from smolcluster.strategies.base import Commit, Context, ServerContext, State
 from smolcluster.strategies.base.replicated import replica_state
 
@@ -897,13 +897,13 @@ def test_a_coordinator_copies_no_state_that_it_passes_on() -> None:
         steps = {f"step/{name}": torch.tensor(float(step)) for name in NAMES}
         return State(weights=weights, optimizer=moments | steps, numbers={"updates": step})
 
-    server = cast(Any, Server.__new__(Server))
-    server.strategy_class, server.device, server.saver = AllReduce, torch.device("cpu"), None
+    outputs = cast(Any, StepOutputs.__new__(StepOutputs))
+    outputs._context, outputs._coordinates, outputs._saver = SimpleNamespace(device=torch.device("cpu")), True, None
     first, second = state_after(1), state_after(2)
     came = storages({**first.weights, **{k: t for k, t in first.optimizer.items() if t.ndim}})
     server_side.load_state(first)
     state, (sent, _) = replica_state(run.replica), server_side.copied_state()
-    kept = {**server._kept(state.weights), **server._kept({k: t for k, t in state.optimizer.items() if t.ndim})}
+    kept = {**outputs._copy(state.weights), **outputs._copy({k: t for k, t in state.optimizer.items() if t.ndim})}
     assert storages(kept) == came
     assert storages({n: t for n, t in sent.items() if t.ndim}) == came
     server_side.load_state(second)

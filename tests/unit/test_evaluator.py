@@ -80,7 +80,7 @@ def test_a_run_that_leaves_waits_for_no_evaluation(task: Slow, evaluator: Evalua
             step, dict(task.model().state_dict()), lambda result, step=step: told.append(step - len(result))
         )  # type: ignore[misc]
         assert task.begun.wait(30.0)
-    evaluator.leave()
+    evaluator.cancel()
     task.go.set()
     evaluator.close()
     evaluator.check()

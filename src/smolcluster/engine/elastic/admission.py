@@ -1,10 +1,14 @@
-"""Which workers may join a server's run: the same model, the same data, an instance that they prove."""
+"""Which workers may join a server's run, and how many metric rows each may send.
+
+A worker joins with the same model, the same data and a secret that proves its instance.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +22,10 @@ from smolcluster.comm.elastic.transport.messages import Peer
 from smolcluster.engine.elastic.adopted_config import MOST_STEPS
 from smolcluster.engine.identity import instance_of
 
-LISTED = 2000  # tensors: so many are compared one by one, and explained
+LISTED = 2000  # tensors: a model with more is compared by its hash
+FIRST_ROWS = 1000  # before any sample counted, and for steps that are refused
+ROW_BYTES = 16 << 10
+TENSOR_BYTES = 128  # of a row for each tensor: its name and gradient norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,28 @@ class Admission:
             address=str(meta.get("address", ""))[:255],
             said={key: value for key, value in meta.items() if key not in ("secret", "layout")},
         )
+
+
+class RowQuota:
+    """A row of a worker stands for at least one sample that it trained on: more rows than samples are not believed."""
+
+    def __init__(self, *, tensors: int) -> None:
+        self._row_bytes = ROW_BYTES + TENSOR_BYTES * tensors
+        self._rows: Counter[int] = Counter()  # by rank, whoever holds it
+        self._warned: set[int] = set()
+
+    def admits(self, rank: int, row: str, *, samples: int) -> bool:
+        """Count a row of this rank, in a run that has counted so many samples. False: it is too long, or one too many."""
+        if len(row) > self._row_bytes or self._rows[rank] >= FIRST_ROWS + samples:
+            return False
+        self._rows[rank] += 1
+        return True
+
+    def first_refusal(self, rank: int) -> bool:
+        """Whether this is the first time that it is asked: a warning is logged once for each rank."""
+        first = rank not in self._warned
+        self._warned.add(rank)
+        return first
 
 
 def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:

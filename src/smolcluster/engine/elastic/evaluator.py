@@ -32,7 +32,7 @@ class _Evaluation:
     then: Callable[[dict[str, float]], None]
 
 
-class _LeftOut(Exception):
+class _Cancelled(Exception):
     """The run leaves: this evaluation has no result."""
 
 
@@ -44,7 +44,7 @@ class Evaluator:
         self._waiting: _Evaluation | None = None
         self._replaced: list[_Evaluation] = []
         self._closed = False
-        self._leaves = False
+        self._cancelled = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="evaluation", daemon=True)
         self._thread.start()
@@ -72,9 +72,9 @@ class Evaluator:
         with self._changed:
             self._raise()
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """What has no result yet gets none."""
-        self._leaves = True
+        self._cancelled = True
 
     def close(self) -> None:
         """After all that was submitted is evaluated."""
@@ -111,7 +111,7 @@ class Evaluator:
                     samples=training.eval_samples,
                     measure=self._measure,
                 )
-            except _LeftOut:
+            except _Cancelled:
                 pass
             except Exception as error:  # noqa: BLE001 - told to whoever asks, on its own thread
                 self._error = error
@@ -121,6 +121,6 @@ class Evaluator:
                 self._error = self._error or error
 
     def _measure(self, part: Any) -> dict[str, Tensor]:
-        if self._leaves:
-            raise _LeftOut
+        if self._cancelled:
+            raise _Cancelled
         return self._task.metrics(self._model, part)

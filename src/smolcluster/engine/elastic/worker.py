@@ -25,7 +25,7 @@ from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.engine.elastic.own_state import OwnState
 from smolcluster.engine.elastic.pushed_rounds import PushedRounds
 from smolcluster.engine.elastic.rounds import ElasticRounds
-from smolcluster.engine.elastic.server import replica_sha256
+from smolcluster.engine.elastic.server_summary import replica_sha256
 from smolcluster.engine.identity import instance_of, new_peer, new_secret
 from smolcluster.engine.loop import Loop
 from smolcluster.engine.reader import LeaseReader
