@@ -25,7 +25,7 @@ from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
 from smolcluster.data.leases import Leases
 from smolcluster.engine.elastic.admission import Admission
-from smolcluster.engine.elastic.coordination import coordinator
+from smolcluster.engine.elastic.coordination import coordinator, evictions
 from smolcluster.engine.elastic.coordination.coordinator import Coordinator
 from smolcluster.engine.elastic.rounds import ElasticRounds
 from smolcluster.engine.elastic.server import Server
@@ -76,6 +76,11 @@ class Scripted(Coordinator):
 
     def _batch_size(self, member: Member) -> int:
         return 4
+
+
+def freeze(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    for module in (coordinator, evictions):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
 
 class Run:
@@ -266,7 +271,7 @@ def test_a_state_with_a_part_missing_is_not_used() -> None:
     run.upload(1, {"o/exp_avg/nothing": torch.zeros(1)})
     assert run.saved == {}
     [warning] = run.warnings
-    assert warning.startswith("the state of step 1 came without the optimizer's for ")
+    assert warning.startswith("the state of step 1 arrived without the optimizer's for ")
     run.commit(2)
     for rank in (0, 1):
         run.upload(rank, run.part(rank))
@@ -454,8 +459,8 @@ def complain(run: Run, *complaints: tuple[int, int]) -> None:
         run.hear(accuser, Message(kind=Kind.SUSPECT, epoch=epoch, meta={"rank": accused}))
     run.go_on()
     assert sorted(run.roster.members) == sorted(run.links), "nobody waited for the other complaints"
-    for complaint in run.coordinator._complaints:
-        run.coordinator._complaints[complaint] -= coordinator.CONNECT_S + coordinator.WITNESS_S
+    for complaint in run.coordinator._evictions.complaints:
+        run.coordinator._evictions.complaints[complaint] -= coordinator.CONNECT_S + evictions.WITNESS_S
     run.go_on()
 
 
@@ -490,14 +495,14 @@ def test_a_member_that_is_silent_explains_the_complaints() -> None:
 
 def test_an_eviction_bars_for_longer_each_time_and_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    freeze(monkeypatch, clock)
     run = Run(whole=True)
     barred = []
     for pause_s in (0.0, 100.0, 100.0, 3600.0):
         clock[0] += pause_s
         run.join(*(rank for rank in range(2) if rank not in run.roster.members))
-        run.coordinator._quarantine(run.roster.members[1], "a test")
-        barred.append(run.coordinator._quarantined_until[1] - clock[0])
+        run.coordinator._evict(run.roster.members[1], "a test")
+        barred.append(run.coordinator._evictions.quarantined_until[1] - clock[0])
         run.go_on()
     assert barred == [0.0, 10.0, 30.0, 0.0]
 
@@ -517,7 +522,7 @@ def test_a_peer_that_is_refused_without_end_does_not_fill_the_log(caplog: pytest
 
 def test_nobody_is_lent_a_step_twice_when_the_run_becomes_shorter_and_longer_again() -> None:
     run = Run(whole=True)
-    run.coordinator._ahead = 3
+    run.coordinator._rounds_ahead = 3
     run.join(0, 1)
     run.commit(1)
     run.coordinator.context.total_steps = 3
@@ -688,7 +693,7 @@ def test_a_silent_member_is_paused_and_comes_back_when_it_is_heard() -> None:
 def test_the_only_holder_of_the_weights_comes_back_from_a_pause_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped when a newcomer waited for its state."""
     clock = [1000.0]
-    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    freeze(monkeypatch, clock)
     run = Run(whole=False)
     run.join(0)
     run.commit(1)
@@ -727,7 +732,7 @@ def test_a_paused_member_is_not_waited_for_where_the_coordinator_has_the_weights
 def test_a_paused_member_without_the_weights_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that had them is gone, and does not come back in time."""
     clock = [1000.0]
-    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    freeze(monkeypatch, clock)
     run = Run(whole=False)
     run.join(0)
     run.commit(1)
@@ -755,7 +760,7 @@ def test_where_all_are_silent_nobody_is_paused() -> None:
 
 def test_a_short_silence_is_waited_for_where_steps_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    freeze(monkeypatch, clock)
     run = Run(whole=True)
     run.join(0, 1)
     for step in (1, 2):
@@ -776,7 +781,7 @@ def test_a_member_that_computes_while_others_wait_is_evicted_after_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    freeze(monkeypatch, clock)
     run = Run(whole=True, step_timeout_s=6.0)
     run.join(0, 1, 2)
     run.commit(1)
@@ -848,7 +853,9 @@ def test_a_state_that_is_not_finite_is_not_used_and_another_member_is_asked() ->
     run.commit(1)
     run.upload(0, {"w/x": torch.zeros(1), "w/norm.running_mean": torch.tensor([math.nan])})
     assert run.saved == {}
-    assert run.warnings == ["the state of step 1 came with NaN or infinite values in norm.running_mean: it is not used"]
+    assert run.warnings == [
+        "the state of step 1 arrived with NaN or infinite values in norm.running_mean: it is not used"
+    ]
     run.commit(2)
     assert [run.links[rank].count(Kind.PULL) for rank in (0, 1)] == [1, 1]
     run.upload(1, {"w/x": torch.zeros(1)})

@@ -1,7 +1,7 @@
-"""Who takes part and which rounds count: the agreement behind the strategies without a parameter server.
+"""The coordinator of strategies without a parameter server: it decides who is a member and which rounds are committed.
 
-See `rounds.py` for the workers' side of it. The coordinator holds no weights of its own but those the run starts with,
-and those it asks a worker for, to evaluate or save them.
+`rounds.py` is the workers' side. The coordinator holds only the weights that a run starts with, and those it requests from
+workers to evaluate, save or hand on.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.membership.proofs import PairKeys
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
-from smolcluster.comm.elastic.membership.verdict import Complaint, Strikes, is_lone, verdict
 from smolcluster.comm.elastic.membership.view import View
 from smolcluster.comm.elastic.membership.view import ViewMember as Seated
 from smolcluster.comm.elastic.transport.frames import shared
@@ -29,7 +26,16 @@ from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.claims import Claims
 from smolcluster.compute.gate import TRIES
 from smolcluster.compute.replica import Replica
+from smolcluster.engine.elastic.coordination.evictions import Evictions
 from smolcluster.engine.elastic.coordination.followers import Followers
+from smolcluster.engine.elastic.coordination.results import (
+    RoundTotals,
+    find_difference,
+    is_well_formed,
+    odd_one_out,
+    sum_norm,
+)
+from smolcluster.engine.elastic.coordination.state_upload import StateUploads, UnusableState
 from smolcluster.engine.elastic.deadline import ComputeWatch
 from smolcluster.engine.elastic.rounds import CONNECT_S
 from smolcluster.engine.elastic.server_side import RETURN_S, ServerSide, send_state
@@ -38,31 +44,6 @@ from smolcluster.strategies.base import Commit, Context, State, StepReport
 from smolcluster.strategies.base.replicated import replica_state
 
 log = logging.getLogger(__name__)
-
-NORM_TOLERANCE = 1e-3  # norms of one sum, as machines of different kinds add them up
-SUSPICION_S = (
-    0.5  # after the last complaint: all ends of broken links have complained, and the dead are gone by themselves
-)
-MOST_SUSPICION_S = 2.0  # after the first complaint, however many follow
-WITNESS_S = 1.0  # beyond that, for a second witness of a single complaint: the other end complains if it cannot connect
-SILENT_S = 1.0  # a member that was not heard for so long is cut off from here, too
-QUARANTINE_S = (0.0, 10.0, 30.0, 60.0)  # how long an evicted member stays out, the first time and later
-
-
-@dataclass(slots=True, eq=False)
-class StateUpload:
-    """The state of one step, as it comes from the workers that hold it."""
-
-    step: int
-    epoch: int
-    missing: list[Member]
-    parts: dict[str, list[Tensor]] = field(default_factory=dict)  # of each tensor, as rows
-    shapes: dict[str, list[int]] = field(default_factory=dict)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Put them together, once: each part is let go as soon as its tensor is whole."""
-        shapes = self.shapes.items()
-        return {name: torch.cat([part.view(-1) for part in self.parts.pop(name)]).view(s) for name, s in shapes}
 
 
 class Coordinator(ServerSide):
@@ -78,39 +59,37 @@ class Coordinator(ServerSide):
         step_timeout_s: float | None = None,
         connect_s: float = CONNECT_S,
     ) -> None:
-        """`rounds_ahead`: rounds a worker may have in flight, with the one it computes; `local_steps` of each.
-
-        `whole`: every member holds the whole result of a round.
-        """
+        """`rounds_ahead`: rounds that a worker may have under way. `whole`: each member holds the whole result of a round."""
         self.context, self.replica = context, replica
         self.shared: Mapping[str, Tensor] = {}
         self.tokens_per_sample = tokens_per_sample
         self.init_serving()
-        self._ahead, self._whole, self._local_steps = rounds_ahead, whole, local_steps
-        self._committed = 0  # the last step of the last round that counts
-        # The step whose state is in this process; what a run begins with is made from its seed, also a second time.
-        self._state_step = -1
+        self._rounds_ahead, self._whole, self._local_steps = rounds_ahead, whole, local_steps
+        self._committed = 0  # the last step of the last committed round
+        self._state_step = -1  # the step whose state is in this process
         self._view_due = False
-        self._view_epoch = -1  # of the present view; the roster's is beyond it as soon as anybody comes or goes
-        self._view_instances: set[str] = set()  # instances of the present view
-        self._complaints: dict[Complaint, float] = {}  # in the present view, and when each first came
-        self._strikes = Strikes()
+        self._view_epoch = -1  # of the current view; the roster's is higher once a member has joined or left
+        self._view_instances: set[str] = set()
         self._watch = ComputeWatch(step_timeout_s)
         self._claims = Claims(self.server_context.count)
-        self._connect_s = connect_s
         self._pair_keys = PairKeys()
-        self._quarantined_until: dict[int, float] = {}  # rank -> until when it may not come back
-        self._disagreements = 0  # how often in a row the results of the next step differed
-        self._no_holder_since: float | None = None  # nobody here has the weights
-        self._without_state: set[int] = set()  # ranks that wait for the state
-        self._done: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said, in the present view
-        self._left_out: dict[int, set[int]] = {}  # step -> ranks whose gradient does not count
+        self._disagreements = 0  # in a row: attempts at the next step whose results differed
+        self._no_holder_since: float | None = None  # no member has the weights
+        self._without_state: set[int] = set()  # ranks of members that wait for the state
+        self._done: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> its DONE in the current view
+        self._left_out: dict[int, set[int]] = {}  # step -> ranks whose gradients were refused
         self._recent: dict[int, tuple[int, float, float]] = {}  # step -> view, weight and norm of its commit
         self._established: list[str] = []  # instances of the last view that committed a step
-        self._upload: StateUpload | None = None
-        self._wanted: list[int] = []  # steps whose state is asked for next
-        self._rounds: list[int] = []  # that members have samples for, and that are not committed: their last steps
-        self._rejected_states = 0  # how many states in a row came with a part missing
+        self._rounds: list[int] = []  # the last steps of the leased rounds that are not committed
+        self._evictions = Evictions(self._roster, connect_s=connect_s)
+        self._uploads = StateUploads(
+            self._roster,
+            whole=whole,
+            holders=self._holders,
+            accept=self._accept_state,
+            arrived=self.server_context.arrived,
+            warn=context.warn,
+        )
         weights_bytes = sum(tensor.nbytes for tensor in replica.weights().values())
         self._followers = Followers(weights_bytes=weights_bytes, warn=context.warn)
 
@@ -126,17 +105,16 @@ class Coordinator(ServerSide):
         self._fetch_last()
 
     def restore(self) -> None:
-        """Begin where the record ends."""
+        """Continue after the last recorded step."""
         self._committed = self.server_context.first_step
         self._state_step = self.replica.updates if self.server_context.fresh or self._committed == 0 else -1
         self._recent, self._established = dict(self.server_context.recent), list(self.server_context.established)
 
     def replay(self, commit: Commit) -> None:
-        """Nothing to do again: the workers have the weights."""
+        """Do nothing: the workers have the weights."""
 
     def load_state(self, state: State) -> None:
-        """The tensors themselves become the state: it is replaced, not changed, so that whoever saves or sends what was there
-        before needs no copy."""
+        """Replace the tensors of the state instead of copying into them: whoever saves or sends the old ones needs no copy."""
         self.replica.adopt_state_dict(state.weights, state.optimizer, state.numbers)
         self.shared = state.shared
 
@@ -152,12 +130,13 @@ class Coordinator(ServerSide):
         return {n: t.to("cpu").contiguous() for n, t in state.packed().items()}, state.numbers
 
     def _iterate(self) -> None:
-        """See who is here, and hear one of them."""
+        """Update membership and handle one event."""
         self._advance_followers()
         if (self._view_due or any(map(self._may_enter_view, self._roster.newcomers))) and not self._holder_may_return():
             self._form_view()
         self._listen()
-        self._evict_unreachable()
+        for member, reason in self._evictions.unreachable().items():
+            self._evict(member, reason)
         self._evict_hung()
 
     def _listen(self) -> None:
@@ -170,30 +149,29 @@ class Coordinator(ServerSide):
                 if (objection := self._followers.take(member, message)) is not None:
                     self._roster.evict(member, objection)
             elif message.kind is Kind.STATE:
-                self._take_state(member, message)
-            elif message.epoch == self._roster.epoch:  # or it belongs to a view that is over
+                self._uploads.take(member, message, committed=self._committed)
+            elif message.epoch == self._roster.epoch:  # else it belongs to an older view
                 if message.kind is Kind.DONE:
                     self._take_done(member, message)
                 elif message.kind is Kind.SUSPECT:
-                    self._take_suspicion(member, message)
+                    self._evictions.take_complaint(member, message)
                 elif message.kind is Kind.WAITING:
                     self._watch.waits(member.instance, now=time.monotonic())
 
     # Newcomers that need the state
 
     def _advance_followers(self) -> None:
-        """Bring newcomers that need the state nearer to it. Where nobody goes on meanwhile, or has the whole, none follows."""
-        newcomers, leads = self._roster.newcomers, self._whole and self._has_holder()
-        needy = [m for m in newcomers if leads and self._is_admissible(m) and not self._is_current(m)]
-        follow = [m for m in newcomers if m in self._followers or m in needy]
+        """Send newcomers what they need to catch up, where a member holds the whole state."""
+        newcomers, has_source = self._roster.newcomers, self._whole and self._has_holder()
+        lacking_state = [m for m in newcomers if has_source and self._evictions.may_join(m) and not self._is_current(m)]
+        follow = [m for m in newcomers if m in self._followers or m in lacking_state]
         self._followers.follow(follow, committed=self._committed)
         if self._followers.lack_state and self._followers.can_start(self._state_step):
             tensors, numbers = self.copied_state()
             meta = {"numbers": numbers, "scale": self.server_context.scale.state_dict()}
             self._followers.start(tensors, meta, step=self._state_step, epoch=self._roster.epoch)
-        elif self._followers.lack_state and self._upload is None:
-            self._wanted.append(self._committed)
-            self._ask()
+        elif self._followers.lack_state and not self._uploads.is_active:
+            self._request_state(self._committed)
         self._followers.send(epoch=self._roster.epoch)
 
     def _has_holder(self) -> bool:
@@ -202,12 +180,12 @@ class Coordinator(ServerSide):
     # Views
 
     def _form_view(self) -> None:
-        """Everybody who is here takes part, from the first step that is not committed."""
+        """Form a view of all connected members, from the first step that is not committed."""
         roster, committed = self._roster, self._committed
         self._view_due = False
-        self._complaints.clear()
+        self._evictions.complaints.clear()
         if not self._whole:
-            self._give_up_upload()  # the parts would be those of two deals
+            self._uploads.abandon()  # its parts would come from two views
         before, staying = (
             self._view_instances,
             [member for member in roster.in_order() if member.rank not in self._without_state],
@@ -228,19 +206,19 @@ class Coordinator(ServerSide):
             self._regrant(staying)
             staying, newcomers = [], members
 
-        # Those who stay have computed the next steps, or hold the samples for them; whoever comes adds nothing to these.
+        # Members that stay have computed the next rounds or hold their leases; newcomers contribute nothing to these.
         stay = {member.rank for member in staying}
         idle = [member.rank for member in members if member.rank not in stay] if staying else []
         donations = self._welcome_all(newcomers)
         for member in members:
-            # A pair has the same key in every view: a member that stays lacks those of the new ones only.
+            # A pair keeps its key across views: members that stay lack only the keys of new ones.
             keys = self._pair_keys.of(member.instance, self._view_instances if member.instance in new else new)
             if keys:
                 member.link.send(Message(kind=Kind.MEMBER, epoch=roster.epoch, meta={"keys": keys}))
 
         self._done.clear()
         seated = tuple(Seated(m.rank, m.instance, m.host, m.address) for m in members)
-        # The run may have become shorter than what those who stay were lent; if it grows again they are not lent it twice.
+        # Leases beyond the end of a run that has become shorter stay valid, in case it grows again.
         self._rounds = sorted({step for member in staying for step in self.server_context.leases.held(member.instance)})
         self._rounds += self._next_rounds(self._rounds)
         meta = {
@@ -252,7 +230,7 @@ class Coordinator(ServerSide):
             "left_out": {str(step): sorted(ranks) for step, ranks in self._left_out.items()},
             "scale": self.server_context.scale.state_dict(),
         }
-        # All members get the same view: it is encoded once, and what is for one of them alone is a message of its own.
+        # Encoded once for all members; leases differ and go in messages of their own.
         roster.send(members, shared(Message(kind=Kind.VIEW, step=committed, epoch=roster.epoch, meta=meta)))
         leases: dict[Member, list[dict[str, Any]]] = {member: [] for member in newcomers if not staying}
         for step, steps in self._with_num_steps(self._rounds):
@@ -262,66 +240,63 @@ class Coordinator(ServerSide):
             member.link.send(Message(kind=Kind.LEASE, step=committed, epoch=roster.epoch, meta={"leases": lent}))
         self._view_epoch = roster.epoch
         self._watch.begin(self._view_instances, now=time.monotonic())
-        self._ask()
+        self._uploads.request(committed)
 
     def _has_leases(self, members: list[Member]) -> bool:
-        """Whether somebody has samples for each of the next steps."""
+        """Return whether some member holds a lease of each of the next rounds."""
         held = [self.server_context.leases.held(member.instance) for member in members]
         return all(any(step in leases for leases in held) for step in self._next_rounds([]))
 
     def _next_rounds(self, rounds: Sequence[int]) -> list[int]:
-        """Return the rounds behind these that members may begin: their last steps."""
+        """Return the last steps of the rounds that members may begin after these."""
         further: list[int] = []
         last = rounds[-1] if rounds else self._committed
-        while len(rounds) + len(further) < self._ahead and last < self.context.total_steps:
+        while len(rounds) + len(further) < self._rounds_ahead and last < self.context.total_steps:
             last = min((last // self._local_steps + 1) * self._local_steps, self.context.total_steps)
             further.append(last)
         return further
 
     def _with_num_steps(self, rounds: Sequence[int]) -> list[tuple[int, int]]:
-        """Each of these rounds, which are not committed, with the number of its steps."""
+        """Return these rounds, each with its number of steps."""
         before = {step: previous for previous, step in itertools.pairwise([self._committed, *self._rounds])}
         return [(step, step - before[step]) for step in rounds]
 
     def _regrant(self, members: list[Member]) -> None:
-        """Whoever had samples for a step is gone, or was refused: everybody gets others, as at the beginning."""
+        """Take all leases back: those who held the next round are gone or were refused."""
         self.gate.nothing_counted(self._rounds[0] if self._rounds else self._committed + 1)
         for member in members:
             self.server_context.leases.give_back(member.instance)
         self._left_out.clear()
 
     def _holder_may_return(self) -> bool:
-        """Return True while nobody here has the weights, and a member that held them may still come back."""
+        """Return True while no member has the weights and one that held them may still reconnect."""
         holders = [member for member in self._roster.in_order() if member.rank not in self._without_state]
         holders += filter(self._is_current, self._roster.newcomers)
         if holders or self._state_step == self._committed:
             self._no_holder_since = None
             return False
         if any(map(self._is_current, self._roster.paused)):
-            return True  # until its link ends
+            return True  # its link is still open
         now = time.monotonic()
         self._no_holder_since = self._no_holder_since or now
         return now < self._no_holder_since + RETURN_S
 
     def _may_enter_view(self, newcomer: Member) -> bool:
         follows = newcomer in self._followers and not self._is_current(newcomer)
-        return self._is_admissible(newcomer) and not (follows and self._has_holder())
-
-    def _is_admissible(self, newcomer: Member) -> bool:
-        return time.monotonic() >= self._quarantined_until.get(newcomer.rank, 0.0)
+        return self._evictions.may_join(newcomer) and not (follows and self._has_holder())
 
     def _surviving(self) -> list[str | None]:
-        """What the members of the last view that committed held then: theirs still, or lost."""
+        """Return the instances of the last view that committed, with None for those that are gone."""
         knowing = {m.instance for m in self._roster.in_order() if m.rank not in self._without_state}
         return [instance if instance in knowing else None for instance in self._established]
 
     def _welcome_all(self, newcomers: list[Member]) -> dict[int, int]:
-        """A welcome, and the state for those who need it. Returns who gets the state from which other member."""
+        """Welcome newcomers, send the state to those without it, or return which member donates it: {joiner: donor}."""
         donors = [member.rank for member in self._roster.in_order() if member.rank not in self._without_state]
         here = self._without_state and self._state_step == self._committed and (self._whole or not donors)
         tensors, numbers = self.copied_state() if here else ({}, {})
         if here and not donors:
-            self._established = []  # everybody starts from what is here
+            self._established = []  # all members start from the state of this process
         if self._without_state and not here and not donors:
             raise self._lost()
         donations: dict[int, int] = {}
@@ -357,7 +332,7 @@ class Coordinator(ServerSide):
         )
 
     def _is_current(self, member: Member) -> bool:
-        """Whether what a newcomer brings leads to the committed step."""
+        """Return whether a newcomer holds the committed state, or the results that lead to it."""
         if self._followers.is_current(member, committed=self._committed):
             return True
         updates, held = member.said.get("updates"), member.said.get("held")
@@ -371,7 +346,7 @@ class Coordinator(ServerSide):
         return all([step, self._recent[step][0]] in held for step in missing)
 
     def _is_ahead(self, member: Member) -> bool:
-        """It has applied steps that the record does not have, and cannot take them back."""
+        """Return whether it has applied steps that the record lacks, which it cannot undo."""
         updates = member.said.get("updates")
         return isinstance(updates, int) and updates > self._committed
 
@@ -379,41 +354,20 @@ class Coordinator(ServerSide):
         self.server_context.leases.give_back(member.instance)
         self._followers.lost(member.rank, committed=self._committed)
         if member in self._roster.paused and member.rank not in self._without_state:
-            # It has every COMMIT so far, or reads it before anything new; what it said when it joined is old.
+            # It has received every COMMIT so far; what it reported when it joined is outdated.
             member.said = {**member.said, "updates": self._committed, "held": []}
-        seated = member.instance in self._view_instances
-        self._view_due = self._view_due or seated
-        if self._upload is not None and (member in self._upload.missing or (seated and not self._whole)):
-            self._give_up_upload()
-            self._ask()
+        in_view = member.instance in self._view_instances
+        self._view_due = self._view_due or in_view
+        if self._uploads.waits_for(member) or (in_view and not self._whole and self._uploads.is_active):
+            self._uploads.abandon()
+            self._uploads.request(self._committed)
 
-    def _take_suspicion(self, member: Member, message: Message) -> None:
-        other = message.meta.get("rank")
-        if isinstance(other, int) and other in self._roster.members and other != member.rank:
-            self._complaints.setdefault((member.rank, other), time.monotonic())
-
-    def _evict_unreachable(self) -> None:
-        """Evict as few members as possible, so that all others can reach each other: else nothing is ever summed again."""
-        now, members = time.monotonic(), self._roster.members
-        complaints = {(a, b): since for (a, b), since in self._complaints.items() if a in members and b in members}
-        if not complaints:
-            return
-        first, last = min(complaints.values()), max(complaints.values())
-        wait_s = min(last - first + SUSPICION_S, MOST_SUSPICION_S)
-        if is_lone(members, complaints):
-            wait_s = self._connect_s + WITNESS_S
-        if now < first + wait_s:
-            return
-        self._complaints.clear()
-        silent = [rank for rank, member in members.items() if member.link.silent_s > SILENT_S]
-        strikes = {rank: self._strikes.count(rank, now=now) for rank in members}
-        for rank in sorted(verdict(members, complaints, silent=silent, strikes=strikes)):
-            pairs = sorted({(min(pair), max(pair)) for pair in complaints if rank in pair})
-            named = ", ".join(f"{a} and {b}" for a, b in pairs)
-            self._quarantine(members[rank], f"workers cannot reach each other: {named}")
+    def _evict(self, member: Member, reason: str) -> None:
+        self._evictions.evict(member, reason)
+        self._view_due = True
 
     def _evict_hung(self) -> None:
-        """Go on without members that compute for too long while others wait; they may join again when they answer."""
+        """Evict members that compute past the deadline while others wait for them."""
         now = time.monotonic()
         if self._view_due or not self._watch.is_due(now):
             return
@@ -423,32 +377,24 @@ class Coordinator(ServerSide):
         overdue = self._watch.overdue(delivered=delivered, now=now)
         for member in self._roster.in_order():
             if (busy_s := overdue.get(member.instance)) is not None:
-                self._quarantine(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
-
-    def _quarantine(self, member: Member, reason: str) -> None:
-        """Evict a member; it may come back after its quarantine."""
-        now = time.monotonic()
-        times = self._strikes.add(member.rank, now=now)
-        self._quarantined_until[member.rank] = now + QUARANTINE_S[min(times, len(QUARANTINE_S)) - 1]
-        self._roster.evict(member, reason)
-        self._view_due = True
+                self._evict(member, f"it has computed step {step} for {busy_s:.1f} s while others wait for it")
 
     # Steps
 
     def _take_done(self, member: Member, message: Message) -> None:
         step, meta = message.step, message.meta
-        if not _sound(meta):
-            self._roster.evict(member, "what it says of its result is no use")
+        if not is_well_formed(meta):
+            self._roster.evict(member, "its DONE message is malformed")
             return
         ranges = self.server_context.leases.held(member.instance).get(step, [])
         claimed = float(meta.get("weight", 0.0))
         if ranges and (overclaim := self._claims.objection(ranges, claimed)) is not None:
             self._roster.evict(member, overclaim)
             return
-        log.debug("%s holds the result of step %d", member.name, step)
+        log.debug("%s has the result of step %d", member.name, step)
         self._without_state.discard(member.rank)
-        if step not in self._rounds[: self._ahead]:
-            return  # nobody waits for it
+        if step not in self._rounds[: self._rounds_ahead]:
+            return  # not a round in progress
         self._done.setdefault(step, {})[member.rank] = meta
         if not ranges:
             return
@@ -460,214 +406,125 @@ class Coordinator(ServerSide):
             self._view_due = True
 
     def _agreed(self, step: int) -> bool:
-        """Every member holds the result of this step, and no gradient in it was refused."""
-        members, done = self._roster.members.keys(), self._done.get(step, {})
+        """Return whether every member holds the same result of this round and no gradient in it was refused."""
+        members, done = self._roster.members, self._done.get(step, {})
         if self._view_due or self._view_epoch != self._roster.epoch:
-            return False  # a result has the part of one who is gone, and whose samples go to others
-        if not members or not done.keys() >= members or self._waits_for_newcomer():
+            return False  # the result includes a member that is gone, whose samples are leased again
+        if not members or not done.keys() >= members.keys() or self._waits_for_newcomer():
             return False
-        sums = [float(said["held"]) for said in done.values()]
-        finite = [math.isfinite(held) for held in sums]
-        if not (any(finite) if self._whole else all(finite)):
-            # Each gradient is finite, or it would have been refused; reduced again, the sum would be the same.
-            raise SmolclusterError(
-                f"the gradients of step {step} are so large that their sum has overflowed; look at the data, or lower "
-                "training.learning_rate"
-            )
-        if not self._whole or (all(finite) and max(sums) - min(sums) <= NORM_TOLERANCE * max(sums)):
+        difference = find_difference(step, done, whole=self._whole)
+        if not difference:
             return True
-        # The sum is the same everywhere, or memory or a program is broken: nothing is applied.
-        self.context.warn(
-            f"the results of step {step} differ between workers ({min(sums):g} to {max(sums):g}): done again"
-        )
+        # All members must hold the same sum; else hardware or software is broken, and nothing is applied.
+        self.context.warn(f"the results of step {step} differ between workers ({difference}): retrying")
         self._view_due = True
         self._disagreements += 1
         if self._disagreements > TRIES:
             raise SmolclusterError(
                 f"the results of step {step} differ between workers, {TRIES} times in a row: one of the machines is broken"
             )
-        if len(done) > 2:
-            middle = statistics.median(sums)
-            odd = max(done, key=lambda rank: _distance(float(done[rank]["held"]), middle))
-            self._roster.evict(self._roster.members[odd], "its result differs from everybody else's")
+        if (odd := odd_one_out(done)) is not None:
+            self._roster.evict(members[odd], "its result differs from those of all others")
         return False
 
     def _waits_for_newcomer(self) -> bool:
-        """Local steps: members send a state only when a round is over."""
+        """Return whether to hold the commit for a newcomer. With local steps members send a state only between rounds."""
         return self._followers.waits() and not (self._local_steps > 1 and self._followers.lack_state)
 
     def _commit(self, step: int) -> None:
-        roster, leases = self._roster, self.server_context.leases
+        roster = self._roster
         done = self._done.pop(step)
         self._left_out.pop(step, None)
-        contributors = []
-        loss = samples = weight = 0.0
-        for member in roster.in_order():
-            if step not in leases.held(member.instance):
-                continue
-            ranges, said = leases.settle(member.instance, step), done[member.rank]
-            count = sum(r.count for r in ranges)
-            counted = float(said.get("weight", count))
-            loss += float(said["loss"]) * counted
-            weight += counted
-            samples += count
-            if counted:
-                self.gate.accept(float(said["mine"]), instance=member.instance)
-            compute_s, apply_s = float(said["compute_s"]), float(said["apply_s"])
-            self.note_speed(member, samples=count, compute_s=compute_s, fixed_s=apply_s)
-            contributors.append(
-                {
-                    "rank": member.rank,
-                    "instance": member.instance,
-                    "seq": step,
-                    "samples": count,
-                    "ranges": [list(r) for r in ranges],
-                }
-            )
-        weight = weight or float(samples > 0)  # nothing counts in any of them: all are zero
-        norm = self._norm(done) / (weight or 1.0)
-        self._recent[step] = (roster.epoch, weight, norm)
-        self._recent = dict(sorted(self._recent.items())[-2 * self._ahead :])
+        totals = self._settle(step, done)
+        norm = sum_norm(done, whole=self._whole) / (totals.weight or 1.0)
+        self._recent[step] = (roster.epoch, totals.weight, norm)
+        self._recent = dict(sorted(self._recent.items())[-2 * self._rounds_ahead :])
         self._established = [member.instance for member in roster.in_order()]
         recent = {str(s): list(v) for s, v in self._recent.items()}
         numbers = {"recent": recent, "established": self._established}
-        self.server_context.scale.committed(str(contributor["instance"]) for contributor in contributors)
+        instances = {str(part["instance"]) for part in totals.contributors}
+        self.server_context.scale.committed(instances)
         steps = step - self._committed
-        self.server_context.record(Commit(step=step, steps=steps, contributors=contributors, numbers=numbers))
+        self.server_context.record(Commit(step=step, steps=steps, contributors=totals.contributors, numbers=numbers))
         self._committed, self._disagreements = step, 0
         roster.patience_s = self._watch.usual_s
-        self._watch.commit({str(part["instance"]) for part in contributors}, now=time.monotonic())
-
-        # One round more, as a rule; several where the run has become longer than it seemed.
-        self._rounds.remove(step)
-        more = self._next_rounds(self._rounds)
-        self._rounds += more
-        lengths = self._with_num_steps(more)
-        result = {
-            "samples": int(samples),
-            "weight": weight,
-            "norm": norm,
-            "scale": self.server_context.scale.state_dict(),
-        }
-        self._followers.committed(step, result, roster.members)
-        if self.server_context.wants(step):
-            self._wanted.append(step)
-        self._ask()  # before the commit is told of, so that no further round is begun before it is read
-        for member in roster.in_order():
-            meta: dict[str, Any] = {**result, "share": bool(self._followers)}
-            if more:
-                meta["leases"] = [self.grant_lease(member, later, steps=steps) for later, steps in lengths]
-            member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=roster.epoch, meta=meta))
+        self._watch.commit(instances, now=time.monotonic())
+        self._announce_commit(step, totals, norm)
         self.server_context.committed(
             StepReport(
-                loss=torch.tensor(loss / (weight or 1.0)),
+                loss=torch.tensor(totals.loss / (totals.weight or 1.0)),
                 grad_norm=torch.tensor(norm),
                 learning_rate=self.replica.rate_of(step - 1),
-                samples=int(samples),
-                tokens=int(samples) * self.tokens_per_sample,
+                samples=totals.samples,
+                tokens=totals.samples * self.tokens_per_sample,
             )
         )
 
-    def _norm(self, done: dict[int, dict[str, Any]]) -> float:
-        """Of the whole sum. One number for all, so that unlike machines clip alike."""
-        held = [float(done[rank]["held"]) for rank in sorted(done)]
-        return held[0] if self._whole else math.hypot(*held)
+    def _settle(self, step: int, done: dict[int, dict[str, Any]]) -> RoundTotals:
+        """Settle the leases of a round and add up what its members reported."""
+        totals, leases = RoundTotals(), self.server_context.leases
+        for member in self._roster.in_order():
+            if step not in leases.held(member.instance):
+                continue
+            report = done[member.rank]
+            samples, weight = totals.add(member, step, leases.settle(member.instance, step), report)
+            if weight:
+                self.gate.accept(float(report["mine"]), instance=member.instance)
+            compute_s, apply_s = float(report["compute_s"]), float(report["apply_s"])
+            self.note_speed(member, samples=samples, compute_s=compute_s, fixed_s=apply_s)
+        totals.weight = totals.weight or float(totals.samples > 0)  # no target counts: all gradients are zero
+        return totals
 
-    # The state of a step, from the workers that have it
+    def _announce_commit(self, step: int, totals: RoundTotals, norm: float) -> None:
+        """Send COMMIT to all members, with leases of the rounds that they may begin next."""
+        self._rounds.remove(step)
+        more = self._next_rounds(self._rounds)  # one, or several where the run has become longer
+        self._rounds += more
+        rounds = self._with_num_steps(more)
+        scale = self.server_context.scale.state_dict()
+        result = {"samples": totals.samples, "weight": totals.weight, "norm": norm, "scale": scale}
+        self._followers.committed(step, result, self._roster.members)
+        if self.server_context.wants(step):
+            self._uploads.want(step)
+        self._uploads.request(step)  # before COMMIT, so that members answer before they begin another round
+        for member in self._roster.in_order():
+            meta: dict[str, Any] = {**result, "share": bool(self._followers)}
+            if more:
+                meta["leases"] = [self.grant_lease(member, later, steps=steps) for later, steps in rounds]
+            member.link.send(Message(kind=Kind.COMMIT, step=step, epoch=self._roster.epoch, meta=meta))
 
-    def _ask(self) -> None:
-        """For the newest state that is wanted, which is what the workers have right now."""
-        asked = self._holders()
-        if self._upload is None and self._wanted and asked:
-            step = self._committed
-            self._wanted.clear()
-            self._upload = StateUpload(step, self._roster.epoch, list(asked))
-            for number, member in enumerate(asked):
-                meta = {"first": number == 0}
-                member.link.send(Message(kind=Kind.PULL, step=step, epoch=self._roster.epoch, meta=meta))
+    # The state, from the workers that hold it
 
-    def _holders(self) -> list[Member]:
-        """Whose parts make up the whole state; nobody, while it cannot be told.
+    def _holders(self, attempt: int) -> list[Member]:
+        """Return the members whose parts make up the whole state; [] while that is not known.
 
-        A part is what a member owns in its view. When somebody has gone, its part is nobody's until the next view, where its
-        buddy has handed it on; then it may belong to one that has just come. A question behind the VIEW is read after that.
+        A part is what a member owns in its view. When a member is gone, nobody owns its part until the next view, where its
+        backup hands it on. A PULL sent after the VIEW is read after it.
         """
-        if self._whole:
-            holders = [member for member in self._roster.in_order() if member.rank not in self._without_state]
-            return (
-                [holders[self._rejected_states % len(holders)]] if holders else []
-            )  # buffers are each one's own: ask another one
-        return [] if self._view_due or self._view_epoch != self._roster.epoch else self._roster.in_order()
+        if not self._whole:
+            return [] if self._view_due or self._view_epoch != self._roster.epoch else self._roster.in_order()
+        holders = [member for member in self._roster.in_order() if member.rank not in self._without_state]
+        return holders[attempt % len(holders) :][:1] if holders else []  # after a rejected state ask another member
 
-    def _give_up_upload(self) -> None:
-        """It is asked for again."""
-        if self._upload is not None:
-            self._wanted.append(self._upload.step)
-            self._upload = None
+    def _request_state(self, step: int) -> None:
+        self._uploads.want(step)
+        self._uploads.request(self._committed)
 
-    def _take_state(self, member: Member, message: Message) -> None:
-        upload = self._upload
-        if upload is None or member not in upload.missing or not upload.step <= message.step <= self._committed:
-            return
-        if not self._whole and (upload.epoch, upload.step) != (message.epoch, message.step):
-            return  # it answers a question from before this view
-        upload.step = message.step  # a member whose round was under way answers after it
-        if message.payload is not None:
-            name = str(message.meta.get("name"))
-            upload.parts.setdefault(name, []).append(message.payload)
-            upload.shapes[name] = message.meta.get("shape", list(message.payload.shape))
-        if message.meta.get("last"):
-            upload.missing.remove(member)
-        if not upload.missing:
-            self._upload = None
-            try:
-                state = State.unpacked(upload.tensors(), message.meta["numbers"])
-                if "loss_scale" in state.numbers:
-                    state.numbers["loss_scale"] = self.server_context.scale.state_dict()  # that is kept here
-                if broken := not_finite(state.weights):
-                    self._refuse_state(upload.step, f"with NaN or infinite values in {broken}")
-                    return
-                if lacking := [] if self._whole else self.replica.lacking(state.optimizer, state.numbers):
-                    what = f"without the optimizer's for {len(lacking)} parameters, such as {lacking[0]}"
-                    self._refuse_state(upload.step, what)
-                    return
-                self.load_state(state)
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                self._roster.evict(member, f"the state that it sent is no use: {error}")
-                return
-            self._state_step, self._rejected_states = upload.step, 0
-            self.server_context.arrived(upload.step)
-            self._ask()  # for what was wanted meanwhile
-
-    def _refuse_state(self, step: int, how: str) -> None:
-        """Saved or handed out, it would train on as if nothing were missing. It is asked for again after the next step."""
-        what = f"the state of step {step} came {how}"
-        self._rejected_states += 1
-        if self._rejected_states > TRIES:
-            raise SmolclusterError(f"{what}, {TRIES} times in a row; continue from the last checkpoint with --resume")
-        self.context.warn(f"{what}: it is not used")
-        self._wanted.append(step)
+    def _accept_state(self, step: int, state: State) -> None:
+        if "loss_scale" in state.numbers:
+            state.numbers["loss_scale"] = self.server_context.scale.state_dict()  # the coordinator's own
+        if broken := not_finite(state.weights):
+            raise UnusableState(f"with NaN or infinite values in {broken}")
+        if lacking := [] if self._whole else self.replica.lacking(state.optimizer, state.numbers):
+            raise UnusableState(f"without the optimizer's for {len(lacking)} parameters, such as {lacking[0]}")
+        self.load_state(state)
+        self._state_step = step
 
     def _fetch_last(self) -> None:
-        """The run ends with its weights here."""
+        """Wait until this process holds the final state."""
         while self._state_step != self._committed:
-            if self._upload is None:
-                self._wanted.append(self._committed)
-                self._ask()
+            if not self._uploads.is_active:
+                self._request_state(self._committed)
             if not self._roster.members and not self._roster.newcomers and not self._holder_may_return():
                 raise self._lost()
             self._iterate()
-
-
-def _distance(value: float, middle: float) -> float:
-    distance = abs(value - middle)
-    return math.inf if math.isnan(distance) else distance
-
-
-def _sound(meta: dict[str, Any]) -> bool:
-    """Whether a DONE has its numbers."""
-    try:
-        numbers = [float(meta[name]) for name in ("mine", "held", "loss", "compute_s", "apply_s")]
-        return bool(numbers) and 0 <= float(meta.get("weight", 0.0)) < 2**53
-    except (KeyError, TypeError, ValueError):
-        return False
