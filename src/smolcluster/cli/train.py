@@ -13,7 +13,7 @@ from smolcluster.errors import UserError
 if TYPE_CHECKING:
     from smolcluster.launch.environment import Assigned
     from smolcluster.launch.prepare import Prepared
-    from smolcluster.launch.restart.plan import Elastic
+    from smolcluster.launch.restart.plan import ElasticRange
 
 EXAMPLES = """Examples:
 smolcluster train
@@ -50,12 +50,12 @@ class RestartFlags:
         int | None, _restarts(help="Deaths of workers that a run may go on after. Default: 10.")
     ] = None
 
-    def wish(self, workers: int | None, place: Assigned | None) -> Elastic | None:
+    def wish(self, workers: int | None, place: Assigned | None) -> ElasticRange | None:
         """Return what is asked for; None: the run ends when a worker dies."""
-        from smolcluster.launch.restart.plan import elastic_wish
+        from smolcluster.launch.restart.plan import elastic_from_flags
 
         endpoint, most = self.rdzv_endpoint, self.max_restarts
-        return elastic_wish(self.elastic, workers=workers, endpoint=endpoint, max_restarts=most, by_hand=place)
+        return elastic_from_flags(self.elastic, workers=workers, endpoint=endpoint, max_restarts=most, started_by=place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def train(
     from smolcluster.engine.run_dir import RunDir
     from smolcluster.launch.environment import assigned_place
     from smolcluster.launch.prepare import prepare, sets_of
-    from smolcluster.launch.restart.meeting import is_here
+    from smolcluster.launch.restart.endpoint import is_local_endpoint
     from smolcluster.launch.restart.plan import check_restartable
 
     if no_nccl and run.backend == "nccl":
@@ -109,7 +109,7 @@ def train(
         raise UserError(f"--workers {workers} and --world-size {size} contradict each other; give one of them")
     workers = workers if size is None else size
     again = restarts.wish(workers, place)
-    workers = again.most if again is not None else workers
+    workers = again.max_workers if again is not None else workers
     sets = sets_of(strategy=run.strategy, workers=workers, plane=run.plane, steps=run.steps, seed=run.seed)
     sets |= flags.sets() | {"training.profile": profile, "strategy.draw_schedule": draw_schedule or None}
     started_again = place is not None and place.restarts > 0
@@ -123,7 +123,7 @@ def train(
         resume=resume,
         backend=run.backend or ("gloo" if no_nccl else None),
         again=started_again,
-        lead=is_here(again.endpoint) if again is not None else place is None or place.rank == 0,
+        lead=is_local_endpoint(again.endpoint) if again is not None else place is None or place.rank == 0,
     )
     if again is not None:
         check_restartable(prepared.config, prepared.plane)
@@ -132,18 +132,18 @@ def train(
     return _run(prepared, place, again, dashboard=dashboard)
 
 
-def _describe(prepared: Prepared, again: Elastic | None) -> int:
+def _describe(prepared: Prepared, again: ElasticRange | None) -> int:
     from smolcluster.planner.dry_run import describe_run
     from smolcluster.planner.world_sizes import describe
 
     config, workers, plane = prepared.config, prepared.workers, prepared.plane
     typer.echo(describe_run(config, workers=workers, run_dir=prepared.run_dir, backend=prepared.backend, plane=plane))
     if again is not None:
-        typer.echo(describe(config, range(again.fewest, again.most + 1)))
+        typer.echo(describe(config, range(again.min_workers, again.max_workers + 1)))
     return 0
 
 
-def _run(prepared: Prepared, place: Assigned | None, again: Elastic | None, *, dashboard: bool) -> int:
+def _run(prepared: Prepared, place: Assigned | None, again: ElasticRange | None, *, dashboard: bool) -> int:
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.summary import EndReport
 

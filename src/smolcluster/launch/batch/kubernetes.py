@@ -28,7 +28,7 @@ from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT, USER
 from smolcluster.launch.batch.job import MEET_PORT, RANK_PORT, Job, check_dns_name
 from smolcluster.launch.batch.text import mebibytes, to_stream
 from smolcluster.launch.local.outcome import Interrupted
-from smolcluster.launch.restart.plan import MAX_RESTARTS, Elastic, check_restartable
+from smolcluster.launch.restart.plan import MAX_RESTARTS, ElasticRange, check_restartable
 
 Manifest = dict[str, Any]
 
@@ -132,10 +132,10 @@ def manifests(job: Job, settings: Settings) -> Iterator[Manifest]:
         yield _ranks(job, settings)
 
 
-def together(job: Job) -> Elastic | None:
+def together(job: Job) -> ElasticRange | None:
     """How the launchers of the pods work together, where a pod is more than one rank or may be missed."""
     if job.plane == "mesh" and job.elastic is None and job.workers_per_node > 1:
-        return Elastic(fewest=job.workers, most=job.workers, here=job.workers_per_node)
+        return ElasticRange(min_workers=job.workers, max_workers=job.workers, local_workers=job.workers_per_node)
     return job.elastic
 
 
@@ -192,7 +192,7 @@ def _ranks(job: Job, settings: Settings) -> Manifest:
     env = {}
     if (elastic := together(job)) is not None:
         start, env = _AWAIT_NAME, {"LEADER": leader}
-        command += ["--workers", str(elastic.here), "--elastic", str(elastic)]
+        command += ["--workers", str(elastic.local_workers), "--elastic", str(elastic)]
         command += ["--rdzv-endpoint", f"{leader}:{MEET_PORT}", "--max-restarts", str(settings.max_restarts)]
     else:
         command += ["--world-size", str(job.workers), "--rank", INDEX]
