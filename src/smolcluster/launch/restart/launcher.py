@@ -24,10 +24,10 @@ from smolcluster.comm.elastic.membership.heartbeats import MembershipClient
 from smolcluster.comm.elastic.transport.security import load_keyring
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError, UserError, WorkerFailed
-from smolcluster.launch.local.mesh import check_nothing_is_lost
+from smolcluster.launch.local.mesh import check_no_lost_commits
 from smolcluster.launch.local.outcome import Interrupted
-from smolcluster.launch.local.processes import Child, last_lines, make_spec, refuse_inside_a_worker, tell, why_it_ended
-from smolcluster.launch.local.supervisor import Policy, Slot, Supervisor, find_culprit
+from smolcluster.launch.local.processes import Child, check_not_in_worker, exit_reason, log_tail, make_spec, send_line
+from smolcluster.launch.local.supervisor import Policy, Slot, Supervisor, first_failure
 from smolcluster.launch.prepare import Prepared
 from smolcluster.launch.restart.endpoint import join_endpoint
 from smolcluster.launch.restart.plan import ElasticRange, plan_world_sizes
@@ -48,7 +48,7 @@ _PROCESS = "smolcluster.engine.process.warm_mesh"
 
 def run_restarting(run: Prepared, elastic: ElasticRange, *, sinks: list[Sink]) -> dict[str, Any]:
     """Train to the end across restarts. Return the summary on the leader, elsewhere only status and run directory."""
-    refuse_inside_a_worker()
+    check_not_in_worker()
     cluster = run.config.cluster
     keyring = None if elastic.endpoint is None else load_keyring(cluster.token, os.environ)
     with contextlib.ExitStack() as stack:
@@ -56,7 +56,7 @@ def run_restarting(run: Prepared, elastic: ElasticRange, *, sinks: list[Sink]) -
             join_endpoint(elastic.endpoint, within_s=cluster.join_timeout, keyring=keyring)
         )
         if leads:
-            check_nothing_is_lost(run.run_dir, run.resume)
+            check_no_lost_commits(run.run_dir, run.resume)
             stack.enter_context(run.opened())
             stack.enter_context(run.run_dir.without_journal())
         shown = sinks if leads else map(OnlyNotices, sinks)
@@ -92,7 +92,7 @@ class RestartPolicy(Policy):
         self.step = 0  # the latest logged here
         self.begun = False  # the run may have checkpoints of its own
         self.deaths = 0
-        self.last_lines = ""  # log of the worker that died last
+        self.log_tail = ""  # log of the worker that died last
         self.port_sent = self.wait_noticed = False
         self.drain_until: float | None = None  # deadline of workers that were asked to save and leave
         self.over = False
@@ -113,9 +113,9 @@ class RestartPolicy(Policy):
 
     def tick(self) -> bool:
         try:
-            if self.crew and self._round_is_over() and not self.over:
+            if self.group and self._round_is_over() and not self.over:
                 self._end_round()
-            if not self.crew:
+            if not self.group:
                 self._try_next_round()
         except RunOver as over:
             self.failure, self.over = over.error, True
@@ -145,7 +145,7 @@ class RestartPolicy(Policy):
             self.deaths += bool(deaths)
             why = "; ".join([*changes, *deaths]) or "more workers have joined"
             if self.deaths > self.elastic.max_restarts:
-                raise WorkerFailed(f"{why}; exceeded --max-restarts {self.elastic.max_restarts}{self.last_lines}")
+                raise WorkerFailed(f"{why}; exceeded --max-restarts {self.elastic.max_restarts}{self.log_tail}")
             self.supervisor.warn(f"{why}; restarting all workers")
         run_dir = self.supervisor.run_dir
         resume = str(run_dir.checkpoints) if self.begun and run_dir.has_checkpoints() else self.resume
@@ -173,9 +173,9 @@ class RestartPolicy(Policy):
             )
             child = self.warm.pop(rank, None)
             if child is None or child.died is not None:
-                child = self.supervisor.start(slot.spec, told=False)
-            tell(child, slot.spec.to_json())
-            self.crew.append(child)
+                child = self.supervisor.start(slot.spec, send_spec=False)
+            send_line(child, slot.spec.to_json())
+            self.group.append(child)
         self.supervisor.end([*self.warm.values()])
         self.warm.clear()
         if not self.leads:
@@ -187,18 +187,18 @@ class RestartPolicy(Policy):
         for rank in ranks:
             if rank not in self.warm:
                 spec = replace(self.slots[0].spec, rank=rank)
-                self.warm[rank] = self.supervisor.start(spec, told=False, standby=True)
+                self.warm[rank] = self.supervisor.start(spec, send_spec=False, standby=True)
 
     # While a round lasts
 
-    def listens(self, child: Child, port: int) -> None:
-        if child in self.crew:
+    def on_port(self, child: Child, port: int) -> None:
+        if child in self.group:
             self.rendezvous.say(port=[self.rendezvous.current.number, port])
 
-    def shown(self, child: Child, event: Event) -> Event | None:
+    def on_event(self, child: Child, event: Event) -> Event | None:
         stopping = self.supervisor.stopping
         match event:
-            case _ if child not in self.crew:
+            case _ if child not in self.group:
                 return None
             case StepLogged():
                 self.begun = True
@@ -222,19 +222,19 @@ class RestartPolicy(Policy):
     def _round_is_over(self) -> bool:
         """Return whether the current round has ended. Sets `over` if the run has, too."""
         self._send_port()
-        dead = [child for child in self.crew if child.died is not None]
-        fell = [child for child in self.crew if child.fell]
-        all_dead = len(dead) == len(self.crew)
-        if all_dead and all(c.finished and c.process.returncode != Interrupted.exit_code for c in self.crew):
+        dead = [child for child in self.group if child.died is not None]
+        fell = [child for child in self.group if child.crashed]
+        all_dead = len(dead) == len(self.group)
+        if all_dead and all(c.finished and c.process.returncode != Interrupted.exit_code for c in self.group):
             self._finish()
         elif self.supervisor.stopping and (fell or all_dead):
             self._leave()
         elif fell:
-            culprit = find_culprit(fell)
-            settle_s = SETTLE_S if culprit.victim and not all_dead else REPORTS_S
+            failed = first_failure(fell)
+            settle_s = SETTLE_S if failed.lost_peer and not all_dead else REPORTS_S
             if time.monotonic() - min(c.died or 0.0 for c in fell) < settle_s:
                 return self._others_left()
-            self._handle_death(culprit)
+            self._handle_death(failed)
         elif not all_dead:
             return self._others_left()
         return True
@@ -243,8 +243,8 @@ class RestartPolicy(Policy):
         port = self.rendezvous.port()
         if port is not None and not self.port_sent:
             self.port_sent = True
-            for child in self.crew:
-                tell(child, json.dumps({"op": "port", "port": port}))
+            for child in self.group:
+                send_line(child, json.dumps({"op": "port", "port": port}))
 
     def _others_left(self) -> bool:
         """Return whether another machine broke the round, or asked for a new one and the drain here timed out."""
@@ -255,35 +255,35 @@ class RestartPolicy(Policy):
         abruptly = found is not None and not found.graceful
         return abruptly or (self.drain_until is not None and time.monotonic() > self.drain_until)
 
-    def _handle_death(self, culprit: Child) -> None:
+    def _handle_death(self, failed: Child) -> None:
         """Report this death to the other launchers and ask for the next round. Raises when the run cannot go on."""
         summary = self.supervisor.outcome.summary
         if summary is not None and summary["status"] == "finished":
             return self._finish()  # it died after the last step
-        self.supervisor.report(culprit)
-        why = f"rank {culprit.rank} on {self.host} died: {why_it_ended(culprit).splitlines()[0]}"
-        if culprit.mistake is not None:
-            self.rendezvous.say(mistake=str(culprit.mistake))
-            raise culprit.mistake
-        self.last_lines = last_lines(culprit)
-        slot = self.slots[self.crew.index(culprit)]
-        if not culprit.victim and not slot.count_death():
+        self.supervisor.report(failed)
+        why = f"rank {failed.rank} on {self.host} died: {exit_reason(failed).splitlines()[0]}"
+        if failed.user_error is not None:
+            self.rendezvous.say(mistake=str(failed.user_error))
+            raise failed.user_error
+        self.log_tail = log_tail(failed)
+        slot = self.slots[self.group.index(failed)]
+        if not failed.lost_peer and not slot.count_death():
             why = self._leave_out(slot, why)
-        return self.rendezvous.say(why=why, victim=culprit.victim, asks=self.rendezvous.current.number + 1)
+        return self.rendezvous.say(why=why, victim=failed.lost_peer, asks=self.rendezvous.current.number + 1)
 
     def _leave_out(self, slot: Slot, why: str) -> str:
         """Drop a slot that dies too often. Return the reason for the other launchers."""
         often = f"{why}, {slot.deaths} times in a row without a new step"
         if len(self.slots) == 1 or not largest_world(self.rendezvous.sizes, self.rendezvous.workers - 1):
-            raise WorkerFailed(f"{often}{self.last_lines}")
+            raise WorkerFailed(f"{often}{self.log_tail}")
         self.slots.remove(slot)
         self.rendezvous.say(workers=len(self.slots))
         return f"{often}; continuing without it"
 
     def _end_round(self) -> None:
-        crew, self.crew = self.crew, []
+        group, self.group = self.group, []
         self._start_ahead(self.rendezvous.current.ranks(self.rendezvous.me))  # imports overlap with the exits below
-        self.supervisor.end(crew)
+        self.supervisor.end(group)
 
     # The end
 

@@ -12,7 +12,7 @@ from typing import Any
 from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.local.processes import APART
+from smolcluster.launch.local.processes import NEW_GROUP
 
 MAX_RESTARTS = 10
 
@@ -104,7 +104,7 @@ def plan_world_sizes(config: Config, elastic: ElasticRange) -> tuple[dict[int, d
     sizes = range(elastic.min_workers, elastic.max_workers + 1)
     question = json.dumps({"config": config.model_dump(mode="json"), "sizes": list(sizes)})
     command = [sys.executable, "-m", "smolcluster.planner.world_sizes"]
-    done = subprocess.run(command, input=f"{question}\n", capture_output=True, text=True, check=False, **APART)
+    done = subprocess.run(command, input=f"{question}\n", capture_output=True, text=True, check=False, **NEW_GROUP)
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
