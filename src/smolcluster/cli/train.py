@@ -11,7 +11,7 @@ from smolcluster.cli import options
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.launch.environment import Assigned
+    from smolcluster.launch.environment import AssignedRank
     from smolcluster.launch.prepare import Prepared
     from smolcluster.launch.restart.plan import ElasticRange
 
@@ -50,7 +50,7 @@ class RestartFlags:
         int | None, _restarts(help="Deaths of workers that a run may go on after. Default: 10.")
     ] = None
 
-    def wish(self, workers: int | None, place: Assigned | None) -> ElasticRange | None:
+    def wish(self, workers: int | None, place: AssignedRank | None) -> ElasticRange | None:
         """Return what is asked for; None: the run ends when a worker dies."""
         from smolcluster.launch.restart.plan import elastic_from_flags
 
@@ -72,7 +72,7 @@ class RankFlags:
 
 @options.grouped
 def train(
-    run: options.Run,
+    run: options.RunOptions,
     workers: Annotated[int | None, typer.Option(help="Worker processes on this machine.")] = None,
     run_dir: options.RunDir = None,
     resume: options.Resume = None,
@@ -96,14 +96,14 @@ def train(
     flags: options.TrainingFlags,
 ) -> int:
     from smolcluster.engine.run_dir import RunDir
-    from smolcluster.launch.environment import assigned_place
+    from smolcluster.launch.environment import assigned_rank
     from smolcluster.launch.prepare import prepare, sets_of
     from smolcluster.launch.restart.endpoint import is_local_endpoint
     from smolcluster.launch.restart.plan import check_restartable
 
     if no_nccl and run.backend == "nccl":
         raise UserError("--backend nccl and --no-nccl contradict each other")
-    place = assigned_place(**asdict(ranks), srun=restarts.elastic is None)
+    place = assigned_rank(**asdict(ranks), srun=restarts.elastic is None)
     size = place.world_size if place is not None else ranks.world_size
     if size is not None and workers not in (None, size):
         raise UserError(f"--workers {workers} and --world-size {size} contradict each other; give one of them")
@@ -143,7 +143,7 @@ def _describe(prepared: Prepared, again: ElasticRange | None) -> int:
     return 0
 
 
-def _run(prepared: Prepared, place: Assigned | None, again: ElasticRange | None, *, dashboard: bool) -> int:
+def _run(prepared: Prepared, place: AssignedRank | None, again: ElasticRange | None, *, dashboard: bool) -> int:
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.summary import EndReport
 
@@ -160,7 +160,7 @@ def _run(prepared: Prepared, place: Assigned | None, again: ElasticRange | None,
     return 0
 
 
-def _be_rank(prepared: Prepared, place: Assigned) -> NoReturn:
+def _be_rank(prepared: Prepared, place: AssignedRank) -> NoReturn:
     """Be one rank of a job, in this process."""
     if prepared.plane == "elastic":
         raise UserError(
@@ -168,7 +168,7 @@ def _be_rank(prepared: Prepared, place: Assigned) -> NoReturn:
             "start its server with `smolcluster server`, and `smolcluster worker RANK HOSTNAME` on every machine"
         )
     from smolcluster.cli.ending import leave_after, tell
-    from smolcluster.launch.environment import run_assigned
+    from smolcluster.launch.environment import run_rank
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.observer import OnlyNotices, Sink
     from smolcluster.observe.summary import EndReport
@@ -176,4 +176,4 @@ def _be_rank(prepared: Prepared, place: Assigned) -> NoReturn:
     sinks: list[Sink] = [OnlyNotices(ConsoleSink())]
     if place.rank == 0:
         sinks = [ConsoleSink(alone=place.world_size > 1), EndReport()]  # the header says whose rows these are
-    leave_after(lambda: run_assigned(prepared, place, sinks=sinks, tell=tell))
+    leave_after(lambda: run_rank(prepared, place, sinks=sinks, tell=tell))

@@ -18,7 +18,7 @@ RANK_PORT = 29500  # where the ranks of the mesh plane meet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class BatchJob:
     """A run, checked. `config` is the resolved one; `sources`, `overrides` and the rest are what the user said of it."""
 
     name: str
@@ -70,7 +70,7 @@ def plan_job(
     memory: str | None = None,
     time: str | None = None,
     elastic: str | None = None,
-) -> Job:
+) -> BatchJob:
     """From what the user said to a job that can run: the configuration is read, and the strategy asked whether it fits.
 
     The arguments are named as the options of the commands.
@@ -87,7 +87,7 @@ def plan_job(
     config = prepared.config
     if wish is not None:
         check_restartable(config, prepared.plane)
-    job = Job(
+    job = BatchJob(
         name=name or re.sub(r"[^a-z0-9]+", "-", f"{task_name(config)}-{config.strategy.name}".lower()).strip("-"),
         config=config,
         plane=prepared.plane,
@@ -127,7 +127,7 @@ def check_dns_name(name: str, *, longest: int = 63) -> None:
         )
 
 
-def check_fit(job: Job) -> None:
+def check_fit(job: BatchJob) -> None:
     """The strategy itself says whether so many workers can run it. This needs torch."""
     from smolcluster.engine.checks import batch_size_of
     from smolcluster.parallel.placement import Node
