@@ -27,7 +27,7 @@ from smolcluster.config.schema import Config
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.local.processes import Child, Inbox, end_all, last_lines, spawn, tell, why_it_ended
+from smolcluster.launch.local.processes import Child, Inbox, end_all, exit_reason, log_tail, send_line, spawn
 from smolcluster.observe.events import Failed, Phase, RunFinished, StepLogged
 from smolcluster.strategies.base import Strategy
 from smolcluster.strategies.registry import find_strategy, read_options
@@ -82,7 +82,7 @@ class ElasticRun:
             workers = [self._spawn(rank) for rank in range(self.config.cluster.num_workers or 1)]
             port = self._port()
             for child in workers:
-                tell(child, self._spec(child.rank, f"127.0.0.1:{port}").to_json())
+                send_line(child, self._spec(child.rank, f"127.0.0.1:{port}").to_json())
         except BaseException:
             self._stack.close()
             raise
@@ -139,7 +139,7 @@ class ElasticRun:
         return child
 
     def _start(self, who: Who, server: str) -> None:
-        tell(self._spawn(who), self._spec(who, server).to_json())
+        send_line(self._spawn(who), self._spec(who, server).to_json())
 
     def _port(self) -> int:
         deadline = time.monotonic() + 120.0
@@ -165,7 +165,7 @@ class ElasticRun:
         self._running -= 1
         if child.process.wait() != 0:
             name = self.config.strategy.name
-            raise SmolclusterError(f"{child.name} of {name} failed: {why_it_ended(child)}{last_lines(child)}")
+            raise SmolclusterError(f"{child.name} of {name} failed: {exit_reason(child)}{log_tail(child)}")
 
 
 @contextlib.contextmanager

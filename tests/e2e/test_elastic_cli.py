@@ -299,7 +299,7 @@ def test_another_strategy_does_not_lose_what_is_only_in_the_journal(smol: Smol, 
     other = ("--strategy", "allreduce", "--plane", "elastic", "--steps", "1000000")
     refused = smol.run("train", "--resume", run_dir, *other, cwd=folder, env=go)
     assert refused.status == 2, refused
-    said = re.search(r"this run has committed (\d+) steps, and its last checkpoint is of step 0", refused.err)
+    said = re.search(r"this run has committed (\d+) steps, but its last checkpoint is of step 0", refused.err)
     assert said is not None, refused.err
     assert "--strategy syncps" in refused.err
     mesh = smol.run("train", "--resume", run_dir, "--strategy", "allreduce", "--plane", "mesh", cwd=folder, env=go)
@@ -408,7 +408,7 @@ def deaths(smol: Smol, folder: Path) -> Run:
 
     worker = wait(running, lambda: process_of(run_dir, "worker-rank1"), what="the worker's process")
     worker.kill()
-    wait(running, lambda: "worker 1 died (killed by SIGKILL); starting it again" in running.output, what="the notice")
+    wait(running, lambda: "worker 1 died (killed by SIGKILL); restarting it" in running.output, what="the notice")
     step = last_step(run_dir, rank=1)
     mine = lambda: [row for row in read_rows(run_dir) if row["rank"] == 1 and row["step"] == 1]  # noqa: E731
     wait(running, lambda: len(mine()) > 1 or last_step(run_dir, rank=1) > step, what="the worker to be back")
@@ -421,7 +421,7 @@ def test_members_that_die_come_back_and_the_run_ends_well(beside: Beside) -> Non
     summary = read_summary(run.path)
     assert (summary["status"], summary["steps"]) == ("finished", 1500)
     assert (summary["members_lost"], summary["restarts"]) == (1, 2)
-    assert "warning: the server died (killed by SIGKILL); starting it again\n" in run.ended.out
+    assert "warning: the server died (killed by SIGKILL); restarting it\n" in run.ended.out
     assert re.search(r"warning: the server is back, at step \d+\n", run.ended.out)
     assert "1 worker lost   2 restarts" in run.ended.out
     steps = [row["step"] for row in server_rows(run.path)]

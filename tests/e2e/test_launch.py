@@ -144,7 +144,7 @@ def test_a_task_that_raises_is_quoted(smol: Smol, folder: Path) -> None:
     assert ended.err.startswith("smolcluster: worker rank 1 failed: ValueError: the third batch is cursed\n")
     assert re.search(r'  \|   File ".*tasks\.py", line \d+, in loss\n', ended.err)
     assert '  |     raise ValueError("the third batch is cursed")\n' in ended.err
-    assert "smolcluster/" not in ended.err.split("the whole log")[0], "frames of this package help nobody"
+    assert "smolcluster/" not in ended.err.split("full log")[0], "frames of this package help nobody"
     assert re.search(r"\nthe whole log: .*worker-rank1-.*\.log\n$", ended.err)
     assert read_summary(run_dir)["status"] == "failed"
 
@@ -158,7 +158,7 @@ def test_a_worker_that_is_stopped_is_named_and_goes_on_to_save_when_the_run_ends
     workers = running.workers(2)
     wait_for_step(running, run_dir, 3, ranks=2)
     workers[1].kill(signal.SIGSTOP)
-    told = f"worker rank 1 is stopped, and the others wait for it; it goes on with: kill -CONT {workers[1].pid}"
+    told = f"worker rank 1 is stopped and the others wait for it; resume it: kill -CONT {workers[1].pid}"
     running.until(lambda: told in running.output, what="a word of the worker that is stopped")
     running.process.send_signal(signal.SIGINT)
     ended = running.end(within_s=20)

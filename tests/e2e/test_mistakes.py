@@ -70,7 +70,7 @@ def test_a_worker_that_leaves_with_status_0_is_the_culprit(smol: Smol, tmp_path:
     )
     ended = smol.run("train", "leaver.py:Line", "--workers", "2", "--steps", "50", cwd=tmp_path)
     assert ended.status == 1
-    assert "worker rank 1 failed: left in the middle of the run, with status 0" in ended.err
+    assert "worker rank 1 failed: exited before the end of the run, with status 0" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_killed_worker_changes_no_bit(smol: Smol, folder: Path) -> None:
     ended = running.end(within_s=240).ok()
 
     assert ended.err == ""
-    assert f"warning: rank 1 on {host} died: killed by SIGKILL; starting again\n" in ended.out
+    assert f"warning: rank 1 on {host} died: killed by SIGKILL; restarting all workers\n" in ended.out
     assert "rank 0: resumed at step " in ended.out
     summary = read_summary(run_dir)
     assert (summary["status"], summary["restarts"], summary["world_size"]) == ("finished", 1, 2)
@@ -167,10 +167,10 @@ def test_machines_leave_and_come_and_the_curve_stays(cluster: Cluster, tmp_path:
         cluster.start(host, *command)
     cluster.until("checkpoint of step 2 saved")
     cluster.lose(2)
-    cluster.until("is gone; starting again")
+    cluster.until("is gone; restarting all workers")
     cluster.until("resumed at step")
     cluster.start(2, *command)
-    cluster.until("more workers are here; starting again")
+    cluster.until("more workers have joined; restarting all workers")
     (tmp_path / "free").touch()
     for host in range(3):
         assert cluster.processes[host].wait(240) == 0, cluster.output(host)
@@ -214,7 +214,7 @@ def test_a_machine_that_is_stopped_leaves_and_the_others_go_on(cluster: Cluster,
     assert cluster.processes[1].wait(20) == 130
     assert "smolcluster: interrupted; this machine has left" in cluster.output(1)
     assert cluster.processes[0].wait(20) == 0
-    assert "has left; starting again" in cluster.output(0)
+    assert "has left; restarting all workers" in cluster.output(0)
     assert read_summary(script)["restarts"] == 1
 
 
@@ -226,8 +226,8 @@ def test_without_the_machine_that_leads_the_others_end(cluster: Cluster, script:
     eventually((script / "up").exists, what="both to work")
     cluster.network.cut(0) if how == "cut" else cluster.lose(0)
     assert cluster.processes[1].wait(60) == 1
-    words = "has been silent for 2 s" if how == "cut" else "is gone"
-    assert f"smolcluster: the machine of --rdzv-endpoint {words}, and the run with it\n" in cluster.output(1)
+    words = "sent no heartbeat for 2 s" if how == "cut" else "closed its connection"
+    assert f"smolcluster: the leader at --rdzv-endpoint {words}; the run has ended\n" in cluster.output(1)
     if how == "cut":
         # The one that leads waits for others; it can be stopped.
         cluster.processes[0].send_signal(signal.SIGINT)

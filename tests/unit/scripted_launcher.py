@@ -13,23 +13,23 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.prepare import Prepared
 from smolcluster.launch.restart import launcher as restart
-from smolcluster.launch.restart import meeting, rounds
-from smolcluster.launch.restart.plan import Elastic, parse_elastic
+from smolcluster.launch.restart import rendezvous
+from smolcluster.launch.restart.plan import ElasticRange, parse_elastic
 from smolcluster.observe.console import ConsoleSink
 
 
-def plans(_: Any, elastic: Elastic) -> Any:
-    return {size: {"size": size} for size in range(elastic.fewest, elastic.most + 1)}, {}
+def plans(_: Any, elastic: ElasticRange) -> Any:
+    return {size: {"size": size} for size in range(elastic.min_workers, elastic.max_workers + 1)}, {}
 
 
 def main() -> None:
     folder, size, workers, endpoint, silent_s = sys.argv[1:]
-    meeting.SILENT_S = rounds.SILENT_S = float(silent_s)
-    restart._PROCESS, restart.ask_for_plans = "tests.unit.scripted_process", plans  # type: ignore[assignment]
+    endpoint.SILENT_S = rendezvous.SILENT_S = float(silent_s)
+    restart._PROCESS, restart.plan_world_sizes = "tests.unit.scripted_process", plans  # type: ignore[assignment]
     wish = parse_elastic(size, workers=int(workers), endpoint=endpoint)
-    sets = {"strategy.name": "allreduce", "cluster.num_workers": wish.most, "cluster.standby": False}
+    sets = {"strategy.name": "allreduce", "cluster.num_workers": wish.max_workers, "cluster.standby": False}
     config = resolve(load_config([], sets=sets))
-    run = Prepared(config=config, workers=wish.most, run_dir=RunDir(Path(folder)))
+    run = Prepared(config=config, workers=wish.max_workers, run_dir=RunDir(Path(folder)))
     try:
         restart.run_restarting(run, wish, sinks=[ConsoleSink()])
     except SmolclusterError as error:

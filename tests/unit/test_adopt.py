@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from smolcluster.cli.join import lent
-from smolcluster.cli.options import Own
+from smolcluster.cli.options import OwnerOptions
 from smolcluster.config import Config, load_config, public_dict, resolve
 from smolcluster.config.names import SECTIONS, known_keys
 from smolcluster.engine.elastic.adopted_config import FROM_SERVER, _is_plain, adopt, read_plan
@@ -240,6 +240,6 @@ def test_launchers_pass_on_what_a_worker_does_not_take_from_its_server() -> None
 )
 def test_an_offer_says_which_files_it_gives(overrides: list[str], expected: str) -> None:
     spec = worker_spec(0, "pi5", server="a:1", overrides=overrides)
-    offered = lent(Own(override=overrides), spec.overrides)
+    offered = lent(OwnerOptions(override=overrides), spec.overrides)
     assert expected in offered
     assert ("none of its files" in offered) is (not overrides)

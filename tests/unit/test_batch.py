@@ -30,22 +30,22 @@ from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.batch import compose, containers, kubernetes, slurm
-from smolcluster.launch.batch.job import Job, check_name, plan_job
+from smolcluster.launch.batch.job import BatchJob, check_name, plan_job
 from smolcluster.launch.batch.text import mebibytes, parse_time, slurm_time, to_yaml
-from smolcluster.launch.environment import FIRST_PORT, assigned_place, first_host, local_place, tasks_on_node
+from smolcluster.launch.environment import FIRST_PORT, assigned_rank, first_host, local_rank_of, tasks_on_node
 
 ROOT = Path(__file__).parents[2]
 TASK = "/app/my_task.py:Mine"
 
 
-def job(plane: str = "mesh", **sets: Any) -> Job:
+def job(plane: str = "mesh", **sets: Any) -> BatchJob:
     """As `plan_job` makes them, without asking the strategy."""
-    fields = {k: sets.pop(k) for k in tuple(sets) if k in Job.__dataclass_fields__}
+    fields = {k: sets.pop(k) for k in tuple(sets) if k in BatchJob.__dataclass_fields__}
     name = "edp" if plane == "elastic" else "allreduce"
     count = int(fields.get("nodes", 1)) * int(fields.get("workers_per_node", 1))
     config = resolve(load_config(["gpt"], sets={"strategy.name": name, "cluster.num_workers": count} | sets))
     default = {"name": f"gpt-{name}", "sources": ("gpt",), "strategy": name}
-    return Job(config=config, plane=plane, **default | fields)
+    return BatchJob(config=config, plane=plane, **default | fields)
 
 
 # The place that srun gives ------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ STEP = {
 
 def place(environ: dict[str, str], **flags: Any) -> Any:
     said = {"world_size": None, "rank": None, "master_addr": None, "master_port": None} | flags
-    return assigned_place(**said, environ=environ)
+    return assigned_rank(**said, environ=environ)
 
 
 def test_a_task_of_srun_needs_no_flags() -> None:
@@ -108,9 +108,9 @@ def test_torchrun_and_flags_come_before_slurm() -> None:
 
 def test_a_worker_of_several_on_a_machine_knows_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or all of them would compute on the first GPU, with all cores each, and want one port for their metrics."""
-    assert local_place({}) == (0, 1)
-    assert local_place(STEP) == (1, 2)
-    assert local_place(STEP | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}) == (3, 8)
+    assert local_rank_of({}) == (0, 1)
+    assert local_rank_of(STEP) == (1, 2)
+    assert local_rank_of(STEP | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}) == (3, 8)
     specs: list[Any] = []
     monkeypatch.setattr("smolcluster.cli.ending.leave_after", lambda work: work())
     monkeypatch.setattr("smolcluster.launch.join.worker.run_joined", lambda spec, **_: specs.append(spec))
@@ -282,9 +282,9 @@ def test_nothing_is_fetched_to_write_a_file(tmp_path: Path, monkeypatch: pytest.
 # Slurm --------------------------------------------------------------------------------------------------------------
 
 
-def place_on_slurm(folder: Path = Path("/shared"), **settings: Any) -> slurm.Settings:
+def place_on_slurm(folder: Path = Path("/shared"), **settings: Any) -> slurm.SlurmSettings:
     fields = {"run_dir": folder / "runs/demo", "folder": folder, "python": "/shared/venv/bin/python"}
-    return slurm.Settings(**fields | settings)
+    return slurm.SlurmSettings(**fields | settings)
 
 
 def directives(text: str) -> dict[str, str | None]:
@@ -334,7 +334,7 @@ def test_the_options_of_sbatch() -> None:
 
 @pytest.mark.parametrize("requeue", [True, False])
 @pytest.mark.parametrize("made", SLURM_JOBS, ids=range(len(SLURM_JOBS)))
-def test_the_script_is_good_shell(made: Job, requeue: bool, tmp_path: Path) -> None:
+def test_the_script_is_good_shell(made: BatchJob, requeue: bool, tmp_path: Path) -> None:
     folder = tmp_path / "a b"
     token = folder / "token" if made.nodes == 3 else None
     settings = place_on_slurm(folder, requeue=requeue, token_file=token, setup=("module load cuda",))
@@ -360,7 +360,7 @@ sys.exit(int(os.environ.get("STATUS", "0")))
 """
 
 
-def played(made: Job, settings: slurm.Settings, folder: Path, **env: str) -> tuple[int, list[list[str]]]:
+def played(made: BatchJob, settings: slurm.SlurmSettings, folder: Path, **env: str) -> tuple[int, list[list[str]]]:
     """The script with commands that only note how they were called; its status, and the calls of Python and srun."""
     bin_folder, calls = folder / "bin", folder / "calls.jsonl"
     bin_folder.mkdir(exist_ok=True)
@@ -493,8 +493,8 @@ def test_a_token_file_is_looked_at(tmp_path: Path) -> None:
 # Kubernetes ---------------------------------------------------------------------------------------------------------
 
 
-def on_kubernetes(**settings: Any) -> kubernetes.Settings:
-    return kubernetes.Settings(**{"image": "registry.example.org/smolcluster:cpu"} | settings)
+def on_kubernetes(**settings: Any) -> kubernetes.KubernetesSettings:
+    return kubernetes.KubernetesSettings(**{"image": "registry.example.org/smolcluster:cpu"} | settings)
 
 
 KUBERNETES_JOBS = {
@@ -522,7 +522,7 @@ def test_manifests_are_valid_strictly(name: str, version: str | None) -> None:
         validate.validate(broken, version or validate.latest_version(), strict=True)
 
 
-def kinds(made: Job, settings: kubernetes.Settings) -> dict[str, dict[str, Any]]:
+def kinds(made: BatchJob, settings: kubernetes.KubernetesSettings) -> dict[str, dict[str, Any]]:
     documents = list(yaml.safe_load_all(kubernetes.render(made, settings)))
     return {f"{d['kind']} {d['metadata']['name']}": d for d in documents}
 
@@ -675,7 +675,7 @@ def test_the_token_is_in_a_secret_only_when_asked_for() -> None:
         (job(nodes=2, workers_per_node=2, **{"training.checkpoint_steps": 0}), {}, "saves none"),
     ],
 )
-def test_what_kubernetes_would_not_take(made: Job, settings: dict[str, Any], said: str) -> None:
+def test_what_kubernetes_would_not_take(made: BatchJob, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         kubernetes.render(made, on_kubernetes(**settings))
 
@@ -690,17 +690,17 @@ def test_selectors() -> None:
 # Compose ------------------------------------------------------------------------------------------------------------
 
 
-def in_docker(**settings: Any) -> compose.Settings:
+def in_docker(**settings: Any) -> compose.ComposeSettings:
     fields = {
         "image": "smolcluster:cpu",
         "user": "1000:1000",
         "data": PurePath("data"),
         "token_file": PurePath("token"),
     }
-    return compose.Settings(**fields | settings)
+    return compose.ComposeSettings(**fields | settings)
 
 
-def composed(made: Job, **settings: Any) -> dict[str, Any]:
+def composed(made: BatchJob, **settings: Any) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(compose.render(made, in_docker(**settings)))
     return found
 
@@ -782,7 +782,7 @@ def test_compose_fills_in_nothing_of_ours() -> None:
 
 
 @pytest.mark.parametrize("made", COMPOSE_JOBS, ids=range(len(COMPOSE_JOBS)))
-def test_docker_copies_nothing_into_a_container_that_is_read_only(made: Job) -> None:
+def test_docker_copies_nothing_into_a_container_that_is_read_only(made: BatchJob) -> None:
     """A config with content, and a secret that is no file, would have to be copied: Docker refuses to start those."""
     found = composed(made)
     assert "configs" not in found
@@ -816,7 +816,7 @@ def test_a_task_is_mounted() -> None:
         (job(**{"data.tokenizer": "mine/tokenizer.json"}), {}, "data.tokenizer=/data/tokenizer.json"),
     ],
 )
-def test_what_docker_would_not_take(made: Job, settings: dict[str, Any], said: str) -> None:
+def test_what_docker_would_not_take(made: BatchJob, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         compose.render(made, in_docker(**settings))
     compose.render(job(workers_per_node=3, gpus_per_node=2, backend="gloo"), in_docker())

@@ -23,14 +23,14 @@ import pytest
 from smolcluster.errors import UserError
 from smolcluster.launch.cluster import host, keeper, record
 from smolcluster.launch.cluster.agent import base, environment, files, following, processes
+from smolcluster.launch.cluster.archive import Archive, _pack
 from smolcluster.launch.cluster.host import HostError
-from smolcluster.launch.cluster.layout import Machine
+from smolcluster.launch.cluster.layout import ClusterMachine
 from smolcluster.launch.cluster.mirror import put
-from smolcluster.launch.cluster.parcel import Parcel, _pack
 
 
-def parcel(**files: str) -> Parcel:
-    return Parcel(_pack((name, text.encode()) for name, text in files.items()))
+def parcel(**files: str) -> Archive:
+    return Archive(_pack((name, text.encode()) for name, text in files.items()))
 
 
 def test_unpacking_with_a_python_that_has_no_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_old_copies_go_but_for_those_in_use(tmp_path: Path) -> None:
     place = tmp_path / "clusters/lab/processes/worker-0"
     place.mkdir(parents=True)
     (place / "order.json").write_text(json.dumps({"code": "c0"}))
-    lock = keeper.hold(place / "lock")
+    lock = keeper.lock_file(place / "lock")
     for number in range(6):
         files.unpack(str(tmp_path), f"code/c{number}", parcel(n=str(number)).data, fresh=True)
         os.utime(tmp_path / f"code/c{number}", (number, number))
@@ -108,11 +108,11 @@ def test_those_who_look_do_not_see_each_other_nor_stop_a_keeper(tmp_path: Path) 
     place = tmp_path / "worker-0"
     place.mkdir()
     (place / "lock").touch()
-    looking = keeper.hold(place / "lock", shared=True)
+    looking = keeper.lock_file(place / "lock", shared=True)
     assert not processes.is_alive(place)
-    assert keeper.hold(place / "lock") is None
+    assert keeper.lock_file(place / "lock") is None
     with ThreadPoolExecutor() as pool:
-        starting = pool.submit(keeper.hold, place / "lock", within_s=60.0)
+        starting = pool.submit(keeper.lock_file, place / "lock", within_s=60.0)
         while not starting.running():
             time.sleep(0.001)
         looking.close()
@@ -136,7 +136,7 @@ class Printed:
         monkeypatch.setattr(following, "say", self._say)
 
     def _say(self, **said: Any) -> None:
-        self.at[said["seat"]] = said["at"]
+        self.at[said["process"]] = said["at"]
         if "line" in said:
             self.told.append(said["line"])
 
@@ -212,7 +212,7 @@ def test_what_was_put_aside_is_told_first(printed: Printed) -> None:
     (printed.place / "output.log").rename(printed.place / "gone")
     (printed.place / "output.log.1").write_text("six\n")
     printed.write(b"seven\n")
-    assert printed.follow() == ["[some lines are missing here: more was printed than is kept]", "six", "seven"]
+    assert printed.follow() == ["[lines missing: the log was rotated twice since the last read]", "six", "seven"]
 
 
 def test_one_that_is_started_anew_is_told_from_its_beginning(printed: Printed) -> None:
@@ -255,13 +255,13 @@ def test_what_is_taken_down_while_it_is_brought_up_is_not_started(
     started: list[Any] = []
     monkeypatch.setattr(processes, "_start_keeper", lambda *said, **_: started.append(said))
     processes.begin(str(tmp_path), "lab", "first")
-    processes.stop(str(tmp_path), "lab", seats=["w"])  # as of one process: the cluster is wanted all the same
+    processes.stop(str(tmp_path), "lab", processes=["w"])  # as of one process: the cluster is wanted all the same
     processes.stop(str(tmp_path), "lab", mark="another")
     assert processes.start(str(tmp_path), "lab", [SEAT], "python3", "c0", "p", False, "first") == ["w"]
     os.utime(tmp_path / "clusters/lab/processes/w/order.json", (1, 1))  # long ago, and its keeper never came
     processes.begin(str(tmp_path), "lab", "second")
     processes.stop(str(tmp_path), "lab")
-    with pytest.raises(base.Wrong, match="taken down while it was brought up"):
+    with pytest.raises(base.AgentError, match="taken down while it was brought up"):
         processes.start(str(tmp_path), "lab", [SEAT], "python3", "c0", "p", False, "second")
     assert len(started) == 1
     assert processes.states(str(tmp_path), "lab") == {}
@@ -303,7 +303,7 @@ def test_a_python_in_the_users_home_is_found(tmp_path: Path, monkeypatch: pytest
     assert made == {"python": str(tmp_path / "venv/python"), "made": False}
 
     async def local() -> list[int]:
-        machine = Machine(name="here", address="local", folder=str(tmp_path), python="~/venv/python")
+        machine = ClusterMachine(name="here", address="local", folder=str(tmp_path), python="~/venv/python")
         found: dict[str, Any] = await host.Host(machine, None).ask("look", folder=str(tmp_path), name="lab")
         version: list[int] = found["python"]
         return version
@@ -411,7 +411,7 @@ def test_a_broken_state_file_stops_nobody(tmp_path: Path, text: str) -> None:
     (place / "order.json").write_text("{}")
     (place / "state.json").write_text(text)
     assert not processes.states(str(tmp_path), "lab")["worker-0"]["alive"]
-    assert processes.stop(str(tmp_path), "lab", seats=["worker-0"]) == {"stopped": [], "killed": []}
+    assert processes.stop(str(tmp_path), "lab", processes=["worker-0"]) == {"stopped": [], "killed": []}
 
 
 def test_a_keeper_goes_on_when_its_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,9 +428,9 @@ def test_a_keeper_goes_on_when_its_folder_is_gone(tmp_path: Path, monkeypatch: p
 
 def test_the_users_path_comes_after_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_start_keeper", lambda *_, **__: None)
-    seat = {"name": "w", "arguments": [], "again": [], "restart": True, "environment": {"PYTHONPATH": "/theirs"}}
+    process = {"name": "w", "arguments": [], "again": [], "restart": True, "environment": {"PYTHONPATH": "/theirs"}}
     processes.begin(str(tmp_path), "lab", "m")
-    processes.start(str(tmp_path), "lab", [seat], "python3", "c0", "p", False, "m")
+    processes.start(str(tmp_path), "lab", [process], "python3", "c0", "p", False, "m")
     order = json.loads((tmp_path / "clusters/lab/processes/w/order.json").read_text())
     assert order["environment"]["PYTHONPATH"] == f"{tmp_path}/code/c0{os.pathsep}/theirs"
 
@@ -488,23 +488,23 @@ def test_a_connection_that_asyncssh_loses_is_a_lost_connection() -> None:
 
 def test_a_refused_up_leaves_the_record_as_it_was(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b")):
-        record.remember({"name": name, "run": f"run-{name}", "seats": []}, tmp_path)
+        record.save_record({"name": name, "run": f"run-{name}", "seats": []}, tmp_path)
         os.utime(tmp_path / f"{name}.json", (number, number))
-    former = record.recorded_as("a", tmp_path)
-    record.remember({"name": "a", "run": "another"}, tmp_path)
-    record.put_back("a", former, tmp_path)
-    assert record.recall("a", tmp_path)["run"] == "run-a"
-    assert record.recall(None, tmp_path)["name"] == "b"
-    record.remember({"name": "c", "run": "new"}, tmp_path)
-    record.put_back("c", None, tmp_path)
-    assert record.recall(None, tmp_path)["name"] == "b"
+    former = record.read_raw("a", tmp_path)
+    record.save_record({"name": "a", "run": "another"}, tmp_path)
+    record.restore_record("a", former, tmp_path)
+    assert record.load_record("a", tmp_path)["run"] == "run-a"
+    assert record.load_record(None, tmp_path)["name"] == "b"
+    record.save_record({"name": "c", "run": "new"}, tmp_path)
+    record.restore_record("c", None, tmp_path)
+    assert record.load_record(None, tmp_path)["name"] == "b"
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{"])
 def test_a_record_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError, match=r"a\.json cannot be read"):
-        record.recall("a", tmp_path)
+        record.load_record("a", tmp_path)
 
 
 @pytest.mark.parametrize("place", ["../x.log", "/x.log", "/etc/x.log", "logs/../../x.log", "logs/x", "a/b/c.log"])
@@ -535,7 +535,7 @@ def line_of(name: str, key: Any) -> bytes:
 
 def refused(**said: Any) -> HostError:
     """Nobody listens on port 1."""
-    machine = Machine(name="pi5", address="127.0.0.1", port=1, **said)
+    machine = ClusterMachine(name="pi5", address="127.0.0.1", port=1, **said)
     with pytest.raises(HostError) as caught:
         asyncio.run(host.connect(machine))
     return caught.value
@@ -615,10 +615,18 @@ def test_what_a_machine_keeps_is_its_users_alone(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nif [ "$1" = -m ]; then mkdir run; echo said; else exec {sys.executable} "$@"; fi\n')
     python.chmod(0o755)
-    seat = {"name": "w", "arguments": [], "again": None, "restart": False, "environment": {"HF_TOKEN": "secret"}}
+    process = {"name": "w", "arguments": [], "again": None, "restart": False, "environment": {"HF_TOKEN": "secret"}}
     asked = [
         {"op": "begin", **where},
-        {"op": "start", "seats": [seat], "python": str(python), "code": "c", "parcel": "p", "panes": False, **where},
+        {
+            "op": "start",
+            "processes": [process],
+            "python": str(python),
+            "code": "c",
+            "parcel": "p",
+            "panes": False,
+            **where,
+        },
     ]
     run = [
         sys.executable,

@@ -28,26 +28,34 @@ from smolcluster.comm.elastic.transport.security import new_token
 from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import LinkConfig
 from smolcluster.errors import MissingExtra, UserError
-from smolcluster.launch.cluster import control, finding, keeper
-from smolcluster.launch.cluster.control import Order, problems_of
-from smolcluster.launch.cluster.finding import find_machines, hosts_of_ssh, machines_of_ssh, write_file
+from smolcluster.launch.cluster import control, inventory, keeper
+from smolcluster.launch.cluster.archive import Archive, pack_package, pack_user_files, requirements
+from smolcluster.launch.cluster.control import Deployment, problems_of
 from smolcluster.launch.cluster.host import HostError
-from smolcluster.launch.cluster.layout import Layout, Machine, as_record, describe, from_record, lay_out, with_run
-from smolcluster.launch.cluster.links import find_way
+from smolcluster.launch.cluster.inventory import find_machines, hosts_of_ssh, machines_of_ssh, write_file
+from smolcluster.launch.cluster.layout import (
+    ClusterLayout,
+    ClusterMachine,
+    as_record,
+    describe,
+    from_record,
+    plan_layout,
+    with_run,
+)
+from smolcluster.launch.cluster.links import find_path
 from smolcluster.launch.cluster.mirror import mirrored
-from smolcluster.launch.cluster.parcel import Parcel, package_parcel, requirements, user_parcel
-from smolcluster.launch.cluster.read import Said, known_cluster, read_cluster, token_for
-from smolcluster.launch.cluster.record import recall, remember, state_folder
+from smolcluster.launch.cluster.record import load_record, save_record, state_folder
+from smolcluster.launch.cluster.request import UpArguments, known_cluster, read_cluster, token_for
 from smolcluster.launch.join.discovery import announced, find_offers
 
 ROOT = Path(__file__).parents[2]
 KEEPER = Path(keeper.__file__)
 
 
-def laid_out(text: str, folder: Path, *, name: str = "lab") -> Layout:
+def laid_out(text: str, folder: Path, *, name: str = "lab") -> ClusterLayout:
     path = folder / "lab.yaml"
     path.write_text(text, encoding="utf-8")
-    return lay_out(resolve(load_config([path])), name=name, run="r1")
+    return plan_layout(resolve(load_config([path])), name=name, run="r1")
 
 
 # Who runs what where
@@ -60,7 +68,7 @@ def test_the_elastic_plane(tmp_path: Path) -> None:
         "server: mini1\nstrategy: edp\nport: 7000\n",
         tmp_path,
     )
-    assert [(seat.name, seat.host, seat.restart) for seat in layout.seats] == [
+    assert [(process.name, process.host, process.restart) for process in layout.processes] == [
         ("server", "mini1", True),
         ("worker-0", "pi5", True),
         ("worker-1", "win", True),
@@ -77,9 +85,11 @@ def test_the_elastic_plane(tmp_path: Path) -> None:
         "runs/r1",
     )
     assert layout.lead.again == (*layout.lead.arguments, "--resume", "auto")
-    assert layout.seats[2].arguments[:5] == ("worker", "1", "win", "--server", "10.0.0.1:7000")
-    assert layout.seats[2].arguments[-2:] == ("--device", "cuda")
-    places = [(dict(s.environment)["LOCAL_RANK"], dict(s.environment)["LOCAL_WORLD_SIZE"]) for s in layout.seats[1:]]
+    assert layout.processes[2].arguments[:5] == ("worker", "1", "win", "--server", "10.0.0.1:7000")
+    assert layout.processes[2].arguments[-2:] == ("--device", "cuda")
+    places = [
+        (dict(s.environment)["LOCAL_RANK"], dict(s.environment)["LOCAL_WORLD_SIZE"]) for s in layout.processes[1:]
+    ]
     assert places == [("0", "1"), ("0", "2"), ("1", "2")]  # each has a GPU of its own, if there are two
     assert layout.needs_token
     assert layout.config.cluster.workers == ["pi5", "win", "win"]
@@ -89,9 +99,9 @@ def test_the_elastic_plane(tmp_path: Path) -> None:
 
 def test_stages_of_one_machine_share_out_its_gpus(tmp_path: Path) -> None:
     text = "hosts: {a: {address: 10.0.0.1, workers: 2}, b: 10.0.0.2}\nserver: b\nrun: {serve: some-model}\n"
-    stages = [seat for seat in laid_out(text, tmp_path).seats if seat.arguments[0] == "stage"]
-    numbers = [seat.arguments[-2:] for seat in stages if "--local-rank" in seat.arguments]
-    assert [seat.host for seat in stages] == ["a", "a", "b"]
+    stages = [process for process in laid_out(text, tmp_path).processes if process.arguments[0] == "stage"]
+    numbers = [process.arguments[-2:] for process in stages if "--local-rank" in process.arguments]
+    assert [process.host for process in stages] == ["a", "a", "b"]
     assert numbers == [("--local-rank", "0"), ("--local-rank", "1")]
 
 
@@ -111,25 +121,27 @@ def test_this_machine_is_one(tmp_path: Path) -> None:
 def test_the_mesh_plane(tmp_path: Path) -> None:
     text = "hosts: {a: {address: 10.0.0.1, workers: 2}, b: 10.0.0.2}\nstrategy: fsdp\n"
     layout = laid_out(text, tmp_path)
-    assert [seat.arguments[3:6] for seat in layout.seats] == [("3", "--rank", str(rank)) for rank in range(3)]
-    assert {seat.arguments[seat.arguments.index("--master-addr") + 1] for seat in layout.seats} == {"10.0.0.1"}
-    assert [dict(seat.environment)["LOCAL_RANK"] for seat in layout.seats] == ["0", "1", "0"]
-    assert not any(seat.restart for seat in layout.seats)
+    assert [process.arguments[3:6] for process in layout.processes] == [("3", "--rank", str(rank)) for rank in range(3)]
+    assert {process.arguments[process.arguments.index("--master-addr") + 1] for process in layout.processes} == {
+        "10.0.0.1"
+    }
+    assert [dict(process.environment)["LOCAL_RANK"] for process in layout.processes] == ["0", "1", "0"]
+    assert not any(process.restart for process in layout.processes)
     assert not layout.needs_token
     again = laid_out(text + "run: {elastic: '2:3'}\n", tmp_path)
-    assert [(seat.name, seat.host) for seat in again.seats] == [("launcher-0", "a"), ("launcher-1", "b")]
-    assert "--rdzv-endpoint" in again.seats[1].arguments
-    assert all("10.0.0.1:29500" in seat.arguments for seat in again.seats)
+    assert [(process.name, process.host) for process in again.processes] == [("launcher-0", "a"), ("launcher-1", "b")]
+    assert "--rdzv-endpoint" in again.processes[1].arguments
+    assert all("10.0.0.1:29500" in process.arguments for process in again.processes)
     assert again.needs_token  # the launchers know each other by it
 
 
 def test_the_files_of_the_documents(tmp_path: Path) -> None:
-    layout = lay_out(resolve(load_config(["cluster_config_edp"])), name="edp", run="r")
-    assert [(seat.name, seat.host) for seat in layout.seats] == [
+    layout = plan_layout(resolve(load_config(["cluster_config_edp"])), name="edp", run="r")
+    assert [(process.name, process.host) for process in layout.processes] == [
         *(("server", "mini1"), ("worker-0", "pi5"), ("worker-1", "win"), ("worker-2", "macbook")),
     ]
     assert layout.listens == ("0.0.0.0", 65432)
-    found = {seat.host: seat.arguments[4] for seat in layout.seats[1:]}
+    found = {process.host: process.arguments[4] for process in layout.processes[1:]}
     assert found == {"pi5": "192.168.50.1:65432", "win": "10.10.0.1:65432", "macbook": "10.10.0.1:65432"}
     assert layout.machines["pi5"].address == "pi5"
 
@@ -185,23 +197,23 @@ def test_another_run_keeps_everything_else(tmp_path: Path) -> None:
     layout = laid_out("hosts: {a: 10.0.0.1, b: 10.0.0.2}\nstrategy: edp\n", tmp_path)
     other = with_run(layout, "r0")
     assert other.lead.arguments[-4:] == ("--run-dir", "runs/r0", "--resume", "auto")
-    assert other.seats[1].arguments[-2:] == ("--log-dir", "logs/r0")
-    assert other.seats[1].arguments[:-2] == layout.seats[1].arguments[:-2]
+    assert other.processes[1].arguments[-2:] == ("--log-dir", "logs/r0")
+    assert other.processes[1].arguments[:-2] == layout.processes[1].arguments[:-2]
 
 
 def test_a_record_is_read_again(tmp_path: Path) -> None:
     layout = laid_out(
         "hosts: {a: 10.0.0.1, b: {address: 10.0.0.2, environment: {SECRET: x}}}\nstrategy: edp\n", tmp_path
     )
-    remember(as_record(layout), tmp_path / "state")
+    save_record(as_record(layout), tmp_path / "state")
     assert "SECRET" not in (tmp_path / "state" / "lab.json").read_text()
-    known = from_record(recall(None, tmp_path / "state"))
+    known = from_record(load_record(None, tmp_path / "state"))
     assert known.hosts == {"server": "a", "worker-0": "a", "worker-1": "b"}
     assert known.machines["b"].address == "10.0.0.2"
     with pytest.raises(UserError, match="unknown cluster 'lob'; did you mean 'lab'"):
-        recall("lob", tmp_path / "state")
+        load_record("lob", tmp_path / "state")
     with pytest.raises(UserError, match="no cluster was started"):
-        recall(None, tmp_path / "none")
+        load_record(None, tmp_path / "none")
     for wrong in ({}, {"name": "x", "run": "r", "machines": 5, "seats": []}):
         with pytest.raises(ValueError, match="not the record"):
             from_record(wrong)
@@ -219,10 +231,10 @@ def test_a_common_link_is_taken_and_a_gateway_is_named() -> None:
         bridge={"mini1": "10.10.0.1", "mini3": "10.10.0.3"},
         edge={"mini3": "192.168.51.2", "pi4": "192.168.51.4"},
     )
-    direct = find_way(known, "mini3", "mini1")
+    direct = find_path(known, "mini3", "mini1")
     assert direct is not None
     assert (direct.address, direct.through, direct.commands()) == ("10.10.0.1", (), [])
-    around = find_way(known, "pi4", "mini1")
+    around = find_path(known, "pi4", "mini1")
     assert around is not None
     assert (around.address, around.through) == ("10.10.0.1", ("mini3",))
     assert around.commands() == [
@@ -230,8 +242,8 @@ def test_a_common_link_is_taken_and_a_gateway_is_named() -> None:
         "on mini1: sudo ip route add 192.168.51.4/32 via 10.10.0.3",
         "on mini3: sudo sysctl -w net.ipv4.ip_forward=1",
     ]
-    assert find_way(known, "pi4", "pi9") is None
-    assert find_way(known, "pi4", "pi4") is None
+    assert find_path(known, "pi4", "pi9") is None
+    assert find_path(known, "pi4", "pi4") is None
 
 
 def test_every_machine_on_a_long_way_learns_both_ends() -> None:
@@ -240,7 +252,7 @@ def test_every_machine_on_a_long_way_learns_both_ends() -> None:
         two={"b": "10.2.0.2", "c": "10.2.0.3"},
         three={"c": "10.3.0.3", "d": "10.3.0.4"},
     )
-    way = find_way(known, "a", "d")
+    way = find_path(known, "a", "d")
     assert way is not None
     assert way.commands() == [
         "on a: sudo ip route add 10.3.0.4/32 via 10.1.0.2",
@@ -301,7 +313,7 @@ def names(data: bytes) -> list[str]:
 
 
 def test_the_package_is_whole_and_always_the_same() -> None:
-    one, two = package_parcel(), package_parcel()
+    one, two = pack_package(), pack_package()
     assert one.key == two.key
     found = names(one.data)
     assert {"smolcluster/__init__.py", "smolcluster/configs/gpt.yaml", "smolcluster/launch/cluster/keeper.py"} <= set(
@@ -315,7 +327,7 @@ def test_the_users_files_go_along(tmp_path: Path) -> None:
     for name in ("tasks/mine.py", "tasks/parts/net.py", "tasks/notes.txt", "tasks/.secret.py", "book.txt"):
         (tmp_path / name).write_text("x = 1\n")
     config = load_config([], sets={"task": f"{tmp_path / 'tasks/mine.py'}:Mine", "run.files": ["book.txt"]})
-    parcel = user_parcel(config, tmp_path)
+    parcel = pack_user_files(config, tmp_path)
     assert sorted(names(parcel.data)) == ["book.txt", "config.yaml", "tasks/mine.py", "tasks/parts/net.py"]
     with tarfile.open(fileobj=io.BytesIO(parcel.data)) as archive:
         file = archive.extractfile("config.yaml")
@@ -323,7 +335,7 @@ def test_the_users_files_go_along(tmp_path: Path) -> None:
         assert yaml.safe_load(file.read())["task"] == "tasks/mine.py:Mine"
     for wrong, said in ((["../x"], "is not below"), (["gone"], "there is no such file")):
         with pytest.raises(UserError, match=said):
-            user_parcel(load_config([], sets={"run.files": wrong}), tmp_path)
+            pack_user_files(load_config([], sets={"run.files": wrong}), tmp_path)
 
 
 def test_what_the_package_needs() -> None:
@@ -338,8 +350,8 @@ def test_another_device_or_environment_is_not_the_same_cluster(tmp_path: Path) -
 
     def key(host: str, run: str = "r1") -> str:
         layout = with_run(laid_out(f"hosts: {{a: 10.0.0.1, b: {host}}}\nstrategy: edp\n", tmp_path), run)
-        nothing = Parcel(b"")
-        return Order(layout=layout, package=nothing, files=nothing, requirements=[]).parcel
+        nothing = Archive(b"")
+        return Deployment(layout=layout, package=nothing, files=nothing, requirements=[]).fingerprint
 
     same = key("{address: 10.0.0.2}")
     assert key("10.0.0.2", run="r2") == same
@@ -408,13 +420,13 @@ def test_the_wish_to_stop_reaches_the_process_and_one_that_ignores_it_is_killed(
     stubborn = keep(tmp_path / "q", waits.format("signal.signal(2, signal.SIG_IGN)"))
     for folder in ("p", "q"):
         until(lambda folder=folder: "up" in _text(tmp_path / folder / "output.log"))
-    assert keeper.hold(tmp_path / "p" / "lock") is None, "its keeper lives"
+    assert keeper.lock_file(tmp_path / "p" / "lock") is None, "its keeper lives"
     (tmp_path / "p" / "stop").write_text("")
     (tmp_path / "q" / "stop").write_text("now")
     assert polite.wait(20) == 130
     stubborn.wait(20)
     assert [state(tmp_path / name)["state"] for name in ("p", "q")] == ["stopped", "stopped"]
-    lock = keeper.hold(tmp_path / "p" / "lock")
+    lock = keeper.lock_file(tmp_path / "p" / "lock")
     assert lock is not None
     lock.close()
 
@@ -467,39 +479,39 @@ Host * !pi5
 def test_hosts_of_an_ssh_configuration_are_written_as_what_is_meant() -> None:
     assert hosts_of_ssh(SSH) == ["mini1", "m1", "pi5", "far", "odd"]
     found = machines_of_ssh(SSH)
-    mini1 = Machine(name="mini1", address="10.10.0.1", port=2222, user="me", key="~/.ssh/two words")
+    mini1 = ClusterMachine(name="mini1", address="10.10.0.1", port=2222, user="me", key="~/.ssh/two words")
     assert found["mini1"] == mini1
     assert found["m1"] == replace(mini1, name="m1")
-    assert found["pi5"] == Machine(name="pi5", address="pi5.local", via="mini1")
+    assert found["pi5"] == ClusterMachine(name="pi5", address="pi5.local", via="mini1")
     # Only ssh knows how to get there.
-    assert found["far"] == Machine(name="far", address="far")
-    assert found["odd"] == Machine(name="odd", address="odd")
+    assert found["far"] == ClusterMachine(name="far", address="far")
+    assert found["odd"] == ClusterMachine(name="odd", address="odd")
 
 
 def test_a_jump_that_leads_nowhere_is_left_to_ssh() -> None:
     circle = machines_of_ssh("Host a\n ProxyJump b\nHost b\n ProxyJump a\n")
     assert {name: machine.via for name, machine in circle.items()} == {"a": None, "b": None}
-    assert machines_of_ssh("Host a b\n HostName x\n ProxyJump a\n")["a"] == Machine(name="a", address="x")
+    assert machines_of_ssh("Host a b\n HostName x\n ProxyJump a\n")["a"] == ClusterMachine(name="a", address="x")
 
 
 def found_by(answers: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """What init writes for an ssh configuration of which these hosts have these problems."""
     facts = {"system": "Linux", "machine": "x86_64", "cpus": 4, "memory": 8 * 10**9, "gpus": []}
 
-    async def ask(machines: dict[str, Machine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
+    async def ask(machines: dict[str, ClusterMachine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
         assert accept_new
         return {name: ({} if answers.get(name) else facts, answers.get(name, "")) for name in machines}
 
-    monkeypatch.setattr(finding, "_ask", ask)
-    monkeypatch.setattr(finding, "_offers", lambda: [])
+    monkeypatch.setattr(inventory, "_ask", ask)
+    monkeypatch.setattr(inventory, "_offers", lambda: [])
     monkeypatch.setattr(
-        finding, "own_host", lambda address: {"10.10.0.1:2222": "10.10.0.9"}.get(address, "192.168.1.9")
+        inventory, "own_host", lambda address: {"10.10.0.1:2222": "10.10.0.9"}.get(address, "192.168.1.9")
     )
     monkeypatch.setattr("socket.gethostname", lambda: "desk.example.org")
     path = tmp_path / "config"
     path.write_text(SSH)
     told: list[str] = []
-    text = write_file(find_machines(path, accept_new=True, told=told.append))
+    text = write_file(find_machines(path, accept_new=True, report=told.append))
     assert told[0] == "looking at 5 machine(s), and 0 that offer themselves"
     return text
 
@@ -507,11 +519,11 @@ def found_by(answers: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_file_that_init_writes_is_one_that_up_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = found_by({"far": "it is not in known_hosts; use --accept-new"}, monkeypatch, tmp_path)
     layout = laid_out(text, tmp_path)
-    assert [(seat.name, seat.host) for seat in layout.seats] == [
+    assert [(process.name, process.host) for process in layout.processes] == [
         *(("server", "desk"), ("worker-0", "desk"), ("worker-1", "mini1"), ("worker-2", "pi5"), ("worker-3", "odd")),
     ]
     assert layout.machines["desk"].local
-    assert layout.machines["mini1"] == Machine(
+    assert layout.machines["mini1"] == ClusterMachine(
         name="mini1", address="10.10.0.1", port=2222, user="me", key="~/.ssh/two words"
     )
     assert layout.machines["pi5"].via == "mini1"
@@ -545,7 +557,7 @@ def test_init_says_what_it_cannot_read_or_write(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(finding, "find_machines", lambda *_, **__: [])
+    monkeypatch.setattr(inventory, "find_machines", lambda *_, **__: [])
     monkeypatch.setattr(Path, "write_text", full)
     assert "cannot write cluster.yaml: No space left on device; choose another place with --out" in init(capsys=capsys)
 
@@ -623,18 +635,20 @@ def test_to_go_on_nothing_need_be_said_again(
     assert "no cluster was started from this machine" in dry("--resume", capsys=capsys)
     assert "no run of local was started from this machine" in dry("--local", "--resume", capsys=capsys)
     overrides = ["cluster.name=lab", "cluster.token=abc", "cluster.port=7001"]
-    said = Said(file=None, folder=str(tmp_path), train=["mine.yaml"], overrides=overrides, strategy="edp", workers=3)
+    said = UpArguments(
+        file=None, folder=str(tmp_path), train=["mine.yaml"], overrides=overrides, strategy="edp", workers=3
+    )
     first = said.read()
     assert (first.config.training.steps, first.name) == (7, "lab")
-    remember({**as_record(lay_out(first.config, name="lab", run="r1")), "said": said.record()})
+    save_record({**as_record(plan_layout(first.config, name="lab", run="r1")), "said": said.record()})
     assert "abc" not in (state_folder() / "lab.json").read_text()
 
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert dry("--resume", capsys=capsys).endswith(": server, worker-0, worker-1, worker-2\n")
-    before = Said.recall("lab")
+    before = UpArguments.load_record("lab")
     assert before is not None
-    now = Said(file=None, folder=str(Path.cwd()), overrides=["cluster.port=7002"], steps=9).after(before)
+    now = UpArguments(file=None, folder=str(Path.cwd()), overrides=["cluster.port=7002"], steps=9).after(before)
     config = now.read().config
     assert (config.training.steps, config.cluster.port, config.strategy.name) == (9, 7002, "edp")
 
@@ -656,7 +670,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         yield dict.fromkeys(machines), {}
 
     monkeypatch.setattr(control, "connected", connected)
-    remember(as_record(laid_out("hosts: {mini1: 10.0.0.1, pi5: 10.0.0.2}\nstrategy: edp\n", tmp_path)))
+    save_record(as_record(laid_out("hosts: {mini1: 10.0.0.1, pi5: 10.0.0.2}\nstrategy: edp\n", tmp_path)))
 
 
 def test_down_names_all_that_ended_with_it(
@@ -683,7 +697,7 @@ class Written:
     """A machine on which a run has written these files."""
 
     def __init__(self, **files: str) -> None:
-        self.machine, self.files = Machine(name="mini1", address="10.0.0.1"), files
+        self.machine, self.files = ClusterMachine(name="mini1", address="10.0.0.1"), files
 
     @contextlib.asynccontextmanager
     async def agent(self) -> AsyncIterator[Any]:
@@ -767,9 +781,9 @@ def test_a_cluster_is_checked_for_what_will_run(tmp_path: Path, monkeypatch: pyt
     """For a file of the documents: the strategy decides who listens where."""
     path = tmp_path / "lab.yaml"
     path.write_text("host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1}\nserver: mini1\nworkers: [pi5]\n")
-    seen: list[Layout] = []
+    seen: list[ClusterLayout] = []
 
-    async def examine(layout: Layout, **_: Any) -> list[Any]:
+    async def examine(layout: ClusterLayout, **_: Any) -> list[Any]:
         seen.append(layout)
         return []
 
@@ -793,7 +807,7 @@ def test_a_home_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
     layout = laid_out("hosts: {mini1: 10.0.0.1, pi5: 10.0.0.2}\nstrategy: edp\n", tmp_path)
     said = "cannot write .*Not a directory; set XDG_STATE_HOME to a folder that you may write"
     with pytest.raises(UserError, match=said):
-        remember(as_record(layout))
+        save_record(as_record(layout))
     with pytest.raises(UserError, match=said):
         token_for(layout)
     with pytest.raises(UserError, match=said), mirrored(from_record(as_record(layout))):

@@ -450,7 +450,7 @@ def test_rows_before_the_second_row_of_the_server_are_drawn_where_the_run_was(tm
 def test_a_killed_worker_is_called_that_and_is_back_after_seconds(elastic: Path) -> None:
     append(
         elastic / "logs" / "launcher-mini.log",
-        log("worker 1 died (killed by SIGKILL); starting it again", "WARNING", 5),
+        log("worker 1 died (killed by SIGKILL); restarting it", "WARNING", 5),
     )
     told = told_of(elastic, now=T0 + 5)
     assert told["machines"][1]["reason"] == "killed (SIGKILL)"

@@ -21,10 +21,11 @@ from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.launch.cluster.host import HostError
-from smolcluster.launch.cluster.links import Route, Way
-from smolcluster.launch.doctor import cluster, here, there
+from smolcluster.launch.cluster.links import NetworkPath, Route
+from smolcluster.launch.doctor import cluster, machine
+from smolcluster.launch.doctor import server as remote
 from smolcluster.launch.doctor.layers import TROUBLES, Finding, Layer, Verdict
-from smolcluster.launch.doctor.there import classify
+from smolcluster.launch.doctor.server import classify
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +44,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SMOLCLUSTER_TOKEN_FILE", "")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("SMOLCLUSTER_TOKEN", raising=False)
-    found = verdicts(list(here.examine()))
+    found = verdicts(list(machine.examine()))
     assert found[Layer.PYTHON] == found[Layer.TORCH] == Verdict.GOOD
     assert found[Layer.TOKEN] == Verdict.WARNING
     assert set(found) >= {Layer.DISK, Layer.NAME, Layer.GPU, Layer.MDNS}
@@ -53,13 +54,15 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     tool.chmod(0o755)
-    monkeypatch.setattr(here.shutil, "which", lambda name: str(tool) if name == "nvidia-smi" else None)
-    monkeypatch.setattr(here, "_ASK_TORCH", 'print(\'{"version": "2", "built_for": "12", "cuda": [], "mps": false}\')')
-    gpu = next(finding for finding in here._torch_and_gpu() if finding.layer is Layer.GPU)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: str(tool) if name == "nvidia-smi" else None)
+    monkeypatch.setattr(
+        machine, "_ASK_TORCH", 'print(\'{"version": "2", "built_for": "12", "cuda": [], "mps": false}\')'
+    )
+    gpu = next(finding for finding in machine._torch_and_gpu() if finding.layer is Layer.GPU)
     assert gpu.verdict is Verdict.BAD
     assert "version mismatch" in gpu.what
-    monkeypatch.setattr(here, "_ASK_TORCH", "raise ImportError('libcudnn.so.9: not found')")
-    (torch,) = here._torch_and_gpu()
+    monkeypatch.setattr(machine, "_ASK_TORCH", "raise ImportError('libcudnn.so.9: not found')")
+    (torch,) = machine._torch_and_gpu()
     assert (torch.layer, torch.verdict) == (Layer.TORCH, Verdict.BAD)
     assert "libcudnn" in torch.what
 
@@ -68,14 +71,16 @@ def test_a_driver_that_is_stuck_does_not_hold_up_the_doctor(monkeypatch: pytest.
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nexec sleep 60\n")
     tool.chmod(0o755)
-    monkeypatch.setattr(here.shutil, "which", lambda name: str(tool) if name == "nvidia-smi" else None)
-    monkeypatch.setattr(here, "ANSWER_S", 0.5)
-    monkeypatch.setattr(here, "_ASK_TORCH", "import time; time.sleep(60)")
-    (gpu,) = here._torch_and_gpu()
+    monkeypatch.setattr(machine.shutil, "which", lambda name: str(tool) if name == "nvidia-smi" else None)
+    monkeypatch.setattr(machine, "ANSWER_S", 0.5)
+    monkeypatch.setattr(machine, "_ASK_TORCH", "import time; time.sleep(60)")
+    (gpu,) = machine._torch_and_gpu()
     assert (gpu.layer, gpu.verdict) == (Layer.GPU, Verdict.BAD)
-    monkeypatch.setattr(here, "ANSWER_S", 3.0)
-    monkeypatch.setattr(here, "_ASK_TORCH", 'print(\'{"version": "2", "built_for": "12", "cuda": [], "mps": false}\')')
-    gpu = next(finding for finding in here._torch_and_gpu() if finding.layer is Layer.GPU)
+    monkeypatch.setattr(machine, "ANSWER_S", 3.0)
+    monkeypatch.setattr(
+        machine, "_ASK_TORCH", 'print(\'{"version": "2", "built_for": "12", "cuda": [], "mps": false}\')'
+    )
+    gpu = next(finding for finding in machine._torch_and_gpu() if finding.layer is Layer.GPU)
     assert gpu.verdict is Verdict.BAD
     assert "nvidia-smi fails: no answer" in gpu.what
 
@@ -95,11 +100,11 @@ def test_how_a_connection_fails_names_the_layer(error: OSError, layer: Layer) ->
 
 
 def test_a_server_that_is_not_there() -> None:
-    found = list(there.examine("no-such-machine.invalid", 1))
+    found = list(remote.examine("no-such-machine.invalid", 1))
     assert verdicts(found) == {Layer.NAME: Verdict.BAD}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        found = list(there.examine("127.0.0.1", free.getsockname()[1]))
+        found = list(remote.examine("127.0.0.1", free.getsockname()[1]))
     assert verdicts(found) == {Layer.NAME: Verdict.GOOD, Layer.PORT: Verdict.BAD}
     assert found[-1].remedy
 
@@ -166,7 +171,7 @@ def test_tokens_are_compared(
     pytest.importorskip("cryptography")
     token(mine)
     with server(*theirs) as port:
-        found = {finding.layer: finding for finding in there.examine("127.0.0.1", port)}
+        found = {finding.layer: finding for finding in remote.examine("127.0.0.1", port)}
     assert found[Layer.SERVER].what == f"a server of smolcluster, with{'' if theirs else 'out'} a token"
     assert found[Layer.TOKEN].verdict is verdict
     assert said in found[Layer.TOKEN].what
@@ -179,8 +184,8 @@ def test_another_version_of_the_protocol(
     pytest.importorskip("cryptography")
     token(" ".join(theirs))
     with server(*theirs) as port:
-        monkeypatch.setattr(there, "VERSION", 7)
-        last = list(there.examine("127.0.0.1", port))[-1]
+        monkeypatch.setattr(remote, "VERSION", 7)
+        last = list(remote.examine("127.0.0.1", port))[-1]
     assert (last.layer, last.verdict) == (Layer.SERVER, Verdict.BAD)
     assert last.what == "that server speaks version 1 of the protocol, and this machine version 7"
     assert "install the same version" in last.remedy
@@ -204,7 +209,7 @@ def test_another_program_is_told_from_a_server(token: Callable[[str], None], min
 
         program = threading.Thread(target=serve, daemon=True)
         program.start()
-        last = list(there.examine("127.0.0.1", door.getsockname()[1]))[-1]
+        last = list(remote.examine("127.0.0.1", door.getsockname()[1]))[-1]
         program.join(10)
     assert (last.layer, last.verdict, last.what) == (
         Layer.SERVER,
@@ -293,10 +298,10 @@ def test_routes_are_for_those_who_do_not_arrive(knock: Any, layer: Layer, mend: 
         lead=SimpleNamespace(host="mini1"),
         listens=("0.0.0.0", 65432),
         addresses={"pi4": "10.10.0.1"},
-        ways=[Way("pi4", "mini1", "10.10.0.1", through=("mini3",), routes=(route,))],
+        paths=[NetworkPath("pi4", "mini1", "10.10.0.1", through=("mini3",), routes=(route,))],
     )
     hosts: Any = {name: Fake(name) for name in ("mini1", "pi4")}
-    (found,) = asyncio.run(cluster._ways(layout, hosts))
+    (found,) = asyncio.run(cluster._paths(layout, hosts))
     assert (found.layer, found.verdict, found.host) == (layer, Verdict.BAD, "pi4")
     assert mend in found.remedy
 
@@ -314,8 +319,8 @@ def test_one_link_that_carries_multicast_is_enough(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(socket.socket, "setsockopt", join)
     monkeypatch.setattr(socket.socket, "bind", lambda *_: None)
-    monkeypatch.setattr(here, "own_addresses", lambda: ["10.0.0.1", "192.168.50.2"])
-    assert here._mdns().verdict is Verdict.GOOD
+    monkeypatch.setattr(machine, "own_addresses", lambda: ["10.0.0.1", "192.168.50.2"])
+    assert machine._mdns().verdict is Verdict.GOOD
     assert asked == ["10.0.0.1", "192.168.50.2"]
-    monkeypatch.setattr(here, "own_addresses", lambda: ["10.0.0.1"])
-    assert "No such device" in here._mdns().what
+    monkeypatch.setattr(machine, "own_addresses", lambda: ["10.0.0.1"])
+    assert "No such device" in machine._mdns().what

@@ -23,7 +23,7 @@ from smolcluster.engine.checkpoint.export_hf import export_run, write_folder
 from smolcluster.engine.checkpoint.import_hf import import_model
 from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.errors import UserError
-from smolcluster.launch.cluster.read import order_for, read_cluster
+from smolcluster.launch.cluster.request import plan_deployment, read_cluster
 from smolcluster.launch.prepare import prepare
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import export_config, export_weights
@@ -156,13 +156,13 @@ def test_a_cluster_is_sent_the_tokenizer(run: Path, tmp_path: Path) -> None:
     """A path of this machine means nothing on another one."""
     file = tmp_path / "cluster.yaml"
     file.write_text("hosts: {here: {address: local, workers: 2}}\nstrategy: edp\n", encoding="utf-8")
-    order = order_for(read_cluster(file, train=[str(run / "config.yaml")]))
+    order = plan_deployment(read_cluster(file, train=[str(run / "config.yaml")]))
     with tarfile.open(fileobj=io.BytesIO(order.files.data)) as archive:
         archive.extractall(tmp_path / "there", filter="data")
     assert load_config([tmp_path / "there" / "config.yaml"]).data.tokenizer == "tokenizer"
     for path in (run / "tokenizer").iterdir():
         assert (tmp_path / "there" / "tokenizer" / path.name).read_bytes() == path.read_bytes()
-    workers = [seat for seat in order.layout.seats if seat.name.startswith("worker")]
+    workers = [process for process in order.layout.processes if process.name.startswith("worker")]
     assert all('data.tokenizer="tokenizer"' in seat.arguments for seat in workers)
 
 

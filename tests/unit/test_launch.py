@@ -23,7 +23,7 @@ from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError, WorkerFailed
 from smolcluster.launch.join.worker import worker_spec
 from smolcluster.launch.local import elastic, supervisor
-from smolcluster.launch.local.elastic import dial_address, invitation, run_elastic
+from smolcluster.launch.local.elastic import dial_address, join_commands, run_elastic
 from smolcluster.launch.local.outcome import Interrupted, Outcome
 from smolcluster.launch.local.processes import Child, end_all, signals, spawn, wait_for
 from smolcluster.launch.prepare import Prepared, choose_plane, prepare
@@ -98,7 +98,7 @@ def test_a_worker_that_dies_is_started_again(story: Elastic) -> None:
     summary = story.run({"server": [SERVES], "worker-0": [dies, dies, dies, dies, WORKS], "worker-1": [WORKS]})
     assert summary["restarts"] == 4
     assert story.summary()["restarts"] == 4
-    assert story.notices() == ["worker 0 died (killed by SIGKILL); starting it again"] * 4
+    assert story.notices() == ["worker 0 died (killed by SIGKILL); restarting it"] * 4
     assert len({pid for pid, _ in story.lives("worker-0")}) == 5
     assert story.all_gone()
 
@@ -113,7 +113,7 @@ def test_a_worker_that_never_works_is_given_up_and_the_others_go_on(story: Elast
     first, *rest = last.splitlines()
     assert first == "worker 0 failed 3 times in a row: ValueError: no"
     assert rest[0] == "  | in line 7"
-    assert rest[-1].endswith(".log; training goes on without it")
+    assert rest[-1].endswith(".log; training continues without it")
     assert len(story.lives("worker-0")) == 3
 
 
@@ -129,7 +129,7 @@ def test_without_any_worker_the_run_ends_with_the_last_words(story: Elastic) -> 
     with pytest.raises(WorkerFailed, match="worker 0 failed 3 times in a row: ZeroDivisionError") as raised:
         story.run({"server": [serves], "worker-0": [["fail error ZeroDivisionError: division by zero"]]}, workers=1)
     assert "| in line 7" in str(raised.value)
-    assert "the whole log: " in str(raised.value)
+    assert "full log: " in str(raised.value)
     summary = story.summary()
     assert summary["status"] == "failed"
     assert summary["error"] == "worker 0 failed 3 times in a row: ZeroDivisionError: division by zero"
@@ -161,7 +161,7 @@ def test_the_server_comes_back_on_its_port_as_the_process_that_stood_by(story: E
     summary = story.run({"server": [first, second], "worker-0": [WORKS], "worker-1": [WORKS]})
     assert summary["restarts"] == 1
     assert summary["wall_s"] > 0
-    assert story.notices() == ["the server died (killed by SIGKILL); starting it again"]
+    assert story.notices() == ["the server died (killed by SIGKILL); restarting it"]
     (_, before), (pid, after) = story.lives("server")
     assert (before, after) == ("127.0.0.1:0", "127.0.0.1:4711")
     assert pid in story.born()[:4]  # before the first had died
@@ -323,16 +323,16 @@ def test_a_server_alone_says_how_to_join(story: Elastic) -> None:
 
 
 def test_invitations() -> None:
-    lines = list(invitation(config(2, **{"cluster.bind": "::1"}), 7))
+    lines = list(join_commands(config(2, **{"cluster.bind": "::1"}), 7))
     assert lines == [
         "listening on [::1]:7; 2 workers expected:",
         "    smolcluster worker 0 HOSTNAME --server [::1]:7",
         "    smolcluster worker 1 HOSTNAME --server [::1]:7",
     ]
     named = resolve(load_config([ROOT / "configs" / "cluster_config_edp.yaml"], overrides=["cluster.bind=0.0.0.0"]))
-    assert list(invitation(named, 65432))[1] == "    smolcluster worker 0 pi5 --server 10.10.0.1:65432"
+    assert list(join_commands(named, 65432))[1] == "    smolcluster worker 0 pi5 --server 10.10.0.1:65432"
     assert dial_address("0.0.0.0", 7) == "127.0.0.1:7"
-    assert list(invitation(config(20), 7))[-1] == "    and so on, up to rank 19"
+    assert list(join_commands(config(20), 7))[-1] == "    and so on, up to rank 19"
 
 
 # What a run starts from ---------------------------------------------------------------------------------------------

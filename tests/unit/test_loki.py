@@ -36,7 +36,7 @@ from tests.unit.test_prometheus import STARTED
 from smolcluster.config import dump, load_config, public_dict, resolve
 from smolcluster.engine.spec import WorkerSpec
 from smolcluster.errors import UserError
-from smolcluster.launch.join.worker import _Pushing
+from smolcluster.launch.join.worker import _LogPusher
 from smolcluster.observe.events import Event, Notice, RunStarted
 from smolcluster.observe.follow import PRINTED, Entry, Follower, Place, entries_in
 from smolcluster.observe.logs import reset_logging, setup_logging
@@ -732,7 +732,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_a_worker_by_hand_sends_nothing_to_the_loki_of_its_server(loki: StrictLoki, temporary: Path) -> None:
     """Its lines, and the login in its environment, go where its owner says."""
     screen = Told()
-    pushing = _Pushing(joined(), None, [screen])
+    pushing = _LogPusher(joined(), None, [screen])
     log.info("before anything is known")
     pushing.handle(started(loki.url))
     log.info("after")
@@ -748,7 +748,7 @@ def started(url: str | None) -> RunStarted:
 
 def test_a_worker_by_hand_without_loki_leaves_no_file_but_the_log_it_was_asked_for(temporary: Path) -> None:
     for log_dir in (None, temporary / "mine"):
-        pushing = _Pushing(joined(), log_dir, [])
+        pushing = _LogPusher(joined(), log_dir, [])
         log.info("line")
         pushing.handle(started(None))
         pushing.close()
@@ -759,15 +759,15 @@ def test_a_worker_by_hand_without_room_for_a_log_has_none(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, loki: StrictLoki
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "nowhere"))
-    pushing = _Pushing(joined(), None, [])
+    pushing = _LogPusher(joined(), None, [])
     log.info("line")
     pushing.handle(started(loki.url))
     pushing.close()
     assert loki.times == []
     with pytest.raises(UserError, match="give --log-dir"):
-        _Pushing(joined(loki_url=loki.url), None, [])
+        _LogPusher(joined(loki_url=loki.url), None, [])
     with pytest.raises(UserError, match="write it as http://"):
-        _Pushing(joined(loki_url="nonsense"), temporary, [])
+        _LogPusher(joined(loki_url="nonsense"), temporary, [])
     assert list(temporary.iterdir()) == []
 
 
@@ -775,7 +775,7 @@ def test_a_worker_by_hand_that_cannot_send_says_where_its_lines_are(temporary: P
     screen = Told()
     with StrictLoki() as loki:
         loki.stop()
-        pushing = _Pushing(joined(loki_url=loki.url), None, [screen])
+        pushing = _LogPusher(joined(loki_url=loki.url), None, [screen])
         log.info("line")
         pushing.close()
         (folder,) = temporary.iterdir()

@@ -31,11 +31,11 @@ from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.local.processes import Child, spawn
 from smolcluster.launch.prepare import Prepared
 from smolcluster.launch.restart import launcher as restart
-from smolcluster.launch.restart import rounds
+from smolcluster.launch.restart import rendezvous
+from smolcluster.launch.restart.endpoint import join_endpoint
 from smolcluster.launch.restart.launcher import run_restarting
-from smolcluster.launch.restart.meeting import met
-from smolcluster.launch.restart.plan import Elastic, check_restartable, elastic_wish, parse_elastic
-from smolcluster.launch.restart.rounds import Decree, broken, next_round
+from smolcluster.launch.restart.plan import ElasticRange, check_restartable, elastic_from_flags, parse_elastic
+from smolcluster.launch.restart.rendezvous import RoundPlan, broken, next_round
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,13 +44,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_what_elastic_means() -> None:
-    assert parse_elastic("2:4") == Elastic(fewest=2, most=4, here=4)
-    assert parse_elastic("4", workers=4) == Elastic(fewest=4, most=4, here=4)
+    assert parse_elastic("2:4") == ElasticRange(min_workers=2, max_workers=4, local_workers=4)
+    assert parse_elastic("4", workers=4) == ElasticRange(min_workers=4, max_workers=4, local_workers=4)
     many = parse_elastic("2:8", workers=2, endpoint="mini1:29400", max_restarts=3)
-    assert many == Elastic(fewest=2, most=8, here=2, endpoint=("mini1", 29400), max_restarts=3)
-    assert parse_elastic("2:8", endpoint="[::1]:29400").here == 1
-    assert elastic_wish(None, workers=2, endpoint=None, max_restarts=None) is None
-    assert elastic_wish("2", workers=None, endpoint=None, max_restarts=None) == Elastic(fewest=2, most=2, here=2)
+    assert many == ElasticRange(
+        min_workers=2, max_workers=8, local_workers=2, endpoint=("mini1", 29400), max_restarts=3
+    )
+    assert parse_elastic("2:8", endpoint="[::1]:29400").local_workers == 1
+    assert elastic_from_flags(None, workers=2, endpoint=None, max_restarts=None) is None
+    assert elastic_from_flags("2", workers=None, endpoint=None, max_restarts=None) == ElasticRange(
+        min_workers=2, max_workers=2, local_workers=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,26 +63,24 @@ def test_what_elastic_means() -> None:
         ("two", {}, "--elastic two: write MIN:MAX"),
         ("4:2", {}, "--elastic 4:2: write MIN:MAX"),
         ("0:2", {}, "--elastic 0:2: write MIN:MAX"),
-        ("2:6", {"workers": 4}, "there are only 4 workers; use --elastic 2:4, or --rdzv-endpoint"),
-        ("1:2", {"workers": 4}, "more than 2 workers never take part; use --workers 2"),
+        ("2:6", {"workers": 4}, "only 4 workers on this machine; use --elastic 2:4, or --rdzv-endpoint"),
+        ("1:2", {"workers": 4}, "at most 2 workers take part; use --workers 2"),
         ("1:2", {"endpoint": "mini1"}, "--rdzv-endpoint 'mini1' is not HOST:PORT"),
         ("1:2", {"max_restarts": -1}, "--max-restarts -1: 0 or more"),
         (None, {"endpoint": "mini1:1"}, "--rdzv-endpoint needs --elastic MIN:MAX"),
         (None, {"max_restarts": 3}, "--max-restarts needs --elastic MIN:MAX"),
-        ("1:2", {"by_hand": "rank 0"}, "--elastic starts the ranks itself: leave out --rank"),
+        ("1:2", {"started_by": "rank 0"}, "--elastic starts the ranks itself: leave out --rank"),
     ],
 )
 def test_mistakes_in_asking(text: str | None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        elastic_wish(text, **({"workers": None, "endpoint": None, "max_restarts": None} | options))
+        elastic_from_flags(text, **({"workers": None, "endpoint": None, "max_restarts": None} | options))
 
 
 def test_what_need_not_or_cannot_start_again() -> None:
-    with pytest.raises(UserError, match="edp runs on the elastic plane, where the others go on without a restart"):
+    with pytest.raises(UserError, match="edp runs on the elastic plane, where workers join and die without a restart"):
         check_restartable(config(**{"strategy.name": "edp"}), "elastic")
-    with pytest.raises(
-        UserError, match=r"this run saves none between its beginning and its end; set training\.checkpoint_steps"
-    ):
+    with pytest.raises(UserError, match=r"this run saves none before its end; set training\.checkpoint_steps"):
         check_restartable(config(**{"training.checkpoint_steps": 0}), "mesh")
     with pytest.raises(UserError, match="--save-interval 100"):
         check_restartable(config(**{"training.eval_steps": 0}), "mesh")
@@ -93,10 +95,10 @@ def prepared(config: Config, run_dir: RunDir) -> Prepared:
     return Prepared(config=config, workers=config.cluster.num_workers or 1, run_dir=run_dir)
 
 
-# Rounds ------------------------------------------------------------------------------------------------------------
+# Rendezvous ------------------------------------------------------------------------------------------------------------
 
 
-def agents(*said: tuple[int, int], leads: int = 0, **more: Any) -> dict[int, dict[str, Any]]:
+def launchers(*said: tuple[int, int], leads: int = 0, **more: Any) -> dict[int, dict[str, Any]]:
     """(workers, asks) of each."""
     names = "abcdef"
     return {
@@ -111,58 +113,58 @@ SIZES = [2, 3, 4]
 @pytest.mark.parametrize(
     ("current", "there", "last_call", "expected"),
     [
-        (Decree(), agents((1, 1)), True, None),  # too few
-        (Decree(), agents((2, 1)), False, None),  # enough, but more may come
-        (Decree(), agents((2, 1)), True, (2, [[0, 2]])),
-        (Decree(), agents((2, 1), (2, 1)), False, (4, [[0, 2], [1, 2]])),  # nobody else has room
-        (Decree(), agents((2, 1), (2, 1), leads=1), False, (4, [[1, 2], [0, 2]])),  # rank 0 is the leader's
-        (Decree(), agents((2, 1), (2, 1), (2, 1)), False, (4, [[0, 2], [1, 2]])),  # the third is spare
-        (Decree(), agents((3, 1), (3, 1)), False, (4, [[0, 3], [1, 1]])),
-        (Decree(), agents((2, 0), (2, 1)), True, None),  # the leader is not ready
-        (Decree(number=1, parts=[[0, 2], [1, 2]]), agents((2, 2), (2, 1)), True, None),  # one is on its way
-        (Decree(number=1, parts=[[0, 2], [1, 2]]), agents((2, 2)), True, (2, [[0, 2]])),  # and now it is gone
-        (Decree(number=1, parts=[[0, 2]]), agents((2, 2), (1, 2)), True, (3, [[0, 2], [1, 1]])),
+        (RoundPlan(), launchers((1, 1)), True, None),  # too few
+        (RoundPlan(), launchers((2, 1)), False, None),  # enough, but more may come
+        (RoundPlan(), launchers((2, 1)), True, (2, [[0, 2]])),
+        (RoundPlan(), launchers((2, 1), (2, 1)), False, (4, [[0, 2], [1, 2]])),  # nobody else has room
+        (RoundPlan(), launchers((2, 1), (2, 1), leads=1), False, (4, [[1, 2], [0, 2]])),  # rank 0 is the leader's
+        (RoundPlan(), launchers((2, 1), (2, 1), (2, 1)), False, (4, [[0, 2], [1, 2]])),  # the third is spare
+        (RoundPlan(), launchers((3, 1), (3, 1)), False, (4, [[0, 3], [1, 1]])),
+        (RoundPlan(), launchers((2, 0), (2, 1)), True, None),  # the leader is not ready
+        (RoundPlan(number=1, parts=[[0, 2], [1, 2]]), launchers((2, 2), (2, 1)), True, None),  # one is on its way
+        (RoundPlan(number=1, parts=[[0, 2], [1, 2]]), launchers((2, 2)), True, (2, [[0, 2]])),  # and now it is gone
+        (RoundPlan(number=1, parts=[[0, 2]]), launchers((2, 2), (1, 2)), True, (3, [[0, 2], [1, 1]])),
     ],
 )
 def test_when_a_round_begins(
-    current: Decree, there: dict[int, dict[str, Any]], last_call: bool, expected: tuple[int, list[list[int]]] | None
+    current: RoundPlan, there: dict[int, dict[str, Any]], last_call: bool, expected: tuple[int, list[list[int]]] | None
 ) -> None:
     assert next_round(current, there, SIZES, last_call=last_call) == expected
 
 
 def test_a_size_that_cannot_run_is_passed_over() -> None:
-    assert next_round(Decree(), agents((1, 1), (1, 1), (1, 1)), [2, 4], last_call=True) == (2, [[0, 1], [1, 1]])
+    assert next_round(RoundPlan(), launchers((1, 1), (1, 1), (1, 1)), [2, 4], last_call=True) == (2, [[0, 1], [1, 1]])
 
 
 def test_who_has_which_ranks() -> None:
-    decree = Decree(number=1, world_size=5, parts=[[3, 2], [0, 1], [7, 2]])
-    assert [list(decree.ranks(n)) for n in (3, 0, 7, 1)] == [[0, 1], [2], [3, 4], []]
+    plan = RoundPlan(number=1, world_size=5, parts=[[3, 2], [0, 1], [7, 2]])
+    assert [list(plan.ranks(n)) for n in (3, 0, 7, 1)] == [[0, 1], [2], [3, 4], []]
 
 
-PAIR = Decree(number=1, world_size=2, parts=[[0, 1], [1, 1]])
+PAIR = RoundPlan(number=1, world_size=2, parts=[[0, 1], [1, 1]])
 
 
 @pytest.mark.parametrize(
     ("there", "gone", "expected"),
     [
-        (agents((1, 1), (1, 1)), {}, None),
-        (agents((1, 1), (1, 2), b={"why": "rank 1 died"}), {}, ("rank 1 died", False)),
-        (agents((1, 1), (1, 2)), {}, ("another machine starts again", True)),
-        (agents((1, 1)), {1: {"host": "b"}}, ("b is gone", False)),
-        (agents((1, 1)), {1: {"host": "b", "leaves": True}}, ("b has left", True)),
-        (agents((1, 1)), {1: {"host": "b", "done": True}}, None),
-        (agents((1, 1), (1, 1), (1, 2)), {}, ("c has come", True)),
-        (agents((1, 1), (1, 1), (1, 1)), {}, None),  # it is not ready yet
-        (agents((1, 1), (1, 1)), {5: {"host": "f"}}, None),  # was none of us
+        (launchers((1, 1), (1, 1)), {}, None),
+        (launchers((1, 1), (1, 2), b={"why": "rank 1 died"}), {}, ("rank 1 died", False)),
+        (launchers((1, 1), (1, 2)), {}, ("another machine restarts", True)),
+        (launchers((1, 1)), {1: {"host": "b"}}, ("b is gone", False)),
+        (launchers((1, 1)), {1: {"host": "b", "leaves": True}}, ("b has left", True)),
+        (launchers((1, 1)), {1: {"host": "b", "done": True}}, None),
+        (launchers((1, 1), (1, 1), (1, 2)), {}, ("c has joined", True)),
+        (launchers((1, 1), (1, 1), (1, 1)), {}, None),  # it is not ready yet
+        (launchers((1, 1), (1, 1)), {5: {"host": "f"}}, None),  # was none of us
     ],
 )
 def test_when_a_round_ends(there: Any, gone: Any, expected: tuple[str, bool] | None) -> None:
     found = broken(PAIR, 0, there, gone, [2, 3])
-    assert (None if found is None else (found.why, found.gently)) == expected
+    assert (None if found is None else (found.why, found.graceful)) == expected
 
 
 def test_no_round_ends_for_a_machine_that_would_not_be_used() -> None:
-    assert broken(PAIR, 0, agents((1, 1), (1, 1), (1, 2)), {}, [2, 4]) is None
+    assert broken(PAIR, 0, launchers((1, 1), (1, 1), (1, 2)), {}, [2, 4]) is None
 
 
 # Where launchers meet --------------------------------------------------------------------------------------------------
@@ -177,11 +179,11 @@ def test_launchers_wait_for_the_one_that_leads_as_long_as_they_are_told(monkeypa
 
     monkeypatch.setattr(tcp, "dial", nobody)
     message = (
-        r"nobody answers at --rdzv-endpoint 192.0.2.1:9 in 0.5 s \(cluster.join_timeout\): Connection refused; is the"
+        r"no answer from --rdzv-endpoint 192.0.2.1:9 in 0.5 s \(cluster.join_timeout\): Connection refused; start the"
     )
     with (
         pytest.raises(UserError, match=message),
-        met(("192.0.2.1", 9), within_s=0.5, keyring=Keyring([new_token()])),
+        join_endpoint(("192.0.2.1", 9), within_s=0.5, keyring=Keyring([new_token()])),
     ):
         pass
     assert len(attempts) > 1  # the name is asked again: a pod that leads may have another address
@@ -193,8 +195,8 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with (
-        pytest.raises(UserError, match="--rdzv-endpoint mini1:9: this machine does not know the name mini1; use the"),
-        met(("mini1", 9), within_s=0.1, keyring=Keyring([new_token()])),
+        pytest.raises(UserError, match="--rdzv-endpoint mini1:9: this machine cannot resolve the name mini1; use the"),
+        join_endpoint(("mini1", 9), within_s=0.1, keyring=Keyring([new_token()])),
     ):
         pass
 
@@ -204,7 +206,7 @@ def test_launchers_beyond_this_machine_need_the_token(tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     wish = parse_elastic("1:2", workers=1, endpoint="192.0.2.1:29400")
     with pytest.raises(
-        UserError, match=r"192.0.2.1:29400 can be reached .* no cluster token .* `smolcluster token new`"
+        UserError, match=r"192.0.2.1:29400 can be reached .* needs a cluster token.* `smolcluster token new`"
     ):
         run_restarting(prepared(config(), RunDir(tmp_path / "run")), wish, sinks=[])
     token = new_token()
@@ -212,12 +214,15 @@ def test_launchers_beyond_this_machine_need_the_token(tmp_path: Path, monkeypatc
     where = ("127.0.0.1", server.port)
     with (
         pytest.raises(UserError, match="does not have our token; give every machine the same cluster token"),
-        met(where, within_s=60, keyring=Keyring([new_token()])),
+        join_endpoint(where, within_s=60, keyring=Keyring([new_token()])),
     ):
         pass
-    with pytest.raises(UserError, match=r"token.*\(smolcluster token add\)"), met(where, within_s=2, keyring=None):
+    with (
+        pytest.raises(UserError, match=r"token.*\(smolcluster token add\)"),
+        join_endpoint(where, within_s=2, keyring=None),
+    ):
         pass
-    with met(where, within_s=60, keyring=Keyring([token])) as (client, leads):
+    with join_endpoint(where, within_s=60, keyring=Keyring([token])) as (client, leads):
         assert client is not None and not leads  # noqa: PT018
     server.close()
 
@@ -227,8 +232,8 @@ def test_launchers_never_import_torch() -> None:
     code = """
 import sys
 from smolcluster.launch.restart import launcher as restart
-from smolcluster.launch.restart.meeting import met
-with met(("127.0.0.1", int(sys.argv[1])), within_s=60) as (client, leads):
+from smolcluster.launch.restart.endpoint import join_endpoint
+with join_endpoint(("127.0.0.1", int(sys.argv[1])), within_s=60) as (client, leads):
     client.say(step=1)
     assert leads and client.wait(lambda: client.view.members[0].get("step") == 1, within_s=60)
 sys.exit(bool({"torch", "numpy"} & set(sys.modules)))
@@ -243,7 +248,7 @@ class Restarted(Story):
     def run(self, script: Script, elastic: str = "1:2", **options: Any) -> dict[str, Any]:
         self.write(script)
         wish = parse_elastic(elastic, **options)
-        sets = {"cluster.num_workers": wish.most, "cluster.standby": False}
+        sets = {"cluster.num_workers": wish.max_workers, "cluster.standby": False}
         return run_restarting(prepared(config(**sets), self.run_dir), wish, sinks=[self])
 
     def specs(self, rank: int) -> list[dict[str, Any]]:
@@ -253,13 +258,13 @@ class Restarted(Story):
 
 @pytest.fixture
 def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Restarted:
-    def plans(config: Config, elastic: Elastic) -> Any:
-        return {size: {"size": size} for size in range(elastic.fewest, elastic.most + 1)}, {}
+    def plans(config: Config, elastic: ElasticRange) -> Any:
+        return {size: {"size": size} for size in range(elastic.min_workers, elastic.max_workers + 1)}, {}
 
     monkeypatch.setattr(restart, "_PROCESS", "tests.unit.scripted_process")
-    monkeypatch.setattr(restart, "ask_for_plans", plans)
+    monkeypatch.setattr(restart, "plan_world_sizes", plans)
     monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
-    monkeypatch.setattr(rounds, "LAST_CALL_S", 0.2)
+    monkeypatch.setattr(rendezvous, "LAST_CALL_S", 0.2)
     monkeypatch.setenv("SCRIPT_FOLDER", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     return Restarted(tmp_path)
@@ -301,7 +306,7 @@ def test_all_start_again_from_the_checkpoint(story: Restarted) -> None:
     summary = story.run({"worker-0": [saves, again], "worker-1": [dies, GOOD]})
     assert (summary["restarts"], summary["members_lost"]) == (1, 1)
     assert story.summary()["restarts"] == 1
-    assert story.notices() == [f"rank 1 on {HOST} died: killed by SIGKILL; starting again"]
+    assert story.notices() == [f"rank 1 on {HOST} died: killed by SIGKILL; restarting all workers"]
     for rank in (0, 1):
         first, second = story.specs(rank)
         assert (first["resume"], first["again"]) == (None, False)
@@ -322,7 +327,7 @@ def test_a_victim_is_not_blamed(story: Restarted, monkeypatch: pytest.MonkeyPatc
     dies = ["row 1", "await lost", "die"]
     loses = ["listen", "row 1", "note lost", "fail peer connection closed"]
     story.run({"worker-0": [loses, ["listen", "row 2", "finish"]], "worker-1": [dies, GOOD]})
-    assert story.notices() == [f"rank 1 on {HOST} died: killed by SIGKILL; starting again"]
+    assert story.notices() == [f"rank 1 on {HOST} died: killed by SIGKILL; restarting all workers"]
 
 
 def test_a_worker_that_dies_again_and_again_is_left_out(story: Restarted) -> None:
@@ -332,7 +337,9 @@ def test_a_worker_that_dies_again_and_again_is_left_out(story: Restarted) -> Non
     summary = story.run({"worker-0": [*waits, last], "worker-1": dies})
     assert summary["restarts"] == 3
     assert "rank 1" in story.notices()[2]
-    assert story.notices()[2].endswith("3 times in a row without a new step; going on without it; starting again")
+    assert story.notices()[2].endswith(
+        "3 times in a row without a new step; continuing without it; restarting all workers"
+    )
 
 
 def test_the_rank_that_stays_keeps_its_gpu_and_is_the_first(story: Restarted) -> None:
@@ -358,7 +365,7 @@ def test_where_none_can_be_spared_the_run_ends(story: Restarted) -> None:
 def test_restarts_are_bounded_even_with_headway(story: Restarted) -> None:
     lives = [["listen", f"row {step}", f"note step-{step}", "hang"] for step in range(1, 9)]
     deaths = [[f"await step-{step}", "die"] for step in range(1, 9)]
-    with pytest.raises(WorkerFailed, match="once more than --max-restarts 4"):
+    with pytest.raises(WorkerFailed, match="exceeded --max-restarts 4"):
         story.run({"worker-0": lives, "worker-1": deaths}, max_restarts=4)
     assert len(story.specs(1)) == 5
     assert story.summary()["error"].startswith("rank 1 on")
@@ -411,9 +418,9 @@ def wait_until(question: Callable[[], bool], within_s: float = 60.0) -> None:
 class Machine(threading.Thread):
     """A second launcher, as on another machine."""
 
-    def __init__(self, wish: Elastic) -> None:
+    def __init__(self, wish: ElasticRange) -> None:
         super().__init__(daemon=True)
-        self.run_config, self.wish = config(**{"cluster.num_workers": wish.most, "cluster.standby": False}), wish
+        self.run_config, self.wish = config(**{"cluster.num_workers": wish.max_workers, "cluster.standby": False}), wish
         self.result: Any = None
 
     def run(self) -> None:
@@ -461,8 +468,8 @@ def test_a_machine_that_comes_is_made_room_for(story: Restarted) -> None:
     assert (summary["status"], summary["restarts"], summary["members_lost"]) == ("finished", 2, 1)
     assert other.result["status"] == "finished"
     assert story.notices() == [
-        "more workers are here; starting again",
-        f"rank 1 on {HOST} died: killed by SIGKILL; starting again",
+        "more workers have joined; restarting all workers",
+        f"rank 1 on {HOST} died: killed by SIGKILL; restarting all workers",
     ]
     assert [spec["world_size"] for spec in story.specs(0)] == [1, 2, 2]
     assert [spec["master_addr"] for spec in story.specs(1)] == ["127.0.0.1"] * 2
@@ -493,7 +500,7 @@ def test_a_machine_that_comes_with_a_mistake_only_leaves(story: Restarted) -> No
     other.join(10)
     assert (summary["status"], summary["members_lost"]) == ("finished", 0)
     assert str(other.result) == "another batch size"
-    assert f"{HOST} has left: another batch size; starting again" in story.notices()
+    assert f"{HOST} has left: another batch size; restarting all workers" in story.notices()
 
 
 def test_a_machine_with_another_version_does_not_take_part(story: Restarted) -> None:

@@ -12,7 +12,7 @@ import pytest
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch import scaling as launch
 from smolcluster.launch.local.outcome import Interrupted
-from smolcluster.launch.scaling import Request, batch_for, parse_sizes, plan, run_scaling, sample_of
+from smolcluster.launch.scaling import ScalingRequest, batch_for, parse_sizes, plan, run_scaling, sample_of
 from smolcluster.observe.events import Event, StepLogged
 from smolcluster.observe.scaling import Sample, Scaling, Size, bar, chart, draw, remarks
 
@@ -116,8 +116,8 @@ def test_the_picture_is_well_formed_and_has_every_point() -> None:
     assert ElementTree.fromstring(draw(scaling_of(size(1, reason="cannot")))) is not None
 
 
-def request(folder: Path, *, sizes: list[int], weak: bool = False, **sets: Any) -> Request:
-    return Request(
+def request(folder: Path, *, sizes: list[int], weak: bool = False, **sets: Any) -> ScalingRequest:
+    return ScalingRequest(
         sets={"training.batch_size": 6, "training.device": "cpu", **sets},
         sizes=sizes,
         weak=weak,
@@ -158,7 +158,7 @@ def test_repeats_turn_and_what_is_measured_stays(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(launch, "run_here", scripted)
     heard: list[tuple[str, Event | None]] = []
-    scaling = run_scaling(request(tmp_path, sizes=[1, 2, 3]), told=lambda name, event: heard.append((name, event)))
+    scaling = run_scaling(request(tmp_path, sizes=[1, 2, 3]), on_event=lambda name, event: heard.append((name, event)))
     assert order == [1, 2, 3, 2, 1]
     assert scaling.status == "interrupted"
     kept = json.loads((tmp_path / "scaling.json").read_text())

@@ -725,7 +725,7 @@ def test_commands_print_nothing_that_steers_the_terminal(
         return [HOSTILE]
 
     known = SimpleNamespace(hosts={}, machines={})
-    monkeypatch.setattr("smolcluster.launch.cluster.read.known_cluster", lambda _: known)
+    monkeypatch.setattr("smolcluster.launch.cluster.request.known_cluster", lambda _: known)
     monkeypatch.setattr(importlib.import_module("smolcluster.cli.status"), "_status", found)
     monkeypatch.setattr(importlib.import_module("smolcluster.cli.logs"), "_show", shown)
     (tmp_path / "token").write_text(f"{new_token()}  # {HOSTILE}\n", encoding="utf-8")

@@ -58,7 +58,7 @@ def test_a_good_run(story: Mesh) -> None:
 def test_a_death_ends_the_run_and_is_named_once(story: Mesh) -> None:
     with pytest.raises(WorkerFailed, match=r"^worker rank 1 failed: killed by SIGKILL\n") as raised:
         story.run({"worker-0": [["listen", *HANGS]], "worker-1": [["await up-0", "die"]]})
-    assert str(raised.value).splitlines()[-1].startswith("the whole log: ")
+    assert str(raised.value).splitlines()[-1].startswith("full log: ")
     summary = story.summary()
     assert (summary["status"], summary["members_lost"], summary["world_size"]) == ("failed", 1, 2)
     assert summary["error"] == "worker rank 1 failed: killed by SIGKILL"
@@ -80,7 +80,7 @@ def test_a_mistake_ends_the_run_and_leaves_no_trace(story: Mesh) -> None:
 
 
 def test_an_exit_status_alone_is_no_good_end(story: Mesh) -> None:
-    with pytest.raises(WorkerFailed, match=r"^worker rank 1 failed: left in the middle of the run, with status 0"):
+    with pytest.raises(WorkerFailed, match=r"^worker rank 1 failed: exited before the end of the run, with status 0"):
         story.run({"worker-0": [["listen", *HANGS]], "worker-1": [["await up-0"]]})
 
 

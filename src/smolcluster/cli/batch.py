@@ -11,18 +11,18 @@ import typer
 from smolcluster.cli import options
 
 if TYPE_CHECKING:
-    from smolcluster.launch.batch.job import Job
+    from smolcluster.launch.batch.job import BatchJob
 
 size = options.panel("Size of the job")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run(options.Run):
+class JobOptions(options.RunOptions):
     """What to train in a job."""
 
     name: Annotated[str | None, typer.Option(help="Of the job, and of its run. Default: as MODEL-STRATEGY.")] = None
 
-    def plan(self, **size: Any) -> Job:
+    def plan(self, **size: Any) -> BatchJob:
         """Return the job, checked. `size`: further arguments of `plan_job`, which are named as the options."""
         from smolcluster.launch.batch.job import plan_job
 
@@ -33,7 +33,7 @@ Cpus = Annotated[int | None, size(help="Processor cores for each worker.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterRun(Run):
+class ClusterJobOptions(JobOptions):
     """What to train in a job of several machines, and on how much."""
 
     nodes: Annotated[int, size(max=4096, help="Machines, or pods.")] = 1

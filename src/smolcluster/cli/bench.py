@@ -42,7 +42,7 @@ def _bench(context: typer.Context) -> None:
 @app.command("scaling", epilog=options.apart(EXAMPLES))
 @options.grouped
 def scaling(
-    setup: options.Setup,
+    setup: options.SetupOptions,
     workers: Annotated[
         str | None,
         typer.Option(help="1,2,4: these numbers. 8: 1, 2, 4, 8. Default: up to this machine's cores, 8 at most."),
@@ -70,7 +70,7 @@ def scaling(
     Workers are started here, on this machine; on others they cannot be started from here.
     """
     from smolcluster.launch.prepare import sets_of
-    from smolcluster.launch.scaling import THREADS, Request, parse_sizes, run_scaling
+    from smolcluster.launch.scaling import THREADS, ScalingRequest, parse_sizes, run_scaling
 
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UserError(
@@ -81,7 +81,7 @@ def scaling(
     sizes = parse_sizes(workers or str(min(cores, 8)))
     if threads is None and THREADS not in os.environ:
         threads = max(1, cores // max(sizes))  # the same at every size: one worker must not have all cores to itself
-    request = Request(
+    request = ScalingRequest(
         sources=setup.sources or [],
         overrides=setup.override or [],
         sets=sets_of(strategy=setup.strategy, plane=setup.plane, seed=setup.seed),
@@ -96,8 +96,8 @@ def scaling(
     )
     if threads is not None:
         os.environ[THREADS] = str(threads)  # for the workers
-    with _progress(len(sizes) * repeats, warmup + steps) as told:
-        result = run_scaling(request, told=told)
+    with _progress(len(sizes) * repeats, warmup + steps) as on_event:
+        result = run_scaling(request, on_event=on_event)
     return _report(result, request.folder)
 
 
@@ -137,7 +137,7 @@ def _progress(runs: int, steps: int) -> Iterator[Callable[[str, Event | None], N
 
     begun = 0
 
-    def told(name: str, event: Event | None) -> None:
+    def on_event(name: str, event: Event | None) -> None:
         nonlocal begun
         begun += event is None
         line = f"run {begun} of {runs}: {name}"
@@ -148,4 +148,4 @@ def _progress(runs: int, steps: int) -> Iterator[Callable[[str, Event | None], N
 
     status = Console(highlight=False).status("starting") if sys.stdout.isatty() else None
     with status or contextlib.nullcontext() as live:
-        yield told
+        yield on_event

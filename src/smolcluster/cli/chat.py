@@ -30,7 +30,7 @@ Model = Annotated[str | None, typer.Option(help="Which of the server's models. D
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class SamplingOptions:
     """How tokens are chosen. What is not given here is the server's choice."""
 
     temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token. Default: the server's.")] = (
@@ -52,7 +52,7 @@ def chat(
     model: Model = None,
     key: Key = None,
     *,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> int:
     from smolcluster.serve.client.terminal import Chat, given, is_coloured, line_reader, print_pieces, read_all
 

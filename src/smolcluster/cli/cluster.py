@@ -16,7 +16,7 @@ from smolcluster.errors import UserError, unknown_name
 from smolcluster.observe.text import printable
 
 if TYPE_CHECKING:
-    from smolcluster.launch.join.discovery import Offer
+    from smolcluster.launch.join.discovery import MachineOffer
 
 REACH_S = 5.0
 
@@ -35,7 +35,7 @@ def init(
     accept_new: options.AcceptNew = False,
 ) -> int:
     """Write a cluster file from what is found: this machine, hosts of ~/.ssh/config that answer, machines that `join`."""
-    from smolcluster.launch.cluster.finding import find_machines, write_file
+    from smolcluster.launch.cluster.inventory import find_machines, write_file
 
     if out.exists():
         raise UserError(f"{out} is there already; choose another with --out")
@@ -43,7 +43,7 @@ def init(
         raise UserError(f"{out}: there is no folder {out.parent}; choose another place with --out")
     if ssh_config is not None and not ssh_config.is_file():
         raise UserError(f"--ssh-config {ssh_config}: there is no such file")
-    found = find_machines(ssh_config, accept_new=accept_new, told=print_text)
+    found = find_machines(ssh_config, accept_new=accept_new, report=print_text)
     try:
         out.write_text(write_file(found), encoding="utf-8")
     except OSError as error:
@@ -64,7 +64,7 @@ def check(
     accept_new: options.AcceptNew = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> int:
-    """Validate a cluster file and probe its machines: each layer, and the ways to the one that leads. Changes nothing."""
+    """Validate a cluster file and probe its machines: each layer, and the paths to the one that leads. Changes nothing."""
     from smolcluster.cli.doctor import examine_cluster, report
 
     found = examine_cluster(
@@ -124,7 +124,7 @@ def _places(name: str | None, address: str | None) -> list[tuple[str, int]]:
         raise unknown_name("machine", name, [offer.name for offer in offers])
     if name is None and len(offers) > 1:
         raise UserError(f"several machines offer themselves; say which: {', '.join(offer.name for offer in offers)}")
-    chosen: Offer = next(offer for offer in offers if name in (None, offer.name))
+    chosen: MachineOffer = next(offer for offer in offers if name in (None, offer.name))
     return [(each, chosen.port) for each in chosen.addresses]
 
 
@@ -145,12 +145,12 @@ def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[st
     """What a machine gets: the cluster's name, its server, a token where one is needed, and a free rank."""
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.comm.elastic.transport.security import find_tokens
-    from smolcluster.launch.cluster.read import known_cluster, own_tokens
-    from smolcluster.launch.cluster.record import recall, remember
+    from smolcluster.launch.cluster.record import load_record, save_record
+    from smolcluster.launch.cluster.request import known_cluster, own_tokens
 
     record: dict[str, Any] = {}
     if server is None or cluster is not None:
-        record = recall(known_cluster(cluster).name)
+        record = load_record(known_cluster(cluster).name)
         server = server or record.get("server")
     if not server:
         raise UserError("that cluster has no server that others could reach; give --server HOST:PORT")
@@ -164,9 +164,9 @@ def _given(server: str | None, cluster: str | None, rank: int | None) -> dict[st
             raise UserError(
                 f"which numbers the workers of {server} have is not known here: give a new one with --rank N"
             )
-        workers = [seat for seat in record.get("seats", []) if str(seat.get("name")).startswith("worker")]
+        workers = [process for process in record.get("seats", []) if str(process.get("name")).startswith("worker")]
         rank = int(record.get("next_rank", len(workers)))
-        remember(record | {"next_rank": rank + 1})
+        save_record(record | {"next_rank": rank + 1})
     return {"cluster": record.get("name", "the cluster"), "server": server, "token": token, "rank": rank}
 
 

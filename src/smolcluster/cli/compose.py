@@ -22,7 +22,7 @@ _docker = options.panel("Docker")
 
 @options.grouped
 def compose(
-    run: batch.Run,
+    run: batch.JobOptions,
     out: batch.Out = None,
     submit: Annotated[bool, typer.Option("--submit", help="Write it to compose.yaml, or --out, and start it.")] = False,
     workers: Annotated[int, batch.size(help="Workers, each in a container.")] = 2,
@@ -40,7 +40,9 @@ def compose(
     job = run.plan(workers_per_node=workers, gpus=gpus, cpus=cpus, memory=memory)
     root = not hasattr(os, "getuid") or os.getuid() == 0
     owner = user or (f"{USER}:{USER}" if root else f"{os.getuid()}:{os.getgid()}")
-    settings = batch_compose.Settings(image=image or default_image(job), user=owner, data=data, token_file=token_file)
+    settings = batch_compose.ComposeSettings(
+        image=image or default_image(job), user=owner, data=data, token_file=token_file
+    )
     text = batch_compose.render(job, settings)
     if submit and out is None:
         out = Path("compose.yaml")

@@ -81,7 +81,7 @@ def dashboard(
 def of_cluster(run_dir: Path | None, cluster: str) -> AbstractContextManager[Path]:
     """The run of a cluster, copied here for as long as it is looked at."""
     from smolcluster.launch.cluster.mirror import mirrored
-    from smolcluster.launch.cluster.read import known_cluster
+    from smolcluster.launch.cluster.request import known_cluster
 
     if run_dir is not None:
         raise UserError(f"{run_dir} and --cluster {cluster} are two runs; give one of them")

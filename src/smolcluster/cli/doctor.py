@@ -35,15 +35,15 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> int:
     if what is None:
-        from smolcluster.launch.doctor import here
+        from smolcluster.launch.doctor import machine
 
-        found = list(here.examine())
+        found = list(machine.examine())
     elif what.endswith((".yaml", ".yml")):
         found = examine_cluster(Path(what))
     else:
-        from smolcluster.launch.doctor import there
+        from smolcluster.launch.doctor import server
 
-        found = list(there.examine(*place_of(what)))
+        found = list(server.examine(*place_of(what)))
     return report(found, as_json=as_json)
 
 
@@ -67,12 +67,12 @@ def examine_cluster(
     accept_new: bool = False,
 ) -> list[Finding]:
     """As `up` would be given it: which machine leads, and where it listens, depends on the strategy."""
-    from smolcluster.launch.cluster.layout import lay_out
-    from smolcluster.launch.cluster.read import read_cluster
+    from smolcluster.launch.cluster.layout import plan_layout
+    from smolcluster.launch.cluster.request import read_cluster
     from smolcluster.launch.doctor import cluster
 
     wish = read_cluster(file, train=train, overrides=overrides, sets=sets)
-    layout = lay_out(wish.config, name=wish.name, run="check")
+    layout = plan_layout(wish.config, name=wish.name, run="check")
     return asyncio.run(cluster.examine(layout, accept_new=accept_new))
 
 

@@ -12,7 +12,7 @@ from smolcluster.cli import options
 from smolcluster.cli.screen import print_note
 
 if TYPE_CHECKING:
-    from smolcluster.launch.cluster.layout import Recorded
+    from smolcluster.launch.cluster.layout import ClusterRecord
 
 EXAMPLES = """Examples:
 smolcluster down
@@ -24,13 +24,13 @@ def down(
     cluster: options.Cluster = None,
     now: Annotated[bool, typer.Option("--now", help="Do not wait until the run is saved.")] = False,
 ) -> int:
-    from smolcluster.launch.cluster.read import known_cluster
+    from smolcluster.launch.cluster.request import known_cluster
 
     known = known_cluster(cluster)
     return asyncio.run(_down(known, now=now))
 
 
-async def _down(known: Recorded, *, now: bool) -> int:
+async def _down(known: ClusterRecord, *, now: bool) -> int:
     from smolcluster.launch.cluster import control
 
     async with control.connected(known.machines) as (hosts, problems):
@@ -38,10 +38,10 @@ async def _down(known: Recorded, *, now: bool) -> int:
         with contextlib.suppress(control.ClusterError):  # one that cannot be asked does not keep the others from ending
             states = await control.states(known, hosts)
             running = {name: state["host"] for name, state in states.items() if state["alive"]}
-        stopped = await control.down(known, hosts, now=now, told=print_note)
-    for name, seats in stopped.items():
+        stopped = await control.down(known, hosts, now=now, report=print_note)
+    for name, processes in stopped.items():
         # Workers end with their server, and need not be asked any more.
-        ended = sorted({*seats, *(seat for seat, host in running.items() if host == name)})
+        ended = sorted({*processes, *(process for process, host in running.items() if host == name)})
         print_note(name, f"ended {', '.join(ended)}" if ended else "nothing was running")
     if problems:
         raise control.ClusterError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from smolcluster.cli.chat import Key, Model, Sampling, reach
+from smolcluster.cli.chat import Key, Model, SamplingOptions, reach
 from smolcluster.cli.options import grouped
 from smolcluster.errors import UserError
 
@@ -49,7 +49,7 @@ def generate(
     ] = True,
     key: Key = None,
     *,
-    sampling: Sampling,
+    sampling: SamplingOptions,
 ) -> int:
     from smolcluster.serve.client.terminal import given, print_pieces, read_all
 

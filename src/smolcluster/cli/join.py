@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from smolcluster.cli.options import Own, grouped
+from smolcluster.cli.options import OwnerOptions, grouped
 from smolcluster.cli.screen import print_text
 from smolcluster.errors import UserError
 from smolcluster.observe.text import printable
@@ -37,7 +37,7 @@ def join(
         bool, typer.Option("--keep/--no-keep", help="Keep the cluster's token here for the next time.")
     ] = True,
     *,
-    own: Own,
+    own: OwnerOptions,
 ) -> int:
     from smolcluster.config.checks import HOST_NAME
     from smolcluster.launch.join.discovery import announced, own_addresses
@@ -54,13 +54,13 @@ def join(
             typer.echo(f"{called} offers itself at {', '.join(addresses)} port {port}")
             typer.echo(f"the cluster may use {lent(own, spec.overrides)}")
             typer.echo("take it where the cluster was started: smolcluster cluster accept")
-            given = Given.read(_be_taken(door, facts))
+            given = PairingGrant.read(_be_taken(door, facts))
     typer.echo(printable(f"taken by {given.cluster}; its server is at {given.server}"))
     return _work(called, given, own=own, keep=keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class PairingGrant:
     """What a cluster hands to the machine that it takes."""
 
     cluster: str
@@ -69,7 +69,7 @@ class Given:
     token: str | None
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Given:
+    def read(cls, fields: Mapping[str, Any]) -> PairingGrant:
         """Check what came over the network. Raises UserError."""
         kinds: dict[str, Any] = {"cluster": str, "server": str, "rank": int, "token": str | None}
         given: dict[str, Any] = {name: fields.get(name) for name in kinds}
@@ -82,7 +82,7 @@ class Given:
         return cls(**given)
 
 
-def lent(own: Own, given: Mapping[str, Any]) -> str:
+def lent(own: OwnerOptions, given: Mapping[str, Any]) -> str:
     """What the cluster gets of this machine, for the person who offers it. `given`: the worker's own values by dotted name."""
     root, name = given.get("data.root"), given.get("data.name", "embedded")
     if root is not None:
@@ -128,7 +128,7 @@ def _be_taken(door: socket.socket, facts: dict[str, Any]) -> dict[str, Any]:
     raise UserError(f"not taken after {MOST_CODES} codes; start again with: smolcluster join")
 
 
-def _work(name: str, given: Given, *, own: Own, keep: bool) -> int:
+def _work(name: str, given: PairingGrant, *, own: OwnerOptions, keep: bool) -> int:
     """Be a worker of that cluster."""
     from smolcluster.cli.ending import leave_after
     from smolcluster.comm.elastic.transport.security import TokenEntry, token_file

@@ -22,7 +22,7 @@ _kubernetes = options.panel("Kubernetes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesOptions:
-    """The fields of `smolcluster.launch.batch.kubernetes.Settings` that are options as they are."""
+    """The fields of `smolcluster.launch.batch.kubernetes.KubernetesSettings` that are options as they are."""
 
     namespace: Annotated[str | None, _kubernetes(help="Default: kubectl's.")] = None
     claim: Annotated[
@@ -40,7 +40,7 @@ class KubernetesOptions:
 
 @options.grouped
 def k8s(
-    run: batch.ClusterRun,
+    run: batch.ClusterJobOptions,
     out: batch.Out = None,
     submit: Annotated[bool, typer.Option("--submit", help="Give it to `kubectl apply`.")] = False,
     elastic: Annotated[
@@ -72,7 +72,7 @@ def k8s(
             kubernetes.check_task(source, image=image or "smolcluster:cpu")
     job = run.plan(elastic=elastic)
     token = _token(token_from_file, from_env=token_from_env)
-    settings = kubernetes.Settings(
+    settings = kubernetes.KubernetesSettings(
         image=image or default_image(job),
         token=token,
         node_selector=tuple(map(kubernetes.parse_selector, node_selector or ())),

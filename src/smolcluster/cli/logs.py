@@ -13,7 +13,7 @@ from smolcluster.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from smolcluster.launch.cluster.host import HostError
-    from smolcluster.launch.cluster.layout import Recorded
+    from smolcluster.launch.cluster.layout import ClusterRecord
 
 EXAMPLES = """Examples:
 smolcluster logs -f
@@ -50,18 +50,18 @@ def logs(
         return 0
     if node == "push":
         return _push(run_dir, url)
-    from smolcluster.launch.cluster.read import known_cluster
+    from smolcluster.launch.cluster.request import known_cluster
 
     known = known_cluster(cluster)
-    seats = list(known.hosts)  # others may be left of a run before
+    processes = list(known.hosts)  # others may be left of a run before
     chosen = list(dict.fromkeys(known.hosts.values()))
     if node is not None:
         if node not in known.hosts and node not in known.machines:
             raise unknown_name("node", node, [*known.machines, *known.hosts])
-        seats = [node] if node in known.hosts else seats
+        processes = [node] if node in known.hosts else processes
         chosen = [known.hosts.get(node, node)]
     try:
-        missing = asyncio.run(_show(known, chosen, seats=seats, past=lines, on=follow))
+        missing = asyncio.run(_show(known, chosen, processes=processes, past=lines, on=follow))
     except KeyboardInterrupt:
         return 130
     for problem in missing:
@@ -69,7 +69,9 @@ def logs(
     return 1 if missing else 0
 
 
-async def _show(known: Recorded, chosen: list[str], *, seats: list[str], past: int, on: bool) -> list[HostError]:
+async def _show(
+    known: ClusterRecord, chosen: list[str], *, processes: list[str], past: int, on: bool
+) -> list[HostError]:
     """What processes print, on all machines that can be asked. Returns what is wrong with the others."""
     from smolcluster.launch.cluster import control
     from smolcluster.launch.cluster.host import HostError
@@ -77,7 +79,14 @@ async def _show(known: Recorded, chosen: list[str], *, seats: list[str], past: i
     async def one(host: str) -> HostError | None:
         try:
             await control.follow(
-                known, known.machines, chosen=[host], seats=seats, past=past, on=on, show=print_line, told=print_note
+                known,
+                known.machines,
+                chosen=[host],
+                processes=processes,
+                past=past,
+                on=on,
+                show=print_line,
+                report=print_note,
             )
         except HostError as error:
             return error

@@ -94,7 +94,7 @@ Backend = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class SetupOptions:
     """What to train, and how."""
 
     sources: Sources = None
@@ -106,7 +106,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run(Setup):
+class RunOptions(SetupOptions):
     """The same, and for how long."""
 
     steps: Steps = None
@@ -116,7 +116,7 @@ _own = panel("This machine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
+class OwnerOptions:
     """What the owner of a machine gives to its worker."""
 
     device: Annotated[str | None, _own(help="cpu, cuda, cuda:1, mps. Default: the best one here.")] = None

@@ -22,7 +22,7 @@ _as_sbatch = _slurm(help="As sbatch's.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
-    """The fields of `smolcluster.launch.batch.slurm.Settings` that are options as they are."""
+    """The fields of `smolcluster.launch.batch.slurm.SlurmSettings` that are options as they are."""
 
     partition: Annotated[str | None, _as_sbatch] = None
     account: Annotated[str | None, _as_sbatch] = None
@@ -36,7 +36,7 @@ class SlurmOptions:
 
 @options.grouped
 def slurm(
-    run: batch.ClusterRun,
+    run: batch.ClusterJobOptions,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where the run is written; all nodes must see it. Default: runs/<name>.")
     ] = None,
@@ -65,7 +65,7 @@ def slurm(
     from smolcluster.launch.batch import slurm as batch_slurm
 
     job = run.plan()
-    settings = batch_slurm.Settings(
+    settings = batch_slurm.SlurmSettings(
         run_dir=(run_dir or Path("runs", job.name)).absolute(),
         folder=Path.cwd(),
         options=tuple(sbatch or ()),

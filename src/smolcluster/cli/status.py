@@ -16,7 +16,7 @@ from smolcluster.observe.events import plain
 from smolcluster.observe.text import clock, number
 
 if TYPE_CHECKING:
-    from smolcluster.launch.cluster.layout import Recorded
+    from smolcluster.launch.cluster.layout import ClusterRecord
 
 EXAMPLES = """Examples:
 smolcluster status
@@ -28,7 +28,7 @@ def status(
     cluster: options.Cluster = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
-    from smolcluster.launch.cluster.read import known_cluster
+    from smolcluster.launch.cluster.request import known_cluster
 
     known = known_cluster(cluster)
     found = asyncio.run(_status(known))
@@ -41,7 +41,7 @@ def status(
     return 1 if bad else 0
 
 
-async def _status(known: Recorded) -> dict[str, Any]:
+async def _status(known: ClusterRecord) -> dict[str, Any]:
     from smolcluster.launch.cluster import control
 
     async with control.connected(known.machines) as (hosts, problems):

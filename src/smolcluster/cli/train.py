@@ -11,9 +11,9 @@ from smolcluster.cli import options
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.launch.environment import Assigned
+    from smolcluster.launch.environment import AssignedRank
     from smolcluster.launch.prepare import Prepared
-    from smolcluster.launch.restart.plan import Elastic
+    from smolcluster.launch.restart.plan import ElasticRange
 
 EXAMPLES = """Examples:
 smolcluster train
@@ -50,12 +50,12 @@ class RestartFlags:
         int | None, _restarts(help="Deaths of workers that a run may go on after. Default: 10.")
     ] = None
 
-    def wish(self, workers: int | None, place: Assigned | None) -> Elastic | None:
+    def wish(self, workers: int | None, place: AssignedRank | None) -> ElasticRange | None:
         """Return what is asked for; None: the run ends when a worker dies."""
-        from smolcluster.launch.restart.plan import elastic_wish
+        from smolcluster.launch.restart.plan import elastic_from_flags
 
         endpoint, most = self.rdzv_endpoint, self.max_restarts
-        return elastic_wish(self.elastic, workers=workers, endpoint=endpoint, max_restarts=most, by_hand=place)
+        return elastic_from_flags(self.elastic, workers=workers, endpoint=endpoint, max_restarts=most, started_by=place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class RankFlags:
 
 @options.grouped
 def train(
-    run: options.Run,
+    run: options.RunOptions,
     workers: Annotated[int | None, typer.Option(help="Worker processes on this machine.")] = None,
     run_dir: options.RunDir = None,
     resume: options.Resume = None,
@@ -96,20 +96,20 @@ def train(
     flags: options.TrainingFlags,
 ) -> int:
     from smolcluster.engine.run_dir import RunDir
-    from smolcluster.launch.environment import assigned_place
+    from smolcluster.launch.environment import assigned_rank
     from smolcluster.launch.prepare import prepare, sets_of
-    from smolcluster.launch.restart.meeting import is_here
+    from smolcluster.launch.restart.endpoint import is_local_endpoint
     from smolcluster.launch.restart.plan import check_restartable
 
     if no_nccl and run.backend == "nccl":
         raise UserError("--backend nccl and --no-nccl contradict each other")
-    place = assigned_place(**asdict(ranks), srun=restarts.elastic is None)
+    place = assigned_rank(**asdict(ranks), srun=restarts.elastic is None)
     size = place.world_size if place is not None else ranks.world_size
     if size is not None and workers not in (None, size):
         raise UserError(f"--workers {workers} and --world-size {size} contradict each other; give one of them")
     workers = workers if size is None else size
     again = restarts.wish(workers, place)
-    workers = again.most if again is not None else workers
+    workers = again.max_workers if again is not None else workers
     sets = sets_of(strategy=run.strategy, workers=workers, plane=run.plane, steps=run.steps, seed=run.seed)
     sets |= flags.sets() | {"training.profile": profile, "strategy.draw_schedule": draw_schedule or None}
     started_again = place is not None and place.restarts > 0
@@ -123,7 +123,7 @@ def train(
         resume=resume,
         backend=run.backend or ("gloo" if no_nccl else None),
         again=started_again,
-        lead=is_here(again.endpoint) if again is not None else place is None or place.rank == 0,
+        lead=is_local_endpoint(again.endpoint) if again is not None else place is None or place.rank == 0,
     )
     if again is not None:
         check_restartable(prepared.config, prepared.plane)
@@ -132,18 +132,18 @@ def train(
     return _run(prepared, place, again, dashboard=dashboard)
 
 
-def _describe(prepared: Prepared, again: Elastic | None) -> int:
+def _describe(prepared: Prepared, again: ElasticRange | None) -> int:
     from smolcluster.planner.dry_run import describe_run
     from smolcluster.planner.world_sizes import describe
 
     config, workers, plane = prepared.config, prepared.workers, prepared.plane
     typer.echo(describe_run(config, workers=workers, run_dir=prepared.run_dir, backend=prepared.backend, plane=plane))
     if again is not None:
-        typer.echo(describe(config, range(again.fewest, again.most + 1)))
+        typer.echo(describe(config, range(again.min_workers, again.max_workers + 1)))
     return 0
 
 
-def _run(prepared: Prepared, place: Assigned | None, again: Elastic | None, *, dashboard: bool) -> int:
+def _run(prepared: Prepared, place: AssignedRank | None, again: ElasticRange | None, *, dashboard: bool) -> int:
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.summary import EndReport
 
@@ -160,7 +160,7 @@ def _run(prepared: Prepared, place: Assigned | None, again: Elastic | None, *, d
     return 0
 
 
-def _be_rank(prepared: Prepared, place: Assigned) -> NoReturn:
+def _be_rank(prepared: Prepared, place: AssignedRank) -> NoReturn:
     """Be one rank of a job, in this process."""
     if prepared.plane == "elastic":
         raise UserError(
@@ -168,7 +168,7 @@ def _be_rank(prepared: Prepared, place: Assigned) -> NoReturn:
             "start its server with `smolcluster server`, and `smolcluster worker RANK HOSTNAME` on every machine"
         )
     from smolcluster.cli.ending import leave_after, tell
-    from smolcluster.launch.environment import run_assigned
+    from smolcluster.launch.environment import run_rank
     from smolcluster.observe.console import ConsoleSink
     from smolcluster.observe.observer import OnlyNotices, Sink
     from smolcluster.observe.summary import EndReport
@@ -176,4 +176,4 @@ def _be_rank(prepared: Prepared, place: Assigned) -> NoReturn:
     sinks: list[Sink] = [OnlyNotices(ConsoleSink())]
     if place.rank == 0:
         sinks = [ConsoleSink(alone=place.world_size > 1), EndReport()]  # the header says whose rows these are
-    leave_after(lambda: run_assigned(prepared, place, sinks=sinks, tell=tell))
+    leave_after(lambda: run_rank(prepared, place, sinks=sinks, tell=tell))

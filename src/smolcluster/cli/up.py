@@ -15,9 +15,9 @@ from smolcluster.cli.screen import advised, outcome, print_line, print_note, pri
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.launch.cluster.control import Order
-    from smolcluster.launch.cluster.layout import Recorded
-    from smolcluster.launch.cluster.read import Said
+    from smolcluster.launch.cluster.control import Deployment
+    from smolcluster.launch.cluster.layout import ClusterRecord
+    from smolcluster.launch.cluster.request import UpArguments
 
 EXAMPLES = """Examples:
 smolcluster up cluster.yaml
@@ -61,11 +61,11 @@ def up(
         bool, typer.Option("--dry-run", help="Say who would run what where, and contact nobody.")
     ] = False,
 ) -> int:
-    from smolcluster.launch.cluster.layout import describe, lay_out
-    from smolcluster.launch.cluster.read import Said, new_run, order_for
+    from smolcluster.launch.cluster.layout import describe, plan_layout
+    from smolcluster.launch.cluster.request import UpArguments, new_run, plan_deployment
 
     words = list(sources or [])
-    said = Said(
+    said = UpArguments(
         file=words.pop(0) if not local and words and words[0].endswith((".yaml", ".yml")) else None,
         folder=str(Path.cwd()),
         train=words,
@@ -80,19 +80,19 @@ def up(
     if resume and run is None:
         raise UserError(f"--resume: no run of {wish.name} was started from this machine")
     if dry_run:
-        for line in describe(lay_out(wish.config, name=wish.name, run=run or new_run(wish.config))):
+        for line in describe(plan_layout(wish.config, name=wish.name, run=run or new_run(wish.config))):
             print_text(line)
         return 0
-    order = order_for(wish, run=run, resume=resume, panes=said.file is None)
+    deployment = plan_deployment(wish, run=run, resume=resume, panes=said.file is None)
     try:
-        return asyncio.run(_up(order, said, before, accept_new=accept_new, detach=detach))
+        return asyncio.run(_up(deployment, said, before, accept_new=accept_new, detach=detach))
     except KeyboardInterrupt:
         on = f"{wish.name} goes on; look at it with `smolcluster logs -f`, end it with `smolcluster down`"
         typer.echo(f"\n{on}" if _RUNNING else "\ninterrupted; what was started has been stopped again", err=True)
         return 130
 
 
-def _checked(said: Said, *, local: bool, resume: bool) -> Said:
+def _checked(said: UpArguments, *, local: bool, resume: bool) -> UpArguments:
     """Refuse what does not go together. To resume: what was said when the run began, and what is said now on top of it."""
     if not local and not resume and said.file is None:
         raise UserError("which machines? Give a cluster file (`smolcluster cluster init` writes one), or use --local")
@@ -101,14 +101,14 @@ def _checked(said: Said, *, local: bool, resume: bool) -> Said:
     return _resumed(said, local=local) if resume else said
 
 
-def _resumed(said: Said, *, local: bool) -> Said:
-    from smolcluster.launch.cluster.read import Said
+def _resumed(said: UpArguments, *, local: bool) -> UpArguments:
+    from smolcluster.launch.cluster.request import UpArguments
 
     if said.file is None and not local:
-        before = Said.recall(None)
+        before = UpArguments.load_record(None)
     else:
         with contextlib.suppress(UserError):  # that there is no run is reported later, with the cluster's name
-            before = Said.recall(said.read().name)
+            before = UpArguments.load_record(said.read().name)
             return said if before is None else said.after(before)
         return said
     if before is None:
@@ -116,9 +116,9 @@ def _resumed(said: Said, *, local: bool) -> Said:
     return said.after(before)
 
 
-def _before(name: str) -> Recorded | None:
+def _before(name: str) -> ClusterRecord | None:
     """The cluster of this name as it was brought up last."""
-    from smolcluster.launch.cluster.read import known_cluster
+    from smolcluster.launch.cluster.request import known_cluster
 
     try:
         return known_cluster(name)
@@ -126,14 +126,17 @@ def _before(name: str) -> Recorded | None:
         return None
 
 
-async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: bool, detach: bool) -> int:
+async def _up(
+    deployment: Deployment, said: UpArguments, before: ClusterRecord | None, *, accept_new: bool, detach: bool
+) -> int:
     from smolcluster.launch.cluster import control
     from smolcluster.launch.cluster.layout import SERVING, as_record, from_record, with_run
-    from smolcluster.launch.cluster.record import put_back, recorded_as, remember
+    from smolcluster.launch.cluster.record import read_raw, restore_record, save_record
 
-    layout = order.layout
+    layout = deployment.layout
     print_note(
-        "", f"{layout.name}: {len(layout.seats)} processes on {len(layout.machines)} machine(s), {layout.plane} plane"
+        "",
+        f"{layout.name}: {len(layout.processes)} processes on {len(layout.machines)} machine(s), {layout.plane} plane",
     )
     async with control.connected(layout.machines, accept_new=accept_new) as (hosts, problems):
         if problems:
@@ -142,22 +145,22 @@ async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: 
         alive = sorted(name for name, state in running.items() if state["alive"])
         if alive and before is not None and before.run != layout.run:
             layout = with_run(layout, before.run)  # what runs already belongs to another run: the rest joins that one
-            order = dataclasses.replace(order, layout=layout)
-        former = recorded_as(layout.name)
+            deployment = dataclasses.replace(deployment, layout=layout)
+        former = read_raw(layout.name)
         try:
             record = {**as_record(layout), "said": said.record()}
-            begun = await control.up(order, hosts, told=print_note, begins=lambda: remember(record))
+            begun = await control.up(deployment, hosts, report=print_note, on_begin=lambda: save_record(record))
         except BaseException:  # what was started is stopped again: the cluster is what it was
             with contextlib.suppress(OSError):  # the first error is the one to report
-                put_back(layout.name, former)
+                restore_record(layout.name, former)
             raise
         _RUNNING.append(layout.name)
     started = sum(map(len, begun.values()))
     if alive:
         print_note("", f"already running: {', '.join(alive)}" + ("" if started else "; nothing was started"))
-    for name, seats in begun.items():
-        if seats:
-            print_note(name, f"started {', '.join(seats)}")
+    for name, processes in begun.items():
+        if processes:
+            print_note(name, f"started {', '.join(processes)}")
     if detach:
         print_note("", "look at it with `smolcluster logs -f`, end it with `smolcluster down`")
         page = "the address of its page: `smolcluster logs front`"
@@ -170,16 +173,16 @@ async def _up(order: Order, said: Said, before: Recorded | None, *, accept_new: 
         recorded,
         layout.machines,
         chosen=[name for name in layout.machines if layout.on(name)],
-        seats=list(recorded.hosts),
+        processes=list(recorded.hosts),
         past=1000,
         on=True,
         show=print_line,
-        told=print_note,
+        report=print_note,
     )
     return await _result(recorded)
 
 
-async def _result(recorded: Recorded) -> int:
+async def _result(recorded: ClusterRecord) -> int:
     """How the run ended."""
     from smolcluster.launch.cluster import control
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import Own, grouped
+from smolcluster.cli.options import OwnerOptions, grouped
 
 EXAMPLES = """Examples:
 smolcluster worker 1 pi5 --server 192.168.1.10:65432
@@ -43,12 +43,12 @@ def worker(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per step of this worker.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Write the log of this worker here. Default: no log.")] = None,
     *,
-    own: Own,
+    own: OwnerOptions,
 ) -> int:
-    from smolcluster.launch.environment import local_place
+    from smolcluster.launch.environment import local_rank_of
     from smolcluster.launch.join.worker import run_joined
 
-    local_rank, local_world_size = local_place()
+    local_rank, local_world_size = local_rank_of()
     spec = own.spec(
         rank,
         hostname,

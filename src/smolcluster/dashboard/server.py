@@ -23,7 +23,7 @@ from smolcluster.dashboard.app import make_app, needed
 from smolcluster.dashboard.hub import Hub
 from smolcluster.dashboard.runs import Runs
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.local.processes import APART
+from smolcluster.launch.local.processes import NEW_GROUP
 from smolcluster.web import server as web
 from smolcluster.web.guard import choose_token
 from smolcluster.web.server import url_of
@@ -121,7 +121,7 @@ def start_in_background(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        **APART,  # Ctrl-C is for the run, which may need a while to save
+        **NEW_GROUP,  # Ctrl-C is for the run, which may need a while to save
     )
     if not _background:
         atexit.register(_end_background)

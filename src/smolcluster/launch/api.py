@@ -11,7 +11,7 @@ from smolcluster.launch.local.elastic import run_elastic
 from smolcluster.launch.local.mesh import run_local
 from smolcluster.launch.prepare import Prepared, prepare, sets_of
 from smolcluster.launch.restart.launcher import run_restarting
-from smolcluster.launch.restart.plan import Elastic, check_restartable, elastic_wish
+from smolcluster.launch.restart.plan import ElasticRange, check_restartable, elastic_from_flags
 
 if TYPE_CHECKING:
     from smolcluster.observe.observer import Sink
@@ -41,8 +41,8 @@ def train(
 
         summary = smolcluster.train("gpt", strategy="allreduce", workers=2, overrides={"training.steps": 50})
     """
-    again = elastic_wish(elastic, workers=workers, endpoint=None, max_restarts=max_restarts)
-    workers = workers if again is None else again.most
+    again = elastic_from_flags(elastic, workers=workers, endpoint=None, max_restarts=max_restarts)
+    workers = workers if again is None else again.max_workers
     sets = sets_of(strategy=strategy, workers=workers, plane=plane, steps=steps, seed=seed)
     if isinstance(overrides, Mapping):
         sets |= dict(overrides)
@@ -65,7 +65,7 @@ def train(
     return run_here(prepared, sinks=list(sinks), elastic=again)
 
 
-def run_here(run: Prepared, *, sinks: list[Sink], elastic: Elastic | None = None) -> dict[str, Any]:
+def run_here(run: Prepared, *, sinks: list[Sink], elastic: ElasticRange | None = None) -> dict[str, Any]:
     """Start a run's processes on this machine and see it through. Returns the summary, or raises."""
     if elastic is not None:
         return run_restarting(run, elastic, sinks=sinks)

@@ -31,7 +31,7 @@ FIRST_PORT, NUM_PORTS = 20000, 10000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
+class AssignedRank:
     """The place this process was given."""
 
     rank: int
@@ -43,7 +43,7 @@ class Assigned:
     restarts: int = 0  # torchrun, or Slurm, has started this rank so often before
 
 
-def assigned_place(
+def assigned_rank(
     *,
     world_size: int | None,
     rank: int | None,
@@ -51,13 +51,13 @@ def assigned_place(
     master_port: int | None,
     srun: bool = True,
     environ: Mapping[str, str] = os.environ,
-) -> Assigned | None:
+) -> AssignedRank | None:
     """Return the place of this process in a world that another launcher made; None when we make the world ourselves.
 
     `srun` False: a task of srun is no rank but starts some itself, as `train --elastic` does.
     """
     if rank is None and not environ.get("RANK"):
-        by_srun = slurm_place(environ) if srun else None
+        by_srun = slurm_rank(environ) if srun else None
         if by_srun is not None:
             return _with_flags(by_srun, world_size=world_size, master_addr=master_addr, master_port=master_port)
         if master_addr is not None or master_port is not None:
@@ -72,7 +72,7 @@ def assigned_place(
         raise UserError(f"--rank {rank} is not in a world of {world_size}: ranks go from 0 to {world_size - 1}")
     port = master_port or _port(environ, default=29500)
     by_torchrun = "LOCAL_RANK" in environ
-    return Assigned(
+    return AssignedRank(
         rank=rank,
         world_size=world_size,
         local_rank=_number("LOCAL_RANK", environ) if by_torchrun else 0,
@@ -83,7 +83,7 @@ def assigned_place(
     )
 
 
-def slurm_place(environ: Mapping[str, str]) -> Assigned | None:
+def slurm_rank(environ: Mapping[str, str]) -> AssignedRank | None:
     """The place that srun gave this task beside others.
 
     None everywhere else in an allocation: in the batch script, in a shell, and in a step of one task, which starts its own
@@ -96,7 +96,7 @@ def slurm_place(environ: Mapping[str, str]) -> Assigned | None:
         return None
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     job, step = _number("SLURM_JOB_ID", environ, default=0), _number("SLURM_STEP_ID", environ)
-    return Assigned(
+    return AssignedRank(
         rank=_number("SLURM_PROCID", environ),
         world_size=world_size,
         local_rank=_number("SLURM_LOCALID", environ),
@@ -107,7 +107,7 @@ def slurm_place(environ: Mapping[str, str]) -> Assigned | None:
     )
 
 
-def local_place(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+def local_rank_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Which of the workers on this machine this process is, and of how many; without such variables it is the only one."""
     if environ.get("LOCAL_RANK"):
         return _number("LOCAL_RANK", environ), _number("LOCAL_WORLD_SIZE", environ, default=1)
@@ -141,8 +141,8 @@ def tasks_on_node(tasks: str, node: int) -> int:
 
 
 def _with_flags(
-    place: Assigned, *, world_size: int | None, master_addr: str | None, master_port: int | None
-) -> Assigned:
+    place: AssignedRank, *, world_size: int | None, master_addr: str | None, master_port: int | None
+) -> AssignedRank:
     if world_size not in (None, place.world_size):
         raise UserError(
             f"--world-size {world_size}, but srun has started {place.world_size} tasks, one for each rank; leave it out"
@@ -165,7 +165,7 @@ def _number(name: str, environ: Mapping[str, str], *, default: int | None = None
         raise UserError(f"the environment says {name}={text!r}, which is not a number") from None
 
 
-def run_assigned(run: Prepared, place: Assigned, *, sinks: list[Sink], tell: Callable[[SmolclusterError], int]) -> int:
+def run_rank(run: Prepared, place: AssignedRank, *, sinks: list[Sink], tell: Callable[[SmolclusterError], int]) -> int:
     """Be that rank, in this process; rank 0 names the run directory for all. Returns 0, or raises as `run_local` does.
 
     `tell` shows an error where this cannot raise it: a rank that waits for one that is lost is ended by another thread.
@@ -194,7 +194,7 @@ def run_assigned(run: Prepared, place: Assigned, *, sinks: list[Sink], tell: Cal
         raise _error(run, place, outcome)
 
 
-def _error(run: Prepared, place: Assigned, outcome: Outcome) -> SmolclusterError:
+def _error(run: Prepared, place: AssignedRank, outcome: Outcome) -> SmolclusterError:
     """Why this rank did not come to its end. The lead rank also leaves a summary."""
     failed, lead = outcome.failed, place.rank == 0
     if failed is not None and failed.kind == "user":

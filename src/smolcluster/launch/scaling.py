@@ -35,7 +35,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ScalingRequest:
     """What to run, and how often."""
 
     sources: Sequence[str] = ()
@@ -81,14 +81,14 @@ def parse_sizes(text: str) -> list[int]:
     return [2**i for i in range(given[0].bit_length()) if 2**i < given[0]] + given
 
 
-def run_scaling(request: Request, *, told: Callable[[str, Event | None], None]) -> Scaling:
-    """Measure all sizes. `told` is called when a run begins (no event), and with its events."""
+def run_scaling(request: ScalingRequest, *, on_event: Callable[[str, Event | None], None]) -> Scaling:
+    """Measure all sizes. `on_event` is called when a run begins (no event), and with its events."""
     scaling, runs = plan(request)
     try:
         for repeat in range(request.repeats):
             for size in scaling.sizes[:: -1 if repeat % 2 else 1]:
                 if not size.reason:
-                    _measure(request, scaling, size, repeat, runs[size.workers], told)
+                    _measure(request, scaling, size, repeat, runs[size.workers], on_event)
         scaling.status = "finished"
     except (Interrupted, KeyboardInterrupt):
         scaling.status = "interrupted"
@@ -96,8 +96,8 @@ def run_scaling(request: Request, *, told: Callable[[str, Event | None], None]) 
     return scaling
 
 
-def plan(request: Request) -> tuple[Scaling, dict[int, dict[str, Any]]]:
-    """Who works on how much at every size; sizes that cannot be are told why. Wrong input raises."""
+def plan(request: ScalingRequest) -> tuple[Scaling, dict[int, dict[str, Any]]]:
+    """Who works on how much at every size; sizes that cannot be are on_event why. Wrong input raises."""
     base = request.prepared(request.sizes[0], "unused")
     config = base.config
     batch, name = config.training.batch_size or 1, config.strategy.name
@@ -172,30 +172,30 @@ def processors(device: str | None) -> tuple[str, int]:
 # One run
 
 
-class Rows(Sink):
+class RowCollector(Sink):
     """A sink that keeps the rows of workers."""
 
-    def __init__(self, told: Callable[[Event], None]) -> None:
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
         self.rows: list[StepLogged] = []
-        self._told = told
+        self._on_event = on_event
 
     def handle(self, event: Event) -> None:
         if isinstance(event, StepLogged) and event.role != "server":
             self.rows.append(event)
-        self._told(event)
+        self._on_event(event)
 
 
 def _measure(
-    request: Request,
+    request: ScalingRequest,
     scaling: Scaling,
     size: Size,
     repeat: int,
     sets: Mapping[str, Any],
-    told: Callable[[str, Event | None], None],
+    on_event: Callable[[str, Event | None], None],
 ) -> None:
     name = f"repeat {repeat + 1} of {request.repeats}, {size.workers} worker{'s' * (size.workers > 1)}"
-    told(name, None)
-    sink = Rows(lambda event: told(name, event))
+    on_event(name, None)
+    sink = RowCollector(lambda event: on_event(name, event))
     try:
         run = request.prepared(size.workers, f"workers-{size.workers}-repeat-{repeat + 1}", **sets)
         run_here(run, sinks=[sink])

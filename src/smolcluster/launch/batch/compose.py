@@ -21,7 +21,7 @@ from smolcluster.config import dump
 from smolcluster.errors import UserError
 from smolcluster.launch.batch import containers
 from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT
-from smolcluster.launch.batch.job import RANK_PORT, Job, check_dns_name
+from smolcluster.launch.batch.job import RANK_PORT, BatchJob, check_dns_name
 from smolcluster.launch.batch.text import mebibytes, to_yaml
 from smolcluster.launch.prepare import split_task
 
@@ -36,7 +36,7 @@ Service = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ComposeSettings:
     """What only Docker wants to know. Paths are of this machine, relative to the compose file or absolute."""
 
     image: str
@@ -45,7 +45,7 @@ class Settings:
     token_file: PurePath
 
 
-def check(job: Job, settings: Settings) -> None:
+def check(job: BatchJob, settings: ComposeSettings) -> None:
     check_dns_name(job.name)
     containers.check_image(settings.image)
     containers.check_paths(job)
@@ -60,7 +60,7 @@ def check(job: Job, settings: Settings) -> None:
         )
 
 
-def render(job: Job, settings: Settings) -> str:
+def render(job: BatchJob, settings: ComposeSettings) -> str:
     """The whole file. What all containers have in common is said once."""
     check(job, settings)
     parts = [
@@ -92,7 +92,7 @@ def _path(path: PurePath) -> str:
     return str(path) if path.is_absolute() else f"./{path.as_posix()}"
 
 
-def _task(job: Job) -> str | None:
+def _task(job: BatchJob) -> str | None:
     """As it is called in the container."""
     if job.task is None:
         return None
@@ -100,7 +100,7 @@ def _task(job: Job) -> str | None:
     return f"{CODE}/{PurePosixPath(path).name}{name}"
 
 
-def _common(job: Job, settings: Settings) -> Service:
+def _common(job: BatchJob, settings: ComposeSettings) -> Service:
     config = job.config.model_copy(deep=True)
     config.task = _task(job)
     environment = containers.environment(job) | {"CONFIG": dump(config)}
@@ -138,7 +138,7 @@ def _bind(source: str, target: str) -> Service:
     return {"type": "bind", "source": source, "target": target, "bind": {"create_host_path": False}}
 
 
-def _services(job: Job) -> Iterator[tuple[str, Service]]:
+def _services(job: BatchJob) -> Iterator[tuple[str, Service]]:
     start = {"entrypoint": ["/bin/sh", "-euc", START, "start"]}
     if job.plane == "elastic":
         check = {
@@ -159,7 +159,7 @@ def _services(job: Job) -> Iterator[tuple[str, Service]]:
         yield f"rank-{rank}", {**start, "command": command, **_gpu(job, rank)}
 
 
-def _gpu(job: Job, rank: int) -> Service:
+def _gpu(job: BatchJob, rank: int) -> Service:
     if not job.gpus_per_node:
         return {}
     device = {"driver": "nvidia", "device_ids": [str(rank % job.gpus_per_node)], "capabilities": ["gpu"]}

@@ -13,7 +13,7 @@ import re
 from pathlib import PurePosixPath
 
 from smolcluster.errors import UserError
-from smolcluster.launch.batch.job import Job
+from smolcluster.launch.batch.job import BatchJob
 from smolcluster.launch.join.worker import own_overrides
 
 CONFIG = "/etc/smolcluster/config.yaml"
@@ -23,12 +23,12 @@ GRACE_S = 120  # to save, when a container is asked to end
 SERVER_PORT = 65432
 
 
-def _run(job: Job) -> list[str]:
+def _run(job: BatchJob) -> list[str]:
     """Arguments that name the run. A container that is started again goes on from what was saved."""
     return ["--run-dir", f"{DATA}/runs/{job.name}", "--resume", "auto"]
 
 
-def environment(job: Job) -> dict[str, str]:
+def environment(job: BatchJob) -> dict[str, str]:
     """Of every container. HOME: libraries write there, and the root file system is read-only."""
     return {
         "HOME": "/tmp",
@@ -37,23 +37,23 @@ def environment(job: Job) -> dict[str, str]:
     }
 
 
-def server_command(job: Job) -> list[str]:
+def server_command(job: BatchJob) -> list[str]:
     return ["smolcluster", "server", CONFIG, *_run(job), "--bind", "0.0.0.0", "--port", str(SERVER_PORT)]
 
 
-def worker_command(job: Job, *, rank: str, host: str, server: str, task: str | None) -> list[str]:
+def worker_command(job: BatchJob, *, rank: str, host: str, server: str, task: str | None) -> list[str]:
     """`task` as it is called in the container."""
     copy = ["--task", task] if task is not None else []
     return ["smolcluster", "worker", rank, host, "--server", f"{server}:{SERVER_PORT}", *copy, *own_values(job)]
 
 
-def own_values(job: Job) -> list[str]:
+def own_values(job: BatchJob) -> list[str]:
     """Arguments of a worker: what it does not take from its server."""
     own = own_overrides(job.config, same_machine=False)
     return ["--override", *own] if own else []
 
 
-def train_command(job: Job) -> list[str]:
+def train_command(job: BatchJob) -> list[str]:
     backend = ["--backend", job.backend] if job.backend is not None else []
     return ["smolcluster", "train", CONFIG, *_run(job), *backend]
 
@@ -68,11 +68,11 @@ def check_image(image: str) -> None:
         raise UserError(f"--image '{image}' is not the name of an image, such as registry.example.org/smolcluster:cpu")
 
 
-def default_image(job: Job) -> str:
+def default_image(job: BatchJob) -> str:
     return f"smolcluster:{'cuda' if job.gpus_per_node else 'cpu'}"
 
 
-def check_paths(job: Job) -> None:
+def check_paths(job: BatchJob) -> None:
     """A container does not see the files of this machine."""
     data = job.config.data
     tokenizer = data.tokenizer if data.tokenizer is not None and re.search(r"/|\.json$", data.tokenizer) else None

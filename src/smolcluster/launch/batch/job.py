@@ -11,14 +11,14 @@ from smolcluster.config import Config, builtin_configs, load_config
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.text import parse_time
 from smolcluster.launch.prepare import absolute_task, is_task, prepare, sets_of, task_name
-from smolcluster.launch.restart.plan import Elastic, check_restartable, parse_elastic
+from smolcluster.launch.restart.plan import ElasticRange, check_restartable, parse_elastic
 
 MEET_PORT = 29400  # where the launchers of `train --elastic` meet
 RANK_PORT = 29500  # where the ranks of the mesh plane meet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class BatchJob:
     """A run, checked. `config` is the resolved one; `sources`, `overrides` and the rest are what the user said of it."""
 
     name: str
@@ -36,7 +36,7 @@ class Job:
     cpus_per_worker: int | None = None
     memory_bytes: int | None = None  # of each node
     time_limit_s: int | None = None
-    elastic: Elastic | None = None  # mesh plane: workers that die are started again
+    elastic: ElasticRange | None = None  # mesh plane: workers that die are started again
 
     @property
     def workers(self) -> int:
@@ -70,7 +70,7 @@ def plan_job(
     memory: str | None = None,
     time: str | None = None,
     elastic: str | None = None,
-) -> Job:
+) -> BatchJob:
     """From what the user said to a job that can run: the configuration is read, and the strategy asked whether it fits.
 
     The arguments are named as the options of the commands.
@@ -87,7 +87,7 @@ def plan_job(
     config = prepared.config
     if wish is not None:
         check_restartable(config, prepared.plane)
-    job = Job(
+    job = BatchJob(
         name=name or re.sub(r"[^a-z0-9]+", "-", f"{task_name(config)}-{config.strategy.name}".lower()).strip("-"),
         config=config,
         plane=prepared.plane,
@@ -127,7 +127,7 @@ def check_dns_name(name: str, *, longest: int = 63) -> None:
         )
 
 
-def check_fit(job: Job) -> None:
+def check_fit(job: BatchJob) -> None:
     """The strategy itself says whether so many workers can run it. This needs torch."""
     from smolcluster.engine.checks import batch_size_of
     from smolcluster.parallel.placement import Node
@@ -142,7 +142,7 @@ def check_fit(job: Job) -> None:
     if job.plane != "elastic":
         config = job.config.model_copy(deep=True)
         config.data.download = False  # a job file is no reason to fetch anything
-        plans(config, range(job.elastic.fewest if job.elastic else job.workers, job.workers + 1))
+        plans(config, range(job.elastic.min_workers if job.elastic else job.workers, job.workers + 1))
 
 
 def _check_counts(*, nodes: int, workers: int, gpus: int, cpus: int | None) -> None:
@@ -161,12 +161,12 @@ def _check_counts(*, nodes: int, workers: int, gpus: int, cpus: int | None) -> N
         )
 
 
-def _elastic(text: str, *, nodes: int, workers_per_node: int) -> Elastic:
+def _elastic(text: str, *, nodes: int, workers_per_node: int) -> ElasticRange:
     wish = parse_elastic(text, workers=workers_per_node, endpoint=f"first:{MEET_PORT}")
-    if wish.most != nodes * workers_per_node:
+    if wish.max_workers != nodes * workers_per_node:
         raise UserError(
             f"--elastic {text}: the job has room for {nodes * workers_per_node} workers; use "
-            f"--elastic {min(wish.fewest, nodes * workers_per_node)}:{nodes * workers_per_node}, or other --nodes"
+            f"--elastic {min(wish.min_workers, nodes * workers_per_node)}:{nodes * workers_per_node}, or other --nodes"
         )
     return wish
 

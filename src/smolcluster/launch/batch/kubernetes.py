@@ -25,10 +25,10 @@ from smolcluster.config import dump
 from smolcluster.errors import UserError
 from smolcluster.launch.batch import containers
 from smolcluster.launch.batch.containers import CONFIG, DATA, SERVER_PORT, USER
-from smolcluster.launch.batch.job import MEET_PORT, RANK_PORT, Job, check_dns_name
+from smolcluster.launch.batch.job import MEET_PORT, RANK_PORT, BatchJob, check_dns_name
 from smolcluster.launch.batch.text import mebibytes, to_stream
 from smolcluster.launch.local.outcome import Interrupted
-from smolcluster.launch.restart.plan import MAX_RESTARTS, Elastic, check_restartable
+from smolcluster.launch.restart.plan import MAX_RESTARTS, ElasticRange, check_restartable
 
 Manifest = dict[str, Any]
 
@@ -51,7 +51,7 @@ _UNTOLD_S = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class KubernetesSettings:
     """What only Kubernetes wants to know."""
 
     image: str
@@ -62,11 +62,11 @@ class Settings:
     node_selector: tuple[tuple[str, str], ...] = ()
     max_restarts: int = MAX_RESTARTS
 
-    def secret_name(self, job: Job) -> str:
+    def secret_name(self, job: BatchJob) -> str:
         return self.secret or f"{job.name}-token"
 
 
-def check(job: Job, settings: Settings) -> None:
+def check(job: BatchJob, settings: KubernetesSettings) -> None:
     check_dns_name(job.name, longest=LONGEST_NAME)
     if settings.namespace is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", settings.namespace):
         rule = "small letters, digits and '-', 63 at most, without '.'"
@@ -109,12 +109,12 @@ def parse_selector(text: str) -> tuple[str, str]:
     return key, value
 
 
-def render(job: Job, settings: Settings) -> str:
+def render(job: BatchJob, settings: KubernetesSettings) -> str:
     """The whole stream, in the order in which things are needed."""
     return to_stream(manifests(job, settings))
 
 
-def manifests(job: Job, settings: Settings) -> Iterator[Manifest]:
+def manifests(job: BatchJob, settings: KubernetesSettings) -> Iterator[Manifest]:
     check(job, settings)
     if settings.token is not None:
         data = {KEY: base64.b64encode(settings.token.encode()).decode()}
@@ -132,19 +132,19 @@ def manifests(job: Job, settings: Settings) -> Iterator[Manifest]:
         yield _ranks(job, settings)
 
 
-def together(job: Job) -> Elastic | None:
+def together(job: BatchJob) -> ElasticRange | None:
     """How the launchers of the pods work together, where a pod is more than one rank or may be missed."""
     if job.plane == "mesh" and job.elastic is None and job.workers_per_node > 1:
-        return Elastic(fewest=job.workers, most=job.workers, here=job.workers_per_node)
+        return ElasticRange(min_workers=job.workers, max_workers=job.workers, local_workers=job.workers_per_node)
     return job.elastic
 
 
-def needs_token(job: Job) -> bool:
+def needs_token(job: BatchJob) -> bool:
     """Members of the elastic plane prove themselves by it, and launchers of `train --elastic`."""
     return job.plane == "elastic" or together(job) is not None
 
 
-def secret_command(job: Job, settings: Settings) -> str:
+def secret_command(job: BatchJob, settings: KubernetesSettings) -> str:
     """How the secret is made without the token on any screen."""
     where = f" --namespace {settings.namespace}" if settings.namespace else ""
     create = f"kubectl create secret generic {settings.secret_name(job)}{where} --from-file={KEY}=/dev/stdin"
@@ -154,7 +154,7 @@ def secret_command(job: Job, settings: Settings) -> str:
 # Objects
 
 
-def _manifest(version: str, kind: str, name: str, job: Job, settings: Settings, **rest: Any) -> Manifest:
+def _manifest(version: str, kind: str, name: str, job: BatchJob, settings: KubernetesSettings, **rest: Any) -> Manifest:
     metadata: Manifest = {"name": name}
     if settings.namespace is not None:
         metadata["namespace"] = settings.namespace
@@ -162,12 +162,12 @@ def _manifest(version: str, kind: str, name: str, job: Job, settings: Settings, 
     return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
 
 
-def _labels(job: Job, *, component: str | None = None) -> dict[str, str]:
+def _labels(job: BatchJob, *, component: str | None = None) -> dict[str, str]:
     labels = {"app.kubernetes.io/name": "smolcluster", "app.kubernetes.io/instance": job.name}
     return labels | ({"app.kubernetes.io/component": component} if component else {})
 
 
-def _service(job: Job, settings: Settings, name: str, *, component: str, port: int) -> Manifest:
+def _service(job: BatchJob, settings: KubernetesSettings, name: str, *, component: str, port: int) -> Manifest:
     """Headless: it only gives pods names. Also before they are ready: they are waited for by others."""
     spec = {
         "clusterIP": "None",
@@ -178,21 +178,21 @@ def _service(job: Job, settings: Settings, name: str, *, component: str, port: i
     return _manifest("v1", "Service", name, job, settings, spec=spec)
 
 
-def _only_each_other(job: Job, settings: Settings) -> Manifest:
+def _only_each_other(job: BatchJob, settings: KubernetesSettings) -> Manifest:
     """torch.distributed does not authenticate its peers."""
     mine = {"podSelector": {"matchLabels": _labels(job)}}
     spec = {**mine, "policyTypes": ["Ingress"], "ingress": [{"from": [mine]}]}
     return _manifest("networking.k8s.io/v1", "NetworkPolicy", job.name, job, settings, spec=spec)
 
 
-def _ranks(job: Job, settings: Settings) -> Manifest:
+def _ranks(job: BatchJob, settings: KubernetesSettings) -> Manifest:
     leader = f"{job.name}-0.{job.name}"
     command = containers.train_command(job)
     start: str | None = None
     env = {}
     if (elastic := together(job)) is not None:
         start, env = _AWAIT_NAME, {"LEADER": leader}
-        command += ["--workers", str(elastic.here), "--elastic", str(elastic)]
+        command += ["--workers", str(elastic.local_workers), "--elastic", str(elastic)]
         command += ["--rdzv-endpoint", f"{leader}:{MEET_PORT}", "--max-restarts", str(settings.max_restarts)]
     else:
         command += ["--world-size", str(job.workers), "--rank", INDEX]
@@ -204,14 +204,14 @@ def _ranks(job: Job, settings: Settings) -> Manifest:
     return _job(job, settings, job.name, pod, pods=job.nodes, indexed=True)
 
 
-def _server(job: Job, settings: Settings) -> Manifest:
+def _server(job: BatchJob, settings: KubernetesSettings) -> Manifest:
     command = containers.server_command(job)
     pod = _pod(job, settings, component="server", command=command, start=_UNTOLD, gpus=0)
     pod["spec"]["terminationGracePeriodSeconds"] = _UNTOLD_S
     return _job(job, settings, f"{job.name}-server", pod, pods=1, fail_on=[UserError.exit_code])
 
 
-def _workers(job: Job, settings: Settings) -> Manifest:
+def _workers(job: BatchJob, settings: KubernetesSettings) -> Manifest:
     server = f"{job.name}-server"
     command = containers.worker_command(job, rank=INDEX, host="$(NODE_NAME)", server=server, task=job.task)
     pod = _pod(job, settings, component="worker", command=command)
@@ -221,8 +221,8 @@ def _workers(job: Job, settings: Settings) -> Manifest:
 
 
 def _job(
-    job: Job,
-    settings: Settings,
+    job: BatchJob,
+    settings: KubernetesSettings,
     name: str,
     pod: Manifest,
     *,
@@ -248,8 +248,8 @@ def _job(
 
 
 def _pod(
-    job: Job,
-    settings: Settings,
+    job: BatchJob,
+    settings: KubernetesSettings,
     *,
     component: str,
     command: list[str],
@@ -303,7 +303,7 @@ def _pod(
     return {"metadata": {"labels": _labels(job, component=component)}, "spec": spec}
 
 
-def _volumes(job: Job, settings: Settings, *, gpus: int) -> tuple[list[Manifest], list[Manifest]]:
+def _volumes(job: BatchJob, settings: KubernetesSettings, *, gpus: int) -> tuple[list[Manifest], list[Manifest]]:
     """The volumes of a pod, and where its container mounts them."""
     data = {"persistentVolumeClaim": {"claimName": settings.claim}} if settings.claim else {"emptyDir": {}}
     volumes: list[Manifest] = [
@@ -322,7 +322,7 @@ def _volumes(job: Job, settings: Settings, *, gpus: int) -> tuple[list[Manifest]
     return volumes, mounts
 
 
-def _resources(job: Job, *, gpus: int) -> Manifest:
+def _resources(job: BatchJob, *, gpus: int) -> Manifest:
     """Requested and limited alike: such pods are the last to be evicted."""
     workers = job.workers_per_node
     memory = job.memory_bytes if job.memory_bytes is not None else DEFAULT_MEMORY * workers

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.errors import UserError
 from smolcluster.launch.batch.containers import own_values
-from smolcluster.launch.batch.job import Job
+from smolcluster.launch.batch.job import BatchJob
 from smolcluster.launch.batch.text import mebibytes, slurm_time
 from smolcluster.launch.environment import FIRST_PORT, NUM_PORTS
 
@@ -28,7 +28,7 @@ OF_A_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that each node h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SlurmSettings:
     """What only Slurm wants to know. Paths hold on every node."""
 
     run_dir: Path
@@ -46,7 +46,7 @@ class Settings:
     shared: tuple[Path, ...] = ()  # folders that all nodes see, though their names do not say so
 
 
-def check(job: Job, settings: Settings, *, resume: bool = False) -> None:
+def check(job: BatchJob, settings: SlurmSettings, *, resume: bool = False) -> None:
     """What must hold of the files of this machine, which are those of the nodes."""
     if not resume and RunDir(settings.run_dir).holds_a_run():
         raise UserError(
@@ -84,7 +84,7 @@ def _check_shared(what: str, path: str, shared: tuple[Path, ...]) -> None:
         )
 
 
-def render(job: Job, settings: Settings) -> str:
+def render(job: BatchJob, settings: SlurmSettings) -> str:
     """The whole file."""
     _check_lines(job, settings)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, settings)), "", *_opening(job, settings)]
@@ -95,7 +95,7 @@ def render(job: Job, settings: Settings) -> str:
     return "\n".join([*lines, "", *_ending(job, settings), ""])
 
 
-def _check_lines(job: Job, settings: Settings) -> None:
+def _check_lines(job: BatchJob, settings: SlurmSettings) -> None:
     said = {"--partition": settings.partition, "--account": settings.account}
     said |= {"--qos": settings.qos, "--constraint": settings.constraint}
     for option, value in said.items():
@@ -112,7 +112,7 @@ def _check_lines(job: Job, settings: Settings) -> None:
         raise UserError(f"--grace {grace}: seconds before the time limit; more than 0, and less than --time")
 
 
-def _options(job: Job, settings: Settings) -> Iterator[str]:
+def _options(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield f"--job-name={job.name}"
     yield f"--nodes={job.nodes}"
     yield f"--ntasks-per-node={job.workers_per_node}"
@@ -136,7 +136,7 @@ def _options(job: Job, settings: Settings) -> Iterator[str]:
     yield from settings.options
 
 
-def _opening(job: Job, settings: Settings) -> Iterator[str]:
+def _opening(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield f"# {job.told}; written by `smolcluster slurm`."
     yield "# Submit it again to go on with a run that was stopped."
     yield ""
@@ -150,7 +150,7 @@ def _opening(job: Job, settings: Settings) -> Iterator[str]:
     yield f'arguments=({_arguments(job)} --run-dir "$run_dir" --resume auto)'
 
 
-def _arguments(job: Job) -> str:
+def _arguments(job: BatchJob) -> str:
     """Of `train` or `server`: what the user said, and how many workers there are."""
     words = ["server" if job.plane == "elastic" else "train", *job.sources]
     said = {"--strategy": job.strategy, "--steps": job.steps, "--seed": job.seed, "--backend": job.backend}
@@ -178,7 +178,7 @@ trap : TERM
 """.strip()
 
 
-def _srun(job: Job) -> str:
+def _srun(job: BatchJob) -> str:
     """Ranks that are done, or have saved, leave at different times: none of that is a reason to end the others."""
     words = ["srun", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
     words += [f"--ntasks={job.workers}", f"--ntasks-per-node={job.workers_per_node}"]
@@ -187,7 +187,7 @@ def _srun(job: Job) -> str:
     return " ".join(words)
 
 
-def _ranks(job: Job, settings: Settings) -> Iterator[str]:
+def _ranks(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield f'{_srun(job)} "$python" -m smolcluster "${{arguments[@]}}" &'
     yield "run=$!"
     yield ""
@@ -195,7 +195,7 @@ def _ranks(job: Job, settings: Settings) -> Iterator[str]:
     yield 'while kill -0 "$run" 2>/dev/null; do sleep 1 || :; done'  # it is also told to end when the job is cancelled
 
 
-def _server_and_workers(job: Job, settings: Settings) -> Iterator[str]:
+def _server_and_workers(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield "# The machines know each other by a token: the one in SMOLCLUSTER_TOKEN where that is exported, else"
     if settings.token_file is not None:
         yield "# the one in this file."
@@ -239,7 +239,7 @@ def _server_and_workers(job: Job, settings: Settings) -> Iterator[str]:
     yield "done"
 
 
-def _ending(job: Job, settings: Settings) -> Iterator[str]:
+def _ending(job: BatchJob, settings: SlurmSettings) -> Iterator[str]:
     yield "status=0"
     yield 'wait "$run" || status=$?'
     if job.plane == "elastic":

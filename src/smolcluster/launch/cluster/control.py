@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from smolcluster.errors import SmolclusterError, UserError
+from smolcluster.launch.cluster.archive import Archive, requirements_key
 from smolcluster.launch.cluster.host import Agent, Host, HostError, connect
-from smolcluster.launch.cluster.layout import Layout, Machine, Recorded, Seat, with_run
-from smolcluster.launch.cluster.parcel import Parcel, requirements_key
+from smolcluster.launch.cluster.layout import ClusterLayout, ClusterMachine, ClusterProcess, ClusterRecord, with_run
 from smolcluster.observe.events import StepLogged, restore, restore_fields
 
 CLOCK_S = 120.0  # machines whose clocks differ by more are reported
@@ -34,7 +34,7 @@ ENVIRONMENT_BYTES = 2 << 30
 RECONNECT_S = 2.0
 
 T = TypeVar("T")
-Told = Callable[[str, str], None]  # host, what happens there
+Report = Callable[[str, str], None]  # host, what happens there
 
 
 class ClusterError(UserError):
@@ -46,7 +46,7 @@ class ClusterError(UserError):
 
 @contextlib.asynccontextmanager
 async def connected(
-    machines: Mapping[str, Machine], *, accept_new: bool = False
+    machines: Mapping[str, ClusterMachine], *, accept_new: bool = False
 ) -> AsyncIterator[tuple[dict[str, Host], dict[str, HostError]]]:
     """All machines that can be reached, and why the others cannot."""
     hosts: dict[str, Host] = {}
@@ -81,7 +81,7 @@ async def connected(
             await host.close()
 
 
-def way_to(machines: Mapping[str, Machine], name: str) -> dict[str, Machine]:
+def jump_chain(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, ClusterMachine]:
     """A machine, and those that ssh passes on the way."""
     found = {name: machines[name]}
     while (via := found[name].via) is not None:
@@ -91,16 +91,16 @@ def way_to(machines: Mapping[str, Machine], name: str) -> dict[str, Machine]:
 
 
 @contextlib.asynccontextmanager
-async def reached(machines: Mapping[str, Machine], name: str) -> AsyncIterator[tuple[Host, Agent]]:
+async def connected_agent(machines: Mapping[str, ClusterMachine], name: str) -> AsyncIterator[tuple[Host, Agent]]:
     """One machine, and an agent on it. Raises HostError."""
-    async with connected(way_to(machines, name)) as (hosts, problems):
+    async with connected(jump_chain(machines, name)) as (hosts, problems):
         if name in problems:
             raise problems[name]
         async with hosts[name].agent() as agent:
             yield hosts[name], agent
 
 
-async def on_all(hosts: Iterable[Host], work: Callable[[Host], Awaitable[T]]) -> dict[str, T]:
+async def on_all_hosts(hosts: Iterable[Host], work: Callable[[Host], Awaitable[T]]) -> dict[str, T]:
     """The same on every machine, at once. Raises ClusterError with all that went wrong, when all are done."""
     hosts = list(hosts)
     done = await asyncio.gather(*(work(host) for host in hosts), return_exceptions=True)
@@ -119,68 +119,70 @@ async def on_all(hosts: Iterable[Host], work: Callable[[Host], Awaitable[T]]) ->
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Deployment:
     """What is to be brought up."""
 
-    layout: Layout
-    package: Parcel
-    files: Parcel
+    layout: ClusterLayout
+    package: Archive
+    files: Archive
     requirements: list[str]
     token: str | None = None
     panes: bool = False  # one tmux window for all, as on this machine
     resume: bool = False  # the lead goes on with the run that is there
 
     @property
-    def parcel(self) -> str:
+    def fingerprint(self) -> str:
         """Name all that the machines are sent, and how they are to use it."""
-        seats = [(s.name, s.host, s.arguments, sorted(s.environment.items())) for s in with_run(self.layout, "").seats]
+        processes = [
+            (s.name, s.host, s.arguments, sorted(s.environment.items())) for s in with_run(self.layout, "").processes
+        ]
         hosts = [(m.name, m.python, sorted(m.environment.items())) for m in self.layout.machines.values()]
-        told = hashlib.sha256(json.dumps([seats, hosts]).encode()).hexdigest()[:16]
+        told = hashlib.sha256(json.dumps([processes, hosts]).encode()).hexdigest()[:16]
         return f"{self.package.key}-{self.files.key}-{told}"
 
 
 async def up(
-    order: Order, hosts: Mapping[str, Host], *, told: Told, begins: Callable[[], None] = lambda: None
+    deployment: Deployment, hosts: Mapping[str, Host], *, report: Report, on_begin: Callable[[], None] = lambda: None
 ) -> dict[str, list[str]]:
-    """Start what does not run yet. Returns what was started, by machine. `begins` is called before anything is changed."""
-    layout = order.layout
-    facts = await on_all(hosts.values(), lambda host: look(host, layout, order))
+    """Start what does not run yet. Returns what was started, by machine. `on_begin` is called before anything is changed."""
+    layout = deployment.layout
+    facts = await on_all_hosts(hosts.values(), lambda host: look(host, layout, deployment))
     check_facts(layout, facts)
-    _check_same(order, facts)
-    begins()
+    _check_same(deployment, facts)
+    on_begin()
     mark = secrets.token_hex(8)
-    await on_all(hosts.values(), lambda host: host.ask("begin", mark=mark, **_where(host, layout)))
-    await on_all(hosts.values(), lambda host: _send(host, order, told))
-    pythons = await on_all(hosts.values(), lambda host: _environment(host, order, told))
-    if order.token is not None:
-        secret = order.token.encode()
-        await on_all(hosts.values(), lambda host: host.ask("keep_secret", data=secret, **_where(host, layout)))
+    await on_all_hosts(hosts.values(), lambda host: host.ask("begin", mark=mark, **_location(host, layout)))
+    await on_all_hosts(hosts.values(), lambda host: _send(host, deployment, report))
+    pythons = await on_all_hosts(hosts.values(), lambda host: _environment(host, deployment, report))
+    if deployment.token is not None:
+        secret = deployment.token.encode()
+        await on_all_hosts(hosts.values(), lambda host: host.ask("keep_secret", data=secret, **_location(host, layout)))
     begun: dict[str, list[str]] = {}
     try:
         for first in (True, False):
-            chosen = [seat for seat in layout.seats if (seat is layout.lead) == first]
-            started = await on_all(
-                [host for host in hosts.values() if any(seat.host == host.name for seat in chosen)],
-                lambda host, chosen=chosen: _start(host, order, pythons[host.name], chosen, mark),  # type: ignore[misc]
+            chosen = [process for process in layout.processes if (process is layout.lead) == first]
+            started = await on_all_hosts(
+                [host for host in hosts.values() if any(process.host == host.name for process in chosen)],
+                lambda host, chosen=chosen: _start(host, deployment, pythons[host.name], chosen, mark),  # type: ignore[misc]
             )
-            for name, seats in started.items():
-                begun.setdefault(name, []).extend(seats)
+            for name, processes in started.items():
+                begun.setdefault(name, []).extend(processes)
     except (SmolclusterError, asyncio.CancelledError):
-        await _take_back(hosts, layout, mark)
+        await _roll_back(hosts, layout, mark)
         raise
     return begun
 
 
-def _where(host: Host, layout: Layout | Recorded) -> dict[str, Any]:
+def _location(host: Host, layout: ClusterLayout | ClusterRecord) -> dict[str, Any]:
     return {"folder": host.machine.folder, "name": layout.name}
 
 
-async def look(host: Host, layout: Layout, order: Order | None = None) -> dict[str, Any]:
-    """What a machine is and has, and when it was asked. `order`: also whether it needs an environment for that."""
-    needs = None if order is None else wanted(host, order.requirements)
+async def look(host: Host, layout: ClusterLayout, deployment: Deployment | None = None) -> dict[str, Any]:
+    """What a machine is and has, and when it was asked. `deployment`: also whether it needs an environment for that."""
+    needs = None if deployment is None else wanted(host, deployment.requirements)
     listens = list(layout.listens) if layout.lead.host == host.name else None
     asked = time.time()
-    found: dict[str, Any] = await host.ask("look", listens=listens, wanted=needs, **_where(host, layout))
+    found: dict[str, Any] = await host.ask("look", listens=listens, wanted=needs, **_location(host, layout))
     return found | {"asked": asked, "answered": time.time()}
 
 
@@ -189,30 +191,30 @@ def wanted(host: Host, requirements: list[str]) -> dict[str, Any]:
     return {"requirements": requirements, "key": requirements_key(requirements), "python": host.machine.python}
 
 
-def check_facts(layout: Layout, facts: Mapping[str, Mapping[str, Any]]) -> None:
+def check_facts(layout: ClusterLayout, facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Everything that would go wrong later, for all machines at once."""
     problems = [problem for name, seen in facts.items() for problem in problems_of(layout, name, seen)]
     if problems:
         raise ClusterError(problems, also="nothing was changed on any machine")
 
 
-def _check_same(order: Order, facts: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_same(deployment: Deployment, facts: Mapping[str, Mapping[str, Any]]) -> None:
     """What runs was started with this code and these files. Others would become theirs when they are started again."""
     others = [
-        seat
+        process
         for seen in facts.values()
-        for seat, state in seen["processes"].items()
-        if state["alive"] and state.get("parcel") not in (None, order.parcel)
+        for process, state in seen["processes"].items()
+        if state["alive"] and state.get("parcel") not in (None, deployment.fingerprint)
     ]
     if others:
         raise UserError(
-            f"{', '.join(sorted(others))} of {order.layout.name} run already, with another configuration or other code; "
+            f"{', '.join(sorted(others))} of {deployment.layout.name} run already, with another configuration or other code; "
             "`smolcluster down` first, then up (with --resume: the same run goes on); nothing was changed on any machine"
         )
 
 
-def problems_of(layout: Layout, name: str, seen: Mapping[str, Any]) -> Iterable[HostError]:
-    running = {seat for seat, state in seen["processes"].items() if state["alive"]}
+def problems_of(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> Iterable[HostError]:
+    running = {process for process, state in seen["processes"].items() if state["alive"]}
     wrong = functools.partial(HostError, name)
     off = clock_off(seen)
     if abs(off) > CLOCK_S:
@@ -247,60 +249,60 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {int(seconds) % 60} s"
 
 
-async def _send(host: Host, order: Order, told: Told) -> None:
-    place = f"code/{order.package.key}"
+async def _send(host: Host, deployment: Deployment, report: Report) -> None:
+    place = f"code/{deployment.package.key}"
     (there,) = await host.ask("has", folder=host.machine.folder, places=[f"{place}/smolcluster/__init__.py"])
     if not there:
-        told(host.name, f"sending smolcluster, {len(order.package.data) >> 10} KiB")
-        await host.ask("unpack", folder=host.machine.folder, place=place, fresh=True, data=order.package.data)
-    home = f"clusters/{order.layout.name}"
-    await host.ask("unpack", folder=host.machine.folder, place=home, data=order.files.data)
+        report(host.name, f"sending smolcluster, {len(deployment.package.data) >> 10} KiB")
+        await host.ask("unpack", folder=host.machine.folder, place=place, fresh=True, data=deployment.package.data)
+    home = f"clusters/{deployment.layout.name}"
+    await host.ask("unpack", folder=host.machine.folder, place=home, data=deployment.files.data)
 
 
-async def _environment(host: Host, order: Order, told: Told) -> str:
+async def _environment(host: Host, deployment: Deployment, report: Report) -> str:
     made = await host.ask(
         "environment",
-        told=lambda line: told(host.name, line),
+        on_line=lambda line: report(host.name, line),
         folder=host.machine.folder,
-        **wanted(host, order.requirements),
+        **wanted(host, deployment.requirements),
         variables=dict(host.machine.environment),
     )
     if made["made"]:
-        told(host.name, f"environment made in {made['seconds']:.0f} s")
+        report(host.name, f"environment made in {made['seconds']:.0f} s")
     return str(made["python"])
 
 
-async def _start(host: Host, order: Order, python: str, chosen: list[Seat], mark: str) -> list[str]:
-    seats = [
+async def _start(host: Host, deployment: Deployment, python: str, chosen: list[ClusterProcess], mark: str) -> list[str]:
+    processes = [
         {
-            "name": seat.name,
-            "arguments": list(seat.again if order.resume and seat.again else seat.arguments),
-            "again": list(seat.again),
-            "restart": seat.restart,
-            "environment": {**host.machine.environment, **seat.environment},
+            "name": process.name,
+            "arguments": list(process.again if deployment.resume and process.again else process.arguments),
+            "again": list(process.again),
+            "restart": process.restart,
+            "environment": {**host.machine.environment, **process.environment},
         }
-        for seat in chosen
-        if seat.host == host.name
+        for process in chosen
+        if process.host == host.name
     ]
     begun: list[str] = await host.ask(
         "start",
-        seats=seats,
+        processes=processes,
         python=python,
-        code=order.package.key,
-        parcel=order.parcel,
-        panes=order.panes,
+        code=deployment.package.key,
+        parcel=deployment.fingerprint,
+        panes=deployment.panes,
         mark=mark,
-        **_where(host, order.layout),
+        **_location(host, deployment.layout),
     )
     return begun
 
 
-async def _take_back(hosts: Mapping[str, Host], layout: Layout, mark: str) -> None:
+async def _roll_back(hosts: Mapping[str, Host], layout: ClusterLayout, mark: str) -> None:
     """What this call has started, and nothing else."""
 
     async def end(host: Host) -> None:
         with contextlib.suppress(HostError):
-            await host.ask("stop", mark=mark, now=True, within_s=10.0, **_where(host, layout))
+            await host.ask("stop", mark=mark, now=True, within_s=10.0, **_location(host, layout))
 
     await asyncio.gather(*map(end, hosts.values()))
 
@@ -308,13 +310,15 @@ async def _take_back(hosts: Mapping[str, Host], layout: Layout, mark: str) -> No
 # What runs
 
 
-async def states(cluster: Layout | Recorded, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any]]:
+async def states(cluster: ClusterLayout | ClusterRecord, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any]]:
     """Of every process, by its name: its machine, its state as the keeper tells it."""
-    found = await on_all(hosts.values(), lambda host: host.ask("states", **_where(host, cluster)))
-    return {seat: state | {"host": name} for name, seats in found.items() for seat, state in seats.items()}
+    found = await on_all_hosts(hosts.values(), lambda host: host.ask("states", **_location(host, cluster)))
+    return {
+        process: state | {"host": name} for name, processes in found.items() for process, state in processes.items()
+    }
 
 
-async def progress(cluster: Recorded, hosts: Mapping[str, Host]) -> dict[str, Any]:
+async def progress(cluster: ClusterRecord, hosts: Mapping[str, Host]) -> dict[str, Any]:
     """The last row of the run, of all workers where there is a server, and the summary if there is one."""
     host = hosts.get(cluster.hosts[cluster.lead])
     if host is None:
@@ -335,15 +339,15 @@ async def progress(cluster: Recorded, hosts: Mapping[str, Host]) -> dict[str, An
 
 
 async def follow(
-    cluster: Layout | Recorded,
-    machines: Mapping[str, Machine],
+    cluster: ClusterLayout | ClusterRecord,
+    machines: Mapping[str, ClusterMachine],
     *,
     chosen: Iterable[str],
-    seats: list[str] | None,
+    processes: list[str] | None,
     past: int,
     on: bool,
     show: Callable[[str, str, str], None],
-    told: Told,
+    report: Report,
 ) -> None:
     """Call `show` with host, process and line of all that is printed. A machine that is cut off is dialled until it answers."""
 
@@ -352,22 +356,22 @@ async def follow(
         cut_off = False
         while True:
             try:
-                async with reached(machines, name) as (host, agent):
+                async with connected_agent(machines, name) as (host, agent):
                     if cut_off:
-                        told(name, "connected again")
+                        report(name, "connected again")
                         cut_off = False
-                    where = _where(host, cluster)
-                    async for said in agent.talk("follow", seats=seats, past=past, on=on, at=read, **where):
+                    where = _location(host, cluster)
+                    async for said in agent.talk("follow", processes=processes, past=past, on=on, at=read, **where):
                         if "line" in said:
-                            show(name, said["seat"], said["line"])
+                            show(name, said["process"], said["line"])
                         if "at" in said:
-                            read[said["seat"]] = said["at"]
+                            read[said["process"]] = said["at"]
                     return
             except HostError as error:
                 if not on:
                     raise
                 if not cut_off:
-                    told(name, f"{error.what}; trying again")
+                    report(name, f"{error.what}; trying again")
                     cut_off = True
                 await asyncio.sleep(RECONNECT_S)
 
@@ -377,22 +381,24 @@ async def follow(
 # Down
 
 
-async def down(cluster: Recorded, hosts: Mapping[str, Host], *, now: bool, told: Told) -> dict[str, list[str]]:
+async def down(cluster: ClusterRecord, hosts: Mapping[str, Host], *, now: bool, report: Report) -> dict[str, list[str]]:
     """End everything. Returns what was running, by machine."""
     lead = cluster.hosts[cluster.lead]
     stopped: dict[str, list[str]] = {}
 
-    async def end(host: Host, seats: list[str] | None) -> None:
-        done = await host.ask("stop", seats=seats, now=now, within_s=10.0 if now else 90.0, **_where(host, cluster))
+    async def end(host: Host, processes: list[str] | None) -> None:
+        done = await host.ask(
+            "stop", processes=processes, now=now, within_s=10.0 if now else 90.0, **_location(host, cluster)
+        )
         stopped.setdefault(host.name, []).extend(done["stopped"])
         if done["killed"]:
-            told(host.name, f"did not end in time and was killed: {', '.join(done['killed'])}")
+            report(host.name, f"did not end in time and was killed: {', '.join(done['killed'])}")
 
     if lead in hosts:
-        states = await hosts[lead].ask("states", **_where(hosts[lead], cluster))
+        states = await hosts[lead].ask("states", **_location(hosts[lead], cluster))
         if states.get(cluster.lead, {}).get("alive"):
             ends = "end" if cluster.lead == "front" else "save and end"
-            told(lead, f"ending {cluster.lead}" if now else f"asking {cluster.lead} to {ends}")
+            report(lead, f"ending {cluster.lead}" if now else f"asking {cluster.lead} to {ends}")
         await end(hosts[lead], [cluster.lead])
-    await on_all(hosts.values(), lambda host: end(host, None))
-    return {name: sorted(set(seats)) for name, seats in stopped.items()}
+    await on_all_hosts(hosts.values(), lambda host: end(host, None))
+    return {name: sorted(set(processes)) for name, processes in stopped.items()}

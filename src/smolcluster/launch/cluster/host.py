@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.errors import MissingExtra, SmolclusterError
-from smolcluster.launch.cluster.layout import Machine
+from smolcluster.launch.cluster.layout import ClusterMachine
 from smolcluster.observe.text import printable
 
 CONNECT_S = 10.0
@@ -59,7 +59,7 @@ class HostError(SmolclusterError):
 class Host:
     """A connected machine. Each `agent` is a process of its own there."""
 
-    def __init__(self, machine: Machine, connection: Any | None) -> None:
+    def __init__(self, machine: ClusterMachine, connection: Any | None) -> None:
         self.machine, self.connection = machine, connection
         self.python = machine.python
 
@@ -190,12 +190,12 @@ class Agent:
         await self._stream.send(b"%d\n" % len(text) + text)
 
     async def ask(
-        self, op: str, *, told: Callable[[str], None] | None = None, data: bytes | None = None, **said: Any
+        self, op: str, *, on_line: Callable[[str], None] | None = None, data: bytes | None = None, **said: Any
     ) -> Any:
-        """Send a question and return its answer. `told` is called with each line that reports progress."""
+        """Send a question and return its answer. `on_line` is called with each line that reports progress."""
         async for answer in self.talk(op, data=data, **said):
-            if "say" in answer and told is not None:
-                told(answer["say"])
+            if "say" in answer and on_line is not None:
+                on_line(answer["say"])
             if "result" in answer:
                 return answer["result"]
         raise await self._lost(op)
@@ -286,7 +286,7 @@ class _SshStream(Stream):
 # Connecting
 
 
-async def connect(machine: Machine, *, through: Host | None = None, accept_new: bool = False) -> Host:
+async def connect(machine: ClusterMachine, *, through: Host | None = None, accept_new: bool = False) -> Host:
     """Over ssh, or to this machine. Raises HostError with the layer that fails."""
     if machine.local:
         return Host(machine, None)
@@ -324,7 +324,7 @@ async def connect(machine: Machine, *, through: Host | None = None, accept_new: 
 
 
 @contextlib.contextmanager
-def _known_hosts_file(machine: Machine, what: str) -> Iterator[None]:
+def _known_hosts_file(machine: ClusterMachine, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -397,7 +397,7 @@ def _warn_once(text: str) -> None:
     print("smolcluster:", printable(text), file=sys.stderr)
 
 
-def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostError:
+def explain(machine: ClusterMachine, error: BaseException, known: KnownHosts) -> HostError:
     """What went wrong, in which layer, and what to do."""
     import asyncssh
 
@@ -414,7 +414,7 @@ def explain(machine: Machine, error: BaseException, known: KnownHosts) -> HostEr
             return wrong(what, remedy, layer="port")
         case asyncssh.HostKeyNotVerifiable() if known.changed:
             known_as = machine.address if port == 22 else f"'[{machine.address}]:{port}'"
-            remedy = f"if the machine was set up anew, forget the old key: ssh-keygen -R {known_as}"
+            remedy = f"if the machine was set up anew, delete_record the old key: ssh-keygen -R {known_as}"
             return wrong(f"the host key of {place} has CHANGED since it was last seen", remedy, layer="host key")
         case asyncssh.HostKeyNotVerifiable():
             remedy = f"connect once by hand (ssh {_by_hand(machine)}), or use --accept-new"
@@ -451,7 +451,7 @@ def _full_path(key: str) -> str:
     return str(path.absolute())
 
 
-def _by_hand(machine: Machine) -> str:
+def _by_hand(machine: ClusterMachine) -> str:
     user = f"{machine.user}@" if machine.user else ""
     port = f"-p {machine.port} " if machine.port else ""
     return f"{port}{user}{machine.address}"

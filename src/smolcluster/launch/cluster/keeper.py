@@ -193,7 +193,7 @@ def identity(pid: int) -> str | None:
     return asked.stdout.strip() or None
 
 
-def hold(path: Path, *, shared: bool = False, within_s: float = 0.0) -> Any:
+def lock_file(path: Path, *, shared: bool = False, within_s: float = 0.0) -> Any:
     """Lock a file for as long as the result is alive; None when another process has it and keeps it. `shared`: with
     others who want no more than to look (where there is such a lock)."""
     file = path.open("a+b")
@@ -224,7 +224,7 @@ def _locked(file: BinaryIO, *, shared: bool) -> bool:
 def main() -> int:
     os.umask(0o077)  # logs, and what the process writes, are its user's alone
     folder = Path(sys.argv[1])
-    lock = hold(folder / "lock", within_s=LOCK_S)
+    lock = lock_file(folder / "lock", within_s=LOCK_S)
     if lock is None:
         print("another keeper has this process", file=sys.stderr)
         return 1

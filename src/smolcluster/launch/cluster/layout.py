@@ -21,7 +21,7 @@ from smolcluster.comm.elastic.transport.sockets import join_address
 from smolcluster.config.schema import Config, HostConfig
 from smolcluster.config.strategies import ALONE
 from smolcluster.errors import UserError
-from smolcluster.launch.cluster.links import Way, find_way
+from smolcluster.launch.cluster.links import NetworkPath, find_path
 from smolcluster.launch.join.worker import own_overrides
 from smolcluster.launch.prepare import choose_plane
 from smolcluster.launch.restart.plan import parse_elastic
@@ -34,7 +34,7 @@ SERVING = "serving"  # where a run would have a plane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class ClusterMachine:
     """How to reach a machine, and what is its own."""
 
     name: str
@@ -61,7 +61,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class ClusterProcess:
     """A process: what it is called, where it runs, and the arguments after `smolcluster`."""
 
     name: str
@@ -73,28 +73,28 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ClusterLayout:
     name: str
     run: str  # the name of its run directory, on the lead's machine
     plane: str
-    machines: dict[str, Machine]
-    seats: list[Seat]  # in the order in which they start; the first leads
+    machines: dict[str, ClusterMachine]
+    processes: list[ClusterProcess]  # in the order in which they start; the first leads
     config: Config  # as the processes read it
     # From each machine to the lead's, where links say more than an address.
-    ways: list[Way] = field(default_factory=list)
+    paths: list[NetworkPath] = field(default_factory=list)
     addresses: dict[str, str] = field(default_factory=dict)  # where each machine finds the lead
     listens: tuple[str, int] = ("", 0)  # where the lead listens
     needs_token: bool = False
 
     @property
-    def lead(self) -> Seat:
-        return self.seats[0]
+    def lead(self) -> ClusterProcess:
+        return self.processes[0]
 
-    def on(self, host: str) -> list[Seat]:
-        return [seat for seat in self.seats if seat.host == host]
+    def on(self, host: str) -> list[ClusterProcess]:
+        return [process for process in self.processes if process.host == host]
 
 
-def lay_out(config: Config, *, name: str, run: str) -> Layout:
+def plan_layout(config: Config, *, name: str, run: str) -> ClusterLayout:
     """Who runs what where, for a resolved configuration with hosts in it. `run`: the name of its run directory."""
     hosts = hosts_of(config)
     if not hosts:
@@ -121,34 +121,36 @@ def lay_out(config: Config, *, name: str, run: str) -> Layout:
     lead = _lead(config, hosts, workers, plane)
     own = {"port", "user", "key", "via", "python", "folder", "environment"}
     machines = {
-        host: Machine(name=host, address=said.address or host, **said.model_dump(include=own))
+        host: ClusterMachine(name=host, address=said.address or host, **said.model_dump(include=own))
         for host, said in hosts.items()
     }
-    ways = [way for host in hosts if host != lead and (way := find_way(config.cluster.links, host, lead)) is not None]
-    draft = _Draft(
+    paths = [
+        path for host in hosts if host != lead and (path := find_path(config.cluster.links, host, lead)) is not None
+    ]
+    draft = _ProcessPlanner(
         config=config,
         directory=f"runs/{run}",
         lead=lead,
         workers=workers,
         hosts=hosts,
-        addresses={host: _server_address(host, lead, hosts, ways) for host in hosts},
+        addresses={host: _server_address(host, lead, hosts, paths) for host in hosts},
         port=MESH_PORT if plane == "mesh" else config.cluster.port,
     )
     if plane == SERVING:
-        seats = draft.serving()
+        processes = draft.serving()
     elif plane == "elastic":
-        seats = draft.elastic()
+        processes = draft.elastic()
     else:
-        seats = draft.mesh() if config.run.elastic is None else draft.restarting()
+        processes = draft.mesh() if config.run.elastic is None else draft.restarting()
     config.cluster.hosts, config.cluster.links = {}, {}
-    return Layout(
+    return ClusterLayout(
         name=name,
         run=run,
         plane=plane,
         machines=machines,
-        seats=seats,
+        processes=processes,
         config=config,
-        ways=ways,
+        paths=paths,
         addresses=dict(draft.addresses),
         listens=(draft.bind, draft.port),
         needs_token=draft.needs_token(plane),
@@ -195,14 +197,14 @@ def _lead(config: Config, hosts: Mapping[str, HostConfig], workers: list[str], p
     return config.cluster.server
 
 
-def _server_address(host: str, lead: str, hosts: Mapping[str, HostConfig], ways: list[Way]) -> str:
+def _server_address(host: str, lead: str, hosts: Mapping[str, HostConfig], paths: list[NetworkPath]) -> str:
     """Where this host finds the one that leads."""
     said = hosts[host].server_address
     if said is not None:
         return said
-    way = next((way for way in ways if way.source == host), None)
-    if way is not None:
-        return way.address
+    path = next((path for path in paths if path.source == host), None)
+    if path is not None:
+        return path.address
     address = hosts[lead].address or lead
     if host == lead:
         return "127.0.0.1"
@@ -218,7 +220,7 @@ def _server_address(host: str, lead: str, hosts: Mapping[str, HostConfig], ways:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
+class _ProcessPlanner:
     config: Config
     directory: str
     lead: str
@@ -247,15 +249,15 @@ class _Draft:
 
     def _server_of(self, host: str) -> str:
         """Where processes of this host dial the server. Those on its own machine do it as others do: they tell each other the
-        address that they have on that way."""
+        address that they have on that path."""
         if host != self.lead:
             return self.addresses[host]
         return self.bind if self.bind != "0.0.0.0" else self.meeting_point(host)
 
-    def elastic(self) -> list[Seat]:
+    def elastic(self) -> list[ClusterProcess]:
         serve = ("server", CONFIG, "--bind", self.bind, "--port", str(self.port), *self.run)
         again = (*serve, "--resume", "auto")
-        seats = [Seat(name="server", host=self.lead, arguments=serve, again=again, restart=True)]
+        processes = [ClusterProcess(name="server", host=self.lead, arguments=serve, again=again, restart=True)]
         for rank, host in enumerate(self.workers):
             address = self._server_of(host)
             joins = ["worker", str(rank), host, "--server", join_address(address, self.port)]
@@ -264,47 +266,53 @@ class _Draft:
             own = own_overrides(self.config, same_machine=host == self.lead)
             joins += ["--override", *own] if own else []
             local = self._local(rank)
-            seats.append(
-                Seat(name=f"worker-{rank}", host=host, arguments=tuple(joins), restart=True, environment=local)
+            processes.append(
+                ClusterProcess(
+                    name=f"worker-{rank}", host=host, arguments=tuple(joins), restart=True, environment=local
+                )
             )
-        return seats
+        return processes
 
-    def serving(self) -> list[Seat]:
+    def serving(self) -> list[ClusterProcess]:
         """A front on the machine that leads, and a stage for every worker."""
         run = self.config.run
         stages = run.stages or max(1, len(self.workers) // run.replicas)
         serve = ["serve", str(run.serve), "--stages", str(stages), "--replicas", str(run.replicas), "--workers", "0"]
         serve += ["--listen", join_address(self.bind, self.port), "--bind", run.bind, "--port", str(run.page_port)]
         serve += ["--layers", run.layers] if run.layers is not None else []
-        seats = [Seat(name="front", host=self.lead, arguments=(*serve, "--no-browser"), restart=True)]
+        processes = [ClusterProcess(name="front", host=self.lead, arguments=(*serve, "--no-browser"), restart=True)]
         for number, host in enumerate(self.workers):
             address = self._server_of(host)
             name = host if self.workers.count(host) == 1 else f"{host}-{self.workers[:number].count(host)}"
             holds = ["stage", "--server", join_address(address, self.port), "--name", name, "--model", str(run.serve)]
             holds += self._device(host)
             holds += ["--local-rank", str(self.workers[:number].count(host))] if self.workers.count(host) > 1 else []
-            seats.append(Seat(name=f"stage-{number}", host=host, arguments=tuple(holds), restart=True))
-        return seats
+            processes.append(ClusterProcess(name=f"stage-{number}", host=host, arguments=tuple(holds), restart=True))
+        return processes
 
-    def mesh(self) -> list[Seat]:
+    def mesh(self) -> list[ClusterProcess]:
         size = ("--world-size", str(len(self.workers)))
-        seats = []
+        processes = []
         for rank, host in enumerate(self.workers):
             master = ("--master-addr", self.meeting_point(host), "--master-port", str(self.port))
             run = ("train", CONFIG, *size, "--rank", str(rank), *master, *self.run, *self._own(host))
-            seats.append(Seat(name=f"worker-{rank}", host=host, arguments=run, environment=self._local(rank)))
-        return seats
+            processes.append(
+                ClusterProcess(name=f"worker-{rank}", host=host, arguments=run, environment=self._local(rank))
+            )
+        return processes
 
-    def restarting(self) -> list[Seat]:
-        seats = []
+    def restarting(self) -> list[ClusterProcess]:
+        processes = []
         hosts = [self.lead, *(host for host in dict.fromkeys(self.workers) if host != self.lead)]
         for number, host in enumerate(hosts):
             meet = ("--rdzv-endpoint", join_address(self.meeting_point(host), self.port))
             count = ("--elastic", str(self.config.run.elastic), "--workers", str(self.hosts[host].workers))
             run = ("train", CONFIG, *count, *meet, *self.run, *self._own(host))
             again = (*run, "--resume", "auto") if host == self.lead else run
-            seats.append(Seat(name=f"launcher-{number}", host=host, arguments=run, again=again, restart=True))
-        return seats
+            processes.append(
+                ClusterProcess(name=f"launcher-{number}", host=host, arguments=run, again=again, restart=True)
+            )
+        return processes
 
     def needs_token(self, plane: str) -> bool:
         """Where others could connect and be asked for it: servers, models, and launchers that start workers again."""
@@ -335,7 +343,7 @@ def logs_of(directory: str) -> str:
     return f"logs/{PurePosixPath(directory).name}"
 
 
-def with_run(layout: Layout, run: str) -> Layout:
+def with_run(layout: ClusterLayout, run: str) -> ClusterLayout:
     """The same, for a run that is there already."""
     old, new = f"runs/{layout.run}", f"runs/{run}"
     renamed = {old: new, logs_of(old): logs_of(new)}
@@ -343,10 +351,11 @@ def with_run(layout: Layout, run: str) -> Layout:
     def other(arguments: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(renamed.get(argument, argument) for argument in arguments)
 
-    seats = [
-        replace(seat, arguments=other(seat.again or seat.arguments), again=other(seat.again)) for seat in layout.seats
+    processes = [
+        replace(process, arguments=other(process.again or process.arguments), again=other(process.again))
+        for process in layout.processes
     ]
-    return replace(layout, run=run, seats=seats)
+    return replace(layout, run=run, processes=processes)
 
 
 def cluster_name(config: Config, file: Path | None) -> str:
@@ -356,20 +365,20 @@ def cluster_name(config: Config, file: Path | None) -> str:
     return "local" if file is None else re.sub(r"[^A-Za-z0-9_-]+", "-", file.stem).strip("-") or "cluster"
 
 
-def describe(layout: Layout) -> list[str]:
+def describe(layout: ClusterLayout) -> list[str]:
     """A line for each machine, as `up --dry-run` shows it."""
     lines: list[str] = []
     for name, machine in layout.machines.items():
-        seats = ", ".join(seat.name for seat in layout.on(name)) or "nothing"
-        lines.append(f"{name} ({machine.place}): {seats}")
-    for way in layout.ways:
-        if way.through:
-            lines.append(f"{way.source} reaches {way.target} at {way.address} through {', '.join(way.through)}:")
-            lines += [f"  {command}" for command in way.commands()]
+        processes = ", ".join(process.name for process in layout.on(name)) or "nothing"
+        lines.append(f"{name} ({machine.place}): {processes}")
+    for path in layout.paths:
+        if path.through:
+            lines.append(f"{path.source} reaches {path.target} at {path.address} through {', '.join(path.through)}:")
+            lines += [f"  {command}" for command in path.commands()]
     return lines
 
 
-def as_record(layout: Layout) -> dict[str, Any]:
+def as_record(layout: ClusterLayout) -> dict[str, Any]:
     """What `status`, `logs` and `down` need to know later: no secrets, nothing of the run."""
     return {
         "name": layout.name,
@@ -377,14 +386,14 @@ def as_record(layout: Layout) -> dict[str, Any]:
         "plane": layout.plane,
         "server": _reachable(layout),
         "machines": {
-            name: {key: getattr(machine, key) for key in Machine.__dataclass_fields__ if key != "environment"}
+            name: {key: getattr(machine, key) for key in ClusterMachine.__dataclass_fields__ if key != "environment"}
             for name, machine in layout.machines.items()
         },
-        "seats": [{"name": seat.name, "host": seat.host} for seat in layout.seats],
+        "seats": [{"name": process.name, "host": process.host} for process in layout.processes],
     }
 
 
-def _reachable(layout: Layout) -> str | None:
+def _reachable(layout: ClusterLayout) -> str | None:
     """Where another machine finds the server, if any could."""
     bind, port = layout.listens
     if layout.plane != "elastic":
@@ -396,12 +405,12 @@ def _reachable(layout: Layout) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class ClusterRecord:
     """A cluster that was started before."""
 
     name: str
     run: str
-    machines: dict[str, Machine]
+    machines: dict[str, ClusterMachine]
     hosts: dict[str, str]  # of each process; the first leads
 
     @property
@@ -416,16 +425,16 @@ class Recorded:
         return place if machine.local else f"{machine.name}:{place}"
 
 
-def from_record(record: Mapping[str, Any]) -> Recorded:
+def from_record(record: Mapping[str, Any]) -> ClusterRecord:
     """Raises ValueError for what is no record."""
     try:
         if not record["seats"]:
             raise ValueError("not the record of a cluster: it has no processes")
-        return Recorded(
+        return ClusterRecord(
             name=str(record["name"]),
             run=str(record["run"]),
-            machines={name: Machine(**fields) for name, fields in record["machines"].items()},
-            hosts={str(seat["name"]): str(seat["host"]) for seat in record["seats"]},
+            machines={name: ClusterMachine(**fields) for name, fields in record["machines"].items()},
+            hosts={str(process["name"]): str(process["host"]) for process in record["seats"]},
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not the record of a cluster: {error}") from error

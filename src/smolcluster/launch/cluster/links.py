@@ -26,7 +26,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class NetworkPath:
     """From `source` to `target`: the address to use, and the machines between them that must forward."""
 
     source: str
@@ -45,7 +45,7 @@ class Way:
         ]
 
 
-def find_way(links: Links, source: str, target: str) -> Way | None:
+def find_path(links: Links, source: str, target: str) -> NetworkPath | None:
     """The way with the fewest machines between, over the links that are named first. None: no way is known."""
     paths: dict[str, list[tuple[LinkConfig, str]]] = {source: []}  # host -> the links to it, and where each leads
     queue = deque([source])
@@ -63,7 +63,7 @@ def find_way(links: Links, source: str, target: str) -> Way | None:
     there, back = _net(passed[-1], target), _net(passed[0], source)
     routes = [Route(hosts[at], there, link.hosts[hosts[at + 1]]) for at, link in enumerate(passed[:-1])]
     routes += [Route(hosts[at + 1], back, passed[at].hosts[hosts[at]]) for at in range(len(passed) - 1, 0, -1)]
-    return Way(source, target, passed[-1].hosts[target], through=tuple(hosts[1:-1]), routes=tuple(routes))
+    return NetworkPath(source, target, passed[-1].hosts[target], through=tuple(hosts[1:-1]), routes=tuple(routes))
 
 
 def _net(link: LinkConfig, host: str) -> str:

@@ -21,20 +21,20 @@ from typing import Any
 
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.cluster.agent.following import proof_of
-from smolcluster.launch.cluster.control import RECONNECT_S, reached
+from smolcluster.launch.cluster.control import RECONNECT_S, connected_agent
 from smolcluster.launch.cluster.host import HostError
-from smolcluster.launch.cluster.layout import Recorded
-from smolcluster.launch.cluster.record import state_folder, writing
+from smolcluster.launch.cluster.layout import ClusterRecord
+from smolcluster.launch.cluster.record import state_folder, writable
 
 FIRST_S = 30.0  # until a machine was read
 _PLACE = re.compile(r"(?:(?:logs|checkpoints/step-\d{8})/)?[\w.-]+\.(?:jsonl?|yaml|log)")
 
 
 @contextlib.contextmanager
-def mirrored(cluster: Recorded) -> Iterator[Path]:
+def mirrored(cluster: ClusterRecord) -> Iterator[Path]:
     """The folder that the run is copied to for as long as this lasts. Raises UserError when no machine answers."""
     folder = state_folder().parent / "mirrors" / cluster.name / cluster.run
-    with writing(folder):
+    with writable(folder):
         pass  # that it is there
     copying = _Copying(cluster, folder)
     try:
@@ -45,7 +45,7 @@ def mirrored(cluster: Recorded) -> Iterator[Path]:
 
 
 class _Copying:
-    def __init__(self, cluster: Recorded, folder: Path) -> None:
+    def __init__(self, cluster: ClusterRecord, folder: Path) -> None:
         self._cluster, self._folder = cluster, folder
         self._names = list(dict.fromkeys(cluster.hosts.values()))
         self._all_said = threading.Event()
@@ -82,13 +82,13 @@ class _Copying:
     async def _one(self, name: str) -> None:
         while True:
             try:
-                async with reached(self._cluster.machines, name) as (host, agent):
+                async with connected_agent(self._cluster.machines, name) as (host, agent):
                     where: dict[str, Any] = {"folder": host.machine.folder, "name": self._cluster.name}
-                    async for told in agent.talk("copy", run=self._cluster.run, have=self._have(), **where):
-                        if "file" in told:
-                            with writing(self._folder):
-                                put(self._folder, told)
-                        elif "up_to_date" in told:
+                    async for update in agent.talk("copy", run=self._cluster.run, have=self._have(), **where):
+                        if "file" in update:
+                            with writable(self._folder):
+                                put(self._folder, update)
+                        elif "up_to_date" in update:
                             self._looked.add(name)
                             self._tell()
             except (HostError, SmolclusterError) as error:
@@ -106,12 +106,12 @@ class _Copying:
         return found
 
 
-def put(folder: Path, told: Mapping[str, Any]) -> None:
+def put(folder: Path, update: Mapping[str, Any]) -> None:
     """Write what a machine sent of a file: the whole of it, or from byte `at` on.
 
     Raises HostError for a file outside the folder, for fields that cannot be, and for an offset beyond what is here.
     """
-    place, sent, at = told.get("file"), told.get("data"), told.get("at")
+    place, sent, at = update.get("file"), update.get("data"), update.get("at")
     if not isinstance(place, str) or not _PLACE.fullmatch(place):
         raise HostError("mirror", f"{place!r:.80} is not a file of a run", layer="machine")
     try:
@@ -120,7 +120,7 @@ def put(folder: Path, told: Mapping[str, Any]) -> None:
         raise HostError("mirror", f"the content of {place} cannot be read", layer="machine") from error
     path = folder / place
     path.parent.mkdir(parents=True, exist_ok=True)
-    if "at" not in told:
+    if "at" not in update:
         fresh = path.with_name(f".{path.name}.new")
         fresh.write_bytes(data)
         fresh.replace(path)

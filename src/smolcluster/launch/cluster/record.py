@@ -27,7 +27,7 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def writable(folder: Path) -> Iterator[None]:
     """A folder of ours, made if it is not there. What the file system refuses, as advice."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -39,41 +39,41 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def remember(record: Mapping[str, Any], folder: Path | None = None) -> None:
+def save_record(record: Mapping[str, Any], folder: Path | None = None) -> None:
     folder = folder or state_folder()
     path = folder / f"{record['name']}.json"
     with contextlib.suppress(OSError, ValueError):  # workers that were taken later keep their numbers
         before = json.loads(path.read_text(encoding="utf-8"))
         if before.get("run") == record.get("run") and "next_rank" in before:
             record = {"next_rank": before["next_rank"], **record}
-    with writing(folder):
+    with writable(folder):
         atomic_write_text(path, json.dumps(dict(record), indent=1))
 
 
-def recorded_as(name: str, folder: Path | None = None) -> tuple[bytes, float] | None:
-    """The record as it lies there, and since when; for `put_back`."""
+def read_raw(name: str, folder: Path | None = None) -> tuple[bytes, float] | None:
+    """The record as it lies there, and since when; for `restore_record`."""
     path = (folder or state_folder()) / f"{name}.json"
     with contextlib.suppress(OSError):
         return path.read_bytes(), path.stat().st_mtime
     return None
 
 
-def put_back(name: str, former: tuple[bytes, float] | None, folder: Path | None = None) -> None:
+def restore_record(name: str, former: tuple[bytes, float] | None, folder: Path | None = None) -> None:
     """As it was, also in which cluster was started last."""
     path = (folder or state_folder()) / f"{name}.json"
     if former is None:
-        forget(name, folder)
+        delete_record(name, folder)
     elif not path.exists() or path.read_bytes() != former[0]:
         path.write_bytes(former[0])
         os.utime(path, (former[1], former[1]))
 
 
-def forget(name: str, folder: Path | None = None) -> None:
+def delete_record(name: str, folder: Path | None = None) -> None:
     with contextlib.suppress(FileNotFoundError):
         ((folder or state_folder()) / f"{name}.json").unlink()
 
 
-def recall(name: str | None, folder: Path | None = None) -> dict[str, Any]:
+def load_record(name: str | None, folder: Path | None = None) -> dict[str, Any]:
     """The record of this cluster, or of the one that was started last."""
     folder = folder or state_folder()
     found = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []

@@ -3,7 +3,7 @@
     layers.py    every layer, what may be wrong with it and the remedy: the table behind the docs' troubleshooting page
     here.py      this machine
     there.py     a server somewhere, by HOST:PORT
-    cluster.py   the machines of a cluster file, and the ways between them
+    cluster.py   the machines of a cluster file, and the paths between them
 
 A finding is good, a warning or bad. Nothing is changed anywhere.
 """

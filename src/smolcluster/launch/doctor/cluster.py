@@ -1,4 +1,4 @@
-"""The machines of a cluster file, each layer of each, and the ways from every machine to the one that leads."""
+"""The machines of a cluster file, each layer of each, and the paths from every machine to the one that leads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from smolcluster.launch.cluster import control
+from smolcluster.launch.cluster.archive import requirements
 from smolcluster.launch.cluster.host import Host, HostError
-from smolcluster.launch.cluster.layout import Layout
-from smolcluster.launch.cluster.parcel import requirements
-from smolcluster.launch.cluster.read import needs_of
+from smolcluster.launch.cluster.layout import ClusterLayout
+from smolcluster.launch.cluster.request import requirements_of
 from smolcluster.launch.doctor.layers import Finding, Layer, Verdict, bad, good, remedy, warning
 from smolcluster.observe.text import size
 
@@ -36,7 +36,7 @@ _MEND = {
 }
 
 
-async def examine(layout: Layout, *, accept_new: bool = False) -> list[Finding]:
+async def examine(layout: ClusterLayout, *, accept_new: bool = False) -> list[Finding]:
     found: list[Finding] = []
     async with control.connected(layout.machines, accept_new=accept_new) as (hosts, problems):
         found += [_problem(error) for error in problems.values()]
@@ -47,10 +47,10 @@ async def examine(layout: Layout, *, accept_new: bool = False) -> list[Finding]:
             except HostError as error:
                 found.append(_problem(error))
         found += [finding for name, seen in facts.items() for finding in _machine(layout, name, seen)]
-        torches = await _torches({name: hosts[name] for name in facts}, needs_of(layout))
+        torches = await _torches({name: hosts[name] for name in facts}, requirements_of(layout))
         found += _versions(torches)
         if layout.lead.host in facts:
-            found += await _ways(layout, {name: hosts[name] for name in facts})
+            found += await _paths(layout, {name: hosts[name] for name in facts})
     return found
 
 
@@ -60,7 +60,7 @@ def _problem(error: HostError) -> Finding:
     return Finding(layer=layer, verdict=Verdict.BAD, what=error.what, remedy=mend, host=error.host)
 
 
-def _machine(layout: Layout, name: str, seen: Mapping[str, Any]) -> list[Finding]:
+def _machine(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> list[Finding]:
     wrong = [_problem(problem) for problem in control.problems_of(layout, name, seen)]
     layers = {finding.layer for finding in wrong}
     fine = {
@@ -111,7 +111,7 @@ def _versions(torches: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
     return found
 
 
-async def _ways(layout: Layout, hosts: Mapping[str, Host]) -> list[Finding]:
+async def _paths(layout: ClusterLayout, hosts: Mapping[str, Host]) -> list[Finding]:
     """The lead listens for a moment, the others knock."""
     lead = layout.lead.host
     bind, port = layout.listens
@@ -139,8 +139,8 @@ async def _ways(layout: Layout, hosts: Mapping[str, Host]) -> list[Finding]:
             found.append(good(Layer.ROUTE, what, host=host.name))
         else:
             layer = _KNOCKS[knock["kind"]]
-            way = next((way for way in layout.ways if way.source == host.name), None)
+            path = next((path for path in layout.paths if path.source == host.name), None)
             lost = layer in (Layer.ROUTE, Layer.FIREWALL)  # a refusal has come all the way back
-            mend = "; ".join(way.commands()) if lost and way is not None else ""
+            mend = "; ".join(path.commands()) if lost and path is not None else ""
             found.append(bad(layer, f"cannot reach {lead} at {address}: {knock['words']}", mend, host=host.name))
     return found

@@ -41,7 +41,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class KnownProblem:
     """What may be seen in a layer, why, and what to do."""
 
     sign: str
@@ -49,23 +49,23 @@ class Trouble:
     remedy: str
 
 
-TROUBLES: dict[Layer, list[Trouble]] = {
+TROUBLES: dict[Layer, list[KnownProblem]] = {
     Layer.NAME: [
-        Trouble(
+        KnownProblem(
             "no machine is called ...",
             "the name is not in DNS, /etc/hosts or ~/.ssh/config",
             "use the address; between Macs and Linux machines with Avahi, NAME.local often works",
         )
     ],
     Layer.ROUTE: [
-        Trouble(
+        KnownProblem(
             "no route to host, network is unreachable",
             "the machines are on different subnets, or a cable or Wi-Fi is down",
             "one subnet for each link; where a machine lies behind another, `smolcluster up --dry-run` prints the route to add",
         ),
     ],
     Layer.FIREWALL: [
-        Trouble(
+        KnownProblem(
             "no answer in some seconds, although the machine answers ssh",
             "a firewall drops what comes for that port",
             "Linux: sudo ufw allow PORT/tcp; macOS: System Settings, Network, Firewall, allow Python; Windows: "
@@ -73,97 +73,99 @@ TROUBLES: dict[Layer, list[Trouble]] = {
         )
     ],
     Layer.PORT: [
-        Trouble(
+        KnownProblem(
             "connection refused",
             "nothing listens there: the server is not started, listens on loopback only, or on another port",
             "start it with --bind 0.0.0.0 (and a token); look for `listening on` in what it prints",
         ),
-        Trouble(
+        KnownProblem(
             "address already in use",
             "another program has the port, perhaps a run that was not ended",
             "smolcluster down; or choose another port, as cluster.port",
         ),
     ],
     Layer.SERVER: [
-        Trouble(
+        KnownProblem(
             "that is no server of smolcluster",
             "another program has this port",
             "is it the port that the server names in `listening on`? On the mesh plane there is no server to ask",
         ),
-        Trouble(
+        KnownProblem(
             "that server speaks version ... of the protocol",
             "the machines have different versions of smolcluster",
             "install the same version of smolcluster on both",
         ),
     ],
     Layer.SSH: [
-        Trouble(
+        KnownProblem(
             "the host key has CHANGED",
             "the machine was set up anew, or another one has its address",
             "if you know why: ssh-keygen -R HOST, then connect once by hand",
         ),
-        Trouble(
+        KnownProblem(
             "... is not in known_hosts",
             "ssh has never been there",
             "ssh HOST once, or --accept-new, which `cluster init`, `cluster check` and `up` have",
         ),
-        Trouble("does not accept your key", "your public key is not on that machine", "ssh-copy-id USER@HOST"),
-        Trouble(
+        KnownProblem("does not accept your key", "your public key is not on that machine", "ssh-copy-id USER@HOST"),
+        KnownProblem(
             "ssh to ... failed: Connection lost",
             "it was reached and then hung up: the port is not that of ssh, or its sshd turns connections away",
             "see what it says: ssh -v HOST",
         ),
     ],
     Layer.MDNS: [
-        Trouble(
+        KnownProblem(
             "machines that `join` are not found",
             "multicast does not pass: another subnet, a guest network, a VPN, a container",
             "use the address instead: smolcluster worker ... --server HOST:PORT",
         )
     ],
     Layer.CLOCK: [
-        Trouble(
+        KnownProblem(
             "its clock is ... ahead",
             "no time service runs there, or a Raspberry Pi was off for long",
             "sudo timedatectl set-ntp true (macOS: sudo sntp -sS time.apple.com; Windows: w32tm /resync)",
         )
     ],
     Layer.PYTHON: [
-        Trouble(
+        KnownProblem(
             "there is no Python, or it is older than 3.11",
             "ssh finds another Python than a terminal does",
             "install one, and name it as hosts.NAME.python in the cluster file",
         )
     ],
     Layer.TORCH: [
-        Trouble(
+        KnownProblem(
             "machines have different versions of torch",
             "they were set up at different times",
             "install the same everywhere; `smolcluster up` does so if hosts.NAME.python is left out",
         )
     ],
     Layer.DISK: [
-        Trouble(
+        KnownProblem(
             "only ... of disk are free",
             "checkpoints, caches, an environment (torch takes 1 to 5 GB)",
             "make room, or set hosts.NAME.folder to another disk; keep fewer: training.max_checkpoints_to_keep",
         )
     ],
     Layer.GPU: [
-        Trouble(
+        KnownProblem(
             "there is an NVIDIA GPU, and torch cannot use it",
             "the driver does not run, or is older than the CUDA that torch was built for",
             "nvidia-smi must work first; then install a torch for that driver, or update it",
         )
     ],
     Layer.TOKEN: [
-        Trouble(
+        KnownProblem(
             "the cluster token is missing or not the one used here",
             "the machines have different tokens, or one has none",
             "compare the ids: smolcluster token show; hand yours on: smolcluster token show --secret | ssh HOST smolcluster "
             "token add",
         ),
-        Trouble("others may read the token file", "its permissions are too wide", "chmod 600 the file that is named"),
+        KnownProblem(
+            "others may read the token file", "its permissions are too wide", "chmod 600 the file that is named"
+        ),
     ],
 }
 

@@ -23,7 +23,7 @@ MOST_LETTERS = 50  # of a name, where a port follows: 63 are all that one part o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class MachineOffer:
     """A machine that wants to join."""
 
     name: str
@@ -73,12 +73,12 @@ def announced(name: str, port: int, *, addresses: Sequence[str], system: str) ->
 
 def find_offers(
     *, within_s: float = BROWSE_S, wanted: str | None = None, interfaces: Sequence[str] | None = None
-) -> list[Offer]:
+) -> list[MachineOffer]:
     """Return the machines that offer themselves now. Returns early once the `wanted` one is found."""
     network = _zeroconf(interfaces)
     from zeroconf import ServiceBrowser, ServiceStateChange
 
-    found: dict[str, Offer] = {}
+    found: dict[str, MachineOffer] = {}
     changed = threading.Condition()
 
     def on_change(zeroconf: Any, service_type: str, name: str, state_change: ServiceStateChange) -> None:
@@ -94,7 +94,7 @@ def find_offers(
         if not HOST_NAME.fullmatch(label):  # `join` announces no such name: it must not get into a cluster file
             return
         with changed:
-            found[name] = Offer(name=label, addresses=addresses, port=info.port, system=system)
+            found[name] = MachineOffer(name=label, addresses=addresses, port=info.port, system=system)
             changed.notify_all()
 
     browser = ServiceBrowser(network, KIND, handlers=[on_change])

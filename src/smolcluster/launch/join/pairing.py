@@ -38,7 +38,7 @@ class PairingFailed(SmolclusterError):
     """There is no trust between the two. The message says why."""
 
 
-class _Side:
+class _KeyPair:
     """Keys of one attempt, and what follows from both."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Agreement:
         return fields
 
 
-class _Line:
+class _JsonLines:
     """JSON objects, one a line, with bounds."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -164,7 +164,7 @@ def _same(one: str, other: str) -> bool:
 
 def offer(line: socket.socket, facts: dict[str, Any], *, show: Callable[[str], None]) -> dict[str, Any]:
     """The new machine's side of one attempt. `show` gets the code. Returns what the cluster gave. Raises PairingFailed."""
-    talk, side = _Line(line), _Side()
+    talk, side = _JsonLines(line), _KeyPair()
     hello = talk.receive()
     if hello.get("protocol") != PROTOCOL:
         raise PairingFailed(f"the other side speaks {hello.get('protocol')!r}, not {PROTOCOL}")
@@ -187,7 +187,7 @@ def offer(line: socket.socket, facts: dict[str, Any], *, show: Callable[[str], N
 def accept(line: socket.socket, given: dict[str, Any], *, ask: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
     """The cluster's side. `ask` gets the machine's facts and returns the code that was typed; `given` is what the machine is
     handed. Returns the facts. Raises PairingFailed."""
-    talk, side = _Line(line), _Side()
+    talk, side = _JsonLines(line), _KeyPair()
     talk.send(protocol=PROTOCOL, commitment=side.commitment)
     said = talk.receive()
     key, nonce = _bytes(said, "key", 32), _bytes(said, "nonce", 32)

@@ -166,10 +166,10 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
     from smolcluster.engine.process.main import run_worker
 
     channel = SignalChannel()
-    pushing = _Pushing(spec, log_dir, sinks)
-    logging.getLogger("smolcluster.comm.elastic.transport.tcp").addFilter(_Visible())
+    pushing = _LogPusher(spec, log_dir, sinks)
+    logging.getLogger("smolcluster.comm.elastic.transport.tcp").addFilter(_ShowWaiting())
     outcome = Outcome()
-    status = run_worker(spec, channel, [outcome, pushing, *sinks, _Farewell(spec, sinks)])
+    status = run_worker(spec, channel, [outcome, pushing, *sinks, _EndNotice(spec, sinks)])
     failed = outcome.failed
     if status == 0:
         return 0
@@ -180,7 +180,7 @@ def run_joined(spec: WorkerSpec, *, log_dir: Path | None, sinks: list[Sink]) -> 
     raise WorkerFailed(f"worker {spec.rank} failed: {failed.message}\n{failed.traceback}".rstrip())
 
 
-class _Pushing(Sink):
+class _LogPusher(Sink):
     """The log of this worker, and its push to Loki where its owner names one.
 
     Without a folder for logs the lines wait in a temporary file, which is removed when they have arrived or are not wanted.
@@ -237,7 +237,7 @@ class _Pushing(Sink):
             self._temporary = None
 
 
-class _Farewell(Sink):
+class _EndNotice(Sink):
     """Report on the screen why this worker ends, when all is well."""
 
     def __init__(self, spec: WorkerSpec, sinks: list[Sink]) -> None:
@@ -250,7 +250,7 @@ class _Farewell(Sink):
                 sink.handle(Notice(level="INFO", message=text))
 
 
-class _Visible(logging.Filter):
+class _ShowWaiting(logging.Filter):
     """While there is no server, what the transport notes in its log is what the person before the screen wants to know."""
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -1,8 +1,8 @@
-"""A server and its workers on this machine: the elastic plane. Each process that dies is started again (supervisor.py).
+"""Run a server and its workers on this machine, on the elastic plane. Each process that dies is restarted (supervisor.py).
 
-A worker keeps its rank. The server comes back on the same port and goes on from its journal, as a second process that has
-waited with everything imported, and the workers find it again. The launcher never imports torch. The server's events are the
-run's; those of the workers on this machine are passed on too, for a display that shows them one by one.
+A worker keeps its rank. The server is replaced by a standby process that has imported everything: it listens on the same port,
+replays the journal, and the workers reconnect. The launcher never imports torch. The server's events are the run's; events of
+local workers are passed on for displays that show each worker.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from smolcluster.launch.local.outcome import Interrupted
 from smolcluster.launch.local.processes import (
     Child,
     ask_to_stop,
-    last_lines,
+    check_not_in_worker,
+    exit_reason,
+    log_tail,
     make_spec,
-    refuse_inside_a_worker,
-    tell,
+    send_line,
     wait_for,
-    why_it_ended,
 )
 from smolcluster.launch.local.supervisor import Policy, Slot, Supervisor
 from smolcluster.launch.prepare import Prepared
@@ -41,19 +41,19 @@ from smolcluster.observe.events import Event, Progress, RunFinished, StepLogged
 from smolcluster.observe.logs import LauncherLog
 from smolcluster.observe.observer import Sink
 
-STEADY_S = 60.0  # a process that has worked so long was in order
-PAUSE_S = 0.5  # before a worker is started again; doubles with every death in a row
-LEAVE_S = 5.0  # the server has finished: so long the workers may take to leave
+STEADY_S = 60.0  # a process that lived so long was healthy
+PAUSE_S = 0.5  # before a worker is restarted; doubles with every death in a row
+LEAVE_S = 5.0  # limit for workers to leave after the server has finished
 
 _PROCESS = "smolcluster.engine.process.warm_elastic"
 
 
 def run_elastic(run: Prepared, *, port: int | None = None, sinks: list[Sink], command: str = "train") -> dict[str, Any]:
-    """Serve a run, with `run.workers` workers on this machine; others may join. Returns the summary, or raises.
+    """Serve a run with `run.workers` workers on this machine; others may join. Return the summary, or raise.
 
-    `port` None: any, where only this machine can reach it, else cluster.port.
+    `port` None: a free port if the server binds to loopback, else cluster.port.
     """
-    refuse_inside_a_worker()
+    check_not_in_worker()
     cluster = run.config.cluster
     check_bind(cluster.bind, load_keyring(cluster.token, os.environ))
     if port is None:
@@ -61,158 +61,158 @@ def run_elastic(run: Prepared, *, port: int | None = None, sinks: list[Sink], co
     with run.opened(), _journal(run.run_dir, run.resume):
         sinks = [LauncherLog(run.run_dir.path, host=socket.gethostname()), *sinks]
         supervisor = Supervisor(run.config, run.run_dir, sinks, module=_PROCESS, command=command)
-        return supervisor.run(ElasticPolicy(supervisor, *_posts(run, port=port)))
+        return supervisor.run(ElasticPolicy(supervisor, *_slots(run, port=port)))
 
 
 def _journal(run_dir: RunDir, resume: Path | None) -> contextlib.AbstractContextManager[None]:
-    """A run that is continued as a whole goes on from its journal; from any other beginning a journal would lead astray."""
+    """Keep the journal when the run resumes from its own checkpoints; set it aside for any other start."""
     if resume is not None and resume.resolve() == run_dir.checkpoints.resolve():
         return contextlib.nullcontext()
     return run_dir.without_journal()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Post(Slot):
-    """A slot that is filled again by itself."""
+class _ElasticSlot(Slot):
+    """A slot that is restarted on its own."""
 
-    due: float | None = None  # when it is to be filled again
-    since: float = 0.0  # its process was started
-    lost: SmolclusterError | None = None  # why it is not filled any more
+    due: float | None = None  # time of the next start
+    since: float = 0.0  # time of the last start
+    given_up: SmolclusterError | None = None  # why it is not restarted any more
 
 
 class ElasticPolicy(Policy):
-    """Each process is on its own. The methods are in the order in which things happen."""
+    """Restart each process by itself. The methods are in the order in which things happen."""
 
-    def __init__(self, supervisor: Supervisor, server: _Post, workers: list[_Post]) -> None:
+    def __init__(self, supervisor: Supervisor, server: _ElasticSlot, workers: list[_ElasticSlot]) -> None:
         super().__init__(supervisor)
         self.cluster = supervisor.config.cluster
         self.server, self.workers = server, workers
         self.standby: Child | None = None
-        self.open = not is_loopback(self.cluster.bind)  # workers may come from other machines
-        self.address = ""  # where the server listens
+        self.open = not is_loopback(self.cluster.bind)  # workers may join from other machines
+        self.address = ""  # of the server
         self.step = 0  # the latest that the server has logged
-        self.finished = False  # the server has come to an end of its own
+        self.finished = False  # the server has reported its end
         self.failure: SmolclusterError | None = None
 
     def begin(self) -> None:
-        for post in (self.server, *self.workers):
-            self._fill(post)
+        for slot in (self.server, *self.workers):
+            self._start(slot)
 
-    def _fill(self, post: _Post) -> None:
-        """Start a process for this post. A worker gets its spec when it is known where the server listens."""
-        post.due, post.since = None, time.monotonic()
-        if post is self.server and self.standby is not None:
-            post.child, self.standby = self.standby, None
-            tell(post.child, post.spec.to_json())
+    def _start(self, slot: _ElasticSlot) -> None:
+        """Start a process for this slot. A worker gets its spec once the server's address is known."""
+        slot.due, slot.since = None, time.monotonic()
+        if slot is self.server and self.standby is not None:
+            slot.child, self.standby = self.standby, None
+            send_line(slot.child, slot.spec.to_json())
         else:
-            post.child = self.supervisor.start(post.spec, told=bool(post.spec.server))
+            slot.child = self.supervisor.start(slot.spec, send_spec=bool(slot.spec.server))
 
     def tick(self) -> bool:
         if self.server.child is None:
             self._send_home()
             return True
-        for post in self.workers:
-            if post.due is not None and time.monotonic() >= post.due:
-                self._fill(post)
+        for slot in self.workers:
+            if slot.due is not None and time.monotonic() >= slot.due:
+                self._start(slot)
         return False
 
     # Events
 
-    def listens(self, child: Child, port: int) -> None:
-        """The server is there. It comes back to this port if it dies, and the workers look for it here."""
+    def on_port(self, child: Child, port: int) -> None:
+        """Keep the server's first port for its restarts, and send it to the workers."""
         if self.address:
             return
         bind = self.cluster.bind
         self.address = dial_address(bind, port)
-        # From here on it goes on from its journal, whatever it began with.
+        # A restarted server resumes from its journal, whatever it started from.
         self.server.spec = dataclasses.replace(self.server.spec, server=f"{bind}:{port}", resume=None)
         if self.open or not self.workers:
-            for line in invitation(self.supervisor.config, port):
+            for line in join_commands(self.supervisor.config, port):
                 self.supervisor.observer.notice("INFO", line)
-        for post in self.workers:
-            post.spec = dataclasses.replace(post.spec, server=self.address)
-            if post.child is not None:
-                tell(post.child, post.spec.to_json())
+        for slot in self.workers:
+            slot.spec = dataclasses.replace(slot.spec, server=self.address)
+            if slot.child is not None:
+                send_line(slot.child, slot.spec.to_json())
 
-    def shown(self, child: Child, event: Event) -> Event | None:
-        post = next((post for post in (self.server, *self.workers) if post.child is child), None)
+    def on_event(self, child: Child, event: Event) -> Event | None:
+        slot = next((slot for slot in (self.server, *self.workers) if slot.child is child), None)
         match event:
-            case StepLogged() if post is self.server:
-                post.progress |= event.step > self.step
+            case StepLogged() if slot is self.server:
+                slot.progress |= event.step > self.step
                 self.step = max(self.step, event.step)
                 if self.standby is None and self.cluster.standby and not self.supervisor.stopping:
-                    self.standby = self.supervisor.start(post.spec, told=False, standby=True)
-            case StepLogged() if post is not None:
-                post.progress = True
-            case RunFinished() if post is self.server:
+                    self.standby = self.supervisor.start(slot.spec, send_spec=False, standby=True)
+            case StepLogged() if slot is not None:
+                slot.progress = True
+            case RunFinished() if slot is self.server:
                 failed = (
                     {} if self.failure is None else {"status": "failed", "error": str(self.failure).splitlines()[0]}
                 )
                 return self.supervisor.complete(event.summary, **failed)
-            case Progress() if post is not self.server:
-                return None  # the server has reported the same work
+            case Progress() if slot is not self.server:
+                return None  # the server reports the same work
         return event
 
     def stop(self) -> None:
-        """The server saves, sends the workers home and leaves."""
+        """Ask the server to save, tell its workers to leave, and exit."""
         self.supervisor.stopping = True
-        for post in self.workers:
-            post.due = None
+        for slot in self.workers:
+            slot.due = None
         if self.server.child is not None:
             ask_to_stop([self.server.child])
 
     # Deaths
 
-    def ended(self, child: Child) -> None:
+    def on_exit(self, child: Child) -> None:
         if child is self.standby:
             self.standby = None
-        for post in (self.server, *self.workers):
-            if post.child is child:
-                post.child = None
-                self._server_ended(child) if post is self.server else self._worker_ended(post, child)
+        for slot in (self.server, *self.workers):
+            if slot.child is child:
+                slot.child = None
+                self._on_server_exit(child) if slot is self.server else self._on_worker_exit(slot, child)
 
-    def _server_ended(self, child: Child) -> None:
-        """If it is not replaced, that was the end of the run."""
+    def _on_server_exit(self, child: Child) -> None:
+        """Replace the server, or leave its slot empty: then the run is over."""
         self.finished = child.finished
         if child.finished or self.supervisor.stopping:
             return
-        if child.mistake is not None:
-            self.failure = child.mistake
-        elif self._may_be_replaced(self.server, child):
-            self._fill(self.server)
+        if child.user_error is not None:
+            self.failure = child.user_error
+        elif self._should_restart(self.server, child):
+            self._start(self.server)
         else:
-            self.failure = _given_up(self.server, child)
+            self.failure = _gave_up(self.server, child)
 
-    def _worker_ended(self, post: _Post, child: Child) -> None:
+    def _on_worker_exit(self, slot: _ElasticSlot, child: Child) -> None:
         server = self.server.child
         if child.finished or self.supervisor.stopping or server is None or server.finished:
-            return  # as it should
+            return  # expected
         self.supervisor.report(child)
-        if child.mistake is not None:
-            post.lost = child.mistake
-            self.supervisor.warn(f"{child.name} cannot take part: {child.mistake}")
+        if child.user_error is not None:
+            slot.given_up = child.user_error
+            self.supervisor.warn(f"{child.name} cannot take part: {child.user_error}")
         elif child.failed is None and child.process.returncode in (0, Interrupted.exit_code):
-            post.lost = Interrupted(f"{child.name} has left")  # somebody asked it to
-            self.supervisor.warn(str(post.lost))
-        elif self._may_be_replaced(post, child):
-            post.due = time.monotonic() + PAUSE_S * 2 ** (post.deaths - 1)
+            slot.given_up = Interrupted(f"{child.name} has left")  # it received a signal
+            self.supervisor.warn(str(slot.given_up))
+        elif self._should_restart(slot, child):
+            slot.due = time.monotonic() + PAUSE_S * 2 ** (slot.deaths - 1)
         else:
-            post.lost = _given_up(post, child)
-            self.supervisor.warn(f"{post.lost}; training goes on without it")
-        if all(worker.lost for worker in self.workers) and not self.open:
+            slot.given_up = _gave_up(slot, child)
+            self.supervisor.warn(f"{slot.given_up}; training continues without it")
+        if all(worker.given_up for worker in self.workers) and not self.open:
             self._end_without_workers()
 
-    def _may_be_replaced(self, post: _Post, child: Child) -> bool:
-        """Not after several deaths in a row, without work between them or each of an error of its own."""
-        steady = time.monotonic() - post.since > STEADY_S or child.failed is None
-        if not post.count_death(steady=steady):
+    def _should_restart(self, slot: _ElasticSlot, child: Child) -> bool:
+        """Count a death. Return False after MOST_DEATHS in a row without progress, or soon after its start by its own error."""
+        steady = time.monotonic() - slot.since > STEADY_S or child.failed is None
+        if not slot.count_death(steady=steady):
             return False
-        self.supervisor.warn(f"{child.name} died ({why_it_ended(child)}); starting it again")
+        self.supervisor.warn(f"{child.name} died ({exit_reason(child)}); restarting it")
         self.supervisor.restarts += 1
         return True
 
     def _end_without_workers(self) -> None:
-        reasons = [post.lost for post in self.workers if not isinstance(post.lost, Interrupted)]
+        reasons = [slot.given_up for slot in self.workers if not isinstance(slot.given_up, Interrupted)]
         self.failure = next((r for r in reasons if isinstance(r, UserError)), reasons[-1] if reasons else None)
         self.stop()
         if self.step == 0 and self.failure is not None and self.server.child is not None:
@@ -221,13 +221,13 @@ class ElasticPolicy(Policy):
     # The end
 
     def _send_home(self) -> None:
-        """The server has told the workers to leave. Those that were only looking for it are not waited for."""
+        """Wait for workers that were training when the server finished; terminate those that were still connecting."""
         waited_for = []
-        for post in self.workers:
-            if post.child is not None and self.finished and post.progress:
-                waited_for.append(post.child)
-            elif post.child is not None:
-                post.child.process.terminate()
+        for slot in self.workers:
+            if slot.child is not None and self.finished and slot.progress:
+                waited_for.append(slot.child)
+            elif slot.child is not None:
+                slot.child.process.terminate()
         wait_for(waited_for, within_s=LEAVE_S)
 
     def conclude(self) -> dict[str, Any]:
@@ -235,8 +235,8 @@ class ElasticPolicy(Policy):
         return self.supervisor.conclude(self.failure, workers=workers, world_size=workers + 1)
 
 
-def _posts(run: Prepared, *, port: int) -> tuple[_Post, list[_Post]]:
-    """The server's post, and one for each worker on this machine. Workers learn later where the server listens."""
+def _slots(run: Prepared, *, port: int) -> tuple[_ElasticSlot, list[_ElasticSlot]]:
+    """Return the server's slot, and one for each worker on this machine, still without the server's address."""
     cluster, host, workers = run.config.cluster, socket.gethostname(), run.workers
     size = cluster.num_workers or 1
     spec = functools.partial(make_spec, run, world_size=size, plane="elastic")
@@ -244,30 +244,30 @@ def _posts(run: Prepared, *, port: int) -> tuple[_Post, list[_Post]]:
     server = dataclasses.replace(server, role="server", server=f"{cluster.bind}:{port}")
     names = [*cluster.workers, *[host] * workers]
     specs = [spec(rank=rank, local_world_size=workers, host=names[rank]) for rank in range(workers)]
-    return _Post(spec=server), [_Post(spec=each) for each in specs]
+    return _ElasticSlot(spec=server), [_ElasticSlot(spec=each) for each in specs]
 
 
-def _given_up(post: _Post, child: Child) -> WorkerFailed:
-    return WorkerFailed(f"{child.name} failed {post.deaths} times in a row: {why_it_ended(child)}{last_lines(child)}")
+def _gave_up(slot: _ElasticSlot, child: Child) -> WorkerFailed:
+    return WorkerFailed(f"{child.name} failed {slot.deaths} times in a row: {exit_reason(child)}{log_tail(child)}")
 
 
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses that mean all of a machine's -> one of them
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard addresses -> loopback
 
 
 def dial_address(bind: str, port: int) -> str:
-    """Where this machine finds a server that listens on `bind`."""
+    """Return the address by which this machine reaches a server that listens on `bind`."""
     return join_address(_ANY.get(bind, bind), port)
 
 
-def invitation(config: Config, port: int) -> Iterator[str]:
-    """Yield the commands by which workers join."""
+def join_commands(config: Config, port: int) -> Iterator[str]:
+    """Yield the lines that the server prints: its address, and the commands by which workers join."""
     cluster = config.cluster
     host = cluster.bind
     if host in _ANY:
         host = cluster.host_ip.get(cluster.server or "") or socket.gethostname()
     address = join_address(host, port)
     count = cluster.num_workers or 1
-    if "SMOLCLUSTER_CLUSTER" in os.environ:  # `up` has started this process, and starts the workers
+    if "SMOLCLUSTER_CLUSTER" in os.environ:  # `up` has started this process and starts the workers too
         yield f"listening on {join_address(cluster.bind, port)}; {count} worker{'s' * (count != 1)} expected"
         return
     yield f"listening on {join_address(cluster.bind, port)}; {count} worker{'s' * (count != 1)} expected:"

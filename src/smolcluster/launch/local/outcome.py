@@ -1,4 +1,4 @@
-"""What became of a run: remembered from its events, told at its end. Nothing here imports torch."""
+"""Collect the outcome of a run from its events. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Interrupted(SmolclusterError):
 
 @dataclass(slots=True)
 class Outcome(Sink):
-    """A sink that keeps what the last message and summary.json are made of. `command` is what continues a run."""
+    """A sink that collects what summary.json and the last message need. `command`: the subcommand that resumes the run."""
 
     command: str = "train"
     summary: dict[str, Any] | None = None
@@ -44,7 +44,7 @@ class Outcome(Sink):
             case Failed():
                 self.failed = event
             case StepLogged() if event.role == "server" or not self.served:
-                if event.role == "server" and not self.served:  # its rows are the run's
+                if event.role == "server" and not self.served:  # the server's rows replace the workers'
                     self.served, self.last_rows = True, {}
                 self.last_rows[event.rank] = {name: getattr(event, name) for name in (*_SUMMED, *_GREATEST, "loss")}
                 self.evaluation = evaluation_of(event) or self.evaluation
@@ -53,7 +53,7 @@ class Outcome(Sink):
 
     @property
     def last_row(self) -> dict[str, Any] | None:
-        """The last rows of all ranks as one: the loss is that of the global batch."""
+        """Return the last rows of all ranks merged; the loss is that of the global batch."""
         rows = [self.last_rows[rank] for rank in sorted(self.last_rows)]
         if not rows:
             return None
@@ -65,14 +65,14 @@ class Outcome(Sink):
         return dict(plain(joined))
 
     def interrupted(self, run_dir: RunDir) -> Interrupted:
-        """The message for a run that was stopped, honest about what is left of it."""
+        """Return the error of an interrupted run, with the command that resumes it if it was saved."""
         if run_dir.can_continue():
             return Interrupted(f"interrupted; continue with: smolcluster {self.command} --resume {run_dir.path}")
         return Interrupted("interrupted; nothing was saved")
 
     @staticmethod
-    def send_leftovers(run_dir: RunDir, config: Config, tell: Callable[[Notice], None]) -> None:
-        """What the processes, which have all ended, could not send to Loki. It takes a few seconds at most."""
+    def flush_loki(run_dir: RunDir, config: Config, tell: Callable[[Notice], None]) -> None:
+        """Push to Loki what the exited processes could not. Takes a few seconds at most."""
         if config.logging.loki_url is not None:
             from smolcluster.observe.loki import push_leftovers
 
@@ -80,7 +80,7 @@ class Outcome(Sink):
                 tell(Notice(level="WARNING", message=said))
 
     def write_summary(self, run_dir: RunDir, config: Config, *, world_size: int, **fields: Any) -> None:
-        """summary.json of a run that did not come to its end. A full disk must not hide why."""
+        """Write summary.json of a run that did not finish. A full disk must not hide the reason."""
         summary = failed_summary(
             strategy=config.strategy.name,
             world_size=world_size,

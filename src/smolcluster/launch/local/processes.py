@@ -1,7 +1,7 @@
-"""The processes of a run on this machine: started, told, listened to, ended. Nothing here imports torch.
+"""Start, talk to and end the processes of a run on this machine. Nothing here imports torch.
 
-Each is `python -m smolcluster.engine.process.main`: it reads JSON lines on standard input, first its `WorkerSpec`, and writes
-events to standard output. What it prints besides goes to its log.
+Each is `python -m smolcluster.engine.process.main`: it reads JSON lines from standard input, first its `WorkerSpec`, and writes
+events to standard output. Standard error goes to its log.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from smolcluster.stopping import HANGUP, leave_terminal, stop_signals, terminals
 WORKER_MARK = "SMOLCLUSTER_WORKER"  # in the environment of every process of a run
 STOP = '{"op": "stop"}'
 
-# Ctrl-C in a terminal reaches every process of its group. Workers are in groups of their own: only the launcher acts on it.
-APART: dict[str, Any] = {"process_group": 0}
+# Ctrl-C in a terminal reaches its whole process group. Workers have groups of their own: only the launcher acts on it.
+NEW_GROUP: dict[str, Any] = {"process_group": 0}
 if sys.platform == "win32":
-    APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    NEW_GROUP = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One process, and what it has said of its end."""
+    """One process, and how it ended."""
 
     spec: WorkerSpec
     process: subprocess.Popen[bytes]
     log: Path
     failed: Failed | None = None
-    finished: bool = False  # it said so itself; an exit status alone proves nothing
-    died: float | None = None
+    finished: bool = False  # it reported so; exit status 0 alone proves nothing
+    died: float | None = None  # time of its exit
 
     @property
     def rank(self) -> int:
@@ -61,37 +61,37 @@ class Child:
         return f"worker {self.rank}" if self.spec.plane == "elastic" else f"worker rank {self.rank}"
 
     @property
-    def fell(self) -> bool:
-        """Whether it has ended otherwise than in order."""
+    def crashed(self) -> bool:
+        """Return whether it exited without finishing or being asked to."""
         in_order = self.failed is None and (self.finished or self.process.returncode == Interrupted.exit_code)
         return self.died is not None and not in_order
 
     @property
-    def victim(self) -> bool:
-        """Whether it only lost another rank."""
+    def lost_peer(self) -> bool:
+        """Return whether it ended only because another rank did."""
         return self.failed is not None and self.failed.kind == "peer"
 
     @property
-    def mistake(self) -> UserError | None:
-        """The user's mistake that ended it: starting it again would not mend that."""
+    def user_error(self) -> UserError | None:
+        """Return the user error that ended it, which a restart would not fix."""
         return UserError(self.failed.message) if self.failed is not None and self.failed.kind == "user" else None
 
 
-# Events of all processes in one queue; None ends a process's. A notice without a process is the user's wish to stop, None
-# without a process something else that the policy should look at.
+# Events of all processes. (child, None): it closed its output. (None, notice): the user's first signal.
+# (None, None): wake up the policy.
 Inbox = queue.SimpleQueue[tuple[Child | None, Event | None]]
 
 
-def refuse_inside_a_worker() -> None:
+def check_not_in_worker() -> None:
     if WORKER_MARK in os.environ:
         raise UserError(
-            "a worker tried to start workers of its own: it imports the file that your task is in, and that file calls train; "
-            'put the call under: if __name__ == "__main__":'
+            "a worker tried to start workers: importing your task's file calls train; put the call under: "
+            'if __name__ == "__main__":'
         )
 
 
 def make_spec(run: Prepared, *, rank: int, world_size: int, resume: Path | None = None, **more: Any) -> WorkerSpec:
-    """The spec of a process here. Unless `more` says otherwise all ranks are on this machine."""
+    """Return the spec of a process. Unless `more` says otherwise all ranks are on this machine."""
     fields = {"local_rank": rank, "local_world_size": world_size, "host": socket.gethostname(), **more}
     return WorkerSpec(
         config=run.config.model_dump(mode="json"),
@@ -107,9 +107,9 @@ def make_spec(run: Prepared, *, rank: int, world_size: int, resume: Path | None 
 def spawn(
     spec: WorkerSpec, inbox: Inbox, *, module: str = "smolcluster.engine.process.main", standby: bool = False
 ) -> Child:
-    """Start the process for this spec and read its events. It imports and waits; `tell` it its spec to set it going.
+    """Start a process and read its events. It imports and waits until `send_line` gives it its spec.
 
-    `standby`: it may have to wait for long, and `ps` shows it as such until then.
+    `standby`: show it as a standby in `ps` until then.
     """
     log = log_path(spec.run_dir, spec.role, spec.rank, spec.host)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def spawn(
             stdout=subprocess.PIPE,
             stderr=stderr,
             env={**ENVIRONMENT, **os.environ, "PYTHONUNBUFFERED": "1", WORKER_MARK: str(spec.rank)},
-            **APART,
+            **NEW_GROUP,
         )
     child = Child(spec, process, log)
     threading.Thread(target=_read, args=(child, inbox), daemon=True, name=f"events of {child.name}").start()
@@ -129,9 +129,9 @@ def spawn(
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """A process that is started here has SIGINT blocked until it ignores it (`PipeChannel`).
+    """Block SIGINT in the process started inside until it ignores the signal (`PipeChannel`).
 
-    For a moment it is still in our group, and then it imports torch: a Ctrl-C that came for us must not end it.
+    Before it has a process group of its own, and while it imports torch, a Ctrl-C for the launcher must not kill it.
     """
     if sys.platform == "win32":
         yield
@@ -143,8 +143,7 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def tell(child: Child, line: str) -> None:
-    """A process that is already gone is noticed elsewhere."""
+def send_line(child: Child, line: str) -> None:
     assert child.process.stdin is not None
     with contextlib.suppress(OSError, ValueError):  # its pipe is broken, or closed
         child.process.stdin.write(line.encode() + b"\n")
@@ -152,9 +151,9 @@ def tell(child: Child, line: str) -> None:
 
 
 def _read(child: Child, inbox: Inbox) -> None:
-    """One thread per process: its standard output, line by line; the end of it is None."""
+    """Queue the events of one process, then None. Runs in a thread of its own."""
     assert child.process.stdout is not None
-    with contextlib.suppress(ValueError):  # closed at the end of the run, while we were reading
+    with contextlib.suppress(ValueError):  # `end_all` closed it during the read
         for line in child.process.stdout:
             with contextlib.suppress(ValueError):  # a torn last line of a killed process
                 inbox.put((child, from_json(line.decode(errors="replace"))))
@@ -163,9 +162,9 @@ def _read(child: Child, inbox: Inbox) -> None:
 
 @contextlib.contextmanager
 def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[list[int]]:
-    """Put a notice of no process into the inbox at the first Ctrl-C, SIGTERM or SIGHUP; kill all at the second. Yields both.
+    """At the first Ctrl-C, SIGTERM or SIGHUP queue a notice; at the second kill all children. Yield the signals so far.
 
-    Two at once are one: `timeout` sends its signal to the process and to its group.
+    Two at once count as one: `timeout` signals both the process and its group.
     """
     came: list[int] = []
     first_at, shown = -math.inf, terminals()
@@ -182,7 +181,7 @@ def signals(children: Callable[[], Iterable[Child]], inbox: Inbox) -> Iterator[l
         if len(came) == 1:
             message = "stopping after this step and saving; once more to stop at once"
             notice = (None, Notice(level="WARNING", message=message))
-            later = threading.Timer(2 * SIGNALS_TOGETHER_S, inbox.put, [notice])  # from then on a second one counts
+            later = threading.Timer(2 * SIGNALS_TOGETHER_S, inbox.put, [notice])  # after that a second signal counts
             later.daemon = True
             later.start()
         else:
@@ -209,36 +208,36 @@ def is_stopped(process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def wake(process: subprocess.Popen[bytes]) -> None:
-    """One that is stopped could not end in order."""
+def resume_stopped(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGCONT to a stopped process, so that it can exit."""
     if sys.platform != "win32" and is_stopped(process):
         process.send_signal(signal.SIGCONT)
 
 
 def ask_to_stop(children: Iterable[Child]) -> None:
-    """Let them save and leave."""
+    """Ask processes to save and exit."""
     for child in children:
-        tell(child, STOP)
-        wake(child.process)
+        send_line(child, STOP)
+        resume_stopped(child.process)
 
 
-def why_it_ended(child: Child) -> str:
-    """In a few words: its own, or what its exit status tells."""
+def exit_reason(child: Child) -> str:
+    """Return its own error message, or what its exit status means."""
     status, failed = child.process.returncode, child.failed
     if failed is not None:
         return failed.message if failed.kind != "peer" else f"lost another rank: {failed.message}"
     if status is not None and status < 0:
         return f"killed by {_signal_name(-status)}"
     if status in (0, Interrupted.exit_code):
-        return f"left in the middle of the run, with status {status}"
+        return f"exited before the end of the run, with status {status}"
     return f"exited with status {status}"
 
 
-def last_lines(child: Child) -> str:
-    """Its traceback, or the end of its log, each line marked; and where the rest is. After a line break."""
+def log_tail(child: Child) -> str:
+    """Return its traceback or the end of its log, indented, and the path of the log; starts with a line break."""
     failed = child.failed
     lines = (failed.traceback.rstrip().splitlines() if failed and failed.traceback else tail(child.log, 12))[-12:]
-    return "".join(f"\n  | {line}" for line in lines) + f"\nthe whole log: {child.log}"
+    return "".join(f"\n  | {line}" for line in lines) + f"\nfull log: {child.log}"
 
 
 def _signal_name(number: int) -> str:
@@ -249,12 +248,12 @@ def _signal_name(number: int) -> str:
 
 
 def end_all(children: Iterable[Child], *, grace_s: float) -> None:
-    """Nothing is left running: ask, wait a little, end."""
+    """Send SIGTERM, wait `grace_s`, then SIGKILL. Close the pipes."""
     children = list(children)
     running = [child for child in children if child.process.poll() is None]
     for child in running:
         child.process.terminate()
-        wake(child.process)
+        resume_stopped(child.process)
     wait_for(running, within_s=grace_s)
     for child in running:
         if child.process.poll() is None:
@@ -268,7 +267,7 @@ def end_all(children: Iterable[Child], *, grace_s: float) -> None:
 
 
 def wait_for(children: Iterable[Child], *, within_s: float) -> None:
-    """Until they have ended, or the time is over."""
+    """Wait until all have exited, at most `within_s`."""
     deadline = time.monotonic() + within_s
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):

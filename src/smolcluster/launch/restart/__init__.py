@@ -1,1 +1,1 @@
-"""`train --elastic`: workers of the mesh plane that start again as many as there are."""
+"""`train --elastic`: after a death or a change of machines, restart the mesh plane's workers at the new world size."""

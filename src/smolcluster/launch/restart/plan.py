@@ -1,4 +1,4 @@
-"""What `--elastic MIN:MAX` asks for, and the worlds it allows. Nothing here imports torch."""
+"""Parse `--elastic MIN:MAX` and plan the world sizes it allows. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,44 +12,47 @@ from typing import Any
 from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.config.schema import Config
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.launch.local.processes import APART
+from smolcluster.launch.local.processes import NEW_GROUP
 
 MAX_RESTARTS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elastic:
-    """From `fewest` to `most` workers in all, `here` of them on this machine; `endpoint` is where machines meet."""
+class ElasticRange:
+    """World sizes of an elastic run. `endpoint`: the launchers' --rdzv-endpoint; None: one machine."""
 
-    fewest: int
-    most: int
-    here: int
+    min_workers: int
+    max_workers: int
+    local_workers: int  # offered by this machine
     endpoint: tuple[str, int] | None = None
     max_restarts: int = MAX_RESTARTS
 
     def __str__(self) -> str:
-        return f"{self.fewest}:{self.most}"
+        return f"{self.min_workers}:{self.max_workers}"
 
 
-def elastic_wish(
-    text: str | None, *, workers: int | None, endpoint: str | None, max_restarts: int | None, by_hand: object = None
-) -> Elastic | None:
-    """What the user asks for by --elastic and its companions; None without. `by_hand`: another launcher starts the ranks."""
+def elastic_from_flags(
+    text: str | None, *, workers: int | None, endpoint: str | None, max_restarts: int | None, started_by: object = None
+) -> ElasticRange | None:
+    """Return what --elastic and its companion flags ask for; None without --elastic.
+
+    `started_by`: the rank that another launcher assigned to this process; --elastic starts its ranks itself.
+    """
     if text is None:
         needs = "--rdzv-endpoint" if endpoint is not None else "--max-restarts" if max_restarts is not None else None
         if needs is not None:
-            raise UserError(f"{needs} needs --elastic MIN:MAX: how many workers has the run at least, and at most?")
+            raise UserError(f"{needs} needs --elastic MIN:MAX, the fewest and the most workers of the run")
         return None
-    if by_hand is not None:
+    if started_by is not None:
         raise UserError("--elastic starts the ranks itself: leave out --rank, or start it without torchrun")
-    most = MAX_RESTARTS if max_restarts is None else max_restarts
-    return parse_elastic(text, workers=workers, endpoint=endpoint, max_restarts=most)
+    restarts = MAX_RESTARTS if max_restarts is None else max_restarts
+    return parse_elastic(text, workers=workers, endpoint=endpoint, max_restarts=restarts)
 
 
 def parse_elastic(
     text: str, *, workers: int | None = None, endpoint: str | None = None, max_restarts: int = MAX_RESTARTS
-) -> Elastic:
-    """`2:4`, or `4` for 4:4. `workers` are those of this machine: all of them by default, or one where machines meet."""
+) -> ElasticRange:
+    """Parse `2:4`, or `4` for 4:4. `workers` of this machine default to all without an endpoint, to one with it."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     fewest, most = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
     if not 1 <= fewest <= most:
@@ -59,17 +62,17 @@ def parse_elastic(
     here = workers if workers is not None else most if endpoint is None else 1
     if endpoint is None and most > here:
         raise UserError(
-            f"--elastic {text} --workers {here}: there are only {here} workers; use --elastic {min(fewest, here)}:{here}, "
-            "or --rdzv-endpoint HOST:PORT for workers on several machines"
+            f"--elastic {text} --workers {here}: only {here} workers on this machine; use --elastic "
+            f"{min(fewest, here)}:{here}, or --rdzv-endpoint HOST:PORT for workers on several machines"
         )
     if here > most:
-        raise UserError(
-            f"--elastic {text} --workers {here}: more than {most} workers never take part; use --workers {most}"
-        )
+        raise UserError(f"--elastic {text} --workers {here}: at most {most} workers take part; use --workers {most}")
     if max_restarts < 0:
         raise UserError(f"--max-restarts {max_restarts}: 0 or more")
     where = None if endpoint is None else _endpoint(endpoint)
-    return Elastic(fewest=fewest, most=most, here=here, endpoint=where, max_restarts=max_restarts)
+    return ElasticRange(
+        min_workers=fewest, max_workers=most, local_workers=here, endpoint=where, max_restarts=max_restarts
+    )
 
 
 def _endpoint(text: str) -> tuple[str, int]:
@@ -82,30 +85,30 @@ def _endpoint(text: str) -> tuple[str, int]:
 
 
 def check_restartable(config: Config, plane: str) -> None:
-    """Whether starting again makes sense for this run."""
+    """Raise UserError for a run that --elastic cannot or need not restart."""
     name = config.strategy.name
     if plane == "elastic":
         raise UserError(
-            f"--elastic restarts workers of the mesh plane; {name} runs on the elastic plane, where the others go on without "
-            "a restart when one dies, and workers may join at any time: leave out --elastic"
+            f"--elastic restarts workers of the mesh plane; {name} runs on the elastic plane, where workers join and die "
+            "without a restart: leave out --elastic"
         )
     if not config.training.checkpoint_steps:
         raise UserError(
-            "--elastic goes on from the last checkpoint and this run saves none between its beginning and its end; "
-            "set training.checkpoint_steps, e.g. --save-interval 100"
+            "--elastic restarts from the last checkpoint and this run saves none before its end; set "
+            "training.checkpoint_steps, e.g. --save-interval 100"
         )
 
 
-def ask_for_plans(config: Config, elastic: Elastic) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-    """The configuration for each size that can run, and why the others cannot. A process that has torch is asked."""
-    sizes = range(elastic.fewest, elastic.most + 1)
+def plan_world_sizes(config: Config, elastic: ElasticRange) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    """Return the configuration for each world size that can run, and why the others cannot, from a process with torch."""
+    sizes = range(elastic.min_workers, elastic.max_workers + 1)
     question = json.dumps({"config": config.model_dump(mode="json"), "sizes": list(sizes)})
     command = [sys.executable, "-m", "smolcluster.planner.world_sizes"]
-    done = subprocess.run(command, input=f"{question}\n", capture_output=True, text=True, check=False, **APART)
+    done = subprocess.run(command, input=f"{question}\n", capture_output=True, text=True, check=False, **NEW_GROUP)
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        raise SmolclusterError(f"the sizes could not be planned: {done.stderr.strip()[-2000:]}") from None
+        raise SmolclusterError(f"planning the world sizes failed: {done.stderr.strip()[-2000:]}") from None
     if "error" in answer:
         raise UserError(answer["error"])
     found = {int(size): plan for size, plan in answer["plans"].items()}

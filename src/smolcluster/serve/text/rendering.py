@@ -68,7 +68,7 @@ class _Process:
     """One child. It answers a line with a line, or ends."""
 
     def __init__(self) -> None:
-        from smolcluster.launch.local.processes import APART  # not in the child, which imports this module too
+        from smolcluster.launch.local.processes import NEW_GROUP  # not in the child, which imports this module too
 
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -78,7 +78,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            **APART,  # Ctrl-C is for the parent
+            **NEW_GROUP,  # Ctrl-C is for the parent
         )
         self._started = False
 

@@ -7,8 +7,8 @@ Links, heartbeats, the token, TLS and the limits are those of the elastic plane'
 dies closes its connection, and the others know at once. One whose machine or network is gone closes nothing: it is missed when
 it has been silent for `silent_s`.
 
-The mesh plane uses it twice: between the launchers of `train --elastic` (launch/restart/rounds.py), with the cluster token, and
-between ranks without a launcher (liveness.py), with a secret of that run.
+The mesh plane uses it twice: between the launchers of `train --elastic` (launch/restart/rendezvous.py), with the cluster
+token, and between ranks without a launcher (liveness.py), with a secret of that run.
 
 Server and client each have the thread of their transport, and nothing on it blocks. A member that reads slowly receives the
 newest view after the last one has left; one that does not read is evicted. Reports, members and the view are bounded.

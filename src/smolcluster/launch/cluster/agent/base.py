@@ -1,4 +1,4 @@
-"""What every part of the agent uses: answers, the user's mistakes, and where things lie."""
+"""Shared by all parts of the agent: replies, user errors, paths."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 MAKE_ROOM = "make room, or set folder in the cluster file to another disk"
 
 
-class Wrong(Exception):
-    """Something the user can mend."""
+class AgentError(Exception):
+    """An error with a remedy for the user."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
@@ -35,25 +35,25 @@ def home_of(folder: str, name: str) -> Path:
 
 
 def private_home(folder: str, name: str) -> Path:
-    """Make the folder of a cluster, which holds secrets: its token, environments of processes, logs."""
+    """Make the folder of a cluster, private: it holds a token, environment variables and logs."""
     root, home = root_of(folder), home_of(folder, name)
     home.mkdir(parents=True, exist_ok=True)
-    ours = [root] if root.name == ".smolcluster" else []  # another one is the user's own choice, and may hold more
+    ours = [root] if root.name == ".smolcluster" else []  # a folder that the user chose may hold other things
     for path in (*ours, home.parent, home):
-        with contextlib.suppress(OSError):  # another user's, where several share it
+        with contextlib.suppress(OSError):  # it may belong to another user
             path.chmod(0o700)
     return home
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, also while it is written."""
+    """Write a file that only its owner can read, from its creation on."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """What a JSON file says; nothing, where it is not there or is no object."""
+    """Return the object in a JSON file; empty if it is missing or not an object."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
@@ -61,14 +61,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def run_briefly(*command: str, within_s: float) -> subprocess.CompletedProcess[str] | None:
-    """How a command ended, and what it said; None where it cannot be run, or says nothing in time."""
+    """Run a command and return its result; None if it cannot be run or times out."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
     return None
 
 
-def disk_error(error: OSError, path: Path) -> Wrong:
+def disk_error(error: OSError, path: Path) -> AgentError:
     if error.errno == 28:
-        return Wrong(f"the disk is full ({path})", MAKE_ROOM)
+        return AgentError(f"the disk is full ({path})", MAKE_ROOM)
     remedy = "set folder in the cluster file to one you may write"
-    return Wrong(f"cannot write {path}: {error.strerror or error}", remedy)
+    return AgentError(f"cannot write {path}: {error.strerror or error}", remedy)

@@ -1,4 +1,4 @@
-"""A Python that has what the package needs: one that is there, or an environment that is made."""
+"""Find a Python that has the package's requirements, or make a virtual environment."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from smolcluster.launch.cluster.agent.base import MAKE_ROOM, Wrong, disk_error, root_of, run_briefly, say
-from smolcluster.launch.cluster.keeper import hold
+from smolcluster.launch.cluster.agent.base import MAKE_ROOM, AgentError, disk_error, root_of, run_briefly, say
+from smolcluster.launch.cluster.keeper import lock_file
 
 
 def environment(
     folder: str, requirements: list[str], key: str, python: str | None, variables: dict[str, str], **_: Any
 ) -> dict[str, Any]:
-    """A Python that has what is required: the one that was named or runs this, if it does; else an environment, made now."""
+    """Return a Python with the requirements: the named one (default: this one) if it has them, else one in an environment."""
     os.environ.update(variables)
     ready = ready_python(folder, requirements, key, python)
     if ready is not None:
         return {"python": ready, "made": False}
     given = named_python(python)
-    root, inside = _place_of(folder, key, given)
+    root, inside = _environment_paths(folder, key, given)
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(root):
-            if (ready := ready_python(folder, requirements, key, python)) is not None:  # another client has made it
+        with _exclusive(root):
+            if (ready := ready_python(folder, requirements, key, python)) is not None:  # another client made it
                 return {"python": ready, "made": False}
             began = time.monotonic()
             shutil.rmtree(root, ignore_errors=True)
@@ -60,10 +60,10 @@ def _uv() -> str | None:
 
 
 @contextlib.contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """One at a time makes an environment: an `up` of another cluster may want the same one now."""
+def _exclusive(root: Path) -> Iterator[None]:
+    """Lock an environment while it is made: an `up` of another cluster may need the same one."""
     lock, told = None, False
-    while (lock := hold(root.with_name(root.name + ".lock"), within_s=0.5)) is None:
+    while (lock := lock_file(root.with_name(root.name + ".lock"), within_s=0.5)) is None:
         if not told:
             say(say="another `up` is making this environment; waiting for it")
             told = True
@@ -74,26 +74,26 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def named_python(python: str | None) -> str:
-    """The Python that was named, or that runs this."""
+    """Return the named Python, or the one that runs this."""
     return str(Path(python).expanduser()) if python is not None and python.startswith("~") else python or sys.executable
 
 
-def _place_of(folder: str, key: str, given: str) -> tuple[Path, Path]:
-    """An environment of ours, made with that Python, and its own Python."""
+def _environment_paths(folder: str, key: str, given: str) -> tuple[Path, Path]:
+    """Return the folder of the environment made with that Python, and the Python inside it."""
     root = root_of(folder) / "env" / f"{key}-{hashlib.sha256(given.encode()).hexdigest()[:8]}"
     return root, root / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def ready_python(folder: str, requirements: list[str], key: str, python: str | None) -> str | None:
-    """One that has all of it: the one that was named or runs this, or that of an environment made before."""
+    """Return a Python that has all requirements now: the named one, or that of an existing environment; else None."""
     given = named_python(python)
-    root, inside = _place_of(folder, key, given)
+    root, inside = _environment_paths(folder, key, given)
     if not _missing(given, requirements):
         return given
     return str(inside) if (root / "made").exists() and not _missing(str(inside), requirements) else None
 
 
-# For any Python, with or without pip. Of versions it compares the numbers alone, which is enough for our own bounds.
+# For any Python, with or without pip. Compares only the numbers of versions, which is enough for our own bounds.
 _ASK = """
 import importlib.metadata, json, operator, re, sys
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq, "!=": operator.ne}
@@ -119,7 +119,7 @@ print(json.dumps(missing))
 
 
 def _missing(python: str, requirements: list[str]) -> list[str]:
-    """What that Python does not have."""
+    """Return the requirements that this Python lacks."""
     asked = run_briefly(python, "-c", _ASK, json.dumps(requirements), within_s=60)
     if asked is None or asked.returncode != 0:
         return requirements
@@ -128,7 +128,7 @@ def _missing(python: str, requirements: list[str]) -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    """A long command whose lines are passed on."""
+    """Run a long command and send its output as progress."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     assert process.stdout is not None
     lines: list[str] = []
@@ -138,16 +138,16 @@ def _run(command: list[str]) -> None:
     if process.wait() != 0:
         text = " ".join(lines[-3:])
         if "No space left" in text or "Errno 28" in text:
-            raise Wrong("the disk is full", MAKE_ROOM)
+            raise AgentError("the disk is full", MAKE_ROOM)
         words = "; ".join(lines[-3:]) or f"status {process.returncode}"
-        raise Wrong(
-            f"the environment could not be made: {words}",
-            "can that machine reach a package index? Or name a Python that has torch, as `python` of the host",
+        raise AgentError(
+            f"making the environment failed: {words}",
+            "check that the machine reaches a package index, or name a Python that has torch as `python` of the host",
         )
 
 
 def version_of(folder: str, package: str, wanted: dict[str, Any], **_: Any) -> dict[str, str | None]:
-    """Of a package: `used`, for the Python that has what is `wanted`; `there`, for the one that was named, if that has not."""
+    """Return a package's version: `used` in the Python that has all of `wanted`, else `there` in the named Python."""
     ready = ready_python(folder, **wanted)
     if ready is not None:
         return {"used": _version(ready, package), "there": None}

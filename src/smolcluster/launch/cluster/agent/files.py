@@ -1,4 +1,4 @@
-"""Files that are sent to a machine, and small ones that are read there."""
+"""Unpack files on a machine, and read small ones."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 from smolcluster.launch.cluster.agent.base import disk_error, private_home, read_object, root_of, write_private
 from smolcluster.launch.cluster.agent.processes import is_alive
 
-LEFT_S = 86400.0  # after which a partial upload is abandoned
-COPIES = 3  # of the package, for one that goes back to former code
-PAST_BYTES = 64 << 10  # of a log, shown when one begins to follow it
+LEFT_S = 86400.0  # age after which a partial upload is deleted
+COPIES = 3  # of the package that are kept, for users who go back to older code
+PAST_BYTES = 64 << 10  # of a log that `tail` and the start of `follow` read
 
 
 def unpack(folder: str, place: str, data: bytes, fresh: bool = False, **_: Any) -> None:
-    """An archive into a folder below ours; `fresh`: the folder then holds this and nothing else, or is left as it was."""
+    """Unpack an archive into a folder below ours. `fresh`: replace the folder atomically."""
     target = root_of(folder) / place
     target.parent.mkdir(parents=True, exist_ok=True)
     into = _own_name(target, "new") if fresh else target
@@ -41,12 +41,12 @@ def unpack(folder: str, place: str, data: bytes, fresh: bool = False, **_: Any) 
 
 
 def _own_name(target: Path, what: str) -> Path:
-    """Return a unique name beside it: two clients may send the same at once, also from machines that share a home."""
+    """Return a unique name beside it: two clients may send the same files at once, also to a shared home directory."""
     return target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.{what}")
 
 
 def _put(whole: Path, target: Path) -> None:
-    """Rename it into place. The same contents that another client has just put there stay: processes may use them."""
+    """Rename it into place. Keep equal contents that another client has put there: processes may use them."""
     with contextlib.suppress(OSError):
         whole.rename(target)
         return
@@ -61,14 +61,14 @@ def _put(whole: Path, target: Path) -> None:
 
 
 def _clear_out(newest: Path) -> None:
-    """Remove older copies beside it that no process uses. A few are kept, for users who go back to former code."""
+    """Remove all but COPIES copies of the package, except those that processes use."""
     used = {newest.name}
     for order in newest.parents[1].glob("clusters/*/processes/*/order.json"):
         if is_alive(order.parent):
             used.add(str(read_object(order).get("code")))
     ages: dict[Path, float] = {}
     for path in newest.parent.iterdir():
-        with contextlib.suppress(OSError):  # others clear out too
+        with contextlib.suppress(OSError):  # another client may remove it first
             ages[path] = time.time() - path.stat().st_mtime
     halves = [path for path in ages if path.suffix in (".new", ".old")]  # another client may be sending them now
     copies = sorted(
@@ -79,24 +79,23 @@ def _clear_out(newest: Path) -> None:
 
 
 def has(folder: str, places: list[str], **_: Any) -> list[bool]:
-    """Which of these are there already."""
+    """Return which of these exist."""
     return [(root_of(folder) / place).exists() for place in places]
 
 
 def keep_secret(folder: str, name: str, data: bytes, **_: Any) -> None:
-    """Store the token, readable by its owner alone."""
     write_private(private_home(folder, name) / "token", data)
 
 
 def read(folder: str, place: str, most: int = 1 << 20, **_: Any) -> str | None:
-    """A small text file."""
+    """Return the start of a text file; None if it cannot be read."""
     with contextlib.suppress(OSError), (root_of(folder) / place).open("rb") as file:
         return file.read(most).decode("utf-8", "replace")
     return None
 
 
 def tail(folder: str, place: str, **_: Any) -> list[str]:
-    """The last whole lines of a text file."""
+    """Return the last whole lines of a text file."""
     with contextlib.suppress(OSError), (root_of(folder) / place).open("rb") as file:
         begin = max(0, os.fstat(file.fileno()).st_size - PAST_BYTES)
         file.seek(begin)

@@ -1,4 +1,4 @@
-"""What is sent as it is written: the output of processes, and the files of a run."""
+"""Stream the output of processes and the files of a run as they are written."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from smolcluster.launch.cluster.agent.base import home_of, say
 from smolcluster.launch.cluster.agent.files import PAST_BYTES
 from smolcluster.launch.cluster.agent.processes import states
 
-FOLLOW_S = 0.1  # between looks at a log that is followed
-COPY_S = 0.5  # between looks at the files of a run that is copied
-BEAT_S = 2.0  # silence after which a client that follows gets a sign of life
+FOLLOW_S = 0.1  # polling interval of `follow`
+COPY_S = 0.5  # polling interval of `copy`
+BEAT_S = 2.0  # silence before a heartbeat is sent
 CHUNK_BYTES = 256 << 10
-SMALL_BYTES = 4 << 20  # of a file that is copied whole
+SMALL_BYTES = 4 << 20  # limit for a file that is sent whole
 PROOF_BYTES = 4096
 
 
 def follow(
     folder: str,
     name: str,
-    seats: list[str] | None = None,
+    processes: list[str] | None = None,
     past: int = 20,
     on: bool = True,
     at: dict[str, list[int]] | None = None,
     **_: Any,
 ) -> None:
-    """Send what processes print, from the last `past` lines on. `on`: until all have ended, else what is printed so far.
+    """Send what processes print, from the last `past` lines on. `on`: until all have ended; else only what is there.
 
-    Each line carries where the next one begins (inode and offset). A client that was cut off sends it back as `at`.
+    Each line carries the position of the next one (inode and offset). A client that reconnects sends it back as `at`.
     """
-    outputs = {seat: _Output(number, offset) for seat, (number, offset) in (at or {}).items()}
+    outputs = {process: _Output(number, offset) for process, (number, offset) in (at or {}).items()}
     beat = time.monotonic()
     while True:
         found = states(folder, name)
-        chosen = [seat for seat in found if seats is None or seat in seats]
+        chosen = [process for process in found if processes is None or process in processes]
         over = not on or bool(
-            chosen and not any(found[seat]["alive"] or found[seat]["state"] == "starting" for seat in chosen)
+            chosen and not any(found[process]["alive"] or found[process]["state"] == "starting" for process in chosen)
         )
-        for seat in chosen:
-            path = home_of(folder, name) / "processes" / seat / "output.log"
-            if seat not in outputs:
-                outputs[seat] = _Output.first_seen(path, past)
-                say(seat=seat, at=outputs[seat].at)
-            for line in outputs[seat].lines(path, over=over):
-                say(line=line, seat=seat, at=outputs[seat].at)
+        for process in chosen:
+            path = home_of(folder, name) / "processes" / process / "output.log"
+            if process not in outputs:
+                outputs[process] = _Output.first_seen(path, past)
+                say(process=process, at=outputs[process].at)
+            for line in outputs[process].lines(path, over=over):
+                say(line=line, process=process, at=outputs[process].at)
                 beat = time.monotonic()
         if over:
             return
@@ -62,10 +62,9 @@ def follow(
 
 
 class _Output:
-    """How far the output of one process was read.
+    """The read position in the output of one process.
 
-    A line ends with a line feed, or before a carriage return that begins the next, as progress bars print them. One that is
-    very long is cut.
+    A line ends with a line feed, or before a carriage return as progress bars print it. A very long line is split.
     """
 
     _END = re.compile(rb"\r?\n|\r(?=[^\n])")
@@ -79,7 +78,7 @@ class _Output:
 
     @classmethod
     def first_seen(cls, path: Path, past: int) -> _Output:
-        """Return the position from which the last `past` lines follow."""
+        """Return the position of the last `past` lines."""
         try:
             with path.open("rb") as file:
                 seen = os.fstat(file.fileno())
@@ -89,10 +88,10 @@ class _Output:
                 begins = [0, *ends] if start == 0 else ends or [0]
                 return cls(seen.st_ino, start + begins[max(0, len(begins) - 1 - past)])
         except OSError:
-            return cls(-1, 0)  # it printed nothing yet
+            return cls(-1, 0)  # no output yet
 
     def lines(self, path: Path, *, over: bool) -> Iterator[str]:
-        """Those that are new. `over`: there will be no more, and the last may not have ended."""
+        """Yield new lines. `over`: no more will come, so the last may lack its line feed."""
         with contextlib.suppress(OSError), path.open("rb") as file:
             seen = os.fstat(file.fileno())
             if seen.st_ino != self._number or seen.st_size < self._offset:
@@ -101,11 +100,11 @@ class _Output:
             yield from self._read(file, over=over)
 
     def _rest(self, aside: Path) -> Iterator[str]:
-        """It grew long and was put aside: what was not read of it. Not so where the process was started anew."""
+        """Yield the unread lines of a log that was rotated."""
         with contextlib.suppress(OSError), aside.open("rb") as file:
             number = os.fstat(file.fileno()).st_ino
             if number != self._number and self._number >= 0:
-                yield "[some lines are missing here: more was printed than is kept]"
+                yield "[lines missing: the log was rotated twice since the last read]"
                 self._offset = 0
             self._number = number
             yield from self._read(file, over=True)
@@ -130,13 +129,13 @@ class _Output:
 
 
 def copy(folder: str, name: str, run: str, have: dict[str, list[Any]], **_: Any) -> None:
-    """Send the files of a run as they are written, until the client is gone. `have`: how many bytes of a file are there
-    already, and a proof that they are these.
+    """Send the files of a run as they are written, until the client disconnects.
 
-    Of rows and logs what was added, of small files all of it. The logs of its workers lie beside the runs.
+    `have`: for each file the client's number of bytes and their digest (`proof_of`). Rows and logs are sent incrementally,
+    small files whole.
     """
     home = home_of(folder, name)
-    known: dict[str, tuple[int, int]] = {}  # growing files: inode and bytes told; others: time and size
+    known: dict[str, tuple[int, int]] = {}  # growing files: inode and bytes sent; others: time and size
     beat, up_to_date = time.monotonic(), False
     while True:
         new = False
@@ -169,7 +168,7 @@ def _copy_new(place: str, path: Path, known: dict[str, tuple[int, int]], have: d
             size, proof = have.get(place, [0, ""])
             known[place] = (seen.st_ino, size if size <= seen.st_size and proof_of(file, size) == proof else 0)
         number, at = known[place]
-        if number != seen.st_ino or seen.st_size < at:  # it was written anew
+        if number != seen.st_ino or seen.st_size < at:  # it was replaced or truncated
             at = 0
         file.seek(at)
         data = file.read(CHUNK_BYTES)
@@ -181,7 +180,7 @@ def _copy_new(place: str, path: Path, known: dict[str, tuple[int, int]], have: d
 
 
 def proof_of(file: BinaryIO, size: int) -> str:
-    """Of the first `size` bytes of a file that grows: its last ones tell it from one that was written anew."""
+    """Return the digest of the last PROOF_BYTES of a growing file's first `size` bytes."""
     file.seek(max(0, size - PROOF_BYTES))
     return hashlib.sha256(file.read(min(size, PROOF_BYTES))).hexdigest() if size else ""
 

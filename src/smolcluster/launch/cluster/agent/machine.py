@@ -1,4 +1,4 @@
-"""What a machine is and has, and which ports it can reach."""
+"""Describe a machine, and test which ports it can reach."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smolcluster.launch.cluster.agent.processes import states
 def look(
     folder: str, name: str, listens: list[Any] | None = None, wanted: dict[str, Any] | None = None, **_: Any
 ) -> dict[str, Any]:
-    """What this machine is and has. Changes nothing. `wanted`: for which environment, if one is asked for."""
+    """Return facts about this machine; changes nothing. `wanted`: arguments of `ready_python`, to check for an environment."""
     root = root_of(folder)
     above = next(path for path in (root, *root.parents) if path.exists())
     return {
@@ -45,7 +45,7 @@ def _memory() -> int | None:
 
 
 def _gpus() -> list[str]:
-    """Names of NVIDIA GPUs. Where the driver fails, its message."""
+    """Return the names of NVIDIA GPUs, or the driver's error message."""
     asked = run_briefly("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", within_s=20)
     if asked is None:
         return []
@@ -68,7 +68,7 @@ def _door(bind: str, port: int) -> socket.socket:
 
 
 def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
-    """Accept connections at a port for a while, or until the client is gone."""
+    """Accept connections at a port for `within_s`, or until the client disconnects."""
     try:
         door = _door(bind, port)
     except OSError as error:
@@ -85,7 +85,7 @@ def listen(bind: str, port: int, within_s: float, **_: Any) -> None:
 
 
 def knock(address: str, port: int, within_s: float = 5.0, **_: Any) -> dict[str, Any]:
-    """Whether that port can be reached from here, and if not, how it fails."""
+    """Return whether a port can be reached from here, and if not, how it fails."""
     began = time.monotonic()
     try:
         with socket.create_connection((address, port), timeout=within_s):

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from smolcluster.launch.cluster.agent.base import Wrong, say
+from smolcluster.launch.cluster.agent.base import AgentError, say
 from smolcluster.launch.cluster.agent.environment import environment, version_of
 from smolcluster.launch.cluster.agent.files import has, keep_secret, read, tail, unpack
 from smolcluster.launch.cluster.agent.following import copy, follow
@@ -24,8 +24,8 @@ OPERATIONS = {
 
 
 def main() -> None:
-    os.umask(0o077)  # what is kept here is its user's alone
-    if os.name == "posix":  # a shell without a login does not look there
+    os.umask(0o077)
+    if os.name == "posix":  # not in the PATH of a non-login shell
         usual = ["/opt/homebrew/bin", "/usr/local/bin", str(Path.home() / ".local/bin")]
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), *usual])
     for line in sys.stdin.buffer:
@@ -36,7 +36,7 @@ def main() -> None:
             request["data"] = sys.stdin.buffer.read(size)
         try:
             say(result=operation(**request))
-        except Wrong as error:
+        except AgentError as error:
             say(error=str(error), remedy=error.remedy)
         except BrokenPipeError:
             return

@@ -1,4 +1,4 @@
-"""Processes and their keepers: start, list, stop."""
+"""Start, list and stop processes and their keepers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from smolcluster.launch.cluster.agent.base import Wrong, home_of, private_home, read_object, root_of, write_private
-from smolcluster.launch.cluster.keeper import hold, identity, kill
+from smolcluster.launch.cluster.agent.base import AgentError, home_of, private_home, read_object, root_of, write_private
+from smolcluster.launch.cluster.keeper import identity, kill, lock_file
 
-BEGIN_S = 10.0  # for a keeper to say something
+BEGIN_S = 10.0  # limit for a keeper's first state
 
 
 def begin(folder: str, name: str, mark: str, **_: Any) -> None:
-    """Note that an `up` has begun, which may take minutes. `stop` removes the mark."""
+    """Mark that an `up` is in progress. `stop` removes the mark, and then that `up` starts nothing more."""
     place = private_home(folder, name) / "ups"
     place.mkdir(parents=True, exist_ok=True)
     (place / mark).write_text("", encoding="utf-8")
@@ -29,7 +29,7 @@ def begin(folder: str, name: str, mark: str, **_: Any) -> None:
 def start(
     folder: str,
     name: str,
-    seats: list[dict[str, Any]],
+    processes: list[dict[str, Any]],
     python: str,
     code: str,
     parcel: str,
@@ -37,12 +37,12 @@ def start(
     mark: str,
     **_: Any,
 ) -> Any:
-    """Start these, each with its keeper; one that runs already is left as it is. `parcel` names the code and files it has."""
+    """Start processes that do not run yet, each with a keeper. `parcel`: fingerprint of their code and files."""
     home = private_home(folder, name)
     keeper = root_of(folder) / "code" / code / "smolcluster" / "launch" / "cluster" / "keeper.py"
     begun = []
-    for seat in seats:
-        place = home / "processes" / seat["name"]
+    for process in processes:
+        place = home / "processes" / process["name"]
         place.mkdir(parents=True, exist_ok=True)
         if is_alive(place):
             continue
@@ -52,9 +52,9 @@ def start(
         call = [python, "-m", "smolcluster"]
         token = {"SMOLCLUSTER_TOKEN_FILE": str(home / "token")} if (home / "token").exists() else {}
         order = {
-            "argv": [*call, *seat["arguments"]],
-            "again": [*call, *seat["again"]] if seat["again"] else None,
-            "restart": seat["restart"],
+            "argv": [*call, *process["arguments"]],
+            "again": [*call, *process["again"]] if process["again"] else None,
+            "restart": process["restart"],
             "cwd": str(home),
             "code": code,
             "parcel": parcel,
@@ -65,20 +65,20 @@ def start(
                 "PYTHONIOENCODING": "utf-8",
                 "SMOLCLUSTER_CLUSTER": name,
                 **token,
-                **seat["environment"],
+                **process["environment"],
                 "PYTHONPATH": os.pathsep.join(
-                    filter(None, [str(keeper.parents[3]), seat["environment"].get("PYTHONPATH")])
+                    filter(None, [str(keeper.parents[3]), process["environment"].get("PYTHONPATH")])
                 ),
             },
         }
         write_private(place / "order.json", json.dumps(order).encode())  # its environment may hold secrets
-        if not (home / "ups" / mark).exists():  # `stop` takes it away before it looks for orders
+        if not (home / "ups" / mark).exists():  # `stop` removes it before it looks for orders
             (place / "order.json").unlink()
-            raise Wrong("it was taken down while it was brought up", "bring it up again, if that was not wanted")
+            raise AgentError("a `down` stopped this `up`", "run `smolcluster up` again if that was not intended")
         _start_keeper(
-            [python, str(keeper), str(place)], session=f"smolcluster-{name}", window=seat["name"], panes=panes
+            [python, str(keeper), str(place)], session=f"smolcluster-{name}", window=process["name"], panes=panes
         )
-        begun.append(seat["name"])
+        begun.append(process["name"])
     return begun
 
 
@@ -108,24 +108,24 @@ def _tmux(tmux: str, *arguments: str) -> int:
 
 
 def is_alive(place: Path) -> bool:
-    """Whether its keeper lives: it holds the lock."""
+    """Return whether its keeper lives: it holds the lock."""
     if not (place / "lock").exists():
         return False
-    lock = hold(place / "lock", shared=True, within_s=0.05 if os.name == "nt" else 0.0)
+    lock = lock_file(place / "lock", shared=True, within_s=0.05 if os.name == "nt" else 0.0)
     if lock is not None:
         lock.close()
     return lock is None
 
 
 def _begins(place: Path) -> bool:
-    """Whether its keeper was started a moment ago and has said nothing yet. It will look for the wish to stop."""
+    """Return whether its keeper was just started and has written no state yet; it will still see a stop file."""
     with contextlib.suppress(OSError):
         return not (place / "state.json").exists() and time.time() - (place / "order.json").stat().st_mtime < BEGIN_S
     return False
 
 
 def _end_orphan(place: Path) -> bool:
-    """A keeper that was killed leaves its process behind. Whether there was one."""
+    """Kill the process of a keeper that was itself killed. Return whether there was one."""
     state = read_object(place / "state.json")
     pid, known = state.get("pid"), state.get("identity")
     if isinstance(pid, int) and known is not None and identity(pid) == known:
@@ -135,7 +135,7 @@ def _end_orphan(place: Path) -> bool:
 
 
 def states(folder: str, name: str, **_: Any) -> dict[str, Any]:
-    """What is known of each process."""
+    """Return the state of each process, by name."""
     found = {}
     processes = home_of(folder, name) / "processes"
     for place in sorted(processes.iterdir()) if processes.is_dir() else []:
@@ -161,23 +161,22 @@ def _last_line(path: Path, most: int = 300) -> str:
 def stop(
     folder: str,
     name: str,
-    seats: list[str] | None = None,
+    processes: list[str] | None = None,
     mark: str | None = None,
     now: bool = False,
     within_s: float = 90.0,
     **_: Any,
 ) -> dict[str, Any]:
-    """Ask keepers to end their processes, and wait until they have. What does not end in time is killed.
+    """Ask keepers to end their processes, wait, and kill those that do not end in time.
 
-    Those of `seats`; those that one `up` has started, with its `mark`; or all: then nothing of the cluster is left running, and
-    an `up` that is under way starts nothing.
+    Which: the named `processes`, those started by the `up` with this `mark`, or all; the last also cancels an `up` in progress.
     """
     home = home_of(folder, name)
     found = [place for place in sorted((home / "processes").glob("*")) if place.is_dir()]
-    places = [place for place in found if seats is None or place.name in seats]
+    places = [place for place in found if processes is None or place.name in processes]
     if mark is not None:
         places = [place for place in places if read_object(place / "order.json").get("mark") == mark]
-    elif seats is None:
+    elif processes is None:
         shutil.rmtree(home / "ups", ignore_errors=True)
     running = [place for place in places if is_alive(place) or _begins(place)]
     for place in running:
@@ -192,7 +191,7 @@ def stop(
             with contextlib.suppress(OSError):
                 os.kill(keeper, getattr(signal, "SIGKILL", signal.SIGTERM))
     killed = [place.name for place in places if _end_orphan(place)]
-    if not any(map(is_alive, found)):  # else others of the cluster go on
+    if not any(map(is_alive, found)):
         tmux = shutil.which("tmux")
         if tmux is not None:
             _tmux(tmux, "kill-session", "-t", f"=smolcluster-{name}")

@@ -30,7 +30,7 @@ _LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", "env", "node_modules", "run
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Archive:
     data: bytes
 
     @property
@@ -38,14 +38,14 @@ class Parcel:
         return hashlib.sha256(self.data).hexdigest()[:16]
 
 
-def package_parcel() -> Parcel:
+def pack_package() -> Archive:
     """This package, with its ready configurations."""
     files = {f"smolcluster/{path.relative_to(PACKAGE).as_posix()}": path for path in _below(PACKAGE)}
     files |= {f"smolcluster/configs/{path.name}": path for path in builtin_configs().values()}
-    return Parcel(_pack((name, path.read_bytes()) for name, path in sorted(files.items())))
+    return Archive(_pack((name, path.read_bytes()) for name, path in sorted(files.items())))
 
 
-def user_parcel(config: Config, base: Path, tokenizer: Mapping[str, bytes] | None = None) -> Parcel:
+def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] | None = None) -> Archive:
     """The configuration, the task's file with the Python files around it, and `run.files`; all relative to `base`.
 
     `tokenizer`: files for the folder TOKENIZER.
@@ -71,7 +71,7 @@ def user_parcel(config: Config, base: Path, tokenizer: Mapping[str, bytes] | Non
     contents = {name: path.read_bytes() for name, path in found.items()}
     contents |= {f"{TOKENIZER}/{name}": data for name, data in (tokenizer or {}).items()}
     contents[CONFIG] = dump(config).encode("utf-8")
-    return Parcel(_pack(sorted(contents.items())))
+    return Archive(_pack(sorted(contents.items())))
 
 
 def _asked(said: str, base: Path) -> Iterator[tuple[str, Path]]:

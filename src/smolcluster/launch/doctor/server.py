@@ -33,7 +33,7 @@ _NOBODY = "0" * 16  # the id of no token: a server answers a handshake with it, 
 _TLS = b"\x16"  # how an answer in TLS begins
 _MOST_WORDS = 60  # of another program, on the screen
 
-Place = tuple[str, int]
+Address = tuple[str, int]
 T = TypeVar("T")
 
 
@@ -66,7 +66,7 @@ def examine(host: str, port: int) -> Iterator[Finding]:
         yield bad(classify(error), f"{place}: {words}")
 
 
-def _meet(place: Place) -> Iterator[Finding]:
+def _meet(place: Address) -> Iterator[Finding]:
     """Report whether this machine could join the server that listens there. Each of its tokens is tried."""
     mine: tuple[Credentials, ...] = ()
     answer, problem = None, ""
@@ -91,7 +91,7 @@ def _meet(place: Place) -> Iterator[Finding]:
     yield bad(Layer.TOKEN, problem) if problem else _tokens(answer, mine)
 
 
-def _tokens(answer: Answer, mine: tuple[Credentials, ...]) -> Finding:
+def _tokens(answer: ServerProbe, mine: tuple[Credentials, ...]) -> Finding:
     names = ", ".join(known.name for known in mine)
     if answer.same is not None:
         return good(Layer.TOKEN, f"both have {answer.same.name}")
@@ -110,14 +110,14 @@ def _tokens(answer: Answer, mine: tuple[Credentials, ...]) -> Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ServerProbe:
     wants_token: bool = False
     same: Credentials | None = None  # the token that both have
     version: int | None = None  # of the protocol, where the answer has it
     words: str = ""  # of a program that is no server of ours
 
 
-def ask(place: Place, known: Credentials | None = None) -> Answer:
+def ask(place: Address, known: Credentials | None = None) -> ServerProbe:
     """Begin a TLS handshake with this token or none, and classify the answer. Raises OSError when nothing listens any more."""
     context = known.client_context() if known is not None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # whatever is shown is looked at below
@@ -126,19 +126,19 @@ def ask(place: Place, known: Credentials | None = None) -> Answer:
         secure = _Secure(line, context, name)
         first = secure.begin()
         if (version := _version(first)) is not None:
-            return Answer(version=version)
+            return ServerProbe(version=version)
         if not first.startswith(_TLS):
-            return Answer(words=_said(first))
+            return ServerProbe(words=_said(first))
         certificate = secure.certificate()
         if certificate is None or DOMAIN.encode() not in certificate:  # its name stands there as text
-            return Answer(words="it speaks TLS, and knows no token")
+            return ServerProbe(words="it speaks TLS, and knows no token")
         if known is None or certificate != known.certificate:
-            return Answer(wants_token=True)
+            return ServerProbe(wants_token=True)
         with contextlib.suppress(OSError):
             me = new_peer(role="worker", rank=0, host="doctor")
             (hello,) = Handshake(me, credentials=known).begin()
             version = _version(secure.exchange(encode(hello, cluster=known.cluster).head))
-        return Answer(wants_token=True, same=known, version=version)
+        return ServerProbe(wants_token=True, same=known, version=version)
 
 
 class _Secure:

@@ -16,27 +16,27 @@ from smolcluster.config import load_config, resolve
 from smolcluster.config.schema import Config
 from smolcluster.config.strategies import check_name
 from smolcluster.errors import UserError
-from smolcluster.launch.cluster.control import Order
+from smolcluster.launch.cluster.archive import pack_package, pack_user_files, requirements
+from smolcluster.launch.cluster.control import Deployment
 from smolcluster.launch.cluster.layout import (
     LOCAL,
     SERVING,
     TOKENIZER,
-    Layout,
-    Recorded,
+    ClusterLayout,
+    ClusterRecord,
     as_record,
     cluster_name,
     from_record,
-    lay_out,
+    plan_layout,
 )
-from smolcluster.launch.cluster.parcel import package_parcel, requirements, user_parcel
-from smolcluster.launch.cluster.record import recall, state_folder, writing
+from smolcluster.launch.cluster.record import load_record, state_folder, writable
 from smolcluster.launch.prepare import absolute_task, is_task, split_task, task_name, with_tokenizer
 
 _SECRET = ("cluster.token", "logging.loki_url")  # keys whose values are not written to records
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ClusterRequest:
     """What `up` was asked for."""
 
     file: Path | None
@@ -49,7 +49,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class UpArguments:
     """The words of an `up`. They are kept with the cluster's record, so that `up --resume` need not repeat them."""
 
     file: str | None  # none: this machine alone
@@ -60,7 +60,7 @@ class Said:
     steps: int | None = None
     workers: int | None = None
 
-    def read(self) -> Wish:
+    def read(self) -> ClusterRequest:
         return read_cluster(
             None if self.file is None else Path(self.folder, self.file),
             train=self.train or (["gpt"] if self.file is None else []),
@@ -70,9 +70,9 @@ class Said:
             folder=Path(self.folder),
         )
 
-    def after(self, before: Said) -> Said:
+    def after(self, before: UpArguments) -> UpArguments:
         """Those of before, and what is said now on top of them."""
-        return Said(
+        return UpArguments(
             file=before.file if self.file is None else str(Path(self.folder, self.file)),
             folder=self.folder if self.train else before.folder,
             train=self.train or before.train,
@@ -88,10 +88,10 @@ class Said:
         return asdict(replace(self, overrides=kept))
 
     @classmethod
-    def recall(cls, name: str | None) -> Said | None:
+    def load_record(cls, name: str | None) -> UpArguments | None:
         """Those of the cluster of this name, or of the one that was brought up last."""
         with contextlib.suppress(KeyError, TypeError):
-            return cls(**recall(name)["said"])
+            return cls(**load_record(name)["said"])
         return None
 
 
@@ -103,7 +103,7 @@ def read_cluster(
     sets: Mapping[str, Any] | None = None,
     local_workers: int | None = None,
     folder: Path | None = None,
-) -> Wish:
+) -> ClusterRequest:
     """The cluster file over what it trains, then overrides. `train` replaces `run.train`, and is found from `folder`, or from
     the one that we are in. No file: this machine alone."""
     sets = {key: value for key, value in (sets or {}).items() if value is not None}
@@ -123,7 +123,7 @@ def read_cluster(
     config = resolve(load_config([*below, *own], overrides=overrides, sets=sets))
     config.strategy.name = check_name(config.strategy.name)
     _find_model(config, base)
-    return Wish(file, config, base)
+    return ClusterRequest(file, config, base)
 
 
 def _find_model(config: Config, base: Path) -> None:
@@ -147,22 +147,24 @@ def _sources(said: Sequence[str], base: Path) -> tuple[list[str], str | None]:
     return files, task
 
 
-def order_for(wish: Wish, *, run: str | None = None, resume: bool = False, panes: bool = False) -> Order:
+def plan_deployment(
+    wish: ClusterRequest, *, run: str | None = None, resume: bool = False, panes: bool = False
+) -> Deployment:
     """Everything that is needed to bring it up. `run`: the run to go on with."""
     config, tokenizer = with_tokenizer(wish.config, TOKENIZER)
-    layout = lay_out(config, name=wish.name, run=run or new_run(config))
-    return Order(
+    layout = plan_layout(config, name=wish.name, run=run or new_run(config))
+    return Deployment(
         layout=layout,
-        package=package_parcel(),
-        files=user_parcel(layout.config, wish.base, tokenizer),
-        requirements=needs_of(layout),
+        package=pack_package(),
+        files=pack_user_files(layout.config, wish.base, tokenizer),
+        requirements=requirements_of(layout),
         token=token_for(layout) if layout.needs_token else None,
         panes=panes,
         resume=resume,
     )
 
 
-def needs_of(layout: Layout) -> list[str]:
+def requirements_of(layout: ClusterLayout) -> list[str]:
     """What its machines must have, as pip takes it."""
     return requirements(extras={"elastic": ["cluster"], SERVING: ["cluster", "serve"]}.get(layout.plane, []))
 
@@ -171,12 +173,12 @@ def new_run(config: Config) -> str:
     return f"{task_name(config)}-{config.strategy.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def token_for(layout: Layout) -> str:
+def token_for(layout: ClusterLayout) -> str:
     """This machine's token, or one of the cluster's own, kept beside its record."""
     found = find_tokens(layout.config.cluster.token, os.environ)
     if found is not None:
         return found[1][0].token
-    with writing(state_folder()):
+    with writable(state_folder()):
         file = own_tokens(layout.name)
         if not file.entries():
             file.add([TokenEntry(new_token())])
@@ -188,16 +190,16 @@ def own_tokens(name: str) -> TokenFile:
     return TokenFile(state_folder() / f"{name}.token")
 
 
-def known_cluster(said: str | None) -> Recorded:
+def known_cluster(said: str | None) -> ClusterRecord:
     """The cluster that was brought up last, or the one of this name or file."""
     wish = read_cluster(Path(said)) if said is not None and said.endswith((".yaml", ".yml")) else None
     try:
-        record = recall(wish.name if wish is not None else said)
+        record = load_record(wish.name if wish is not None else said)
     except UserError:
         if wish is None:
             raise
         # The record is lost, or another machine's. The file says where the machines are, and they know what runs.
-        record = as_record(lay_out(wish.config, name=wish.name, run=""))
+        record = as_record(plan_layout(wish.config, name=wish.name, run=""))
     try:
         return from_record(record)
     except ValueError as error:

@@ -22,7 +22,7 @@ from smolcluster.comm.elastic.transport.sockets import join_address, own_host
 from smolcluster.config.strategies import UNLIKE
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.cluster import control
-from smolcluster.launch.cluster.layout import LOCAL, Machine
+from smolcluster.launch.cluster.layout import LOCAL, ClusterMachine
 
 MOST_HOSTS = 64
 # Ways to a machine that only ssh knows how to go.
@@ -30,36 +30,38 @@ _ONLY_SSH = ("proxycommand", "hostkeyalias")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundMachine:
     name: str
     entry: dict[str, Any]  # as it stands in the file; nothing: ssh knows it by its name
     facts: dict[str, Any]
     problem: str = ""
 
 
-def find_machines(ssh_config: Path | None, *, accept_new: bool = False, told: Callable[[str], None]) -> list[Found]:
+def find_machines(
+    ssh_config: Path | None, *, accept_new: bool = False, report: Callable[[str], None]
+) -> list[FoundMachine]:
     here = socket.gethostname().partition(".")[0] or "here"
-    known: dict[str, Machine] = {}
+    known: dict[str, ClusterMachine] = {}
     with contextlib.suppress(OSError):
         text = (ssh_config or Path("~/.ssh/config").expanduser()).read_text(encoding="utf-8", errors="replace")
         known = machines_of_ssh(text)
-    machines = {here: Machine(name=here, address=LOCAL)} | {n: m for n, m in known.items() if n != here}
+    machines = {here: ClusterMachine(name=here, address=LOCAL)} | {n: m for n, m in known.items() if n != here}
     twice = _twice(machines)
     offers = _offers()
-    told(f"looking at {len(machines) - len(twice)} machine(s), and {len(offers)} that offer themselves")
+    report(f"looking at {len(machines) - len(twice)} machine(s), and {len(offers)} that offer themselves")
     asked = {name: machine for name, machine in machines.items() if name not in twice}
     answers = asyncio.run(_ask(asked, accept_new=accept_new))
     found = [
-        Found(name, entry_of(machines, name), *answers.get(name, ({}, f"the same machine as {twice.get(name)}")))
+        FoundMachine(name, entry_of(machines, name), *answers.get(name, ({}, f"the same machine as {twice.get(name)}")))
         for name in machines
     ]
     for offer in offers:
         if offer.name not in machines:
             facts = {"system": offer.system, "machine": ""}
             entry = {"address": offer.addresses[0]}
-            found.append(Found(offer.name, entry, facts, "it offers itself: smolcluster cluster accept"))
+            found.append(FoundMachine(offer.name, entry, facts, "it offers itself: smolcluster cluster accept"))
     for machine in found:
-        told(f"{machine.name}: {machine.problem or _describe(machine.facts)}")
+        report(f"{machine.name}: {machine.problem or _describe(machine.facts)}")
     return found
 
 
@@ -101,7 +103,7 @@ def _lines(text: str) -> list[tuple[str, list[str]]]:
     ]
 
 
-def machines_of_ssh(text: str) -> dict[str, Machine]:
+def machines_of_ssh(text: str) -> dict[str, ClusterMachine]:
     """The hosts of an ssh configuration, each by the address that is meant."""
     said = {name: ssh_says(text, name) for name in hosts_of_ssh(text)}
     asked = {name: words.get("proxyjump", "none") for name, words in said.items()}
@@ -109,11 +111,11 @@ def machines_of_ssh(text: str) -> dict[str, Machine]:
     return {name: _machine(name, words, jumps) for name, words in said.items()}
 
 
-def _machine(name: str, said: Mapping[str, str], jumps: Mapping[str, str | None]) -> Machine:
+def _machine(name: str, said: Mapping[str, str], jumps: Mapping[str, str | None]) -> ClusterMachine:
     if not _listed(name, jumps) or any(key in said for key in _ONLY_SSH):
-        return Machine(name=name, address=name)
+        return ClusterMachine(name=name, address=name)
     port = said.get("port", "")
-    return Machine(
+    return ClusterMachine(
         name=name,
         address=said.get("hostname", name).replace("%h", name),
         port=int(port) if port.isdecimal() else None,
@@ -133,7 +135,7 @@ def _listed(name: str, jumps: Mapping[str, str | None]) -> bool:
     return passed[-1] in jumps
 
 
-def _twice(machines: Mapping[str, Machine]) -> dict[str, str]:
+def _twice(machines: Mapping[str, ClusterMachine]) -> dict[str, str]:
     """Names that mean a machine which another name meant before."""
     first: dict[tuple[str, int | None, str | None], str] = {}
     places = {name: (machine.address, machine.port, machine.via) for name, machine in machines.items()}
@@ -152,7 +154,7 @@ def _offers() -> list[Any]:
 # Asking them
 
 
-async def _ask(machines: Mapping[str, Machine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
+async def _ask(machines: Mapping[str, ClusterMachine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
     """Of each, what it is; or what is wrong with it, and the remedy."""
     found: dict[str, tuple[dict[str, Any], str]] = {}
     async with control.connected(machines, accept_new=accept_new) as (hosts, problems):
@@ -169,17 +171,17 @@ async def _ask(machines: Mapping[str, Machine], *, accept_new: bool) -> dict[str
 # The file
 
 
-def entry_of(machines: Mapping[str, Machine], name: str) -> dict[str, Any]:
+def entry_of(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, Any]:
     """A machine as the file has it, with the way back to this one, which leads."""
     machine = machines[name]
     if machine.local:
         return {"address": LOCAL}
-    entry = {} if machine == Machine(name=name, address=name) else {"address": machine.address}
+    entry = {} if machine == ClusterMachine(name=name, address=name) else {"address": machine.address}
     entry |= {key: value for key in ("port", "user", "key", "via") if (value := getattr(machine, key)) is not None}
-    return entry | {"server_address": _mine(list(control.way_to(machines, name).values())[-1])}
+    return entry | {"server_address": _mine(list(control.jump_chain(machines, name).values())[-1])}
 
 
-def _mine(first: Machine) -> str:
+def _mine(first: ClusterMachine) -> str:
     """Where this machine is found by one that it reaches, or by those behind it."""
     from smolcluster.launch.join.discovery import own_addresses
 
@@ -196,7 +198,7 @@ def _describe(facts: Mapping[str, Any]) -> str:
     return f"{facts['system']} {facts['machine']}, {facts['cpus']} cores{memory}{gpus}"
 
 
-def write_file(found: list[Found]) -> str:
+def write_file(found: list[FoundMachine]) -> str:
     """The text of a cluster file. Machines that did not answer stand there as comments, with the reason."""
     lines = [
         "# The machines of a cluster; `smolcluster up cluster.yaml` trains on them. See docs/cluster.md.",
