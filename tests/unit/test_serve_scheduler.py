@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.serve.engine import scheduler as scheduling
-from smolcluster.serve.engine.scheduler import MOST_TRIES, Limits, Scheduler, Sent, Ways, width_of
-from smolcluster.serve.engine.types import Ask, Busy, GivenUp, NobodyThere, Sampling, Token
+from smolcluster.serve.engine.scheduler import MOST_TRIES, Routes, Scheduler, SchedulerLimits, SentBatch, width_of
+from smolcluster.serve.engine.types import Busy, RetriesExhausted, SamplingParams, SequenceRequest, Token, Unavailable
 
-TWO = Ways((("a",), ("b",)))
+TWO = Routes((("a",), ("b",)))
 
 
 def after(tokens: tuple[int, ...]) -> int:
@@ -31,7 +31,7 @@ class Machines:
         self.scheduler = scheduler
         self.caches: dict[int, list[int]] = {}
 
-    def answer(self, sent: Sent) -> dict[int, Token]:
+    def answer(self, sent: SentBatch) -> dict[int, Token]:
         chosen, place = {}, 0
         for row in sent.rows:
             cache = self.caches.setdefault(row.sequence, [])
@@ -61,18 +61,18 @@ class Told(list[Any]):
         return self[-1].finish if self else None
 
 
-def alone(ask: Ask) -> list[int]:
+def alone(ask: SequenceRequest) -> list[int]:
     tokens = list(ask.tokens)
     for _ in range(ask.max_tokens):
         tokens.append(after(tuple(tokens)))
     return tokens[len(ask.tokens) :]
 
 
-def ask(*tokens: int, max_tokens: int = 3, **said: Any) -> Ask:
-    return Ask(tokens=tokens, max_tokens=max_tokens, **said)
+def ask(*tokens: int, max_tokens: int = 3, **said: Any) -> SequenceRequest:
+    return SequenceRequest(tokens=tokens, max_tokens=max_tokens, **said)
 
 
-def serve(scheduler: Scheduler, machines: Machines) -> list[Sent]:
+def serve(scheduler: Scheduler, machines: Machines) -> list[SentBatch]:
     """Until nothing is left to do."""
     seen = []
     while (sent := scheduler.next_batch(now=0.0)) is not None:
@@ -88,7 +88,7 @@ def test_a_batch_of_a_machine_that_was_away_is_not_waited_for() -> None:
     scheduler.submit(ask(1, 2, 3), told)
     lost = [scheduler.next_batch(now=0.0) for _ in range(3)]
     assert lost[0] is not None
-    scheduler.set_ways(Ways((("a",), ())), now=1.0)
+    scheduler.set_ways(Routes((("a",), ())), now=1.0)
     scheduler.set_ways(TWO, now=2.0)
     scheduler.over.clear()
     assert not scheduler.under_way
@@ -119,9 +119,9 @@ def test_a_stop_token_ends_it_and_is_not_told() -> None:
 
 
 def test_how_to_choose_is_said_once_with_all_that_came_before() -> None:
-    scheduler = Scheduler(Limits(chunk=2), ways=TWO)
+    scheduler = Scheduler(SchedulerLimits(chunk=2), ways=TWO)
     scheduler.submit(ask(1, 2, 3), Told())
-    scheduler.submit(ask(4, 5, sampling=Sampling(frequency_penalty=0.5)), Told())
+    scheduler.submit(ask(4, 5, sampling=SamplingParams(frequency_penalty=0.5)), Told())
     batches = serve(scheduler, Machines(scheduler))
     openings = [opening for sent in batches for opening in sent.openings.values()]
     told = sorted((opening.position, opening.tokens, opening.prompt) for opening in openings)
@@ -132,7 +132,7 @@ def test_long_prompts_open_in_several_batches(monkeypatch: pytest.MonkeyPatch) -
     """What is told of them travels as text, and a message has its limit."""
     monkeypatch.setattr(scheduling, "MOST_TOLD", 8)
     scheduler, stories = Scheduler(ways=TWO), [Told() for _ in range(4)]
-    wanted = [ask(*range(n, n + 5), sampling=Sampling(repetition_penalty=1.5)) for n in range(4)]
+    wanted = [ask(*range(n, n + 5), sampling=SamplingParams(repetition_penalty=1.5)) for n in range(4)]
     for one, told in zip(wanted, stories, strict=True):
         scheduler.submit(one, told)
     batches = serve(scheduler, Machines(scheduler))
@@ -142,7 +142,7 @@ def test_long_prompts_open_in_several_batches(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_prompt_goes_in_chunks_that_follow_each_other() -> None:
     """One more than the stages can work on at once is under way, but for the one that is answered."""
-    scheduler = Scheduler(Limits(chunk=4), ways=Ways((("a",), ("b",)), width=2))
+    scheduler = Scheduler(SchedulerLimits(chunk=4), ways=Routes((("a",), ("b",)), width=2))
     scheduler.submit(ask(*range(18)), Told())
     ahead = []
     while (sent := scheduler.next_batch(now=0.0)) is not None:
@@ -156,7 +156,7 @@ def test_a_prompt_goes_in_chunks_that_follow_each_other() -> None:
 
 def test_tokens_of_many_go_together_as_many_batches_as_stages_can_work() -> None:
     for width, expected in ((1, [8]), (2, [4, 4]), (4, [2, 2, 2, 2])):
-        scheduler = Scheduler(ways=Ways((("a",),) * 4, width=width))
+        scheduler = Scheduler(ways=Routes((("a",),) * 4, width=width))
         machines = Machines(scheduler)
         for number in range(8):
             scheduler.submit(ask(number, max_tokens=50), Told())
@@ -170,7 +170,7 @@ def test_tokens_of_many_go_together_as_many_batches_as_stages_can_work() -> None
 
 
 def test_nobody_waits_long_behind_a_prompt() -> None:
-    scheduler, told = Scheduler(Limits(chunk=16), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(chunk=16), ways=TWO), Told()
     machines = Machines(scheduler)
     scheduler.submit(ask(1, max_tokens=30), told)
     scheduler.chosen((sent := scheduler.next_batch(now=0.0)).number, machines.answer(sent))  # type: ignore
@@ -184,7 +184,7 @@ def test_nobody_waits_long_behind_a_prompt() -> None:
 
 
 def test_the_least_loaded_replicas_are_taken() -> None:
-    scheduler = Scheduler(ways=Ways((("a1", "a2"), ("b1", "b2", "b3"))))
+    scheduler = Scheduler(ways=Routes((("a1", "a2"), ("b1", "b2", "b3"))))
     for number in range(6):
         scheduler.submit(ask(number), Told())
     scheduler.next_batch(now=0.0)
@@ -192,7 +192,7 @@ def test_the_least_loaded_replicas_are_taken() -> None:
 
 
 def test_limits() -> None:
-    scheduler = Scheduler(Limits(running=2, waiting=3), ways=TWO)
+    scheduler = Scheduler(SchedulerLimits(running=2, waiting=3), ways=TWO)
     scheduler.submit(ask(1), Told())
     scheduler.submit(ask(2), Told())
     scheduler.next_batch(now=0.0)
@@ -205,7 +205,7 @@ def test_limits() -> None:
 
 
 def test_one_who_leaves_frees_its_place_at_once() -> None:
-    scheduler = Scheduler(Limits(running=1), ways=TWO)
+    scheduler = Scheduler(SchedulerLimits(running=1), ways=TWO)
     first, second = Told(), Told()
     story = scheduler.submit(ask(1, max_tokens=50), first)
     scheduler.submit(ask(2), second)
@@ -222,7 +222,7 @@ def test_one_who_leaves_frees_its_place_at_once() -> None:
 
 
 def test_a_lost_machine_costs_time_and_no_token() -> None:
-    scheduler, told = Scheduler(ways=Ways((("a",), ("b", "c")))), Told()
+    scheduler, told = Scheduler(ways=Routes((("a",), ("b", "c")))), Told()
     machines = Machines(scheduler)
     scheduler.submit(ask(1, 2, max_tokens=6), told)
     for _ in range(3):
@@ -231,7 +231,7 @@ def test_a_lost_machine_costs_time_and_no_token() -> None:
         scheduler.chosen(sent.number, machines.answer(sent))
     lost = scheduler.next_batch(now=0.0)
     assert lost is not None
-    scheduler.set_ways(Ways((("a",), ("c",))), now=1.0)
+    scheduler.set_ways(Routes((("a",), ("c",))), now=1.0)
     assert scheduler.over == [(lost.rows[0].sequence, ("a", "b"))]
     assert scheduler.under_way == {}  # nobody waits for it
     machines.forget()
@@ -256,17 +256,17 @@ def test_one_without_an_answer_begins_again_and_is_given_up_in_the_end() -> None
         machines.forget()
     assert other.tokens == alone(ask(4, 5))
     (last,) = told
-    assert isinstance(last, GivenUp)
+    assert isinstance(last, RetriesExhausted)
     assert scheduler.running == 0
 
 
 def test_those_who_begin_again_keep_their_order() -> None:
     """Where the machines that are left have less room, who came first is not the one to wait."""
-    scheduler, stories = Scheduler(Limits(running=2), ways=TWO), [Told() for _ in range(3)]
+    scheduler, stories = Scheduler(SchedulerLimits(running=2), ways=TWO), [Told() for _ in range(3)]
     for first, told in enumerate(stories):
         scheduler.submit(ask(first, 5, max_tokens=20), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_ways(Ways((("a",), ())), now=1.0)
+    scheduler.set_ways(Routes((("a",), ())), now=1.0)
     assert [story.ask.tokens[0] for story in scheduler._waiting] == [0, 1, 2]
     scheduler.set_ways(dataclasses.replace(TWO, room={"a": 60, "b": 60}), now=2.0)  # for one of them
     sent = scheduler.next_batch(now=2.0)
@@ -288,37 +288,37 @@ def test_a_batch_that_fails_again_and_again_is_given_up() -> None:
 
 
 def test_nobody_is_kept_waiting_for_ever() -> None:
-    scheduler, told = Scheduler(Limits(patience_s=10.0), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0), ways=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_ways(Ways((("a",), ())), now=5.0)
+    scheduler.set_ways(Routes((("a",), ())), now=5.0)
     scheduler.give_up(now=14.0)
     assert told == []
     scheduler.give_up(now=16.0)
-    assert isinstance(told[-1], NobodyThere)
-    with pytest.raises(NobodyThere):
+    assert isinstance(told[-1], Unavailable)
+    with pytest.raises(Unavailable):
         scheduler.submit(ask(1), Told())
 
 
 def test_layers_that_are_being_loaded_are_waited_for() -> None:
-    scheduler, told = Scheduler(Limits(patience_s=10.0, loading_s=100.0), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, loading_s=100.0), ways=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_ways(Ways((("a",), ()), coming=True), now=5.0)
+    scheduler.set_ways(Routes((("a",), ()), coming=True), now=5.0)
     scheduler.give_up(now=90.0)
     assert told == []
     scheduler.give_up(now=106.0)
-    assert isinstance(told[-1], NobodyThere)
+    assert isinstance(told[-1], Unavailable)
 
 
 def test_patience_begins_anew_with_every_loss() -> None:
     """One that waits for its turn has not waited for a machine."""
-    scheduler, told = Scheduler(Limits(patience_s=10.0, running=1), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, running=1), ways=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), Told())
     scheduler.submit(ask(2, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
     for at in (5.0, 50.0):
-        scheduler.set_ways(Ways((("a",), ())), now=at)
+        scheduler.set_ways(Routes((("a",), ())), now=at)
         scheduler.give_up(now=at + 1)
         scheduler.set_ways(TWO, now=at + 2)
         scheduler.give_up(now=at + 3)
@@ -326,16 +326,16 @@ def test_patience_begins_anew_with_every_loss() -> None:
 
 
 def test_patience_begins_anew_when_those_who_loaded_are_lost_too() -> None:
-    scheduler, told = Scheduler(Limits(patience_s=10.0, loading_s=100.0), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, loading_s=100.0), ways=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_ways(Ways((("a",), ()), coming=True), now=5.0)
-    scheduler.set_ways(Ways((("a",), ())), now=50.0)
+    scheduler.set_ways(Routes((("a",), ()), coming=True), now=5.0)
+    scheduler.set_ways(Routes((("a",), ())), now=50.0)
     scheduler.give_up(now=59.0)
     assert told == []
-    scheduler.set_ways(Ways((("a",), ())), now=60.0)  # another change of the same
+    scheduler.set_ways(Routes((("a",), ())), now=60.0)  # another change of the same
     scheduler.give_up(now=61.0)
-    assert isinstance(told[-1], NobodyThere)
+    assert isinstance(told[-1], Unavailable)
 
 
 def test_how_many_stages_work_at_once() -> None:
@@ -365,7 +365,7 @@ def test_one_that_cannot_be_computed_takes_no_others_with_it() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it() -> None:
-    scheduler = Scheduler(Limits(chunk=30), ways=TWO)
+    scheduler = Scheduler(SchedulerLimits(chunk=30), ways=TWO)
     for length in (200, 200, 2):
         scheduler.submit(ask(*range(length)), Told())
     sent = scheduler.next_batch(now=0.0)
@@ -375,15 +375,15 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it() -> None:
 
 
 def test_while_layers_are_loaded_one_may_wait() -> None:
-    scheduler = Scheduler(ways=Ways((("a",), ()), coming=True))
+    scheduler = Scheduler(ways=Routes((("a",), ()), coming=True))
     scheduler.submit(ask(1), Told())
     assert scheduler.waiting == 1
-    with pytest.raises(NobodyThere):
-        Scheduler(ways=Ways((("a",), ()))).submit(ask(1), Told())
+    with pytest.raises(Unavailable):
+        Scheduler(ways=Routes((("a",), ()))).submit(ask(1), Told())
 
 
-def tight(room: int) -> Ways:
-    return Ways((("a",), ("b",)), room={"b": room})
+def tight(room: int) -> Routes:
+    return Routes((("a",), ("b",)), room={"b": room})
 
 
 def test_who_does_not_fit_waits_for_room() -> None:
@@ -392,7 +392,7 @@ def test_who_does_not_fit_waits_for_room() -> None:
         scheduler.submit(ask(*range(50)), Told())
     assert scheduler.next_batch(now=0.0) is not None
     assert (scheduler.running, scheduler.waiting) == (2, 1)
-    with_room = Scheduler(ways=Ways(TWO.stages, room={"b": 3 * (50 + 64)}))
+    with_room = Scheduler(ways=Routes(TWO.stages, room={"b": 3 * (50 + 64)}))
     for _ in range(3):
         with_room.submit(ask(*range(50)), Told())
     assert with_room.next_batch(now=0.0) is not None
@@ -426,7 +426,7 @@ def test_one_that_fills_a_machine_alone_ends_there() -> None:
 
 
 def test_one_that_fills_a_machine_goes_on_where_there_is_more_room() -> None:
-    scheduler, told = Scheduler(ways=Ways((("a",), ("b", "c")), room={"b": 20, "c": 40})), Told()
+    scheduler, told = Scheduler(ways=Routes((("a",), ("b", "c")), room={"b": 20, "c": 40})), Told()
     scheduler.submit(ask(1, 2, max_tokens=50), told)
     ways = {sent.way for sent in serve(scheduler, Machines(scheduler))}
     assert ways == {("a", "b"), ("a", "c")}
@@ -442,7 +442,7 @@ def test_one_that_no_longer_fits_where_it_must_go_on_ends_there() -> None:
         sent = scheduler.next_batch(now=0.0)
         assert sent is not None
         scheduler.chosen(sent.number, machines.answer(sent))
-    scheduler.set_ways(Ways((("c",), ("d",)), room={"d": 20}), now=0.0)
+    scheduler.set_ways(Routes((("c",), ("d",)), room={"d": 20}), now=0.0)
     serve(scheduler, machines)
     assert told.tokens == alone(ask(1, 2, max_tokens=25))
     assert (told[-1].token, told.finish) == (-1, "length")
@@ -453,7 +453,7 @@ def test_one_that_fits_nowhere_is_told_so() -> None:
     scheduler.submit(ask(*range(30)), told)
     scheduler.submit(ask(1), other)
     serve(scheduler, Machines(scheduler))
-    assert isinstance(told[0], GivenUp)
+    assert isinstance(told[0], RetriesExhausted)
     assert "30 tokens do not fit the memory" in str(told[0])
     assert other.tokens == alone(ask(1))
 
@@ -463,7 +463,7 @@ def test_one_that_fits_nowhere_is_told_so() -> None:
     [({}, None), ({"a": 7}, None), ({"a": 7, "b": 9}, 9), ({"a": 7, "b": 9, "c": 8}, 8), ({"c": 8}, 8)],
 )
 def test_the_longest_sequence(room: dict[str, int], longest: int | None) -> None:
-    assert Ways((("a", "b"), ("c",)), room=room).longest == longest
+    assert Routes((("a", "b"), ("c",)), room=room).longest == longest
 
 
 @given(
@@ -479,7 +479,7 @@ def test_in_any_order_with_any_losses_everyone_gets_what_he_would_have_got_alone
     rng = random.Random(seed)
     stages = tuple(tuple(f"{letter}{n}" for n in range(replicas)) for letter in "abc")
     rooms = {} if room is None else {machine: room for stage in stages for machine in stage}
-    scheduler = Scheduler(Limits(running=4, waiting=100, chunk=chunk), ways=Ways(stages, width, rooms))
+    scheduler = Scheduler(SchedulerLimits(running=4, waiting=100, chunk=chunk), ways=Routes(stages, width, rooms))
     machines = Machines(scheduler)
     asks = [
         ask(*(rng.randrange(50) for _ in range(rng.randint(1, 60))), max_tokens=rng.randint(1, 8)) for _ in range(8)
@@ -487,7 +487,7 @@ def test_in_any_order_with_any_losses_everyone_gets_what_he_would_have_got_alone
     told = [Told() for _ in asks]
     for one, tell in zip(asks, told, strict=True):
         scheduler.submit(one, tell)
-    queues: dict[tuple[str, ...], list[Sent]] = {}
+    queues: dict[tuple[str, ...], list[SentBatch]] = {}
     for _ in range(10_000):
         sent = scheduler.next_batch(now=0.0)
         if sent is not None:

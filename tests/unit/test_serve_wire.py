@@ -22,14 +22,16 @@ from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.compute.memory import built_in_bytes, machine_bytes
 from smolcluster.serve.engine import wire
 from smolcluster.serve.engine.front import Front
-from smolcluster.serve.engine.layout import Wish
-from smolcluster.serve.engine.part import Row
-from smolcluster.serve.engine.stage import DIAL_S, Holder
-from smolcluster.serve.engine.types import Sampling, Token
-from smolcluster.serve.engine.wire import Assignment, Batch, Model, Offer, Opening, Spent
+from smolcluster.serve.engine.layout import LayoutOptions
+from smolcluster.serve.engine.stage import DIAL_S, StageWorker
+from smolcluster.serve.engine.stage_model import Row
+from smolcluster.serve.engine.types import SamplingParams, Token
+from smolcluster.serve.engine.wire import Assignment, HopTiming, SamplingState, ServedModel, StageBatch, StageOffer
 
-MODEL = Model(name="m", config=llama(), fingerprint="f", reference={"kind": "gguf", "path": "x.gguf"}, codec="fp16")
-OFFER = Offer(
+MODEL = ServedModel(
+    name="m", config=llama(), fingerprint="f", reference={"kind": "gguf", "path": "x.gguf"}, codec="fp16"
+)
+OFFER = StageOffer(
     name="pi5",
     host="pi5",
     address="10.0.0.2:1",
@@ -43,16 +45,19 @@ OFFER = Offer(
 ASSIGNMENT = Assignment(
     first_layer=2, num_layers=3, first=False, last=False, secret="s", name="pi-2", next=(("ab", "10.0.0.3:2"),)
 )
-BATCH = Batch(
+BATCH = StageBatch(
     rows=(Row(sequence=7, start=0, count=3, answer=True), Row(sequence=9, start=12, count=1, answer=True)),
     secret="s",
     route=(("ab", "10.0.0.3:2"), ("cd", "[::1]:3")),
     samplings={
-        7: Opening(
-            sampling=Sampling(temperature=0.5, top_k=4, seed=-3, logprobs=2), position=3, tokens=(1, 2, 3), prompt=2
+        7: SamplingState(
+            sampling=SamplingParams(temperature=0.5, top_k=4, seed=-3, logprobs=2),
+            position=3,
+            tokens=(1, 2, 3),
+            prompt=2,
         )
     },
-    spent=(Spent(name="mini1", waited_s=0.25, computed_s=0.5),),
+    spent=(HopTiming(name="mini1", waited_s=0.25, computed_s=0.5),),
 )
 CHOSEN = {7: Token(token=5, logprob=-0.5, top=((5, -0.5), (6, -2.0))), 9: Token(token=0)}
 
@@ -256,7 +261,7 @@ METAS = [right for _, right in READERS.values()] + [{}, {"sequences": [1, 2]}, {
 def test_a_front_and_a_stage_survive_whatever_they_are_told(seed: int) -> None:
     """A link may be closed for it; nothing is raised into the transport, and nothing is left half-done."""
     rng = random.Random(seed)
-    front = Front(Transport(), RandomSource(llama(layers=2)), wish=Wish(stages=1))  # type: ignore[arg-type]
+    front = Front(Transport(), RandomSource(llama(layers=2)), wish=LayoutOptions(stages=1))  # type: ignore[arg-type]
     holder = idle_holder()
     for handler, role in ((front, "stage"), (holder, "front")):
         link = Link(role)
@@ -306,8 +311,8 @@ def test_a_front_names_no_files_but_those_that_the_owner_of_a_stage_allows(
     assert idle_holder()._find(dataclasses.replace(MODEL, reference={"kind": "package", "path": "smollm2"})) is not None
 
 
-def idle_holder(files: Path | None = None) -> Holder:
-    return Holder(
+def idle_holder(files: Path | None = None) -> StageWorker:
+    return StageWorker(
         Transport(),  # type: ignore[arg-type]
         "127.0.0.1:1",
         name="s",

@@ -34,11 +34,28 @@ from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import printable
 from smolcluster.serve.engine import wire
-from smolcluster.serve.engine.layout import Layout, Wish, check_wish, mend, plan, renew, smaller, welcome
-from smolcluster.serve.engine.scheduler import Limits, Scheduler, Sent, Story, Told, Ways, width_of
-from smolcluster.serve.engine.sources import Source
-from smolcluster.serve.engine.types import MOST_NAME, Ask, Busy, NobodyThere, Token
-from smolcluster.serve.engine.wire import Assignment, Batch, Model, Offer, Spent
+from smolcluster.serve.engine.layout import (
+    LayoutOptions,
+    StageLayout,
+    add_machine,
+    check_options,
+    plan,
+    reduce_offer,
+    remove_machine,
+    replan,
+)
+from smolcluster.serve.engine.scheduler import (
+    Routes,
+    Scheduler,
+    SchedulerLimits,
+    SentBatch,
+    SequenceState,
+    StreamItem,
+    width_of,
+)
+from smolcluster.serve.engine.sources import ModelSource
+from smolcluster.serve.engine.types import MOST_NAME, Busy, SequenceRequest, Token, Unavailable
+from smolcluster.serve.engine.wire import Assignment, HopTiming, ServedModel, StageBatch, StageOffer
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +69,11 @@ RECENT_S = 5.0  # how far back "busy" looks
 
 
 @dataclass(slots=True)
-class Machine:
+class ConnectedStage:
     """A stage's process, as the front knows it."""
 
     link: Link
-    offer: Offer | None = None  # None: it has not offered itself yet
+    offer: StageOffer | None = None  # None: it has not offered itself yet
     assignment: int = 0  # the newest that it was given
     layers: range | None = None  # of that assignment
     held: bool = False  # and it is there
@@ -87,19 +104,19 @@ class Front:
     def __init__(
         self,
         transport: Transport,
-        source: Source,
+        source: ModelSource,
         *,
-        wish: Wish,
+        wish: LayoutOptions,
         codec: str = "fp16",
         dtype: torch.dtype = torch.float32,
-        limits: Limits | None = None,
+        limits: SchedulerLimits | None = None,
         listen: tuple[str, int] = ("127.0.0.1", 0),
     ) -> None:
-        check_wish(wish, num_layers=source.config.num_layers)
+        check_options(wish, num_layers=source.config.num_layers)
         if codec not in wire.CODECS:
             raise UserError(f"unknown codec '{codec}'; known: {', '.join(wire.CODECS)}")
         self._transport, self._source, self._wish = transport, source, wish
-        self._model = Model(
+        self._model = ServedModel(
             name=source.name[-MOST_NAME:],
             config=source.config,
             fingerprint=source.fingerprint,
@@ -107,9 +124,9 @@ class Front:
             codec=codec,
         )
         self._sizes = source.layer_bytes(dtype)
-        self._scheduler = Scheduler(limits or Limits())
-        self._machines: dict[str, Machine] = {}  # by instance
-        self._layout: Layout | None = None
+        self._scheduler = Scheduler(limits or SchedulerLimits())
+        self._machines: dict[str, ConnectedStage] = {}  # by instance
+        self._layout: StageLayout | None = None
         self._assignments = 0
         self._secret = secrets.token_hex(16)  # sent to those that hold layers: it marks our batches
         self._lost: deque[tuple[float, dict[str, Any]]] = deque(maxlen=8)
@@ -118,8 +135,12 @@ class Front:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="smolcluster-weights")
         self._closed = False
         self._ready = threading.Event()
-        self._news: list[tuple[Callable[[Told], None], Told]] = []  # for users; told when the next batch has left
-        self.hops: deque[tuple[float, tuple[Spent, ...]]] = deque(maxlen=4096)  # of batches: seconds in all, and where
+        self._news: list[
+            tuple[Callable[[StreamItem], None], StreamItem]
+        ] = []  # for users; told when the next batch has left
+        self.hops: deque[tuple[float, tuple[HopTiming, ...]]] = deque(
+            maxlen=4096
+        )  # of batches: seconds in all, and where
         self.address = transport.listen(*listen, self)
         self._tick()
 
@@ -134,20 +155,20 @@ class Front:
         longest = self._scheduler.ways.longest
         return self._source.config.max_seq_len if longest is None else min(self._source.config.max_seq_len, longest)
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Token, None]:
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[Told]()
+    async def stream(self, ask: SequenceRequest) -> AsyncGenerator[Token, None]:
+        loop, told = asyncio.get_running_loop(), asyncio.Queue[StreamItem]()
 
-        def tell(item: Told) -> None:
+        def tell(item: StreamItem) -> None:
             with contextlib.suppress(RuntimeError):  # its loop is closed: the client is gone
                 loop.call_soon_threadsafe(told.put_nowait, item)
 
-        story: Story | None = None
+        story: SequenceState | None = None
 
         def submit() -> None:
             nonlocal story
             try:
                 story = self._scheduler.submit(ask, lambda told: self._news.append((tell, told)))
-            except (Busy, NobodyThere) as error:
+            except (Busy, Unavailable) as error:
                 tell(error)
             else:
                 self._pump()
@@ -230,7 +251,7 @@ class Front:
         machines = dict(self._machines)
         return [self._picture(instance, machines[instance], now) for instance in instances if instance in machines]
 
-    def _picture(self, instance: str, machine: Machine, now: float) -> dict[str, Any]:
+    def _picture(self, instance: str, machine: ConnectedStage, now: float) -> dict[str, Any]:
         return {
             "name": machine.name,
             "device": machine.offer.device if machine.offer is not None else "",
@@ -273,7 +294,7 @@ class Front:
         if not self._closed:
             log.warning("%s is gone: %s", machine.name, printable(reason))
             if self._layout is not None:
-                self._settle(mend(self._layout, instance, self._offers(), self._sizes))
+                self._settle(remove_machine(self._layout, instance, self._offers(), self._sizes))
 
     def _hear(self, link: Link, message: Message) -> None:
         instance = link.peer.instance
@@ -281,7 +302,7 @@ class Front:
         if message.kind is Kind.ASK and machine is not None:  # one that comes back is taken when its old link is over
             link.close("this machine has asked already")
         elif message.kind is Kind.ASK:
-            self._machines[instance] = Machine(link)
+            self._machines[instance] = ConnectedStage(link)
             link.send(Message(kind=Kind.PLAN, meta=wire.model_meta(self._model)))
         elif machine is None or machine.link is not link:
             link.close("ask first what is served here")
@@ -299,34 +320,34 @@ class Front:
 
     # Who holds what
 
-    def _offers(self) -> dict[str, Offer]:
+    def _offers(self) -> dict[str, StageOffer]:
         machines = list(self._machines.items())  # also asked for by threads that look on
         return {instance: machine.offer for instance, machine in machines if machine.offer is not None}
 
-    def _named(self, offer: Offer, instance: str) -> Offer:
+    def _named(self, offer: StageOffer, instance: str) -> StageOffer:
         """By a name that no other machine has: two on one host have the same until then."""
         taken = {other.name for known, other in self._offers().items() if known != instance}
         numbered = (f"{offer.name}-{number}" for number in itertools.count(2))
         name = offer.name if offer.name not in taken else next(name for name in numbered if name not in taken)
         return dataclasses.replace(offer, name=name)
 
-    def _joined(self, instance: str, offer: Offer) -> None:
+    def _joined(self, instance: str, offer: StageOffer) -> None:
         log.info("%s offers itself: %s, %.1f GB", printable(offer.name), offer.device, offer.memory_bytes / 1e9)
         offers = self._offers()
         if self._layout is None and len(offers) < self._wish.stages:
             log.info("%d of %d stages are there", len(offers), self._wish.stages)
         try:
             if self._layout is not None:
-                self._settle(welcome(self._layout, instance, self._wish, offers, self._sizes))
+                self._settle(add_machine(self._layout, instance, self._wish, offers, self._sizes))
             elif len(offers) >= self._wish.stages:
                 self._settle(plan(self._wish, offers, self._sizes))
         except UserError as error:  # they are too small; another may come
             log.error("%s", error)
             self._machines[instance].problem = str(error)
 
-    def _settle(self, layout: Layout) -> None:
+    def _settle(self, layout: StageLayout) -> None:
         """Adopt this layout, or a better one: assign layers where they change, and open ways through those that hold theirs."""
-        self._layout = layout = renew(layout, self._wish, self._offers(), self._sizes)
+        self._layout = layout = replan(layout, self._wish, self._offers(), self._sizes)
         offers = self._offers()
         for stage, behind in zip(layout.stages, (*layout.stages[1:], None), strict=True):
             hops = tuple((m, offers[m].address) for m in behind.machines) if behind is not None else ()
@@ -338,7 +359,7 @@ class Front:
             self._machines[instance].layers, self._machines[instance].held = None, False
         self._open_ways()
 
-    def _assign(self, machine: Machine, layers: range, hops: tuple[tuple[str, str], ...]) -> None:
+    def _assign(self, machine: ConnectedStage, layers: range, hops: tuple[tuple[str, str], ...]) -> None:
         self._assignments += 1
         machine.assignment, machine.layers, machine.held, machine.problem = self._assignments, layers, False, ""
         whole = self._source.config.num_layers
@@ -353,7 +374,7 @@ class Front:
         )
         machine.link.send(Message(kind=Kind.LAYERS, step=self._assignments, meta=wire.meta_of(assignment)))
 
-    def _held(self, instance: str, machine: Machine, message: Message) -> None:
+    def _held(self, instance: str, machine: ConnectedStage, message: Message) -> None:
         if message.step != machine.assignment or machine.layers is None:
             return  # of an assignment that has been overtaken
         if "need" in message.meta:
@@ -366,22 +387,22 @@ class Front:
             log.info("%s holds layers %d to %d", machine.name, machine.layers.start, machine.layers[-1])
             self._open_ways()
 
-    def _cannot_hold(self, instance: str, machine: Machine, why: str) -> None:
+    def _cannot_hold(self, instance: str, machine: ConnectedStage, why: str) -> None:
         """Others may; and it may be able to hold less."""
         assert self._layout is not None
         assert machine.layers is not None
         assert machine.offer is not None
         log.error("%s cannot hold layers %d to %d: %s", machine.name, machine.layers.start, machine.layers[-1], why)
-        machine.offer = smaller(machine.offer, machine.layers, self._sizes)
+        machine.offer = reduce_offer(machine.offer, machine.layers, self._sizes)
         machine.problem, machine.layers, machine.held = why, None, False
         machine.failures += 1
-        layout = mend(self._layout, instance, self._offers(), self._sizes)
+        layout = remove_machine(self._layout, instance, self._offers(), self._sizes)
         if machine.failures < MOST_FAILURES:
-            layout = welcome(layout, instance, self._wish, self._offers(), self._sizes)
+            layout = add_machine(layout, instance, self._wish, self._offers(), self._sizes)
         self._settle(layout)
 
     def _send_weights(
-        self, instance: str, machine: Machine, assignment: int, layers: range, dtype: torch.dtype
+        self, instance: str, machine: ConnectedStage, assignment: int, layers: range, dtype: torch.dtype
     ) -> None:
         """To a machine without the files, in the type that it holds: in a wider one they may not fit its memory. One machine
         after the other. On a thread of its own: it may take a while."""
@@ -431,7 +452,7 @@ class Front:
         cores = {i: (o.host, o.cores, o.host_cores) for i, o in self._offers().items()}
         width = width_of(stages, cores) if all(stages) else 1
         coming = all(any(not self._machines[m].problem for m in stage.machines) for stage in layout.stages)
-        ways = Ways(stages, width, self._room(stages), coming=coming)
+        ways = Routes(stages, width, self._room(stages), coming=coming)
         self._scheduler.set_ways(ways, now=time.monotonic())
         if ways.open:
             if not self._ready.is_set():
@@ -476,9 +497,9 @@ class Front:
         for tell, told in news:
             tell(told)
 
-    def _send(self, sent: Sent) -> None:
+    def _send(self, sent: SentBatch) -> None:
         route = tuple((m, self._machines[m].offer.address) for m in sent.way[1:])  # type: ignore[union-attr]
-        batch = Batch(rows=sent.rows, secret=self._secret, route=route, samplings=sent.openings)
+        batch = StageBatch(rows=sent.rows, secret=self._secret, route=route, samplings=sent.openings)
         payload = torch.tensor(sent.tokens, dtype=torch.int64)
         message = Message(kind=Kind.ROWS, step=sent.number, meta=wire.meta_of(batch), payload=payload)
         try:
@@ -506,7 +527,7 @@ class Front:
             self._scheduler.lost(message.step, now=time.monotonic(), why=why)
             self._pump()
 
-    def _count(self, sent: Sent, spent: list[Spent]) -> None:
+    def _count(self, sent: SentBatch, spent: list[HopTiming]) -> None:
         """Note how long a batch took, and where."""
         now, tokens = time.monotonic(), sum(row.count for row in sent.rows)
         self.hops.append((now - sent.at, tuple(spent)))

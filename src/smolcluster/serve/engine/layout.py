@@ -1,4 +1,4 @@
-"""Who holds which layers: pure functions from the machines there are to a `Layout`, and from a layout to the next one.
+"""Who holds which layers: pure functions from the machines there are to a `StageLayout`, and from a layout to the next one.
 
     plan     no layers are held yet: layers evenly, as given, or by measured speed and memory; then replicas, then spares
     mend     a machine is gone: its layers go to a spare, else to a machine that another stage can do without, else to
@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 
 from smolcluster.errors import UserError
 from smolcluster.parallel.split import share_layers
-from smolcluster.serve.engine.wire import Offer
+from smolcluster.serve.engine.wire import StageOffer
 
 USABLE = 0.8  # of a machine's memory for weights: the rest is for caches
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PlacedStage:
     """Layers that one machine holds, or several hold alike."""
 
     layers: range
@@ -32,8 +32,8 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    stages: tuple[Stage, ...]
+class StageLayout:
+    stages: tuple[PlacedStage, ...]
     spares: tuple[str, ...] = ()
 
     def stage_of(self, machine: str) -> int | None:
@@ -45,7 +45,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class LayoutOptions:
     """What the user wants of it."""
 
     stages: int
@@ -54,7 +54,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class WeightSizes:
     """Bytes of the model's weights, as they lie in memory where a number has `weight_bytes`."""
 
     layers: tuple[int, ...]
@@ -74,7 +74,7 @@ class Sizes:
         return [self.of(range(n, n + 1)) for n in range(len(self.layers))]
 
 
-def check_wish(wish: Wish, *, num_layers: int) -> None:
+def check_options(wish: LayoutOptions, *, num_layers: int) -> None:
     """Raises UserError for what no machines could do."""
     if wish.stages > num_layers:
         raise UserError(f"--stages {wish.stages}: the model has {num_layers} layers, and a stage needs at least one")
@@ -86,7 +86,7 @@ def check_wish(wish: Wish, *, num_layers: int) -> None:
         )
 
 
-def plan(wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
+def plan(wish: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> StageLayout:
     """From nothing. With too few machines some stages have none: then it is not `whole`."""
     order = sorted(offers, key=lambda machine: (offers[machine].name, machine))
     if wish.distribution == "auto":
@@ -94,7 +94,7 @@ def plan(wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
     try:
         return _plan(wish, order, offers, sizes)
     except UserError:  # some are too small; then the largest
-        largest = sorted(order, key=lambda machine: -usable(offers[machine], sizes))
+        largest = sorted(order, key=lambda machine: -usable_bytes(offers[machine], sizes))
         if wish.distribution != "auto":  # where the largest share is, too
             shares = sorted(range(wish.stages), key=lambda place: -sizes.of(_split(wish, (), sizes)[place]))
             places = dict(zip(shares, largest, strict=False))
@@ -104,24 +104,26 @@ def plan(wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
         raise
 
 
-def _plan(wish: Wish, order: list[str], offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
+def _plan(wish: LayoutOptions, order: list[str], offers: Mapping[str, StageOffer], sizes: WeightSizes) -> StageLayout:
     """The first of these hold layers; the others are replicas and spares."""
     chosen = order[: wish.stages]
     if wish.distribution == "auto":
         chosen.sort(key=lambda machine: (offers[machine].host, offers[machine].name, machine))
     layers = _split(wish, [offers[machine] for machine in chosen], sizes)
-    layout = Layout(tuple(Stage(span, ()) for span in layers))
+    layout = StageLayout(tuple(PlacedStage(span, ()) for span in layers))
     for place, machine in enumerate(chosen):
         if not fits(machine, layers[place], layout, offers, sizes):
             raise UserError(_too_small(machine, layers[place], layout, offers, sizes))
         layout = _with(layout, place, machine)
     for machine in order:
         if machine not in chosen:
-            layout = welcome(layout, machine, wish, offers, sizes)
+            layout = add_machine(layout, machine, wish, offers, sizes)
     return layout
 
 
-def _too_small(machine: str, span: range, layout: Layout, offers: Mapping[str, Offer], sizes: Sizes) -> str:
+def _too_small(
+    machine: str, span: range, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> str:
     offer = offers[machine]
     own, beside = _taken(offer, span, sizes), _beside(machine, layout, offers, sizes)
     if own <= USABLE * offer.memory_bytes:
@@ -135,7 +137,7 @@ def _too_small(machine: str, span: range, layout: Layout, offers: Mapping[str, O
     )
 
 
-def _split(wish: Wish, offers: Sequence[Offer], sizes: Sizes) -> list[range]:
+def _split(wish: LayoutOptions, offers: Sequence[StageOffer], sizes: WeightSizes) -> list[range]:
     num_layers = len(sizes.layers)
     counts: Sequence[int]
     if isinstance(wish.distribution, tuple):
@@ -145,7 +147,7 @@ def _split(wish: Wish, offers: Sequence[Offer], sizes: Sizes) -> list[range]:
             range(len(offers)),
             [[offer.layer_s] * num_layers for offer in offers],
             sizes.each,
-            [usable(offer, sizes) for offer in offers],
+            [usable_bytes(offer, sizes) for offer in offers],
         )
         if found is None:
             raise UserError("the model does not fit these machines together: give more of them, or a smaller --dtype")
@@ -156,12 +158,14 @@ def _split(wish: Wish, offers: Sequence[Offer], sizes: Sizes) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(ends)]
 
 
-def usable(offer: Offer, sizes: Sizes) -> float:
+def usable_bytes(offer: StageOffer, sizes: WeightSizes) -> float:
     """What a machine has for weights, in bytes of `sizes`: one that holds halves has room for twice as many numbers."""
     return USABLE * offer.memory_bytes * sizes.weight_bytes / offer.weight_bytes
 
 
-def fits(machine: str, layers: range, layout: Layout, offers: Mapping[str, Offer], sizes: Sizes) -> bool:
+def fits(
+    machine: str, layers: range, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> bool:
     """Also beside what other processes on the same machine, or the same GPU, hold: together they have its memory once."""
     offer = offers[machine]
     own = _taken(offer, layers, sizes)
@@ -170,11 +174,11 @@ def fits(machine: str, layers: range, layout: Layout, offers: Mapping[str, Offer
     return not offer.shared_bytes or own + _beside(machine, layout, offers, sizes) <= USABLE * offer.shared_bytes
 
 
-def _taken(offer: Offer, layers: range, sizes: Sizes) -> float:
+def _taken(offer: StageOffer, layers: range, sizes: WeightSizes) -> float:
     return sizes.of(layers) * offer.weight_bytes / sizes.weight_bytes
 
 
-def _beside(machine: str, layout: Layout, offers: Mapping[str, Offer], sizes: Sizes) -> float:
+def _beside(machine: str, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> float:
     def place(one: str) -> tuple[str, str]:
         return offers[one].host, offers[one].device
 
@@ -182,7 +186,9 @@ def _beside(machine: str, layout: Layout, offers: Mapping[str, Offer], sizes: Si
     return sum(_taken(offers[other], layers, sizes) for other, layers in held if place(other) == place(machine))
 
 
-def welcome(layout: Layout, machine: str, wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
+def add_machine(
+    layout: StageLayout, machine: str, wish: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> StageLayout:
     """To the stage that needs it most: one without machines, then one with too few. Stages that were merged are cut again."""
     stages = enumerate(layout.stages)
     empty = [i for i, s in stages if not s.machines and fits(machine, s.layers, layout, offers, sizes)]
@@ -200,7 +206,7 @@ def welcome(layout: Layout, machine: str, wish: Wish, offers: Mapping[str, Offer
     return _with(layout, wanted[0], machine)
 
 
-def mend(layout: Layout, gone: str, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
+def remove_machine(layout: StageLayout, gone: str, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> StageLayout:
     """Without a machine. Where no other can take its layers, its stage has none until a machine comes."""
     if gone in layout.spares:
         return replace(layout, spares=tuple(spare for spare in layout.spares if spare != gone))
@@ -221,7 +227,9 @@ def mend(layout: Layout, gone: str, offers: Mapping[str, Offer], sizes: Sizes) -
     return _to_neighbours(layout, place, offers, sizes)
 
 
-def renew(layout: Layout, wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
+def replan(
+    layout: StageLayout, wish: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> StageLayout:
     """Nothing can be served without some layers, so nothing is lost by moving others. In as many stages as are wished for, or
     in fewer; if that cannot be either, it stays as it is."""
     if layout.whole:
@@ -234,12 +242,14 @@ def renew(layout: Layout, wish: Wish, offers: Mapping[str, Offer], sizes: Sizes)
     return layout
 
 
-def smaller(offer: Offer, layers: range, sizes: Sizes) -> Offer:
+def reduce_offer(offer: StageOffer, layers: range, sizes: WeightSizes) -> StageOffer:
     """Of a machine that could not hold these layers, whatever it said: it is given less from now on."""
     return replace(offer, memory_bytes=max(0, min(offer.memory_bytes, int(_taken(offer, layers, sizes) / USABLE) - 1)))
 
 
-def _to_neighbours(layout: Layout, place: int, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
+def _to_neighbours(
+    layout: StageLayout, place: int, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> StageLayout:
     """The stage is given up; its layers go to the stages beside it, about half to each where both have the room."""
     span, before, behind = layout.stages[place].layers, place - 1, place + 1
     neighbours = {i: layout.stages[i] for i in (before, behind) if 0 <= i < len(layout.stages)}
@@ -260,13 +270,13 @@ def _to_neighbours(layout: Layout, place: int, offers: Mapping[str, Offer], size
     return layout
 
 
-def _with(layout: Layout, place: int, machine: str) -> Layout:
+def _with(layout: StageLayout, place: int, machine: str) -> StageLayout:
     stages = list(layout.stages)
     stages[place] = replace(stages[place], machines=(*stages[place].machines, machine))
     return replace(layout, stages=tuple(stages))
 
 
-def _without(layout: Layout, place: int, machine: str) -> Layout:
+def _without(layout: StageLayout, place: int, machine: str) -> StageLayout:
     stages = list(layout.stages)
     stages[place] = replace(stages[place], machines=tuple(m for m in stages[place].machines if m != machine))
     return replace(layout, stages=tuple(stages))

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.serve.engine.part import Row
-from smolcluster.serve.engine.types import Ask, Busy, GivenUp, NobodyThere, Token
-from smolcluster.serve.engine.wire import Opening
+from smolcluster.serve.engine.stage_model import Row
+from smolcluster.serve.engine.types import Busy, RetriesExhausted, SequenceRequest, Token, Unavailable
+from smolcluster.serve.engine.wire import SamplingState
 
-Way = tuple[str, ...]  # a machine of each stage
-Told = Token | SmolclusterError
+Route = tuple[str, ...]  # a machine of each stage
+StreamItem = Token | SmolclusterError
 
 MOST_TRIES = 6  # of one sequence, before it is given up
 MOST_TOLD = 65536  # tokens of openings in one batch: they travel as text, and a message has its limit
@@ -38,7 +38,7 @@ SPARE = 64  # tokens that a sequence should find room for when it begins beside 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     running: int = 32
     waiting: int = 128
     chunk: int = 128  # tokens of prompts in one batch
@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class Routes:
     """The machines that are ready, by stage, and how many batches they can work on at the same time."""
 
     stages: tuple[tuple[str, ...], ...] = ()
@@ -70,15 +70,15 @@ class Ways:
 
 
 @dataclass(eq=False, slots=True)
-class Story:
+class SequenceState:
     """A sequence from the question to its last token."""
 
-    ask: Ask
-    tell: Callable[[Told], None]
+    ask: SequenceRequest
+    tell: Callable[[StreamItem], None]
     tokens: list[int]
     number: int
     arrived: int  # in this order they came
-    way: Way | None = None
+    way: Route | None = None
     sent: int = 0  # tokens that the machines have been given
     opened: bool = False  # the last stage knows how to choose
     tries: int = 0
@@ -90,42 +90,44 @@ class Story:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentBatch:
     """A batch, ready to go: its tokens lie one row after the other."""
 
     number: int
-    way: Way
+    way: Route
     rows: tuple[Row, ...]
     tokens: tuple[int, ...]
-    openings: dict[int, Opening]
+    openings: dict[int, SamplingState]
     at: float
 
 
 @dataclass(slots=True)
 class Scheduler:
-    limits: Limits = field(default_factory=Limits)
-    ways: Ways = field(default_factory=Ways)
-    under_way: dict[int, Sent] = field(default_factory=dict)
-    over: list[tuple[int, Way]] = field(default_factory=list)  # to be forgotten by the machines; the caller empties it
-    _waiting: deque[Story] = field(default_factory=deque)
-    _running: dict[int, Story] = field(default_factory=dict)
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+    ways: Routes = field(default_factory=Routes)
+    under_way: dict[int, SentBatch] = field(default_factory=dict)
+    over: list[tuple[int, Route]] = field(
+        default_factory=list
+    )  # to be forgotten by the machines; the caller empties it
+    _waiting: deque[SequenceState] = field(default_factory=deque)
+    _running: dict[int, SequenceState] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _batches: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     # Sequences
 
-    def submit(self, ask: Ask, tell: Callable[[Told], None]) -> Story:
+    def submit(self, ask: SequenceRequest, tell: Callable[[StreamItem], None]) -> SequenceState:
         """Raises NobodyThere or Busy; else `tell` gets the story's tokens as they come."""
         if not self.ways.open and not self.ways.coming:
-            raise NobodyThere("some layers of the model are on no machine")
+            raise Unavailable("some layers of the model are on no machine")
         if len(self._waiting) >= self.limits.waiting:
             raise Busy(f"{len(self._waiting)} requests wait already")
         number = next(self._numbers)
-        story = Story(ask, tell, list(ask.tokens), number, arrived=number)
+        story = SequenceState(ask, tell, list(ask.tokens), number, arrived=number)
         self._waiting.append(story)
         return story
 
-    def cancel(self, story: Story) -> None:
+    def cancel(self, story: SequenceState) -> None:
         """Call `tell` no more. Nothing to do for a story that is over."""
         if story in self._waiting:
             self._waiting.remove(story)
@@ -143,13 +145,13 @@ class Scheduler:
     def load(self, machine: str) -> int:
         return len(self._on(machine))
 
-    def _on(self, machine: str) -> list[Story]:
+    def _on(self, machine: str) -> list[SequenceState]:
         running = list(self._running.values())  # also asked for by threads that look on
         return [story for story in running if story.way is not None and machine in story.way]
 
     # Machines
 
-    def set_ways(self, ways: Ways, *, now: float) -> None:
+    def set_ways(self, ways: Routes, *, now: float) -> None:
         """From now on these. Sequences whose way is not among them begin again, and their batches are waited for no longer:
         a machine that comes back is the same one to us, and has forgotten them."""
         if self.ways.coming and not (ways.open or ways.coming):  # the wait for the next machine begins now
@@ -170,10 +172,10 @@ class Scheduler:
             if story is not None:
                 self._try_again(story, now, why)
 
-    def _try_again(self, story: Story, now: float, why: str) -> None:
+    def _try_again(self, story: SequenceState, now: float, why: str) -> None:
         story.tries += 1
         if story.tries >= MOST_TRIES:
-            self._end(story, GivenUp(f"given up after {story.tries} attempts: {why}"))
+            self._end(story, RetriesExhausted(f"given up after {story.tries} attempts: {why}"))
         else:
             self._restart(story, now)
 
@@ -188,14 +190,14 @@ class Scheduler:
             since = story.lost_at = now if story.lost_at is None else story.lost_at
             if now - since > patience_s:
                 self._waiting.remove(story)
-                story.tell(NobodyThere("some layers of the model have been on no machine for too long"))
+                story.tell(Unavailable("some layers of the model have been on no machine for too long"))
 
-    def _stands(self, way: Way | None) -> bool:
+    def _stands(self, way: Route | None) -> bool:
         if way is None or len(way) != len(self.ways.stages):
             return False
         return all(machine in stage for machine, stage in zip(way, self.ways.stages, strict=True))
 
-    def _restart(self, story: Story, now: float) -> None:
+    def _restart(self, story: SequenceState, now: float) -> None:
         """What the user has received stands; the machines get all of it again. The first to arrive is the first to go on."""
         self._leave(story)
         story.number, story.way, story.sent, story.opened = next(self._numbers), None, 0, False
@@ -203,19 +205,19 @@ class Scheduler:
         later = (place for place, other in enumerate(self._waiting) if other.arrived > story.arrived)
         self._waiting.insert(next(later, len(self._waiting)), story)
 
-    def _leave(self, story: Story) -> None:
+    def _leave(self, story: SequenceState) -> None:
         del self._running[story.number]
         if story.way is not None:
             self.over.append((story.number, story.way))
 
-    def _end(self, story: Story, last: Told | None = None) -> None:
+    def _end(self, story: SequenceState, last: StreamItem | None = None) -> None:
         self._leave(story)
         if last is not None:
             story.tell(last)
 
     # Batches
 
-    def next_batch(self, *, now: float) -> Sent | None:
+    def next_batch(self, *, now: float) -> SentBatch | None:
         """What to send now, if anything."""
         self._make_room(now)
         self._admit()
@@ -241,7 +243,7 @@ class Scheduler:
             else:
                 self._try_again(story, sent.at, "no token came back")
 
-    def _continue(self, story: Story, token: Token) -> None:
+    def _continue(self, story: SequenceState, token: Token) -> None:
         story.tries = 0
         if token.token in story.ask.stop_tokens:
             self._end(story, Token(token=-1, finish="stop"))
@@ -265,9 +267,11 @@ class Scheduler:
             elif story.generated:  # the machines that are left have less memory
                 story.tell(Token(token=-1, finish="length"))
             else:
-                story.tell(GivenUp(f"{len(story.tokens)} tokens do not fit the memory of the machines that are there"))
+                story.tell(
+                    RetriesExhausted(f"{len(story.tokens)} tokens do not fit the memory of the machines that are there")
+                )
 
-    def _way_for(self, story: Story) -> Way | None:
+    def _way_for(self, story: SequenceState) -> Route | None:
         """Of each stage the idlest machine with room for it."""
         way = []
         for stage in self.ways.stages:
@@ -299,10 +303,10 @@ class Scheduler:
         stage = next(stage for stage in self.ways.stages if machine in stage)
         return any(self.ways.room.get(other, math.inf) >= tokens for other in stage)
 
-    def _busy(self, way: Way) -> int:
+    def _busy(self, way: Route) -> int:
         return sum(sent.way == way for sent in self.under_way.values())
 
-    def _batch_of(self, way: Way, now: float) -> Sent | None:
+    def _batch_of(self, way: Route, now: float) -> SentBatch | None:
         stories = [story for story in self._running.values() if story.way == way]
         busy = [sent for sent in self.under_way.values() if sent.way == way]
         if len(busy) > self.ways.width:
@@ -314,13 +318,13 @@ class Scheduler:
         # A prompt may be one batch ahead; tokens never: they would stay in small batches for ever.
         ahead = len(busy) == self.ways.width
         most = math.ceil(len(stories) / self.ways.width)
-        rows: list[tuple[Story, int]] = []
+        rows: list[tuple[SequenceState, int]] = []
         if not ahead:
             rows = [(story, 1) for story in ready if len(story.tokens) - story.sent == 1][:most]
         rows += self._chunks([story for story in ready if len(story.tokens) - story.sent > 1], ahead=ahead)
         return self._send(way, rows, now) if rows else None
 
-    def _chunks(self, prompts: list[Story], *, ahead: bool) -> list[tuple[Story, int]]:
+    def _chunks(self, prompts: list[SequenceState], *, ahead: bool) -> list[tuple[SequenceState, int]]:
         """Shares of one batch: all alike, and what a short one does not need goes to the longer. So no prompt waits for those
         before it."""
         room, rows = self.limits.chunk, []
@@ -333,10 +337,10 @@ class Scheduler:
                 room -= count
         return rows
 
-    def _send(self, way: Way, rows: Iterable[tuple[Story, int]], now: float) -> Sent:
+    def _send(self, way: Route, rows: Iterable[tuple[SequenceState, int]], now: float) -> SentBatch:
         made: list[Row] = []
         tokens: list[int] = []
-        openings: dict[int, Opening] = {}
+        openings: dict[int, SamplingState] = {}
         told = 0
         for story, count in rows:
             answer = story.sent + count == len(story.tokens)
@@ -349,14 +353,14 @@ class Scheduler:
             start, story.sent = story.sent, story.sent + count
             made.append(Row(sequence=story.number, start=start, count=count, answer=answer))
             tokens += story.tokens[start : story.sent]
-        return Sent(next(self._batches), way, tuple(made), tuple(tokens), openings, now)
+        return SentBatch(next(self._batches), way, tuple(made), tuple(tokens), openings, now)
 
 
-def _opening(story: Story) -> Opening:
+def _opening(story: SequenceState) -> SamplingState:
     sampling, position = story.ask.sampling, len(story.tokens)
     if not sampling.looks_back:
-        return Opening(sampling=sampling, position=position)
-    return Opening(sampling=sampling, position=position, tokens=tuple(story.tokens), prompt=len(story.ask.tokens))
+        return SamplingState(sampling=sampling, position=position)
+    return SamplingState(sampling=sampling, position=position, tokens=tuple(story.tokens), prompt=len(story.ask.tokens))
 
 
 def width_of(stages: Sequence[Sequence[str]], cores: dict[str, tuple[str, int, int]]) -> int:

@@ -40,11 +40,11 @@ from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import build
 from smolcluster.observe.text import printable
 from smolcluster.serve.engine import wire
-from smolcluster.serve.engine.part import Part, Row, cache_bytes_per_token
-from smolcluster.serve.engine.sampling import Chooser, choose
-from smolcluster.serve.engine.sources import Source, open_source
+from smolcluster.serve.engine.sampling import Sampler, sample
+from smolcluster.serve.engine.sources import ModelSource, open_source
+from smolcluster.serve.engine.stage_model import Row, StageModel, cache_bytes_per_token
 from smolcluster.serve.engine.types import Token
-from smolcluster.serve.engine.wire import Assignment, Batch, Model, Offer, Opening, Spent
+from smolcluster.serve.engine.wire import Assignment, HopTiming, SamplingState, ServedModel, StageBatch, StageOffer
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ PROBES = 8
 QUICK_TOKENS, QUICK_S = 64, 0.15
 
 
-class Holder:
+class StageWorker:
     """Handler of all its links: the one to the front, and those between stages."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Holder:
         device: torch.device,
         dtype: torch.dtype | None = None,
         memory_bytes: int | None = None,
-        source: Source | None = None,
+        source: ModelSource | None = None,
         files: Path | None = None,
     ) -> None:
         """`advertise`: the host that peers dial, where it is not the one that is listened on. `source`: a model that is
@@ -95,16 +95,16 @@ class Holder:
         self._dialers: dict[str, Dialer] = {}
         self._unsent: dict[str, list[tuple[float, Message]]] = {}  # for machines that are being dialled
         self._passed_on: dict[Link, deque[int]] = {}  # batches that have left
-        self._landing: dict[Link, tuple[Batch, float]] = {}
+        self._landing: dict[Link, tuple[StageBatch, float]] = {}
         self._incoming: IncomingState | None = None
         self._slice: Landing | None = None  # of it, on its way
         self._wanted: tuple[int, Assignment] | None = None  # whose weights come from the front
         self._secret: str | None = None  # of the front: whose batches are taken
         # Of the thread that computes, or of the transport's while that has nothing to do.
-        self._model: Model | None = None
+        self._model: ServedModel | None = None
         self._weights: dict[str, Tensor] = {}
-        self._part: Part | None = None
-        self._choosers: dict[int, Chooser] = {}
+        self._part: StageModel | None = None
+        self._choosers: dict[int, Sampler] = {}
         self._over: OrderedDict[int, None] = OrderedDict()
         bound = transport.listen(*listen, self)
         self.address = bound if advertise is None else join_address(advertise, split_address(bound)[1])
@@ -131,7 +131,7 @@ class Holder:
         self._put += 1
         self._todo.put(task)
 
-    def _quick(self, batch: Batch) -> bool:
+    def _quick(self, batch: StageBatch) -> bool:
         """Whether to compute on the transport's own thread: waking another one twice takes longer than a hop should.
 
         Only when that one has nothing to do, and for so short a time that no heartbeat is late: fewer tokens than the last
@@ -322,14 +322,14 @@ class Holder:
 
     # Done, on this thread
 
-    def _offer(self, model: Model) -> None:
+    def _offer(self, model: ServedModel) -> None:
         """Say what is here for this model."""
         if self._model is not None and self._model.fingerprint != model.fingerprint:
             self._part, self._weights = None, {}
         self._forget_all()
         self._model = model
         held = sum(tensor.nbytes for tensor in self._weights.values())  # what is free now, it has taken already
-        offer = Offer(
+        offer = StageOffer(
             name=self._name,
             host=self._host,
             address=self.address,
@@ -390,7 +390,7 @@ class Holder:
             free = min(free, self._memory_bytes - sum(tensor.nbytes for tensor in self._weights.values()))
         return max(0, int(FOR_CACHES * free)) // (len(part.layers) * cache_bytes_per_token(part.config, part.dtype))
 
-    def _load(self, model: Model, assignment: Assignment) -> dict[str, Tensor] | None:
+    def _load(self, model: ServedModel, assignment: Assignment) -> dict[str, Tensor] | None:
         """What is not here yet, from files; None when this machine has none of them."""
         source, layers = self._find(model), assignment.layers
         if source is None:
@@ -412,7 +412,7 @@ class Holder:
             )
         return kept
 
-    def _find(self, model: Model) -> Source | None:
+    def _find(self, model: ServedModel) -> ModelSource | None:
         if self._source is not None and self._source.fingerprint == model.fingerprint:
             return self._source
         if not self._may_open(model.reference):
@@ -441,7 +441,7 @@ class Holder:
             return False
 
     def _build(self, config: DecoderConfig, assignment: Assignment, weights: dict[str, Tensor]) -> None:
-        self._part = Part(
+        self._part = StageModel(
             config,
             assignment.layers,
             first=assignment.first,
@@ -452,7 +452,7 @@ class Holder:
         )
         self._weights, self._lasted = weights, (1, math.inf)
 
-    def _work(self, number: int, batch: Batch, payload: Tensor, codec: str, arrived: float) -> None:
+    def _work(self, number: int, batch: StageBatch, payload: Tensor, codec: str, arrived: float) -> None:
         """One batch: through the layers, then to the next stage or back to the front."""
         began = time.monotonic()
         try:
@@ -473,7 +473,9 @@ class Holder:
             else:
                 self._transport.call_later(0.0, lambda: self._send_next(instance, address, message))
 
-    def _run(self, number: int, batch: Batch, payload: Tensor, codec: str, arrived: float, began: float) -> Message:
+    def _run(
+        self, number: int, batch: StageBatch, payload: Tensor, codec: str, arrived: float, began: float
+    ) -> Message:
         part, model = self._part, self._model
         if part is None or model is None:
             raise ValueError("no layers are held here")
@@ -511,16 +513,16 @@ class Holder:
         if missing:
             raise ValueError(f"how to choose for sequence {missing[0]} was never said")
         choosers = [self._choosers[row.sequence] for row in rows]
-        tokens = choose(choosers, logits)
+        tokens = sample(choosers, logits)
         for chooser, token in zip(choosers, tokens, strict=True):
             chooser.accept(token.token)
         return {row.sequence: token for row, token in zip(rows, tokens, strict=True)}
 
-    def _spent(self, rows: Sequence[Row], arrived: float, began: float) -> Spent:
+    def _spent(self, rows: Sequence[Row], arrived: float, began: float) -> HopTiming:
         now = time.monotonic()
         if rows:
             self._lasted = (sum(row.count for row in rows), now - began)
-        return Spent(name=self._name, waited_s=round(began - arrived, 6), computed_s=round(now - began, 6))
+        return HopTiming(name=self._name, waited_s=round(began - arrived, 6), computed_s=round(now - began, 6))
 
     def _forget(self, sequences: list[int]) -> None:
         for sequence in sequences:
@@ -567,9 +569,9 @@ class Holder:
             self._later(lambda: self._hold(*wanted, tensors))
 
 
-def _chooser(opening: Opening) -> Chooser:
+def _chooser(opening: SamplingState) -> Sampler:
     prompt, generated = opening.tokens[: opening.prompt], opening.tokens[opening.prompt :]
-    return Chooser(opening.sampling, prompt=prompt, generated=generated, position=opening.position)
+    return Sampler(opening.sampling, prompt=prompt, generated=generated, position=opening.position)
 
 
 def _spans(numbers: list[int]) -> list[range]:
@@ -587,7 +589,7 @@ def probe(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> fl
     """Seconds that a token takes through one layer here: the quickest of a few."""
     one = dataclasses.replace(config, num_layers=1, vocab_size=1)
     weights = {name: tensor.to(device, dtype) for name, tensor in build(one).state_dict().items()}
-    part = Part(one, range(1), first=False, last=False, weights=weights, device=device, dtype=dtype)
+    part = StageModel(one, range(1), first=False, last=False, weights=weights, device=device, dtype=dtype)
     x = torch.zeros(1, config.model_dim, device=device)
     times = []
     for start in range(min(PROBES, config.max_seq_len)):
