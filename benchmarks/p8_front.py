@@ -64,7 +64,9 @@ def main() -> None:
     transport = TcpTransport(
         new_peer(role="front", rank=0, host="front"), keyring=load_keyring(None, os.environ), limits=LINKS
     )
-    front = Front(transport, find_source(model), wish=LayoutOptions(stages=int(stages)), listen=split_address(listen))
+    front = Front(
+        transport, find_source(model), options=LayoutOptions(stages=int(stages)), listen=split_address(listen)
+    )
     try:
         if not front.wait_ready(120):
             sys.exit(f"not ready: {front.problems()}")

@@ -94,7 +94,7 @@ class Cluster:
         called: str | None = None,
     ) -> None:
         transport = TcpTransport(new_peer(role="stage", rank=0, host=name), limits=LINKS)
-        holder = StageWorker(
+        worker = StageWorker(
             transport,
             self.front.address,
             name=called or name,
@@ -105,13 +105,13 @@ class Cluster:
             memory_bytes=memory_bytes,
             source=self.source if files else None,
         )
-        thread = threading.Thread(target=holder.run, name="smolcluster-stage", daemon=True)
+        thread = threading.Thread(target=worker.run, name="smolcluster-stage", daemon=True)
         thread.start()
-        self.stages[name] = (holder, transport, thread)
+        self.stages[name] = (worker, transport, thread)
 
     def remove(self, name: str) -> None:
-        holder, transport, thread = self.stages.pop(name)
-        holder.stop()
+        worker, transport, thread = self.stages.pop(name)
+        worker.stop()
         thread.join(60)
         transport.close()
 
@@ -150,8 +150,8 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Ready to be asked."""
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    wish = LayoutOptions(stages=stages or len(names), replicas=replicas)
-    front = Front(transport, source, wish=wish, codec=codec, limits=limits, dtype=dtype)
+    options = LayoutOptions(stages=stages or len(names), replicas=replicas)
+    front = Front(transport, source, options=options, codec=codec, limits=limits, dtype=dtype)
     made = Cluster(source, front)
     try:
         for name in names:
@@ -197,7 +197,7 @@ def fronted(
 ) -> Iterator[tuple[Front, StageProcesses]]:
     """A front in this process, ready, with stages in others."""
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    front = Front(transport, source, wish=LayoutOptions(stages=stages), codec=codec, limits=limits)
+    front = Front(transport, source, options=LayoutOptions(stages=stages), codec=codec, limits=limits)
     processes = StageProcesses(front)
     try:
         processes.start(*names)

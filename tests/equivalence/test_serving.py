@@ -145,7 +145,7 @@ def test_a_machine_that_holds_halves_is_sent_halves(source: RandomSource) -> Non
     """In the front's own type they would be twice what it has room for."""
     half = sum(parameter.nbytes for parameter in source.model.parameters()) // 2
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, wish=LayoutOptions(stages=1), codec="fp32", dtype=torch.float32))
+    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=1), codec="fp32", dtype=torch.float32))
     try:
         made.add("a", files=False, dtype=torch.bfloat16, memory_bytes=half * 3 // 2)
         assert made.front.wait_ready(20), made.front.problems()
@@ -161,7 +161,7 @@ def test_weights_leave_the_front_slice_by_slice(source: RandomSource, monkeypatc
     small = dataclasses.replace(LINKS, queued_bytes=1 << 15)
     assert sum(tensor.nbytes for tensor in source.model.state_dict().values()) > 4 * small.queued_bytes
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=small)
-    made = Cluster(source, Front(transport, source, wish=LayoutOptions(stages=2), codec="fp32"))
+    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=2), codec="fp32"))
     try:
         for name in "ab":
             made.add(name, files=False)

@@ -161,7 +161,7 @@ def test_one_who_leaves_frees_everything_at_once(source: RandomSource) -> None:
 
         asyncio.run(leave())
         eventually(lambda: made.front.state()["running"] == 0, what="the place to be free")
-        parts = [holder._part for holder, _, _ in made.stages.values()]
+        parts = [worker._stage_model for worker, _, _ in made.stages.values()]
         eventually(lambda: not any(part.lengths() for part in parts if part is not None), what="caches to be empty")
 
 
@@ -170,8 +170,8 @@ def test_a_batch_that_is_lost_between_two_machines_is_not_waited_for(
 ) -> None:
     """Both are still there: nobody but the one that has sent it knows that something is wrong."""
     with cluster(source, *"ab") as made:
-        holder = made.stages["b"][0]
-        hear, count = holder._hear, 0
+        worker = made.stages["b"][0]
+        hear, count = worker._dispatch, 0
 
         def lose_one(link: Link, message: Message) -> None:
             nonlocal count
@@ -181,7 +181,7 @@ def test_a_batch_that_is_lost_between_two_machines_is_not_waited_for(
             else:
                 hear(link, message)
 
-        holder._hear = lose_one  # type: ignore[method-assign]
+        worker._dispatch = lose_one  # type: ignore[method-assign]
         tokens, gap_s = asyncio.run(told(made.front, ask(), at=COUNT, act=lambda: None))
         assert tokens == source.greedy(PROMPT, COUNT)
         assert count > 20
@@ -248,7 +248,7 @@ def test_a_guest_cannot_answer_for_a_stage_nor_end_its_batches(source: RandomSou
         forged = {n: Token(token=0) for n in range(1, 20)}
 
         def forge() -> None:
-            (batch,) = [*made.front._scheduler.under_way] or [1]
+            (batch,) = [*made.front._scheduler.in_flight] or [1]
             for message in (
                 Message(kind=Kind.CHOSEN, step=batch, meta=wire.chosen_meta(forged, ())),
                 Message(kind=Kind.FAILED, step=batch, meta={"why": "x"}),
@@ -274,8 +274,8 @@ def test_a_guest_cannot_answer_for_a_stage_nor_end_its_batches(source: RandomSou
 def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource) -> None:
     """Else every batch with it would fail, at a machine that can do nothing for it."""
     with cluster(source, *"ab") as made:
-        holder = made.stages["b"][0]
-        choose, wrong = holder._choose, iter([*range(5), 1 << 63])
+        worker = made.stages["b"][0]
+        choose, wrong = worker._sample, iter([*range(5), 1 << 63])
 
         def choose_one(rows: list[Row], logits: Tensor) -> dict[int, Token]:
             number = next(wrong, 0)
@@ -283,7 +283,7 @@ def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource)
                 n: dataclasses.replace(t, token=number) if number > 96 else t for n, t in choose(rows, logits).items()
             }
 
-        holder._choose = choose_one  # type: ignore[method-assign]
+        worker._sample = choose_one  # type: ignore[method-assign]
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
         assert [lost["why"] for lost in made.front.state()["lost"]] == ["a token that the model does not have"]
 
@@ -296,13 +296,13 @@ def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
     numbers = Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(hidden), payload=torch.ones(2, 32))
     with cluster(source, *"ab") as made:
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
-        for holder, _, _ in made.stages.values():
+        for worker, _, _ in made.stages.values():
             for message in (tokens, numbers):
-                assert "no place for" in told_by_a_guest(holder.address, message)
-            assert "without tokens" in told_by_a_guest(holder.address, Message(kind=Kind.ROWS))
-            assert "no business" in told_by_a_guest(holder.address, role="worker")
-            assert holder._part is not None
-            eventually(lambda part=holder._part: not part.lengths(), what="caches to be empty")  # type: ignore[misc]
+                assert "no place for" in told_by_a_guest(worker.address, message)
+            assert "without tokens" in told_by_a_guest(worker.address, Message(kind=Kind.ROWS))
+            assert "cannot connect" in told_by_a_guest(worker.address, role="worker")
+            assert worker._stage_model is not None
+            eventually(lambda part=worker._stage_model: not part.lengths(), what="caches to be empty")  # type: ignore[misc]
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
 
 
@@ -324,7 +324,7 @@ def test_a_machine_asks_once_and_offers_itself_once(source: RandomSource) -> Non
 def test_strangers_at_the_ports_disturb_nobody(source: RandomSource) -> None:
     """Bytes that are no frames, and a worker of training that has the wrong address."""
     with cluster(source, *"ab") as made:
-        places = [made.front.address, *(holder.address for holder, _, _ in made.stages.values())]
+        places = [made.front.address, *(worker.address for worker, _, _ in made.stages.values())]
         for place in places:
             host, _, port = place.rpartition(":")
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"SMOL\x01\x00" + b"\x00" * 200):
@@ -423,9 +423,9 @@ def test_an_answer_that_cannot_be_told_is_a_failure_that_can(
     ],
 )
 def test_only_what_is_sure_to_be_short_holds_up_the_beats(lasted: Any, tokens: int, quick: bool) -> None:
-    holder = SimpleNamespace(_put=0, _done=0, _lasted=lasted)
+    worker = SimpleNamespace(_queued=0, _done=0, _last_batch=lasted)
     row = Row(sequence=1, start=0, count=tokens, answer=True)
-    assert StageWorker._quick(holder, StageBatch(rows=(row,), secret="")) == quick  # type: ignore[arg-type]
+    assert StageWorker._runs_inline(worker, StageBatch(rows=(row,), secret="")) == quick  # type: ignore[arg-type]
 
 
 def test_machines_may_come_and_go_while_somebody_looks() -> None:
@@ -451,7 +451,7 @@ def test_weights_that_the_front_cannot_read_are_told() -> None:
     """A machine without files waits for them in vain; nobody waits for that machine."""
     source = Unreadable(llama())
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, wish=LayoutOptions(stages=1), codec="fp32"))
+    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=1), codec="fp32"))
     try:
         made.add("a", files=False)
         (problem,) = eventually(made.front.problems, what="a problem")
@@ -467,7 +467,7 @@ def test_weights_that_the_front_cannot_read_are_told() -> None:
 def test_machines_that_are_too_small_are_told_so_and_larger_ones_may_come() -> None:
     source = RandomSource(llama())
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, wish=LayoutOptions(stages=2, distribution="auto"), codec="fp32"))
+    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=2, distribution="auto"), codec="fp32"))
     try:
         for name in "ab":
             made.add(name, memory_bytes=50_000)

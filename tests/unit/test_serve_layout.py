@@ -123,14 +123,14 @@ def test_by_speed_the_slowest_are_spares_and_memory_counts() -> None:
     assert (shape(layout), layout.spares) == ([(6, ("b",)), (6, ("c",))], ("a",))
     small = {"b": offer("b", memory=5 * (1 << 20)), "c": offer("c", layer_s=1e-1)}
     assert [n for n, _ in shape(plan(LayoutOptions(stages=2, distribution="auto"), small, sizes()))] == [3, 9]
-    with pytest.raises(UserError, match="does not fit these machines"):
+    with pytest.raises(UserError, match="does not fit the memory of these machines"):
         plan(LayoutOptions(stages=2, distribution="auto"), offers("b", "c", memory=5 * (1 << 20)), sizes())
 
 
 @pytest.mark.parametrize("distribution", [None, (6, 6)])
 def test_a_share_that_does_not_fit_is_told_with_its_machine(distribution: tuple[int, ...] | None) -> None:
     machines = {"a": offer("a"), "b": offer("b", memory=5 * (1 << 20))}
-    with pytest.raises(UserError, match=r"b has 0.01 GB, and layers 6 to 11 take 0.01 GB .*: give more machines"):
+    with pytest.raises(UserError, match=r"b has 0.01 GB, and layers 6 to 11 need 0.01 GB, .*: add machines"):
         plan(LayoutOptions(stages=2, distribution=distribution), machines, sizes())
     halves = {"a": machines["a"], "b": replace(machines["b"], memory_bytes=6 * (1 << 20), weight_bytes=2)}
     assert [n for n, _ in shape(plan(LayoutOptions(stages=2, distribution=distribution), halves, sizes()))] == [6, 6]

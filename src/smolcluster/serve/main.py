@@ -187,7 +187,7 @@ def _front(
             front = Front(
                 transport,
                 source,
-                wish=LayoutOptions(stages=shape.stages, replicas=shape.replicas, distribution=shape.distribution),
+                options=LayoutOptions(stages=shape.stages, replicas=shape.replicas, distribution=shape.distribution),
                 codec=wanted.codec,
                 dtype=dtype_of(wanted.dtype),
                 limits=scheduler.SchedulerLimits(
