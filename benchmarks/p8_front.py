@@ -21,9 +21,9 @@ from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.serve.engine.front import LINKS, Front
-from smolcluster.serve.engine.layout import Wish
+from smolcluster.serve.engine.layout import LayoutOptions
 from smolcluster.serve.engine.sources import find_source
-from smolcluster.serve.engine.types import Ask, Sampling
+from smolcluster.serve.engine.types import SamplingParams, SequenceRequest
 
 PROMPT = 16  # tokens before those that are timed
 
@@ -39,7 +39,7 @@ async def tokens(front: Front, *, streams: int, count: int, length: int) -> dict
     times: list[list[float]] = [[] for _ in range(streams)]
 
     async def one(number: int) -> None:
-        ask = Ask(tokens=prompt(length, number), max_tokens=count, sampling=Sampling(temperature=0.0))
+        ask = SequenceRequest(tokens=prompt(length, number), max_tokens=count, sampling=SamplingParams(temperature=0.0))
         async for _ in front.stream(ask):
             times[number].append(time.perf_counter())
 
@@ -52,7 +52,9 @@ async def tokens(front: Front, *, streams: int, count: int, length: int) -> dict
 
 async def first(front: Front, *, length: int) -> dict[str, Any]:
     began = time.perf_counter()
-    async for _ in front.stream(Ask(tokens=prompt(length), max_tokens=1, sampling=Sampling(temperature=0.0))):
+    async for _ in front.stream(
+        SequenceRequest(tokens=prompt(length), max_tokens=1, sampling=SamplingParams(temperature=0.0))
+    ):
         break
     return {"seconds": time.perf_counter() - began}
 
@@ -62,7 +64,9 @@ def main() -> None:
     transport = TcpTransport(
         new_peer(role="front", rank=0, host="front"), keyring=load_keyring(None, os.environ), limits=LINKS
     )
-    front = Front(transport, find_source(model), wish=Wish(stages=int(stages)), listen=split_address(listen))
+    front = Front(
+        transport, find_source(model), options=LayoutOptions(stages=int(stages)), listen=split_address(listen)
+    )
     try:
         if not front.wait_ready(120):
             sys.exit(f"not ready: {front.problems()}")

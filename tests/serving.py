@@ -19,15 +19,15 @@ from smolcluster.engine.identity import new_peer
 from smolcluster.models import GPT, GPTConfig, Qwen3Config
 from smolcluster.models.parts import part_of
 from smolcluster.serve.engine.front import LINKS, Front
-from smolcluster.serve.engine.layout import Wish
-from smolcluster.serve.engine.scheduler import Limits
-from smolcluster.serve.engine.sources import Source
-from smolcluster.serve.engine.stage import Holder
-from smolcluster.serve.engine.types import Ask, Sampling, Token
-from smolcluster.serve.text.conversation import Text
+from smolcluster.serve.engine.layout import LayoutOptions
+from smolcluster.serve.engine.scheduler import SchedulerLimits
+from smolcluster.serve.engine.sources import ModelSource
+from smolcluster.serve.engine.stage import StageWorker
+from smolcluster.serve.engine.types import SamplingParams, SequenceRequest, Token
+from smolcluster.serve.text.conversation import ChatTokenizer
 from tests.e2e.command import eventually
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
 
 
@@ -45,7 +45,7 @@ def qwen3(layers: int = 6) -> Qwen3Config:
     return Qwen3Config(num_layers=layers, head_dim=16, **shape)
 
 
-class RandomSource(Source):
+class RandomSource(ModelSource):
     """A model out of thin air: the same wherever it is made from the same seed."""
 
     def __init__(self, config: GPTConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
@@ -59,7 +59,7 @@ class RandomSource(Source):
         self.model.to(dtype).eval()
         self.loaded: list[range] = []
 
-    def text(self) -> Text:
+    def text(self) -> ChatTokenizer:
         raise NotImplementedError
 
     def _load(
@@ -81,7 +81,7 @@ class Cluster:
 
     source: RandomSource
     front: Front
-    stages: dict[str, tuple[Holder, TcpTransport, threading.Thread]] = field(default_factory=dict)
+    stages: dict[str, tuple[StageWorker, TcpTransport, threading.Thread]] = field(default_factory=dict)
 
     def add(
         self,
@@ -94,7 +94,7 @@ class Cluster:
         called: str | None = None,
     ) -> None:
         transport = TcpTransport(new_peer(role="stage", rank=0, host=name), limits=LINKS)
-        holder = Holder(
+        worker = StageWorker(
             transport,
             self.front.address,
             name=called or name,
@@ -105,20 +105,25 @@ class Cluster:
             memory_bytes=memory_bytes,
             source=self.source if files else None,
         )
-        thread = threading.Thread(target=holder.run, name="smolcluster-stage", daemon=True)
+        thread = threading.Thread(target=worker.run, name="smolcluster-stage", daemon=True)
         thread.start()
-        self.stages[name] = (holder, transport, thread)
+        self.stages[name] = (worker, transport, thread)
 
     def remove(self, name: str) -> None:
-        holder, transport, thread = self.stages.pop(name)
-        holder.stop()
+        worker, transport, thread = self.stages.pop(name)
+        worker.stop()
         thread.join(60)
         transport.close()
 
     async def ask(
-        self, prompt: tuple[int, ...], count: int, *, sampling: Sampling = GREEDY, stop: frozenset[int] = frozenset()
+        self,
+        prompt: tuple[int, ...],
+        count: int,
+        *,
+        sampling: SamplingParams = GREEDY,
+        stop: frozenset[int] = frozenset(),
     ) -> list[Token]:
-        wanted = Ask(tokens=prompt, max_tokens=count, sampling=sampling, stop_tokens=stop)
+        wanted = SequenceRequest(tokens=prompt, max_tokens=count, sampling=sampling, stop_tokens=stop)
         return [token async for token in self.front.stream(wanted)]
 
     def settled(self, count: int) -> bool:
@@ -127,7 +132,7 @@ class Cluster:
         holders = [machine for stage in self.front.state()["stages"] for machine in stage["machines"]]
         return len(offered) == count and all(machine["state"] == "ready" for machine in holders)
 
-    def text(self, prompt: tuple[int, ...], count: int, *, sampling: Sampling = GREEDY) -> list[int]:
+    def text(self, prompt: tuple[int, ...], count: int, *, sampling: SamplingParams = GREEDY) -> list[int]:
         return [token.token for token in asyncio.run(self.ask(prompt, count, sampling=sampling))]
 
 
@@ -138,15 +143,15 @@ def cluster(
     stages: int | None = None,
     replicas: int = 1,
     codec: str = "fp32",
-    limits: Limits | None = None,
+    limits: SchedulerLimits | None = None,
     files: bool = True,
     dtype: torch.dtype = torch.float32,
     memory_bytes: int = 1 << 30,
 ) -> Iterator[Cluster]:
     """Ready to be asked."""
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    wish = Wish(stages=stages or len(names), replicas=replicas)
-    front = Front(transport, source, wish=wish, codec=codec, limits=limits, dtype=dtype)
+    options = LayoutOptions(stages=stages or len(names), replicas=replicas)
+    front = Front(transport, source, options=options, codec=codec, limits=limits, dtype=dtype)
     made = Cluster(source, front)
     try:
         for name in names:
@@ -188,11 +193,11 @@ class StageProcesses:
 
 @contextlib.contextmanager
 def fronted(
-    source: RandomSource, *names: str, stages: int, limits: Limits | None = None, codec: str = "fp32"
+    source: RandomSource, *names: str, stages: int, limits: SchedulerLimits | None = None, codec: str = "fp32"
 ) -> Iterator[tuple[Front, StageProcesses]]:
     """A front in this process, ready, with stages in others."""
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    front = Front(transport, source, wish=Wish(stages=stages), codec=codec, limits=limits)
+    front = Front(transport, source, options=LayoutOptions(stages=stages), codec=codec, limits=limits)
     processes = StageProcesses(front)
     try:
         processes.start(*names)

@@ -97,7 +97,7 @@ with (
     from smolcluster.serve.engine import wire
     from smolcluster.serve.http import api_types
     from smolcluster.serve.http.service import BadRequest
-    from smolcluster.web.bodies import Unreadable, parse_object
+    from smolcluster.web.bodies import BadBody, parse_object
     from tools.memory_transport import MemoryTransport, Switchboard
 
 CORPUS = Path(__file__).parent.parent / "tests" / "corpus"
@@ -710,12 +710,12 @@ def serving(data: bytes) -> str:
         return f"{name} {words(error)}"
     again = frames.decode_meta(frames.encode_meta(write(found)))
     insist(read(again) == found, f"another {name} when it is sent on")
-    if isinstance(found, wire.Model):
+    if isinstance(found, wire.ServedModel):
         sizes = (found.config.vocab_size, found.config.model_dim, found.config.num_layers, found.config.max_seq_len)
         insist(all(type(size) is int for size in sizes), f"a model of {sizes}")
     if isinstance(found, wire.Assignment):
         insist(found.first_layer + found.num_layers <= NUM_LAYERS, f"{found} of {NUM_LAYERS} layers")
-    if isinstance(found, wire.Batch):
+    if isinstance(found, wire.StageBatch):
         insist(0 < found.num_tokens <= wire.MOST_TOKENS, f"a batch of {found.num_tokens} tokens")
     return f"{name} read, {min(2, len(again.get('rows', again)))} in it"
 
@@ -735,7 +735,7 @@ def requests(data: bytes) -> str:
     name = list(ROUTES)[source.byte() % len(ROUTES)]
     try:
         found = ROUTES[name](parse_object(source.rest()))
-    except (Unreadable, BadRequest) as error:
+    except (BadBody, BadRequest) as error:
         field = error.field if isinstance(error, BadRequest) else None
         json.dumps(api_types.error_body(str(error), status=400, field=field), ensure_ascii=False).encode()
         insist(len(str(error)) < 2000, "a refusal that is longer than what it refuses")

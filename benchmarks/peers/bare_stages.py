@@ -21,8 +21,8 @@ import torch
 
 from benchmarks.p8_front import PROMPT, prompt
 from smolcluster.comm.elastic.transport.sockets import split_address
-from smolcluster.serve.engine.part import Part, Row
 from smolcluster.serve.engine.sources import find_source
+from smolcluster.serve.engine.stage_model import Row, StageModel
 
 HEAD = struct.Struct("<qq")  # the position of the first token, and how many come
 CONNECT_S = 120.0
@@ -69,7 +69,7 @@ def stage(model: str, stages: int, place: int, listen: str, behind: str) -> None
     edges = [n * config.num_layers // stages for n in range(stages + 1)]
     layers, first, last = range(edges[place], edges[place + 1]), place == 0, place == stages - 1
     weights = source.load(layers, first=first, last=last, dtype=torch.float32, device=cpu)
-    part = Part(config, layers, first=first, last=last, weights=weights, device=cpu, dtype=torch.float32)
+    part = StageModel(config, layers, first=first, last=last, weights=weights, device=cpu, dtype=torch.float32)
     line = Line(listen, behind)
     while True:
         head = bytes(line.get(HEAD.size))

@@ -19,12 +19,12 @@ from smolcluster.compute.device import synchronize
 from smolcluster.models import GPT
 from smolcluster.models.hugging_face import export_config, export_weights
 from smolcluster.models.registry import build
-from smolcluster.serve.engine.sources import Source, find_source
+from smolcluster.serve.engine.sources import ModelSource, find_source
 
 Generate = Callable[[Tensor, int], None]
 
 
-def ours(source: Source, device: torch.device, dtype: torch.dtype) -> Generate:
+def ours(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Generate:
     config = source.config
     with torch.device("meta"):
         model = build(config)
@@ -45,7 +45,7 @@ def ours(source: Source, device: torch.device, dtype: torch.dtype) -> Generate:
     return generate
 
 
-def theirs(source: Source, device: torch.device, dtype: torch.dtype) -> Generate:
+def theirs(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Generate:
     import transformers
 
     config = source.config

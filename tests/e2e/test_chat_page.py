@@ -19,7 +19,7 @@ from tests.e2e.fake_chat import STATIC, STORY, Fake, break_off, err, machine, pi
 from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 
-from smolcluster.serve.engine.types import NobodyThere
+from smolcluster.serve.engine.types import Unavailable
 
 pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
 pytest.importorskip("starlette")
@@ -670,10 +670,10 @@ def test_before_the_real_service(browser: Any) -> None:
         page.keyboard.press("Escape")
         eventually(lambda: engine.open == 0, what="the engine is free again")
         until(page, DONE)
-        engine.hold_after, engine.refuse = None, NobodyThere("layers 15 to 29 are on no machine")
+        engine.hold_after, engine.refuse = None, Unavailable("layers 15 to 29 are on no machine")
         ask(page)
         until(page, "/are on no machine.*Next try in \\d s/.test(document.querySelector('#failure').textContent)")
-        engine.refuse, engine.fail = None, (9, NobodyThere("the machines are lost"))
+        engine.refuse, engine.fail = None, (9, Unavailable("the machines are lost"))
         page.click("#failure button")
         until(page, "document.querySelector('#failure').textContent.includes('The machines are lost.')")
         assert page.inner_text("article.assistant:last-of-type .markdown") == "The quick"

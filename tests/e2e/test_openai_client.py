@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.scripted_engine import END, SAID, ScriptedEngine, serving
 
-from smolcluster.serve.engine.types import Busy, NobodyThere
+from smolcluster.serve.engine.types import Busy, Unavailable
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("starlette")
@@ -199,7 +199,7 @@ def test_busy_and_nobody_there(client: Any, engine: ScriptedEngine, stream: bool
     with pytest.raises(openai.RateLimitError, match="8 requests wait") as busy:
         client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
     assert busy.value.response.headers["retry-after"] == "1"
-    engine.refuse = NobodyThere("layers 0 to 15 are on no machine")
+    engine.refuse = Unavailable("layers 0 to 15 are on no machine")
     with pytest.raises(openai.InternalServerError, match="on no machine") as nobody:
         client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
     assert nobody.value.status_code == 503
@@ -224,7 +224,7 @@ def test_the_client_tries_again_when_it_is_told_to(client: Any, engine: Scripted
 
 
 def test_a_stream_that_breaks_in_the_middle(client: Any, engine: ScriptedEngine) -> None:
-    engine.fail = (3, NobodyThere("mini1 is lost, and nobody can take its layers"))
+    engine.fail = (3, Unavailable("mini1 is lost, and nobody can take its layers"))
     stream = client.chat.completions.create(model="tiny", messages=HELLO, temperature=0, stream=True)
     begun = [next(stream).choices[0].delta.content for _ in range(4)]
     assert begun == ["", *SAID[:3]]

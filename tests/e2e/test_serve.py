@@ -179,7 +179,7 @@ def test_a_stream_over_http_goes_on_when_its_stage_is_killed(smol: Smol, tmp_pat
     assert "".join(pieces) == expected
     serving.process.send_signal(signal.SIGINT)
     ended = serving.end(within_s=60)
-    assert (ended.status, len(re.findall(r"stage-\d is gone", ended.err))) == (0, 2)
+    assert (ended.status, len(re.findall(r"lost stage-\d", ended.err))) == (0, 2)
 
 
 def _state(url: str) -> Any:

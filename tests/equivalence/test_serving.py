@@ -16,13 +16,13 @@ from smolcluster.comm.elastic.membership import server_state
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.models import GPTConfig
-from smolcluster.serve.alone import CHUNK, Alone
 from smolcluster.serve.engine.front import LINKS, Front
-from smolcluster.serve.engine.layout import Wish
-from smolcluster.serve.engine.part import cache_bytes_per_token
-from smolcluster.serve.engine.scheduler import Limits
+from smolcluster.serve.engine.layout import LayoutOptions
+from smolcluster.serve.engine.scheduler import SchedulerLimits
 from smolcluster.serve.engine.stage import FOR_CACHES
-from smolcluster.serve.engine.types import Ask, GivenUp, Sampling, Token
+from smolcluster.serve.engine.stage_model import cache_bytes_per_token
+from smolcluster.serve.engine.types import RetriesExhausted, SamplingParams, SequenceRequest, Token
+from smolcluster.serve.in_process import CHUNK, InProcessEngine
 
 PROMPTS = [(1, 2, 3), (5,), tuple(range(40)), (90, 12, 7, 3, 3, 3), tuple(range(70, 10, -1)), (8, 8), (96,), (0, 1)]
 
@@ -32,7 +32,7 @@ def source() -> RandomSource:
     return RandomSource(llama())
 
 
-def all_at_once(made: Cluster, count: int, sampling: Sampling) -> list[list[int]]:
+def all_at_once(made: Cluster, count: int, sampling: SamplingParams) -> list[list[int]]:
     async def ask() -> list[list[int]]:
         streams = await asyncio.gather(*(made.ask(prompt, count, sampling=sampling) for prompt in PROMPTS))
         return [[token.token for token in stream] for stream in streams]
@@ -47,10 +47,10 @@ def all_at_once(made: Cluster, count: int, sampling: Sampling) -> list[list[int]
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_greedy_text_is_that_of_one_process(config: GPTConfig, stages: int) -> None:
     source = RandomSource(config)
-    with cluster(source, *"abcd"[:stages], limits=Limits(chunk=16)) as made:
+    with cluster(source, *"abcd"[:stages], limits=SchedulerLimits(chunk=16)) as made:
         expected = [source.greedy(prompt, 12) for prompt in PROMPTS]
         assert [made.text(prompt, 12) for prompt in PROMPTS] == expected
-        assert all_at_once(made, 12, Sampling(temperature=0.0)) == expected
+        assert all_at_once(made, 12, SamplingParams(temperature=0.0)) == expected
         assert len({tuple(text) for text in expected}) > 4  # the model does say something
 
 
@@ -66,8 +66,8 @@ def test_logprobs_are_those_of_one_process_to_ten_digits(stages: int) -> None:
     """In fp64, with nothing lost on the wire between stages but fp32's own rounding."""
     source = RandomSource(llama(), dtype=torch.float64)
     prompt = PROMPTS[2]
-    with cluster(source, *"abcd"[:stages], dtype=torch.float64, limits=Limits(chunk=7)) as made:
-        told = asyncio.run(made.ask(prompt, 5, sampling=Sampling(temperature=0.0, logprobs=5)))
+    with cluster(source, *"abcd"[:stages], dtype=torch.float64, limits=SchedulerLimits(chunk=7)) as made:
+        told = asyncio.run(made.ask(prompt, 5, sampling=SamplingParams(temperature=0.0, logprobs=5)))
     tokens = torch.tensor([[*prompt, *(token.token for token in told)]])
     with torch.no_grad():
         logits = source.model(tokens)[0].log_softmax(-1)
@@ -82,14 +82,14 @@ def test_logprobs_are_those_of_one_process_to_ten_digits(stages: int) -> None:
 def test_every_codec_keeps_its_bound(source: RandomSource, codec: str, bound: float) -> None:
     prompt = PROMPTS[2]
     with cluster(source, *"abcd", codec=codec) as made:
-        told = asyncio.run(made.ask(prompt, 1, sampling=Sampling(temperature=0.0, logprobs=20)))
+        told = asyncio.run(made.ask(prompt, 1, sampling=SamplingParams(temperature=0.0, logprobs=20)))
     with torch.no_grad():
         logits = source.model(torch.tensor([prompt]))[0, -1].log_softmax(-1)
     assert max(abs(value - float(logits[token])) for token, value in told[0].top) < bound
 
 
 def test_sampling_with_a_seed_does_not_depend_on_where_and_with_whom(source: RandomSource) -> None:
-    sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.2, seed=7)
+    sampling = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.2, seed=7)
     with cluster(source, "a") as made:
         alone = [made.text(prompt, 12, sampling=sampling) for prompt in PROMPTS]
         assert all_at_once(made, 12, sampling) == alone
@@ -102,7 +102,7 @@ def test_replicas_say_the_same(source: RandomSource) -> None:
     with cluster(source, *"abcde", stages=2, replicas=2) as made:
         assert [len(stage["machines"]) for stage in made.front.state()["stages"]] == [2, 2]
         expected = [source.greedy(prompt, 12) for prompt in PROMPTS]
-        assert all_at_once(made, 12, Sampling(temperature=0.0)) == expected
+        assert all_at_once(made, 12, SamplingParams(temperature=0.0)) == expected
         worked = [machine["tokens"] for stage in made.front.state()["stages"] for machine in stage["machines"]]
         assert all(worked), worked
 
@@ -145,7 +145,7 @@ def test_a_machine_that_holds_halves_is_sent_halves(source: RandomSource) -> Non
     """In the front's own type they would be twice what it has room for."""
     half = sum(parameter.nbytes for parameter in source.model.parameters()) // 2
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, wish=Wish(stages=1), codec="fp32", dtype=torch.float32))
+    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=1), codec="fp32", dtype=torch.float32))
     try:
         made.add("a", files=False, dtype=torch.bfloat16, memory_bytes=half * 3 // 2)
         assert made.front.wait_ready(20), made.front.problems()
@@ -161,7 +161,7 @@ def test_weights_leave_the_front_slice_by_slice(source: RandomSource, monkeypatc
     small = dataclasses.replace(LINKS, queued_bytes=1 << 15)
     assert sum(tensor.nbytes for tensor in source.model.state_dict().values()) > 4 * small.queued_bytes
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=small)
-    made = Cluster(source, Front(transport, source, wish=Wish(stages=2), codec="fp32"))
+    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=2), codec="fp32"))
     try:
         for name in "ab":
             made.add(name, files=False)
@@ -193,7 +193,7 @@ def test_little_memory_costs_time_and_no_token(source: RandomSource) -> None:
 
         holder._work = watched  # type: ignore[method-assign]
         expected = [source.greedy(prompt, 100) for prompt in PROMPTS]
-        assert all_at_once(made, 100, Sampling(temperature=0.0)) == expected
+        assert all_at_once(made, 100, SamplingParams(temperature=0.0)) == expected
     assert 200 < most <= 240
 
 
@@ -216,10 +216,10 @@ def test_two_machines_of_one_name_can_be_told_apart(source: RandomSource) -> Non
 def test_a_model_in_this_process_says_the_same() -> None:
     """Prompts of one chunk and of several."""
     source = RandomSource(llama(max_seq_len=2 * CHUNK))
-    engine = Alone(source, device=torch.device("cpu"), dtype=torch.float32)
+    engine = InProcessEngine(source, device=torch.device("cpu"), dtype=torch.float32)
 
     async def text(prompt: tuple[int, ...]) -> list[Token]:
-        return [token async for token in engine.stream(Ask(tokens=prompt, max_tokens=8, sampling=GREEDY))]
+        return [token async for token in engine.stream(SequenceRequest(tokens=prompt, max_tokens=8, sampling=GREEDY))]
 
     for prompt in (PROMPTS[0], tuple(n % 97 for n in range(CHUNK + 90))):
         told = asyncio.run(text(prompt))
@@ -232,10 +232,10 @@ def test_a_model_in_this_process_that_overflows_says_so() -> None:
     with torch.no_grad():
         source.model.token_embedding.weight.fill_(1e4)
         source.model.lm_head.weight.fill_(3e38)
-    engine = Alone(source, device=torch.device("cpu"), dtype=torch.float32)
+    engine = InProcessEngine(source, device=torch.device("cpu"), dtype=torch.float32)
 
     async def first() -> Token:
-        return await anext(engine.stream(Ask(tokens=PROMPTS[0], max_tokens=1, sampling=GREEDY)))
+        return await anext(engine.stream(SequenceRequest(tokens=PROMPTS[0], max_tokens=1, sampling=GREEDY)))
 
-    with pytest.raises(GivenUp, match="the model's numbers have overflowed, or its weights are damaged"):
+    with pytest.raises(RetriesExhausted, match="the model's numbers have overflowed, or its weights are damaged"):
         asyncio.run(first())

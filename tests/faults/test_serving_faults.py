@@ -28,12 +28,12 @@ from smolcluster.comm.elastic.transport.tcp import TcpTransport
 from smolcluster.engine.identity import new_peer
 from smolcluster.serve.engine import wire
 from smolcluster.serve.engine.front import LINKS, Front
-from smolcluster.serve.engine.layout import Wish
-from smolcluster.serve.engine.part import Row
-from smolcluster.serve.engine.scheduler import Limits
-from smolcluster.serve.engine.stage import Holder
-from smolcluster.serve.engine.types import Ask, NobodyThere, Sampling, Token
-from smolcluster.serve.engine.wire import Batch, Offer
+from smolcluster.serve.engine.layout import LayoutOptions
+from smolcluster.serve.engine.scheduler import SchedulerLimits
+from smolcluster.serve.engine.stage import StageWorker
+from smolcluster.serve.engine.stage_model import Row
+from smolcluster.serve.engine.types import SamplingParams, SequenceRequest, Token, Unavailable
+from smolcluster.serve.engine.wire import StageBatch, StageOffer
 
 pytestmark = pytest.mark.usefixtures("warm")
 PROMPT = (1, 2, 3, 4)
@@ -45,16 +45,16 @@ def source() -> RandomSource:
     return RandomSource(llama(layers=4))
 
 
-def ask(count: int = COUNT, *, sampling: Sampling = GREEDY) -> Ask:
-    return Ask(tokens=PROMPT, max_tokens=count, sampling=sampling)
+def ask(count: int = COUNT, *, sampling: SamplingParams = GREEDY) -> SequenceRequest:
+    return SequenceRequest(tokens=PROMPT, max_tokens=count, sampling=sampling)
 
 
-async def timed(front: Front, wanted: Ask) -> AsyncIterator[tuple[float, Token]]:
+async def timed(front: Front, wanted: SequenceRequest) -> AsyncIterator[tuple[float, Token]]:
     async for token in front.stream(wanted):
         yield time.monotonic(), token
 
 
-async def told(front: Front, wanted: Ask, *, at: int, act: Callable[[], None]) -> tuple[list[int], float]:
+async def told(front: Front, wanted: SequenceRequest, *, at: int, act: Callable[[], None]) -> tuple[list[int], float]:
     """The text, and the longest time without a token; `act` is done when `at` tokens are there."""
     tokens, times = [], []
     async for when, token in timed(front, wanted):
@@ -65,10 +65,12 @@ async def told(front: Front, wanted: Ask, *, at: int, act: Callable[[], None]) -
     return tokens, max(b - a for a, b in pairwise(times))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_p=0.9, seed=5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, seed=5)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("victim", ["a", "b"])
 def test_a_spare_takes_over_in_the_middle_of_a_text(
-    source: RandomSource, victim: str, sampling: Sampling, slower: Callable[[], float]
+    source: RandomSource, victim: str, sampling: SamplingParams, slower: Callable[[], float]
 ) -> None:
     with fronted(source, *"abc", stages=2) as (front, stages):
         whole = [token.token for token in asyncio.run(_all(front, ask(sampling=sampling)))]
@@ -87,7 +89,7 @@ def machines(front: Front) -> set[str]:
     return {m["name"] for m in [*state["spares"], *(m for stage in state["stages"] for m in stage["machines"])]}
 
 
-async def _all(front: Front, wanted: Ask) -> list[Token]:
+async def _all(front: Front, wanted: SequenceRequest) -> list[Token]:
     return [token async for token in front.stream(wanted)]
 
 
@@ -114,7 +116,7 @@ def test_one_that_is_stopped_is_left_out_and_taken_back(source: RandomSource) ->
 
 
 def test_with_nobody_left_the_text_waits_and_new_ones_are_refused(source: RandomSource) -> None:
-    with fronted(source, "a", stages=1, limits=Limits(patience_s=15.0)) as (front, stages):
+    with fronted(source, "a", stages=1, limits=SchedulerLimits(patience_s=15.0)) as (front, stages):
 
         async def story() -> list[int]:
             tokens = []
@@ -130,12 +132,12 @@ def test_with_nobody_left_the_text_waits_and_new_ones_are_refused(source: Random
         for name in ("a", "again"):
             stages.signal(name, signal.SIGKILL)
         eventually(lambda: not front.state()["ready"], what="the loss to be noticed", within_s=20)
-        with pytest.raises(NobodyThere):
+        with pytest.raises(Unavailable):
             asyncio.run(_all(front, ask()))
 
 
 def test_patience_ends(source: RandomSource) -> None:
-    with fronted(source, "a", stages=1, limits=Limits(patience_s=1.0)) as (front, stages):
+    with fronted(source, "a", stages=1, limits=SchedulerLimits(patience_s=1.0)) as (front, stages):
 
         async def story() -> None:
             count = 0
@@ -144,7 +146,7 @@ def test_patience_ends(source: RandomSource) -> None:
                 if count == 20:
                     stages.signal("a", signal.SIGKILL)
 
-        with pytest.raises(NobodyThere, match="for too long"):
+        with pytest.raises(Unavailable, match="for too long"):
             asyncio.run(story())
 
 
@@ -159,7 +161,7 @@ def test_one_who_leaves_frees_everything_at_once(source: RandomSource) -> None:
 
         asyncio.run(leave())
         eventually(lambda: made.front.state()["running"] == 0, what="the place to be free")
-        parts = [holder._part for holder, _, _ in made.stages.values()]
+        parts = [worker._stage_model for worker, _, _ in made.stages.values()]
         eventually(lambda: not any(part.lengths() for part in parts if part is not None), what="caches to be empty")
 
 
@@ -168,8 +170,8 @@ def test_a_batch_that_is_lost_between_two_machines_is_not_waited_for(
 ) -> None:
     """Both are still there: nobody but the one that has sent it knows that something is wrong."""
     with cluster(source, *"ab") as made:
-        holder = made.stages["b"][0]
-        hear, count = holder._hear, 0
+        worker = made.stages["b"][0]
+        hear, count = worker._dispatch, 0
 
         def lose_one(link: Link, message: Message) -> None:
             nonlocal count
@@ -179,7 +181,7 @@ def test_a_batch_that_is_lost_between_two_machines_is_not_waited_for(
             else:
                 hear(link, message)
 
-        holder._hear = lose_one  # type: ignore[method-assign]
+        worker._dispatch = lose_one  # type: ignore[method-assign]
         tokens, gap_s = asyncio.run(told(made.front, ask(), at=COUNT, act=lambda: None))
         assert tokens == source.greedy(PROMPT, COUNT)
         assert count > 20
@@ -234,7 +236,7 @@ def told_by_a_guest(address: str, *messages: Message, role: str = "stage") -> st
 
 
 ASK = Message(kind=Kind.ASK)
-OFFER = Offer(
+OFFER = StageOffer(
     name="x", host="x", address="127.0.0.1:1", device="cpu", cores=1, host_cores=1, memory_bytes=1 << 33, layer_s=1.0
 )
 
@@ -246,7 +248,7 @@ def test_a_guest_cannot_answer_for_a_stage_nor_end_its_batches(source: RandomSou
         forged = {n: Token(token=0) for n in range(1, 20)}
 
         def forge() -> None:
-            (batch,) = [*made.front._scheduler.under_way] or [1]
+            (batch,) = [*made.front._scheduler.in_flight] or [1]
             for message in (
                 Message(kind=Kind.CHOSEN, step=batch, meta=wire.chosen_meta(forged, ())),
                 Message(kind=Kind.FAILED, step=batch, meta={"why": "x"}),
@@ -272,8 +274,8 @@ def test_a_guest_cannot_answer_for_a_stage_nor_end_its_batches(source: RandomSou
 def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource) -> None:
     """Else every batch with it would fail, at a machine that can do nothing for it."""
     with cluster(source, *"ab") as made:
-        holder = made.stages["b"][0]
-        choose, wrong = holder._choose, iter([*range(5), 1 << 63])
+        worker = made.stages["b"][0]
+        choose, wrong = worker._sample, iter([*range(5), 1 << 63])
 
         def choose_one(rows: list[Row], logits: Tensor) -> dict[int, Token]:
             number = next(wrong, 0)
@@ -281,26 +283,26 @@ def test_a_token_that_the_model_does_not_have_is_not_taken(source: RandomSource)
                 n: dataclasses.replace(t, token=number) if number > 96 else t for n, t in choose(rows, logits).items()
             }
 
-        holder._choose = choose_one  # type: ignore[method-assign]
+        worker._sample = choose_one  # type: ignore[method-assign]
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
         assert [lost["why"] for lost in made.front.state()["lost"]] == ["a token that the model does not have"]
 
 
 def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
     """Neither write into caches that are not his, nor have new ones kept for him."""
-    batch = Batch(rows=(Row(sequence=1, start=0, count=2, answer=False),), route=(("ab", "127.0.0.1:1"),))
+    batch = StageBatch(rows=(Row(sequence=1, start=0, count=2, answer=False),), route=(("ab", "127.0.0.1:1"),))
     tokens = Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(batch), payload=torch.tensor([1, 2]))
     hidden = dataclasses.replace(batch, route=(), secret="x" * 32)
     numbers = Message(kind=Kind.ROWS, step=1, meta=wire.meta_of(hidden), payload=torch.ones(2, 32))
     with cluster(source, *"ab") as made:
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
-        for holder, _, _ in made.stages.values():
+        for worker, _, _ in made.stages.values():
             for message in (tokens, numbers):
-                assert "no place for" in told_by_a_guest(holder.address, message)
-            assert "without tokens" in told_by_a_guest(holder.address, Message(kind=Kind.ROWS))
-            assert "no business" in told_by_a_guest(holder.address, role="worker")
-            assert holder._part is not None
-            eventually(lambda part=holder._part: not part.lengths(), what="caches to be empty")  # type: ignore[misc]
+                assert "no place for" in told_by_a_guest(worker.address, message)
+            assert "without tokens" in told_by_a_guest(worker.address, Message(kind=Kind.ROWS))
+            assert "cannot connect" in told_by_a_guest(worker.address, role="worker")
+            assert worker._stage_model is not None
+            eventually(lambda part=worker._stage_model: not part.lengths(), what="caches to be empty")  # type: ignore[misc]
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
 
 
@@ -322,7 +324,7 @@ def test_a_machine_asks_once_and_offers_itself_once(source: RandomSource) -> Non
 def test_strangers_at_the_ports_disturb_nobody(source: RandomSource) -> None:
     """Bytes that are no frames, and a worker of training that has the wrong address."""
     with cluster(source, *"ab") as made:
-        places = [made.front.address, *(holder.address for holder, _, _ in made.stages.values())]
+        places = [made.front.address, *(worker.address for worker, _, _ in made.stages.values())]
         for place in places:
             host, _, port = place.rpartition(":")
             for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b"SMOL\x01\x00" + b"\x00" * 200):
@@ -394,16 +396,16 @@ def test_an_answer_that_cannot_be_told_is_a_failure_that_can(
 ) -> None:
     """Or whoever asked would wait until the batch counts as stuck."""
     told: list[Kind] = []
-    real = Holder._tell
+    real = StageWorker._tell
 
-    def tell(self: Holder, kind: Kind, **said: Any) -> None:
+    def tell(self: StageWorker, kind: Kind, **said: Any) -> None:
         told.append(kind)
         if kind is Kind.CHOSEN and told.count(kind) == 2:
             raise ValueError("what no message can say")
         real(self, kind, **said)
 
     with cluster(source, "a") as made:
-        monkeypatch.setattr(Holder, "_tell", tell)
+        monkeypatch.setattr(StageWorker, "_tell", tell)
         assert made.text((1, 2, 3), 8) == source.greedy((1, 2, 3), 8)
         assert told.count(Kind.CHOSEN) == 9
 
@@ -421,9 +423,9 @@ def test_an_answer_that_cannot_be_told_is_a_failure_that_can(
     ],
 )
 def test_only_what_is_sure_to_be_short_holds_up_the_beats(lasted: Any, tokens: int, quick: bool) -> None:
-    holder = SimpleNamespace(_put=0, _done=0, _lasted=lasted)
+    worker = SimpleNamespace(_queued=0, _done=0, _last_batch=lasted)
     row = Row(sequence=1, start=0, count=tokens, answer=True)
-    assert Holder._quick(holder, Batch(rows=(row,), secret="")) == quick  # type: ignore[arg-type]
+    assert StageWorker._runs_inline(worker, StageBatch(rows=(row,), secret="")) == quick  # type: ignore[arg-type]
 
 
 def test_machines_may_come_and_go_while_somebody_looks() -> None:
@@ -449,13 +451,13 @@ def test_weights_that_the_front_cannot_read_are_told() -> None:
     """A machine without files waits for them in vain; nobody waits for that machine."""
     source = Unreadable(llama())
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, wish=Wish(stages=1), codec="fp32"))
+    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=1), codec="fp32"))
     try:
         made.add("a", files=False)
         (problem,) = eventually(made.front.problems, what="a problem")
         assert problem == "a: its weights cannot be read here: a disk that cannot be read"
         assert not made.front.coming
-        with pytest.raises(NobodyThere):
+        with pytest.raises(Unavailable):
             made.text((1, 2, 3), 8)
     finally:
         made.front.close()
@@ -465,7 +467,7 @@ def test_weights_that_the_front_cannot_read_are_told() -> None:
 def test_machines_that_are_too_small_are_told_so_and_larger_ones_may_come() -> None:
     source = RandomSource(llama())
     transport = TcpTransport(new_peer(role="front", rank=0, host="front"), limits=LINKS)
-    made = Cluster(source, Front(transport, source, wish=Wish(stages=2, distribution="auto"), codec="fp32"))
+    made = Cluster(source, Front(transport, source, options=LayoutOptions(stages=2, distribution="auto"), codec="fp32"))
     try:
         for name in "ab":
             made.add(name, memory_bytes=50_000)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from smolcluster.models import GPT, GPTConfig
-from smolcluster.serve.engine.part import Part, Row
+from smolcluster.serve.engine.stage_model import Row, StageModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -47,9 +47,9 @@ def model_of(config: GPTConfig, dtype: torch.dtype) -> GPT:
     return GPT(config).to(device="cuda", dtype=dtype).eval()
 
 
-def part_of(config: GPTConfig, dtype: torch.dtype) -> Part:
+def part_of(config: GPTConfig, dtype: torch.dtype) -> StageModel:
     weights, layers = model_of(config, dtype).state_dict(), range(config.num_layers)
-    return Part(config, layers, first=True, last=True, weights=weights, device=torch.device("cuda"), dtype=dtype)
+    return StageModel(config, layers, first=True, last=True, weights=weights, device=torch.device("cuda"), dtype=dtype)
 
 
 def slowdown(passes: Callable[[], Callable[[int], object]]) -> float:

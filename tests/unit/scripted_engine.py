@@ -13,10 +13,10 @@ from typing import Any
 from tests.server_thread import served
 
 from smolcluster.errors import UserError
-from smolcluster.serve.engine.types import Ask, Token
+from smolcluster.serve.engine.types import SequenceRequest, Token
 from smolcluster.serve.http import server as http
-from smolcluster.serve.http.service import Limits, Service
-from smolcluster.web.server import Patience
+from smolcluster.serve.http.service import Service, ServiceLimits
+from smolcluster.web.server import HttpLimits
 
 END, BEGIN = 256, 257
 SAID = "The quick brown fox jumps over the lazy dog. "
@@ -58,7 +58,7 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", True)
 
 
-def usual(ask: Ask) -> list[int]:
+def usual(ask: SequenceRequest) -> list[int]:
     """Greedy: the same sentence again and again. Else letters drawn from the seed."""
     if ask.sampling.temperature == 0:
         said = SAID.encode()
@@ -69,10 +69,10 @@ def usual(ask: Ask) -> list[int]:
 class ScriptedEngine:
     """Says what `script` gives for an ask. All that a test waits for is an event."""
 
-    def __init__(self, script: Callable[[Ask], list[int]] = usual, *, context: int = 512) -> None:
+    def __init__(self, script: Callable[[SequenceRequest], list[int]] = usual, *, context: int = 512) -> None:
         self.context = self.model_context = context
         self.script = script
-        self.asks: list[Ask] = []
+        self.asks: list[SequenceRequest] = []
         self.open = 0
         self.begun, self.freed = threading.Semaphore(0), threading.Semaphore(0)
         self.refuse: Exception | None = None
@@ -83,7 +83,7 @@ class ScriptedEngine:
         self.looked = 0  # how often its state was asked for
         self.more: dict[str, Any] = {}
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Token, None]:
+    async def stream(self, ask: SequenceRequest) -> AsyncGenerator[Token, None]:
         if self.refuse is not None:
             raise self.refuse
         self.asks.append(ask)
@@ -105,7 +105,7 @@ class ScriptedEngine:
             self.open -= 1
             self.freed.release()
 
-    def _told(self, token: int, ask: Ask, *, last: bool) -> Token:
+    def _told(self, token: int, ask: SequenceRequest, *, last: bool) -> Token:
         finish: Any = "length" if last else None
         wanted = ask.sampling.logprobs
         if wanted is None:
@@ -130,18 +130,18 @@ class ScriptedEngine:
 
 
 def service_of(engine: ScriptedEngine, **limits: Any) -> Service:
-    return Service(engine, ByteText(), model_name="tiny", limits=Limits(**limits))
+    return Service(engine, ByteText(), model_name="tiny", limits=ServiceLimits(**limits))
 
 
 @contextlib.contextmanager
 def serving(
-    engine: ScriptedEngine, *, patience: Patience | None = None, place: Any = None, **limits: Any
+    engine: ScriptedEngine, *, patience: HttpLimits | None = None, place: Any = None, **limits: Any
 ) -> Iterator[int]:
     """The service on a free port of loopback; ended with the block."""
-    said = {"port": 0, "static": None, "patience": patience or Patience(ending_s=1), **(place or {})}
+    said = {"port": 0, "static": None, "patience": patience or HttpLimits(ending_s=1), **(place or {})}
 
     def serve(ready: Callable[[str], None], until: threading.Event) -> None:
-        asyncio.run(http.serve(service_of(engine, **limits), http.Place(**said), ready=ready, until=until))
+        asyncio.run(http.serve(service_of(engine, **limits), http.HttpSettings(**said), ready=ready, until=until))
 
     with served(serve) as port:
         yield port

@@ -22,8 +22,8 @@ from smolcluster.models.hugging_face import export_config, export_weights
 from smolcluster.models.protocols import CachedPiece, DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES, architecture_of, build, from_plain, to_plain
 from smolcluster.parallel.stages import layers_of
-from smolcluster.serve.engine.part import Part, Row
 from smolcluster.serve.engine.sources import find_source
+from smolcluster.serve.engine.stage_model import Row, StageModel
 
 SHARED = {"vocab_size": 61, "model_dim": 48, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "max_seq_len": 24}
 SHAPES: dict[str, DecoderConfig] = {
@@ -48,7 +48,7 @@ def make(shape: DecoderConfig) -> nn.Module:
 def served(weights: dict[str, Tensor], shape: DecoderConfig, tokens: Tensor, *, cut: int) -> Tensor:
     """The logits behind each token, from two stages that are given one token after the other."""
     parts = [
-        Part(shape, layers, first=first, last=not first, weights=weights, device=CPU, dtype=torch.float32)
+        StageModel(shape, layers, first=first, last=not first, weights=weights, device=CPU, dtype=torch.float32)
         for layers, first in ((range(cut), True), (range(cut, shape.num_layers), False))
     ]
     found = []

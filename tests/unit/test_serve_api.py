@@ -26,13 +26,13 @@ from tests.dashboard_client import get, raw
 from tests.unit.scripted_engine import END, SAID, ByteText, ScriptedEngine, serving
 
 from smolcluster.errors import UserError
-from smolcluster.serve.engine.types import Busy, NobodyThere
+from smolcluster.serve.engine.types import Busy, Unavailable
 from smolcluster.serve.http.api_types import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_HERE, completion_logprobs
-from smolcluster.serve.http.server import Place
-from smolcluster.serve.http.service import Told
+from smolcluster.serve.http.server import HttpSettings
+from smolcluster.serve.http.service import TokenLogprob
 from smolcluster.web import bodies
 from smolcluster.web.guard import HEADERS
-from smolcluster.web.server import Patience
+from smolcluster.web.server import HttpLimits
 from smolcluster.web.streams import event_stream
 
 pytest.importorskip("starlette")
@@ -43,7 +43,7 @@ GETS = ("/health", "/config", "/metrics", "/events", "/v1/models", "/v1/models/t
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hi", "temperature": 0}
 BODIES = dict(zip(POSTS, (CHAT, COMPLETION, {"message": "hi"}, {"prompt": "hi"}), strict=True))
-QUICK = Patience(request_s=0.3, linger_s=0.3, write_s=0.3, ending_s=1, most_connections=64)
+QUICK = HttpLimits(request_s=0.3, linger_s=0.3, write_s=0.3, ending_s=1, most_connections=64)
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +224,9 @@ def test_usage_of_a_stream_where_it_is_asked_for(port: int, path: str) -> None:
 
 
 def test_the_chosen_token_of_a_completion_is_among_the_likeliest() -> None:
-    unlikely = Told(token=b"c", logprob=-3.0, top=((b"a", -0.5), (b"b", -1.5)), offset=0)
-    likely = Told(token=b"b", logprob=-1.5, top=((b"a", -0.5), (b"b", -1.5)), offset=1)
-    alone = Told(token=b"a", logprob=-0.5, top=(), offset=2)
+    unlikely = TokenLogprob(token=b"c", logprob=-3.0, top=((b"a", -0.5), (b"b", -1.5)), offset=0)
+    likely = TokenLogprob(token=b"b", logprob=-1.5, top=((b"a", -0.5), (b"b", -1.5)), offset=1)
+    alone = TokenLogprob(token=b"a", logprob=-0.5, top=(), offset=2)
     expected = [{"a": -0.5, "b": -1.5, "c": -3.0}, {"a": -0.5, "b": -1.5}, {"a": -0.5}]
     told = completion_logprobs([unlikely, likely, alone])["top_logprobs"]
     assert [list(one.items()) for one in told] == [list(one.items()) for one in expected]
@@ -414,7 +414,7 @@ def test_viewers_leave_when_the_server_ends(own: ScriptedEngine) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/query"])
 def test_a_stream_that_is_not_done_when_the_server_ends_says_so(own: ScriptedEngine, path: str) -> None:
     own.pace_s = 0.05
-    with serving(own, patience=Patience(ending_s=20)) as port:
+    with serving(own, patience=HttpLimits(ending_s=20)) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         body = json.dumps({"prompt": "x", "max_tokens": 500, "stream": True})
         connection.request("POST", path, body, {"Content-Type": "application/json"})
@@ -568,13 +568,13 @@ def test_a_key(own: ScriptedEngine) -> None:
 
 
 def test_beyond_loopback_there_is_always_a_key() -> None:
-    assert Place().checked().key is None
-    place = Place(bind="0.0.0.0").checked()
+    assert HttpSettings().checked().key is None
+    place = HttpSettings(bind="0.0.0.0").checked()
     assert place.key is not None
     assert len(place.key) >= 32
     assert place.key not in repr(place)
     with pytest.raises(UserError, match="--api-key"):
-        Place(key="short").checked()
+        HttpSettings(key="short").checked()
 
 
 # What is wrong with a request
@@ -890,7 +890,7 @@ def test_a_stream_that_is_not_taken_closes_what_it_is_made_of() -> None:
 def test_a_full_house_is_429_and_nobody_there_is_503(port: int, engine: ScriptedEngine) -> None:
     for refusal, status, after, kind in (
         (Busy("12 wait already"), 429, "1", "rate_limit_error"),
-        (NobodyThere("layers 15 to 30 are on no machine"), 503, "5", "server_error"),
+        (Unavailable("layers 15 to 30 are on no machine"), 503, "5", "server_error"),
     ):
         engine.refuse = refusal
         for path in POSTS:
@@ -914,7 +914,7 @@ def test_so_many_bodies_at_once(own: ScriptedEngine) -> None:
 
 def test_who_sends_a_body_slowly_makes_room(own: ScriptedEngine) -> None:
     """After a while, and only where another waits; both for the bodies that are read and for connections."""
-    patience = Patience(request_s=20, ending_s=1, most_connections=3, crowded_s=0.2)
+    patience = HttpLimits(request_s=20, ending_s=1, most_connections=3, crowded_s=0.2)
     limits = {"requests": 3, "crowded_body_s": 0.2, "body_s": 60.0}
     with serving(own, patience=patience, **limits) as port, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(port)) for _ in range(2)]
@@ -962,7 +962,7 @@ def test_so_many_sequences_at_once(own: ScriptedEngine) -> None:
         until(lambda: post(port, POSTS[0], CHAT)[0] == 200)
 
 
-@pytest.mark.parametrize("kind", [NobodyThere("mini1 is lost"), RuntimeError("a secret inside")])
+@pytest.mark.parametrize("kind", [Unavailable("mini1 is lost"), RuntimeError("a secret inside")])
 def test_an_error_in_the_middle_of_a_stream_is_an_event(
     port: int, engine: ScriptedEngine, kind: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -973,11 +973,11 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(
         assert status == 200
         assert set(last) == {"error"}
         assert last["error"]["type"] == "server_error"
-        assert ("mini1 is lost" in last["error"]["message"]) == isinstance(kind, NobodyThere)
+        assert ("mini1 is lost" in last["error"]["message"]) == isinstance(kind, Unavailable)
         assert b"secret" not in body
         assert b"[DONE]" not in body
     status, told = error(post(port, POSTS[0], CHAT))
-    assert status == (503 if isinstance(kind, NobodyThere) else 500)
+    assert status == (503 if isinstance(kind, Unavailable) else 500)
     assert "secret" not in told["message"]
     assert ("a request failed" in caplog.text) == isinstance(kind, RuntimeError)
     assert engine.open == 0
@@ -1096,7 +1096,7 @@ def test_who_takes_nothing_of_his_stream_is_let_go_and_holds_up_nobody() -> None
     own = ScriptedEngine(context=1_000_000)
     told: list[int] = []
     own.script = lambda ask: Counted(ask.max_tokens, told)
-    patience = Patience(write_s=3.0, ending_s=1)
+    patience = HttpLimits(write_s=3.0, ending_s=1)
     with serving(own, patience=patience, max_tokens=900_000) as port, deaf(port) as reader:
         reader.sendall(written(POSTS[0], CHAT | {"stream": True}))
         assert own.begun.acquire(timeout=20)
@@ -1143,7 +1143,7 @@ def cut_off(reader: socket.socket) -> bool:
 
 def test_thousands_of_connections(own: ScriptedEngine) -> None:
     """Those that ask nothing make room for others; where all have asked, a new one is told to come back."""
-    patience = Patience(request_s=20, ending_s=1, most_connections=50)
+    patience = HttpLimits(request_s=20, ending_s=1, most_connections=50)
     with serving(own, patience=patience) as port, contextlib.ExitStack() as stack:
         crowd = []
         for _ in range(1000):
@@ -1171,7 +1171,7 @@ def test_thousands_of_connections(own: ScriptedEngine) -> None:
 
 
 def test_one_that_rests_makes_room_after_those_that_never_asked(own: ScriptedEngine) -> None:
-    patience = Patience(request_s=20, ending_s=1, most_connections=2)
+    patience = HttpLimits(request_s=20, ending_s=1, most_connections=2)
     with serving(own, patience=patience) as port, contextlib.ExitStack() as stack:
         friend, other = (
             stack.enter_context(contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)))

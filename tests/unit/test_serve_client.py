@@ -21,9 +21,9 @@ from tests.unit.scripted_engine import SAID, ScriptedEngine
 from tests.unit.scripted_engine import serving as scripted
 
 from smolcluster.errors import SmolclusterError, UserError
-from smolcluster.serve.client.http import Client, ServerFailed
-from smolcluster.serve.client.terminal import Chat, Shown, print_pieces, read_all
-from smolcluster.serve.engine.types import NobodyThere
+from smolcluster.serve.client.http import ServerClient, ServerFailed
+from smolcluster.serve.client.terminal import Chat, TerminalText, print_pieces, read_all
+from smolcluster.serve.engine.types import Unavailable
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -63,7 +63,7 @@ def answering(raw: bytes) -> Iterator[str]:
 
 
 def test_an_answer_comes_in_pieces(fake: Fake) -> None:
-    client = Client(fake.url)
+    client = ServerClient(fake.url)
     assert client.models() == ["smollm2"]
     found = list(client.chat(ASKED, options={"model": "smollm2", "temperature": 0.5}))
     assert "".join(piece.text for piece in found) == STORY
@@ -77,7 +77,7 @@ def test_an_answer_comes_in_pieces(fake: Fake) -> None:
 def test_a_completion_streamed_or_whole(fake: Fake) -> None:
     fake.words = [" upon", " a", " time"]
     for stream in (True, False):
-        found = list(Client(fake.url).complete("Once", options={"model": "m"}, stream=stream))
+        found = list(ServerClient(fake.url).complete("Once", options={"model": "m"}, stream=stream))
         assert "".join(piece.text for piece in found) == " upon a time"
         assert [piece.tokens for piece in found if piece.tokens] == [3]
     assert [body.get("stream") for body in fake.bodies] == [True, None]
@@ -86,7 +86,7 @@ def test_a_completion_streamed_or_whole(fake: Fake) -> None:
 
 def test_closing_it_lets_the_server_know(fake: Fake) -> None:
     fake.hold_at = 2
-    found = Client(fake.url).chat(ASKED, options={})
+    found = ServerClient(fake.url).chat(ASKED, options={})
     assert next(found).text == "Here"
     found.close()
     eventually(lambda: fake.left == 1, what="the server hears that nobody listens")
@@ -106,7 +106,7 @@ def test_closing_it_lets_the_server_know(fake: Fake) -> None:
 def test_refusals(fake: Fake, status: int, kind: type[SmolclusterError], words: str) -> None:
     fake.next.append(refuse(status, "temperature is too high", retry_after="3"))
     with pytest.raises(kind, match=words) as raised:
-        list(Client(fake.url).chat(ASKED, options={}))
+        list(ServerClient(fake.url).chat(ASKED, options={}))
     assert raised.value.exit_code == (2 if kind is UserError else 1)
     if status in (429, 503):
         assert isinstance(raised.value, ServerFailed)
@@ -114,7 +114,7 @@ def test_refusals(fake: Fake, status: int, kind: type[SmolclusterError], words: 
 
 
 def test_a_stream_that_breaks_off_is_no_answer(fake: Fake) -> None:
-    client = Client(fake.url)
+    client = ServerClient(fake.url)
     for turn, words in ((break_off(3), "broke off"), (err(2, "the last machine is gone"), "the last machine is gone")):
         fake.next.append(turn)
         found: list[str] = []
@@ -126,15 +126,15 @@ def test_a_stream_that_breaks_off_is_no_answer(fake: Fake) -> None:
 def test_a_key(fake: Fake) -> None:
     fake.key = "a-key-for-the-test"
     with pytest.raises(UserError, match="needs a key: give it with"):
-        Client(fake.url).models()
+        ServerClient(fake.url).models()
     with pytest.raises(UserError, match="that is not its key"):
-        Client(fake.url, key="another").models()
-    assert Client(fake.url, key=fake.key).models() == ["smollm2"]
-    printed = Client(f"{fake.url}/#key={fake.key}")  # what `smolcluster serve` prints
+        ServerClient(fake.url, key="another").models()
+    assert ServerClient(fake.url, key=fake.key).models() == ["smollm2"]
+    printed = ServerClient(f"{fake.url}/#key={fake.key}")  # what `smolcluster serve` prints
     assert printed.models() == ["smollm2"]
     assert fake.key not in printed.url
     with pytest.raises(UserError, match="--key has characters"):
-        Client(fake.url, key="two\r\nlines: x")
+        ServerClient(fake.url, key="two\r\nlines: x")
 
 
 def test_nobody_there() -> None:
@@ -143,7 +143,7 @@ def test_nobody_there() -> None:
     with pytest.raises(
         UserError, match=f"nothing answers at http://127.0.0.1:{port}; start a server with: smolcluster serve smollm2"
     ):
-        Client(f"http://127.0.0.1:{port}").models()
+        ServerClient(f"http://127.0.0.1:{port}").models()
 
 
 @pytest.mark.parametrize(
@@ -151,24 +151,24 @@ def test_nobody_there() -> None:
 )
 def test_no_address(url: str) -> None:
     with pytest.raises(UserError, match="address") as raised:
-        Client(url)
+        ServerClient(url)
     assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("url", ["{0}", "http://{0}/", "http://{0}/v1", "http://{0}/v1/"])
 def test_ways_to_write_an_address(fake: Fake, url: str) -> None:
-    assert Client(url.format(fake.url.removeprefix("http://"))).models() == ["smollm2"]
+    assert ServerClient(url.format(fake.url.removeprefix("http://"))).models() == ["smollm2"]
 
 
 def test_what_is_no_server_of_models() -> None:
     page = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 6\r\n\r\n<html>"
     with answering(page) as url, pytest.raises(ServerFailed, match=r"no answer|broke off"):
-        Client(url).models()
+        ServerClient(url).models()
     with answering(b"SSH-2.0-OpenSSH_9.2\r\n") as url, pytest.raises(UserError, match="cannot be asked"):
-        Client(url).models()
+        ServerClient(url).models()
     hollow = b'HTTP/1.1 200 OK\r\ncontent-length: 29\r\n\r\n{"data": [{"id": 1}, 2, null]}'
     with answering(hollow) as url, pytest.raises(ServerFailed, match=r"no answer|no model|broke off"):
-        Client(url).models()
+        ServerClient(url).models()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
     for body, words in (
         (b"data: {nonsense\n\n", "no answer"),
@@ -179,7 +179,7 @@ def test_what_is_no_server_of_models() -> None:
     ):
         # It hangs up at once, and that may be heard before what it said.
         with answering(head + body) as url, pytest.raises(ServerFailed, match=f"{words}|broke off"):
-            list(Client(url).chat(ASKED, options={}))
+            list(ServerClient(url).chat(ASKED, options={}))
 
 
 # What reaches the terminal
@@ -201,7 +201,7 @@ def test_what_is_no_server_of_models() -> None:
     ],
 )
 def test_nothing_steers_the_terminal(given: list[str], shown: str | None) -> None:
-    filtered = Shown()
+    filtered = TerminalText()
     found = "".join(map(filtered.push, given)) + filtered.flush()
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", found)
     if shown is not None:
@@ -212,7 +212,7 @@ def test_every_way_to_cut_it(fake: Fake) -> None:
     text = "one \x1b[1;31mtwo\x1b[0m three\x1b[K"
     for at in range(len(text) + 1):
         for then in range(at, len(text) + 1):
-            filtered = Shown()
+            filtered = TerminalText()
             parts = (text[:at], text[at:then], text[then:])
             assert "".join(map(filtered.push, parts)) + filtered.flush() == "one two three"
 
@@ -220,7 +220,7 @@ def test_every_way_to_cut_it(fake: Fake) -> None:
 def test_a_terminal_that_knows_few_letters(fake: Fake) -> None:
     fake.words = ["naïve ", "日本"]
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    print_pieces(Client(fake.url).chat(ASKED, options={}), out)
+    print_pieces(ServerClient(fake.url).chat(ASKED, options={}), out)
     out.seek(0)
     assert out.read() == "na?ve ??\n"
 
@@ -239,7 +239,7 @@ def talk(fake: Fake, *lines: str | type[BaseException], **options: object) -> tu
         raise line
 
     out = io.StringIO()
-    chat = Chat(client=Client(fake.url), model="smollm2", read=read, out=out, **options)  # type: ignore[arg-type]
+    chat = Chat(client=ServerClient(fake.url), model="smollm2", read=read, out=out, **options)  # type: ignore[arg-type]
     return chat.run(), out.getvalue(), chat
 
 
@@ -271,14 +271,14 @@ def test_a_start_is_waited_for(fake: Fake) -> None:
         told.append(words)
         fake.tell(ready=True)
 
-    Client(fake.url).wait_ready(tell)
+    ServerClient(fake.url).wait_ready(tell)
     assert told == ["1 of 2 stages ready"]
     fake.tell(ready=False)
     with pytest.raises(ServerFailed, match="still not ready after 0 s: 1 of 2 stages ready"):
-        Client(fake.url).wait_ready(told.append, within_s=0)
+        ServerClient(fake.url).wait_ready(told.append, within_s=0)
     fake.tell(problems=["pi5: \x1b[2J2 GB are\x07 too little"])
     with pytest.raises(ServerFailed, match=r"0 s: 1 of 2 stages ready; pi5: 2 GB are too little$"):
-        Client(fake.url).wait_ready(told.append, within_s=0)
+        ServerClient(fake.url).wait_ready(told.append, within_s=0)
 
 
 def test_several_lines(fake: Fake) -> None:
@@ -511,14 +511,14 @@ def _with_terminal() -> None:
 def test_before_the_real_service() -> None:
     engine = ScriptedEngine()
     with scripted(engine) as port:
-        client = Client(f"http://127.0.0.1:{port}")
+        client = ServerClient(f"http://127.0.0.1:{port}")
         assert client.models() == ["tiny"]
         options = {"model": "tiny", "temperature": 0.0, "max_tokens": len(SAID), "seed": 3, "top_k": 5, "stop": ["dog"]}
         for found in (client.chat(ASKED, options=options), client.complete("hello", options=options, stream=False)):
             told = list(found)
             assert "".join(piece.text for piece in told) == SAID.partition("dog")[0]
             assert "stop" in [piece.finish for piece in told]
-        engine.refuse = NobodyThere("layers 15 to 29 are on no machine")
+        engine.refuse = Unavailable("layers 15 to 29 are on no machine")
         with pytest.raises(ServerFailed, match="layers 15 to 29 are on no machine; try again in 5 s"):
             list(client.chat(ASKED, options=options))
         engine.refuse, engine.hold_after = None, 3

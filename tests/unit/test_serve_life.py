@@ -20,7 +20,7 @@ from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.serve import main as life
 from smolcluster.serve.engine import local
 from smolcluster.serve.http import server as http
-from smolcluster.serve.main import Shape, Wanted, limits_of, shape_of
+from smolcluster.serve.main import ServeOptions, StageCounts, count_stages, service_limits
 from smolcluster.web.server import names_here
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "inference"
@@ -42,21 +42,21 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "inference"
 def test_how_many_processes_there_are_to_be(
     said: dict[str, Any], stages: int, replicas: int, workers: int, distribution: Any
 ) -> None:
-    shape = shape_of(Wanted(model="m", **said))
-    assert shape == Shape(stages=stages, replicas=replicas, workers=workers, distribution=distribution)
+    shape = count_stages(ServeOptions(model="m", **said))
+    assert shape == StageCounts(stages=stages, replicas=replicas, workers=workers, distribution=distribution)
     assert shape.missing == stages * replicas - workers
 
 
 def test_too_few_without_others_who_could_come() -> None:
     with pytest.raises(UserError, match=r"--workers 1 is too few for 2 stage\(s\) of 1: .*--listen"):
-        shape_of(Wanted(model="m", stages=2, workers=1))
+        count_stages(ServeOptions(model="m", stages=2, workers=1))
     with pytest.raises(UserError, match="give the layers of each stage"):
-        shape_of(Wanted(model="m", layers="10;10"))
+        count_stages(ServeOptions(model="m", layers="10;10"))
 
 
 @pytest.mark.parametrize(("concurrency", "sequences", "requests"), [(1, 64, 128), (32, 64, 128), (500, 1000, 1000)])
 def test_what_is_answered_at_once_is_also_let_in(concurrency: int, sequences: int, requests: int) -> None:
-    limits = limits_of(Wanted(model="m", concurrency=concurrency))
+    limits = service_limits(ServeOptions(model="m", concurrency=concurrency))
     assert (limits.sequences, limits.requests) == (sequences, requests)
 
 
@@ -162,7 +162,7 @@ def test_what_is_in_the_way_of_our_own_stages_ends_it(alone: bool) -> None:
         told.append(url)
         raise KeyboardInterrupt  # as a user would end it
 
-    place = http.Place(port=0).checked()
+    place = http.HttpSettings(port=0).checked()
     opened = http.open_port(place)
     with pytest.raises(SmolclusterError if alone else KeyboardInterrupt, match="no memory" if alone else None):
         asyncio.run(life._serve(front, service_of(ScriptedEngine()), place, opened, ready, alone=alone))

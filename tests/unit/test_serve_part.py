@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smolcluster.models import GPT, GPTConfig, Qwen3Config
 from smolcluster.models import ragged as ragged_module
-from smolcluster.serve.engine.part import STEP, Part, Row, cache_bytes_per_token, room_for
+from smolcluster.serve.engine.stage_model import STEP, Row, StageModel, cache_bytes_per_token, cache_capacity
 
 VOCAB, CONTEXT, LAYERS = 61, 150, 4
 GPT2 = GPTConfig(vocab_size=VOCAB, model_dim=48, num_layers=LAYERS, num_heads=4, max_seq_len=CONTEXT)
@@ -57,12 +57,12 @@ def make(config: GPTConfig, dtype: torch.dtype) -> GPT:
 MODELS = {(shape, dtype): make(config, dtype) for shape, config in SHAPES.items() for dtype in TOLERANCE}
 
 
-def parts_of(model: GPT, split: Sequence[int] = (4,), dtype: torch.dtype = torch.float64) -> list[Part]:
+def parts_of(model: GPT, split: Sequence[int] = (4,), dtype: torch.dtype = torch.float64) -> list[StageModel]:
     weights, start, parts = model.state_dict(), 0, []
     for count in split:
         layers = range(start, start + count)
         first, last = start == 0, layers.stop == LAYERS
-        parts.append(Part(model.config, layers, first=first, last=last, weights=weights, device=CPU, dtype=dtype))
+        parts.append(StageModel(model.config, layers, first=first, last=last, weights=weights, device=CPU, dtype=dtype))
         start += count
     return parts
 
@@ -71,7 +71,7 @@ def tokens(length: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def through(parts: Sequence[Part], rows: Sequence[Row], x: Tensor) -> Tensor:
+def through(parts: Sequence[StageModel], rows: Sequence[Row], x: Tensor) -> Tensor:
     for part in parts:
         x = part.run(rows, x)
     return x
@@ -81,7 +81,7 @@ def one(sequence: int, start: int, count: int, *, answer: bool = True) -> Row:
     return Row(sequence=sequence, start=start, count=count, answer=answer)
 
 
-def cache_bytes(part: Part) -> int:
+def cache_bytes(part: StageModel) -> int:
     """What the caches take now, room to grow included."""
     return sum(cache.kv.nbytes for cache in part._caches.values())
 
@@ -194,15 +194,15 @@ def test_forgetting_frees_at_once() -> None:
 
 
 def test_a_cache_grows_by_a_quarter_in_steps_up_to_the_context() -> None:
-    assert room_for(1, room=0, limit=1000) == STEP
-    assert room_for(STEP, room=STEP, limit=1000) == STEP
-    assert room_for(STEP + 1, room=STEP, limit=1000) == 2 * STEP
-    assert room_for(641, room=640, limit=1000) == 832
-    assert room_for(960, room=900, limit=1000) == 1000
-    assert room_for(10, room=0, limit=20) == 20
+    assert cache_capacity(1, room=0, limit=1000) == STEP
+    assert cache_capacity(STEP, room=STEP, limit=1000) == STEP
+    assert cache_capacity(STEP + 1, room=STEP, limit=1000) == 2 * STEP
+    assert cache_capacity(641, room=640, limit=1000) == 832
+    assert cache_capacity(960, room=900, limit=1000) == 1000
+    assert cache_capacity(10, room=0, limit=20) == 20
     copied = room = 0
     for length in range(1, 100_000):
-        larger = room_for(length, room=room, limit=10**9)
+        larger = cache_capacity(length, room=room, limit=10**9)
         copied += room if larger > room else 0
         room = larger
     assert room <= 1.25 * 100_000 + STEP
@@ -233,7 +233,7 @@ def test_weights_are_taken_as_they_are_and_only_those_of_the_part() -> None:
             return super().__getitem__(name)
 
     weights = Recording(model.state_dict())
-    part = Part(LLAMA, range(1, 3), first=False, last=False, weights=weights, device=CPU, dtype=torch.float64)
+    part = StageModel(LLAMA, range(1, 3), first=False, last=False, weights=weights, device=CPU, dtype=torch.float64)
     assert {name.split(".")[1] for name in asked} == {"1", "2"}
     assert not any(tensor.is_meta for tensor in part._model.state_dict().values())
     for name, parameter in part._model.named_parameters():
@@ -252,14 +252,14 @@ def test_missing_and_misshapen_weights_are_named() -> None:
     missing = {name: tensor for name, tensor in weights.items() if name != "blocks.2.mlp.up.weight"}
     kwargs = {"first": False, "last": False, "device": CPU, "dtype": torch.float64}
     with pytest.raises(ValueError, match=r"the weights have no blocks\.2\.mlp\.up\.weight"):
-        Part(LLAMA, range(2, 3), weights=missing, **kwargs)
-    Part(LLAMA, range(3, 4), weights=missing, **kwargs)
+        StageModel(LLAMA, range(2, 3), weights=missing, **kwargs)
+    StageModel(LLAMA, range(3, 4), weights=missing, **kwargs)
     wrong = weights | {"blocks.2.mlp.up.weight": torch.zeros(3, 4)}
     with pytest.raises(ValueError, match=r"up\.weight has shape \(3, 4\), the model takes \(160, 48\)"):
-        Part(LLAMA, range(2, 3), weights=wrong, **kwargs)
+        StageModel(LLAMA, range(2, 3), weights=wrong, **kwargs)
     for layers in (range(2, 5), range(-1, 2), range(0, 4, 2)):
         with pytest.raises(ValueError, match="is no range of the 4 layers"):
-            Part(LLAMA, layers, weights=weights, **kwargs)
+            StageModel(LLAMA, layers, weights=weights, **kwargs)
 
 
 # ---- refusals, and failures in the middle

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.serve.engine import scheduler as scheduling
-from smolcluster.serve.engine.scheduler import MOST_TRIES, Limits, Scheduler, Sent, Ways, width_of
-from smolcluster.serve.engine.types import Ask, Busy, GivenUp, NobodyThere, Sampling, Token
+from smolcluster.serve.engine.scheduler import MOST_TRIES, Routes, Scheduler, SchedulerLimits, SentBatch, width_of
+from smolcluster.serve.engine.types import Busy, RetriesExhausted, SamplingParams, SequenceRequest, Token, Unavailable
 
-TWO = Ways((("a",), ("b",)))
+TWO = Routes((("a",), ("b",)))
 
 
 def after(tokens: tuple[int, ...]) -> int:
@@ -31,7 +31,7 @@ class Machines:
         self.scheduler = scheduler
         self.caches: dict[int, list[int]] = {}
 
-    def answer(self, sent: Sent) -> dict[int, Token]:
+    def answer(self, sent: SentBatch) -> dict[int, Token]:
         chosen, place = {}, 0
         for row in sent.rows:
             cache = self.caches.setdefault(row.sequence, [])
@@ -43,9 +43,9 @@ class Machines:
         return chosen
 
     def forget(self) -> None:
-        for number, _ in self.scheduler.over:
+        for number, _ in self.scheduler.finished:
             self.caches.pop(number, None)
-        self.scheduler.over.clear()
+        self.scheduler.finished.clear()
 
 
 class Told(list[Any]):
@@ -61,44 +61,44 @@ class Told(list[Any]):
         return self[-1].finish if self else None
 
 
-def alone(ask: Ask) -> list[int]:
+def alone(ask: SequenceRequest) -> list[int]:
     tokens = list(ask.tokens)
     for _ in range(ask.max_tokens):
         tokens.append(after(tuple(tokens)))
     return tokens[len(ask.tokens) :]
 
 
-def ask(*tokens: int, max_tokens: int = 3, **said: Any) -> Ask:
-    return Ask(tokens=tokens, max_tokens=max_tokens, **said)
+def ask(*tokens: int, max_tokens: int = 3, **said: Any) -> SequenceRequest:
+    return SequenceRequest(tokens=tokens, max_tokens=max_tokens, **said)
 
 
-def serve(scheduler: Scheduler, machines: Machines) -> list[Sent]:
+def serve(scheduler: Scheduler, machines: Machines) -> list[SentBatch]:
     """Until nothing is left to do."""
     seen = []
     while (sent := scheduler.next_batch(now=0.0)) is not None:
         seen.append(sent)
-        scheduler.chosen(sent.number, machines.answer(sent))
+        scheduler.complete(sent.number, machines.answer(sent))
         machines.forget()
     return seen
 
 
 def test_a_batch_of_a_machine_that_was_away_is_not_waited_for() -> None:
     """It comes back under its old name, and has forgotten everything."""
-    scheduler, told = Scheduler(ways=TWO), Told()
+    scheduler, told = Scheduler(routes=TWO), Told()
     scheduler.submit(ask(1, 2, 3), told)
     lost = [scheduler.next_batch(now=0.0) for _ in range(3)]
     assert lost[0] is not None
-    scheduler.set_ways(Ways((("a",), ())), now=1.0)
-    scheduler.set_ways(TWO, now=2.0)
-    scheduler.over.clear()
-    assert not scheduler.under_way
+    scheduler.set_routes(Routes((("a",), ())), now=1.0)
+    scheduler.set_routes(TWO, now=2.0)
+    scheduler.finished.clear()
+    assert not scheduler.in_flight
     serve(scheduler, Machines(scheduler))
     assert told.tokens == alone(ask(1, 2, 3))
     assert told.finish == "length"
 
 
 def test_one_sequence() -> None:
-    scheduler, told = Scheduler(ways=TWO), Told()
+    scheduler, told = Scheduler(routes=TWO), Told()
     machines = Machines(scheduler)
     scheduler.submit(ask(1, 2, 3), told)
     batches = serve(scheduler, machines)
@@ -106,11 +106,11 @@ def test_one_sequence() -> None:
     assert told.finish == "length"
     assert [[(row.start, row.count) for row in sent.rows] for sent in batches] == [[(0, 3)], [(3, 1)], [(4, 1)]]
     assert machines.caches == {}
-    assert (scheduler.running, scheduler.waiting, scheduler.under_way) == (0, 0, {})
+    assert (scheduler.running, scheduler.waiting, scheduler.in_flight) == (0, 0, {})
 
 
 def test_a_stop_token_ends_it_and_is_not_told() -> None:
-    scheduler, told = Scheduler(ways=TWO), Told()
+    scheduler, told = Scheduler(routes=TWO), Told()
     stop = alone(ask(5, max_tokens=2))[1]
     scheduler.submit(ask(5, max_tokens=9, stop_tokens=frozenset({stop})), told)
     serve(scheduler, Machines(scheduler))
@@ -119,30 +119,30 @@ def test_a_stop_token_ends_it_and_is_not_told() -> None:
 
 
 def test_how_to_choose_is_said_once_with_all_that_came_before() -> None:
-    scheduler = Scheduler(Limits(chunk=2), ways=TWO)
+    scheduler = Scheduler(SchedulerLimits(chunk=2), routes=TWO)
     scheduler.submit(ask(1, 2, 3), Told())
-    scheduler.submit(ask(4, 5, sampling=Sampling(frequency_penalty=0.5)), Told())
+    scheduler.submit(ask(4, 5, sampling=SamplingParams(frequency_penalty=0.5)), Told())
     batches = serve(scheduler, Machines(scheduler))
-    openings = [opening for sent in batches for opening in sent.openings.values()]
+    openings = [opening for sent in batches for opening in sent.states.values()]
     told = sorted((opening.position, opening.tokens, opening.prompt) for opening in openings)
     assert told == [(2, (4, 5), 2), (3, (), 0)]  # tokens only for the one whose choice depends on them
 
 
 def test_long_prompts_open_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told of them travels as text, and a message has its limit."""
-    monkeypatch.setattr(scheduling, "MOST_TOLD", 8)
-    scheduler, stories = Scheduler(ways=TWO), [Told() for _ in range(4)]
-    wanted = [ask(*range(n, n + 5), sampling=Sampling(repetition_penalty=1.5)) for n in range(4)]
-    for one, told in zip(wanted, stories, strict=True):
+    monkeypatch.setattr(scheduling, "MOST_HISTORY", 8)
+    scheduler, sequences = Scheduler(routes=TWO), [Told() for _ in range(4)]
+    wanted = [ask(*range(n, n + 5), sampling=SamplingParams(repetition_penalty=1.5)) for n in range(4)]
+    for one, told in zip(wanted, sequences, strict=True):
         scheduler.submit(one, told)
     batches = serve(scheduler, Machines(scheduler))
-    assert max(sum(len(opening.tokens) for opening in sent.openings.values()) for sent in batches) == 5
-    assert [told.tokens for told in stories] == [alone(one) for one in wanted]
+    assert max(sum(len(opening.tokens) for opening in sent.states.values()) for sent in batches) == 5
+    assert [told.tokens for told in sequences] == [alone(one) for one in wanted]
 
 
 def test_a_prompt_goes_in_chunks_that_follow_each_other() -> None:
-    """One more than the stages can work on at once is under way, but for the one that is answered."""
-    scheduler = Scheduler(Limits(chunk=4), ways=Ways((("a",), ("b",)), width=2))
+    """One more than the stages can work on at once is in flight, but for the one that is answered."""
+    scheduler = Scheduler(SchedulerLimits(chunk=4), routes=Routes((("a",), ("b",)), width=2))
     scheduler.submit(ask(*range(18)), Told())
     ahead = []
     while (sent := scheduler.next_batch(now=0.0)) is not None:
@@ -150,13 +150,13 @@ def test_a_prompt_goes_in_chunks_that_follow_each_other() -> None:
     assert [(row.start, row.count) for sent in ahead for row in sent.rows] == [(0, 4), (4, 4), (8, 4)]
     machines = Machines(scheduler)
     for sent in ahead:
-        scheduler.chosen(sent.number, machines.answer(sent))
+        scheduler.complete(sent.number, machines.answer(sent))
     assert [(row.start, row.count) for row in scheduler.next_batch(now=0.0).rows] == [(12, 4)]  # type: ignore[union-attr]
 
 
 def test_tokens_of_many_go_together_as_many_batches_as_stages_can_work() -> None:
     for width, expected in ((1, [8]), (2, [4, 4]), (4, [2, 2, 2, 2])):
-        scheduler = Scheduler(ways=Ways((("a",),) * 4, width=width))
+        scheduler = Scheduler(routes=Routes((("a",),) * 4, width=width))
         machines = Machines(scheduler)
         for number in range(8):
             scheduler.submit(ask(number, max_tokens=50), Told())
@@ -166,25 +166,25 @@ def test_tokens_of_many_go_together_as_many_batches_as_stages_can_work() -> None
                 sent.append(batch)
             assert [len(batch.rows) for batch in sent] == expected
             for batch in sent:
-                scheduler.chosen(batch.number, machines.answer(batch))
+                scheduler.complete(batch.number, machines.answer(batch))
 
 
 def test_nobody_waits_long_behind_a_prompt() -> None:
-    scheduler, told = Scheduler(Limits(chunk=16), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(chunk=16), routes=TWO), Told()
     machines = Machines(scheduler)
     scheduler.submit(ask(1, max_tokens=30), told)
-    scheduler.chosen((sent := scheduler.next_batch(now=0.0)).number, machines.answer(sent))  # type: ignore
+    scheduler.complete((sent := scheduler.next_batch(now=0.0)).number, machines.answer(sent))  # type: ignore
     scheduler.submit(ask(*range(160)), Told())
     for _ in range(10):
         sent = scheduler.next_batch(now=0.0)
         assert sent is not None
         assert sum(row.count for row in sent.rows) <= 17
-        scheduler.chosen(sent.number, machines.answer(sent))
+        scheduler.complete(sent.number, machines.answer(sent))
     assert len(told) >= 10
 
 
 def test_the_least_loaded_replicas_are_taken() -> None:
-    scheduler = Scheduler(ways=Ways((("a1", "a2"), ("b1", "b2", "b3"))))
+    scheduler = Scheduler(routes=Routes((("a1", "a2"), ("b1", "b2", "b3"))))
     for number in range(6):
         scheduler.submit(ask(number), Told())
     scheduler.next_batch(now=0.0)
@@ -192,7 +192,7 @@ def test_the_least_loaded_replicas_are_taken() -> None:
 
 
 def test_limits() -> None:
-    scheduler = Scheduler(Limits(running=2, waiting=3), ways=TWO)
+    scheduler = Scheduler(SchedulerLimits(running=2, waiting=3), routes=TWO)
     scheduler.submit(ask(1), Told())
     scheduler.submit(ask(2), Told())
     scheduler.next_batch(now=0.0)
@@ -205,44 +205,44 @@ def test_limits() -> None:
 
 
 def test_one_who_leaves_frees_its_place_at_once() -> None:
-    scheduler = Scheduler(Limits(running=1), ways=TWO)
+    scheduler = Scheduler(SchedulerLimits(running=1), routes=TWO)
     first, second = Told(), Told()
-    story = scheduler.submit(ask(1, max_tokens=50), first)
+    sequence = scheduler.submit(ask(1, max_tokens=50), first)
     scheduler.submit(ask(2), second)
     sent = scheduler.next_batch(now=0.0)
     assert sent is not None
-    scheduler.cancel(story)
-    assert scheduler.over == [(story.number, ("a", "b"))]
-    scheduler.cancel(story)
+    scheduler.cancel(sequence)
+    assert scheduler.finished == [(sequence.number, ("a", "b"))]
+    scheduler.cancel(sequence)
     machines = Machines(scheduler)
-    scheduler.chosen(sent.number, machines.answer(sent))
+    scheduler.complete(sent.number, machines.answer(sent))
     assert first == []
     serve(scheduler, machines)
     assert second.tokens == alone(ask(2))
 
 
 def test_a_lost_machine_costs_time_and_no_token() -> None:
-    scheduler, told = Scheduler(ways=Ways((("a",), ("b", "c")))), Told()
+    scheduler, told = Scheduler(routes=Routes((("a",), ("b", "c")))), Told()
     machines = Machines(scheduler)
     scheduler.submit(ask(1, 2, max_tokens=6), told)
     for _ in range(3):
         sent = scheduler.next_batch(now=0.0)
         assert sent is not None
-        scheduler.chosen(sent.number, machines.answer(sent))
+        scheduler.complete(sent.number, machines.answer(sent))
     lost = scheduler.next_batch(now=0.0)
     assert lost is not None
-    scheduler.set_ways(Ways((("a",), ("c",))), now=1.0)
-    assert scheduler.over == [(lost.rows[0].sequence, ("a", "b"))]
-    assert scheduler.under_way == {}  # nobody waits for it
+    scheduler.set_routes(Routes((("a",), ("c",))), now=1.0)
+    assert scheduler.finished == [(lost.rows[0].sequence, ("a", "b"))]
+    assert scheduler.in_flight == {}  # nobody waits for it
     machines.forget()
     serve(scheduler, machines)
-    scheduler.chosen(lost.number, {lost.rows[0].sequence: Token(token=666)})  # it comes back after all
+    scheduler.complete(lost.number, {lost.rows[0].sequence: Token(token=666)})  # it comes back after all
     assert told.tokens == alone(ask(1, 2, max_tokens=6))
 
 
 def test_one_without_an_answer_begins_again_and_is_given_up_in_the_end() -> None:
     """Nothing else would ever wake it."""
-    scheduler, told, other = Scheduler(ways=TWO), Told(), Told()
+    scheduler, told, other = Scheduler(routes=TWO), Told(), Told()
     machines = Machines(scheduler)
     forgotten = scheduler.submit(ask(1, 2, 3), told)
     scheduler.submit(ask(4, 5), other)
@@ -252,90 +252,90 @@ def test_one_without_an_answer_begins_again_and_is_given_up_in_the_end() -> None
             break
         answers = machines.answer(sent)
         answers.pop(forgotten.number, None)
-        scheduler.chosen(sent.number, answers)
+        scheduler.complete(sent.number, answers)
         machines.forget()
     assert other.tokens == alone(ask(4, 5))
     (last,) = told
-    assert isinstance(last, GivenUp)
+    assert isinstance(last, RetriesExhausted)
     assert scheduler.running == 0
 
 
 def test_those_who_begin_again_keep_their_order() -> None:
     """Where the machines that are left have less room, who came first is not the one to wait."""
-    scheduler, stories = Scheduler(Limits(running=2), ways=TWO), [Told() for _ in range(3)]
-    for first, told in enumerate(stories):
+    scheduler, sequences = Scheduler(SchedulerLimits(running=2), routes=TWO), [Told() for _ in range(3)]
+    for first, told in enumerate(sequences):
         scheduler.submit(ask(first, 5, max_tokens=20), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_ways(Ways((("a",), ())), now=1.0)
-    assert [story.ask.tokens[0] for story in scheduler._waiting] == [0, 1, 2]
-    scheduler.set_ways(dataclasses.replace(TWO, room={"a": 60, "b": 60}), now=2.0)  # for one of them
+    scheduler.set_routes(Routes((("a",), ())), now=1.0)
+    assert [sequence.request.tokens[0] for sequence in scheduler._waiting] == [0, 1, 2]
+    scheduler.set_routes(dataclasses.replace(TWO, room={"a": 60, "b": 60}), now=2.0)  # for one of them
     sent = scheduler.next_batch(now=2.0)
     assert sent is not None
     assert sent.tokens == (0, 5)
-    scheduler.lost(sent.number, now=3.0)
-    assert [story.ask.tokens[0] for story in scheduler._waiting] == [0, 1, 2]
+    scheduler.fail(sent.number, now=3.0)
+    assert [sequence.request.tokens[0] for sequence in scheduler._waiting] == [0, 1, 2]
 
 
 def test_a_batch_that_fails_again_and_again_is_given_up() -> None:
-    scheduler, told = Scheduler(ways=TWO), Told()
+    scheduler, told = Scheduler(routes=TWO), Told()
     scheduler.submit(ask(1), told)
     for _ in range(MOST_TRIES):
         sent = scheduler.next_batch(now=0.0)
         assert sent is not None
-        scheduler.lost(sent.number, now=0.0)
+        scheduler.fail(sent.number, now=0.0)
     assert scheduler.next_batch(now=0.0) is None
     assert isinstance(told[-1], SmolclusterError)
 
 
 def test_nobody_is_kept_waiting_for_ever() -> None:
-    scheduler, told = Scheduler(Limits(patience_s=10.0), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_ways(Ways((("a",), ())), now=5.0)
-    scheduler.give_up(now=14.0)
+    scheduler.set_routes(Routes((("a",), ())), now=5.0)
+    scheduler.expire(now=14.0)
     assert told == []
-    scheduler.give_up(now=16.0)
-    assert isinstance(told[-1], NobodyThere)
-    with pytest.raises(NobodyThere):
+    scheduler.expire(now=16.0)
+    assert isinstance(told[-1], Unavailable)
+    with pytest.raises(Unavailable):
         scheduler.submit(ask(1), Told())
 
 
 def test_layers_that_are_being_loaded_are_waited_for() -> None:
-    scheduler, told = Scheduler(Limits(patience_s=10.0, loading_s=100.0), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, loading_s=100.0), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_ways(Ways((("a",), ()), coming=True), now=5.0)
-    scheduler.give_up(now=90.0)
+    scheduler.set_routes(Routes((("a",), ()), coming=True), now=5.0)
+    scheduler.expire(now=90.0)
     assert told == []
-    scheduler.give_up(now=106.0)
-    assert isinstance(told[-1], NobodyThere)
+    scheduler.expire(now=106.0)
+    assert isinstance(told[-1], Unavailable)
 
 
 def test_patience_begins_anew_with_every_loss() -> None:
     """One that waits for its turn has not waited for a machine."""
-    scheduler, told = Scheduler(Limits(patience_s=10.0, running=1), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, running=1), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), Told())
     scheduler.submit(ask(2, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
     for at in (5.0, 50.0):
-        scheduler.set_ways(Ways((("a",), ())), now=at)
-        scheduler.give_up(now=at + 1)
-        scheduler.set_ways(TWO, now=at + 2)
-        scheduler.give_up(now=at + 3)
+        scheduler.set_routes(Routes((("a",), ())), now=at)
+        scheduler.expire(now=at + 1)
+        scheduler.set_routes(TWO, now=at + 2)
+        scheduler.expire(now=at + 3)
         assert told == []
 
 
 def test_patience_begins_anew_when_those_who_loaded_are_lost_too() -> None:
-    scheduler, told = Scheduler(Limits(patience_s=10.0, loading_s=100.0), ways=TWO), Told()
+    scheduler, told = Scheduler(SchedulerLimits(patience_s=10.0, loading_s=100.0), routes=TWO), Told()
     scheduler.submit(ask(1, max_tokens=9), told)
     scheduler.next_batch(now=0.0)
-    scheduler.set_ways(Ways((("a",), ()), coming=True), now=5.0)
-    scheduler.set_ways(Ways((("a",), ())), now=50.0)
-    scheduler.give_up(now=59.0)
+    scheduler.set_routes(Routes((("a",), ()), coming=True), now=5.0)
+    scheduler.set_routes(Routes((("a",), ())), now=50.0)
+    scheduler.expire(now=59.0)
     assert told == []
-    scheduler.set_ways(Ways((("a",), ())), now=60.0)  # another change of the same
-    scheduler.give_up(now=61.0)
-    assert isinstance(told[-1], NobodyThere)
+    scheduler.set_routes(Routes((("a",), ())), now=60.0)  # another change of the same
+    scheduler.expire(now=61.0)
+    assert isinstance(told[-1], Unavailable)
 
 
 def test_how_many_stages_work_at_once() -> None:
@@ -350,22 +350,22 @@ def test_how_many_stages_work_at_once() -> None:
 
 
 def test_one_that_cannot_be_computed_takes_no_others_with_it() -> None:
-    scheduler, told = Scheduler(ways=TWO), [Told() for _ in range(4)]
+    scheduler, told = Scheduler(routes=TWO), [Told() for _ in range(4)]
     machines = Machines(scheduler)
     for number, tell in enumerate(told):
         scheduler.submit(ask(number, 7), tell)
     while (sent := scheduler.next_batch(now=0.0)) is not None:
         if 2 in sent.tokens:  # whatever has this token fails
-            scheduler.lost(sent.number, now=0.0, why="NaN")
+            scheduler.fail(sent.number, now=0.0, why="NaN")
         else:
-            scheduler.chosen(sent.number, machines.answer(sent))
+            scheduler.complete(sent.number, machines.answer(sent))
         machines.forget()
     assert [tell.tokens for tell in told if tell is not told[2]] == [alone(ask(n, 7)) for n in (0, 1, 3)]
     assert "NaN" in str(told[2][0])
 
 
 def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it() -> None:
-    scheduler = Scheduler(Limits(chunk=30), ways=TWO)
+    scheduler = Scheduler(SchedulerLimits(chunk=30), routes=TWO)
     for length in (200, 200, 2):
         scheduler.submit(ask(*range(length)), Told())
     sent = scheduler.next_batch(now=0.0)
@@ -375,24 +375,24 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it() -> None:
 
 
 def test_while_layers_are_loaded_one_may_wait() -> None:
-    scheduler = Scheduler(ways=Ways((("a",), ()), coming=True))
+    scheduler = Scheduler(routes=Routes((("a",), ()), coming=True))
     scheduler.submit(ask(1), Told())
     assert scheduler.waiting == 1
-    with pytest.raises(NobodyThere):
-        Scheduler(ways=Ways((("a",), ()))).submit(ask(1), Told())
+    with pytest.raises(Unavailable):
+        Scheduler(routes=Routes((("a",), ()))).submit(ask(1), Told())
 
 
-def tight(room: int) -> Ways:
-    return Ways((("a",), ("b",)), room={"b": room})
+def tight(room: int) -> Routes:
+    return Routes((("a",), ("b",)), room={"b": room})
 
 
 def test_who_does_not_fit_waits_for_room() -> None:
-    scheduler = Scheduler(ways=tight(2 * (50 + 64)))
+    scheduler = Scheduler(routes=tight(2 * (50 + 64)))
     for _ in range(3):
         scheduler.submit(ask(*range(50)), Told())
     assert scheduler.next_batch(now=0.0) is not None
     assert (scheduler.running, scheduler.waiting) == (2, 1)
-    with_room = Scheduler(ways=Ways(TWO.stages, room={"b": 3 * (50 + 64)}))
+    with_room = Scheduler(routes=Routes(TWO.stages, room={"b": 3 * (50 + 64)}))
     for _ in range(3):
         with_room.submit(ask(*range(50)), Told())
     assert with_room.next_batch(now=0.0) is not None
@@ -400,14 +400,14 @@ def test_who_does_not_fit_waits_for_room() -> None:
 
 
 def test_when_memory_becomes_tight_the_last_steps_back_and_loses_nothing() -> None:
-    scheduler, told = Scheduler(ways=tight(300)), [Told() for _ in range(2)]
+    scheduler, told = Scheduler(routes=tight(300)), [Told() for _ in range(2)]
     machines, asks = Machines(scheduler), [ask(1, 2, max_tokens=200), ask(3, 4, 5, max_tokens=150)]
     for one, tell in zip(asks, told, strict=True):
         scheduler.submit(one, tell)
     most, order = 0, []
     while (sent := scheduler.next_batch(now=0.0)) is not None:
         machines.forget()
-        scheduler.chosen(sent.number, machines.answer(sent))
+        scheduler.complete(sent.number, machines.answer(sent))
         most = max(most, sum(map(len, machines.caches.values())))
         order += [n for n, tell in enumerate(told) if tell.finish == "length" and n not in order]
         machines.forget()
@@ -417,7 +417,7 @@ def test_when_memory_becomes_tight_the_last_steps_back_and_loses_nothing() -> No
 
 
 def test_one_that_fills_a_machine_alone_ends_there() -> None:
-    scheduler, told = Scheduler(ways=tight(20)), Told()
+    scheduler, told = Scheduler(routes=tight(20)), Told()
     scheduler.submit(ask(1, 2, max_tokens=50), told)
     serve(scheduler, Machines(scheduler))
     assert told.tokens == alone(ask(1, 2, max_tokens=19))
@@ -426,34 +426,34 @@ def test_one_that_fills_a_machine_alone_ends_there() -> None:
 
 
 def test_one_that_fills_a_machine_goes_on_where_there_is_more_room() -> None:
-    scheduler, told = Scheduler(ways=Ways((("a",), ("b", "c")), room={"b": 20, "c": 40})), Told()
+    scheduler, told = Scheduler(routes=Routes((("a",), ("b", "c")), room={"b": 20, "c": 40})), Told()
     scheduler.submit(ask(1, 2, max_tokens=50), told)
-    ways = {sent.way for sent in serve(scheduler, Machines(scheduler))}
-    assert ways == {("a", "b"), ("a", "c")}
+    routes = {sent.route for sent in serve(scheduler, Machines(scheduler))}
+    assert routes == {("a", "b"), ("a", "c")}
     assert told.tokens == alone(ask(1, 2, max_tokens=39))
     assert (told[-1].token, told.finish) == (-1, "length")
 
 
 def test_one_that_no_longer_fits_where_it_must_go_on_ends_there() -> None:
-    scheduler, told = Scheduler(ways=tight(50)), Told()
+    scheduler, told = Scheduler(routes=tight(50)), Told()
     scheduler.submit(ask(1, 2, max_tokens=40), told)
     machines = Machines(scheduler)
     while len(told.tokens) < 25:
         sent = scheduler.next_batch(now=0.0)
         assert sent is not None
-        scheduler.chosen(sent.number, machines.answer(sent))
-    scheduler.set_ways(Ways((("c",), ("d",)), room={"d": 20}), now=0.0)
+        scheduler.complete(sent.number, machines.answer(sent))
+    scheduler.set_routes(Routes((("c",), ("d",)), room={"d": 20}), now=0.0)
     serve(scheduler, machines)
     assert told.tokens == alone(ask(1, 2, max_tokens=25))
     assert (told[-1].token, told.finish) == (-1, "length")
 
 
 def test_one_that_fits_nowhere_is_told_so() -> None:
-    scheduler, told, other = Scheduler(ways=tight(20)), Told(), Told()
+    scheduler, told, other = Scheduler(routes=tight(20)), Told(), Told()
     scheduler.submit(ask(*range(30)), told)
     scheduler.submit(ask(1), other)
     serve(scheduler, Machines(scheduler))
-    assert isinstance(told[0], GivenUp)
+    assert isinstance(told[0], RetriesExhausted)
     assert "30 tokens do not fit the memory" in str(told[0])
     assert other.tokens == alone(ask(1))
 
@@ -463,7 +463,7 @@ def test_one_that_fits_nowhere_is_told_so() -> None:
     [({}, None), ({"a": 7}, None), ({"a": 7, "b": 9}, 9), ({"a": 7, "b": 9, "c": 8}, 8), ({"c": 8}, 8)],
 )
 def test_the_longest_sequence(room: dict[str, int], longest: int | None) -> None:
-    assert Ways((("a", "b"), ("c",)), room=room).longest == longest
+    assert Routes((("a", "b"), ("c",)), room=room).longest == longest
 
 
 @given(
@@ -479,7 +479,7 @@ def test_in_any_order_with_any_losses_everyone_gets_what_he_would_have_got_alone
     rng = random.Random(seed)
     stages = tuple(tuple(f"{letter}{n}" for n in range(replicas)) for letter in "abc")
     rooms = {} if room is None else {machine: room for stage in stages for machine in stage}
-    scheduler = Scheduler(Limits(running=4, waiting=100, chunk=chunk), ways=Ways(stages, width, rooms))
+    scheduler = Scheduler(SchedulerLimits(running=4, waiting=100, chunk=chunk), routes=Routes(stages, width, rooms))
     machines = Machines(scheduler)
     asks = [
         ask(*(rng.randrange(50) for _ in range(rng.randint(1, 60))), max_tokens=rng.randint(1, 8)) for _ in range(8)
@@ -487,25 +487,25 @@ def test_in_any_order_with_any_losses_everyone_gets_what_he_would_have_got_alone
     told = [Told() for _ in asks]
     for one, tell in zip(asks, told, strict=True):
         scheduler.submit(one, tell)
-    queues: dict[tuple[str, ...], list[Sent]] = {}
+    queues: dict[tuple[str, ...], list[SentBatch]] = {}
     for _ in range(10_000):
         sent = scheduler.next_batch(now=0.0)
         if sent is not None:
-            queues.setdefault(sent.way, []).append(sent)
+            queues.setdefault(sent.route, []).append(sent)
         waiting = [queue for queue in queues.values() if queue]
         if sent is None and not waiting:
             break
-        if waiting and rng.random() < 0.7:  # the batches of a way come back in order
+        if waiting and rng.random() < 0.7:  # the batches of a route come back in order
             first = rng.choice(waiting).pop(0)
             if rng.random() < 0.05:
-                scheduler.lost(first.number, now=0.0)
+                scheduler.fail(first.number, now=0.0)
                 machines.forget()
             elif all(row.sequence in machines.caches or row.start == 0 for row in first.rows):
-                answered = machines.answer(first) if first.number in scheduler.under_way else {}
-                scheduler.chosen(first.number, answered)
+                answered = machines.answer(first) if first.number in scheduler.in_flight else {}
+                scheduler.complete(first.number, answered)
                 machines.forget()
             else:
-                scheduler.lost(first.number, now=0.0)
+                scheduler.fail(first.number, now=0.0)
                 machines.forget()
     for one, tell in zip(asks, told, strict=True):
         if not isinstance(tell[-1], SmolclusterError):  # lost too often

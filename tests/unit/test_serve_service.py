@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.scripted_engine import END, SAID, ScriptedEngine, service_of
 
-from smolcluster.serve.engine.types import Ask, Busy, NobodyThere, Sampling, Token
-from smolcluster.serve.http.service import BadRequest, Piece, Request, Service, UnknownModel
+from smolcluster.serve.engine.types import Busy, SamplingParams, SequenceRequest, Token, Unavailable
+from smolcluster.serve.http.service import BadRequest, CompletionRequest, Service, TextChunk, UnknownModel
 
 T = TypeVar("T")
 
@@ -29,12 +29,12 @@ def says(text: str, *, end: bool = True) -> ScriptedEngine:
 
 
 async def answer(service: Service, **fields: Any) -> SimpleNamespace:
-    job = await service.prepare(Request(**{"prompts": ["hello"], **fields}))
+    job = await service.prepare(CompletionRequest(**{"prompts": ["hello"], **fields}))
     return SimpleNamespace(choices=await service.whole(job), usage=job.usage)
 
 
-async def pieces(service: Service, **fields: Any) -> list[Piece]:
-    job = await service.prepare(Request(**{"prompts": ["hello"], **fields}))
+async def pieces(service: Service, **fields: Any) -> list[TextChunk]:
+    job = await service.prepare(CompletionRequest(**{"prompts": ["hello"], **fields}))
     return [piece async for piece in service.stream(job)]
 
 
@@ -78,7 +78,7 @@ def test_a_stop_string_ends_it_and_frees_the_sequence_before_the_last_piece() ->
 
     async def look() -> list[tuple[str, str | None, int]]:
         service = service_of(engine)
-        job = await service.prepare(Request(prompts=["x"], stop=["three", "fo"], max_tokens=18))
+        job = await service.prepare(CompletionRequest(prompts=["x"], stop=["three", "fo"], max_tokens=18))
         return [(piece.text, piece.finish, engine.open) async for piece in service.stream(job)]
 
     found = run(look())
@@ -169,7 +169,7 @@ def test_several_prompts_are_several_asks() -> None:
 def test_without_a_seed_one_is_drawn_and_told() -> None:
     async def seeds() -> set[int]:
         service = service_of(ScriptedEngine())
-        jobs = [await service.prepare(Request(prompts=["x"])) for _ in range(8)]
+        jobs = [await service.prepare(CompletionRequest(prompts=["x"])) for _ in range(8)]
         assert all(job.seed == job.asks[0].sampling.seed for job in jobs)
         return {job.seed for job in jobs}
 
@@ -179,10 +179,10 @@ def test_without_a_seed_one_is_drawn_and_told() -> None:
 def test_sampling_is_the_requests_then_the_servers() -> None:
     engine = ScriptedEngine()
     service = service_of(engine)
-    service.defaults = Sampling(temperature=0.7, top_p=0.9)
+    service.defaults = SamplingParams(temperature=0.7, top_p=0.9)
     run(answer(service, top_p=0.5, top_k=40, repetition_penalty=1.1, presence_penalty=1, frequency_penalty=-1, seed=-1))
     sampling = engine.asks[0].sampling
-    assert sampling == Sampling(
+    assert sampling == SamplingParams(
         temperature=0.7,
         top_p=0.5,
         top_k=40,
@@ -289,14 +289,14 @@ def test_so_many_sequences_and_no_more() -> None:
         engine = ScriptedEngine()
         engine.hold_after = 1
         service = service_of(engine, sequences=3)
-        job = await service.prepare(Request(prompts=["x"], n=2))
+        job = await service.prepare(CompletionRequest(prompts=["x"], n=2))
         async with contextlib.aclosing(service.stream(job)) as stream:
             await anext(stream)
             assert service.sequences == 2
-            await service.prepare(Request(prompts=["x"]))
+            await service.prepare(CompletionRequest(prompts=["x"]))
             with pytest.raises(Busy):
-                await service.prepare(Request(prompts=["x"], n=2))
-            other = await service.prepare(Request(prompts=["x"]))
+                await service.prepare(CompletionRequest(prompts=["x"], n=2))
+            other = await service.prepare(CompletionRequest(prompts=["x"]))
             async with contextlib.aclosing(service.stream(other)) as second:
                 await anext(second)
                 with pytest.raises(Busy):
@@ -312,7 +312,7 @@ def test_closing_a_stream_frees_the_engine_at_once(n: int) -> None:
         engine = ScriptedEngine()
         engine.hold_after = 2
         service = service_of(engine)
-        stream = service.stream(await service.prepare(Request(prompts=["x"], n=n)))
+        stream = service.stream(await service.prepare(CompletionRequest(prompts=["x"], n=n)))
         await anext(stream)
         await stream.aclose()
         assert (engine.open, service.sequences) == (0, 0)
@@ -326,7 +326,7 @@ def test_a_cancelled_answer_frees_the_engine_at_once(n: int) -> None:
         engine = ScriptedEngine()
         engine.hold_after = 2
         service = service_of(engine)
-        job = await service.prepare(Request(prompts=["x"], n=n))
+        job = await service.prepare(CompletionRequest(prompts=["x"], n=n))
         working = asyncio.create_task(service.whole(job))
         await asyncio.to_thread(engine.begun.acquire)
         working.cancel()
@@ -340,9 +340,9 @@ def test_a_cancelled_answer_frees_the_engine_at_once(n: int) -> None:
 def test_one_that_fails_takes_the_others_with_it(n: int) -> None:
     async def story() -> None:
         engine = ScriptedEngine()
-        engine.fail = (3, NobodyThere("pi5 is lost"))
+        engine.fail = (3, Unavailable("pi5 is lost"))
         service = service_of(engine)
-        with pytest.raises(NobodyThere, match="pi5"):
+        with pytest.raises(Unavailable, match="pi5"):
             await answer(service, n=n)
         assert (engine.open, service.sequences) == (0, 0)
 
@@ -356,13 +356,15 @@ def test_a_slow_reader_holds_only_a_few_pieces() -> None:
         told: list[int] = []
 
         class Counting(ScriptedEngine):
-            def _told(self, token: int, ask: Ask, *, last: bool) -> Token:
+            def _told(self, token: int, ask: SequenceRequest, *, last: bool) -> Token:
                 told.append(token)
                 return super()._told(token, ask, last=last)
 
         engine = Counting(context=100_000)
         service = service_of(engine, max_tokens=50_000)
-        async with contextlib.aclosing(service.stream(await service.prepare(Request(prompts=["x"], n=4)))) as stream:
+        async with contextlib.aclosing(
+            service.stream(await service.prepare(CompletionRequest(prompts=["x"], n=4)))
+        ) as stream:
             await anext(stream)
             for _ in range(200):
                 await asyncio.sleep(0)
@@ -391,7 +393,7 @@ def test_a_prompt_that_nobody_read_is_not_counted() -> None:
     """Clients ask again and again while there is nobody."""
     engine = says("four", end=False)
     service = service_of(engine)
-    engine.refuse = NobodyThere("nobody is there")
-    with pytest.raises(NobodyThere):
+    engine.refuse = Unavailable("nobody is there")
+    with pytest.raises(Unavailable):
         run(answer(service, max_tokens=4))
     assert service.metrics.prompt_tokens == 0

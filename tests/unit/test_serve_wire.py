@@ -22,14 +22,17 @@ from smolcluster.comm.elastic.transport.sockets import split_address
 from smolcluster.compute.memory import built_in_bytes, machine_bytes
 from smolcluster.serve.engine import wire
 from smolcluster.serve.engine.front import Front
-from smolcluster.serve.engine.layout import Wish
-from smolcluster.serve.engine.part import Row
-from smolcluster.serve.engine.stage import DIAL_S, Holder
-from smolcluster.serve.engine.types import Sampling, Token
-from smolcluster.serve.engine.wire import Assignment, Batch, Model, Offer, Opening, Spent
+from smolcluster.serve.engine.layout import LayoutOptions
+from smolcluster.serve.engine.next_stages import DIAL_S
+from smolcluster.serve.engine.stage import StageWorker
+from smolcluster.serve.engine.stage_model import Row
+from smolcluster.serve.engine.types import SamplingParams, Token
+from smolcluster.serve.engine.wire import Assignment, HopTiming, SamplingState, ServedModel, StageBatch, StageOffer
 
-MODEL = Model(name="m", config=llama(), fingerprint="f", reference={"kind": "gguf", "path": "x.gguf"}, codec="fp16")
-OFFER = Offer(
+MODEL = ServedModel(
+    name="m", config=llama(), fingerprint="f", reference={"kind": "gguf", "path": "x.gguf"}, codec="fp16"
+)
+OFFER = StageOffer(
     name="pi5",
     host="pi5",
     address="10.0.0.2:1",
@@ -43,16 +46,19 @@ OFFER = Offer(
 ASSIGNMENT = Assignment(
     first_layer=2, num_layers=3, first=False, last=False, secret="s", name="pi-2", next=(("ab", "10.0.0.3:2"),)
 )
-BATCH = Batch(
+BATCH = StageBatch(
     rows=(Row(sequence=7, start=0, count=3, answer=True), Row(sequence=9, start=12, count=1, answer=True)),
     secret="s",
     route=(("ab", "10.0.0.3:2"), ("cd", "[::1]:3")),
     samplings={
-        7: Opening(
-            sampling=Sampling(temperature=0.5, top_k=4, seed=-3, logprobs=2), position=3, tokens=(1, 2, 3), prompt=2
+        7: SamplingState(
+            sampling=SamplingParams(temperature=0.5, top_k=4, seed=-3, logprobs=2),
+            position=3,
+            tokens=(1, 2, 3),
+            prompt=2,
         )
     },
-    spent=(Spent(name="mini1", waited_s=0.25, computed_s=0.5),),
+    spent=(HopTiming(name="mini1", waited_s=0.25, computed_s=0.5),),
 )
 CHOSEN = {7: Token(token=5, logprob=-0.5, top=((5, -0.5), (6, -2.0))), 9: Token(token=0)}
 
@@ -256,12 +262,12 @@ METAS = [right for _, right in READERS.values()] + [{}, {"sequences": [1, 2]}, {
 def test_a_front_and_a_stage_survive_whatever_they_are_told(seed: int) -> None:
     """A link may be closed for it; nothing is raised into the transport, and nothing is left half-done."""
     rng = random.Random(seed)
-    front = Front(Transport(), RandomSource(llama(layers=2)), wish=Wish(stages=1))  # type: ignore[arg-type]
-    holder = idle_holder()
-    for handler, role in ((front, "stage"), (holder, "front")):
+    front = Front(Transport(), RandomSource(llama(layers=2)), options=LayoutOptions(stages=1))  # type: ignore[arg-type]
+    worker = idle_worker()
+    for handler, role in ((front, "stage"), (worker, "front")):
         link = Link(role)
-        if handler is holder:
-            holder.front_is_there(link)  # type: ignore[arg-type]
+        if handler is worker:
+            worker.front_linked(link)  # type: ignore[arg-type]
         else:
             handler.linked(link)  # type: ignore[arg-type]
         for _ in range(60):
@@ -269,8 +275,8 @@ def test_a_front_and_a_stage_survive_whatever_they_are_told(seed: int) -> None:
             message = Message(kind=kind, step=rng.choice([0, 1, 2, 1 << 60]), meta=anything(rng, rng.choice(METAS)))
             handler.received(link, message)  # type: ignore[arg-type]
             handler.place(link, head("float16", (4, 32)))  # type: ignore[arg-type]
-            while holder._todo.qsize():
-                task = holder._todo.get()
+            while worker._tasks.qsize():
+                task = worker._tasks.get()
                 if task is not None:
                     task()
         handler.unlinked(link, "the end")  # type: ignore[arg-type]
@@ -285,7 +291,7 @@ def test_a_front_names_no_files_but_those_that_the_owner_of_a_stage_allows(
         opened.append(reference["path"])
         return SimpleNamespace(fingerprint=MODEL.fingerprint, name="m")
 
-    monkeypatch.setattr("smolcluster.serve.engine.stage.open_source", open_source)
+    monkeypatch.setattr("smolcluster.serve.engine.stage_weights.open_source", open_source)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "link.gguf").symlink_to("/etc/hostname")
     inside, outside = str(tmp_path / "models" / "a.gguf"), str(tmp_path / "id_ed25519")
@@ -299,15 +305,18 @@ def test_a_front_names_no_files_but_those_that_the_owner_of_a_stage_allows(
     for files, allowed in ((None, []), (tmp_path / "models", [inside])):
         for path in paths:
             for kind in ("gguf", "hugging_face", "run"):
-                holder = idle_holder(files)
-                found = holder._find(dataclasses.replace(MODEL, reference={"kind": kind, "path": path}))
+                worker = idle_worker(files)
+                found = worker._weights._find(dataclasses.replace(MODEL, reference={"kind": kind, "path": path}))
                 assert (found is not None) == (path in allowed)
         assert set(opened) == set(allowed)
-    assert idle_holder()._find(dataclasses.replace(MODEL, reference={"kind": "package", "path": "smollm2"})) is not None
+    assert (
+        idle_worker()._weights._find(dataclasses.replace(MODEL, reference={"kind": "package", "path": "smollm2"}))
+        is not None
+    )
 
 
-def idle_holder(files: Path | None = None) -> Holder:
-    return Holder(
+def idle_worker(files: Path | None = None) -> StageWorker:
+    return StageWorker(
         Transport(),  # type: ignore[arg-type]
         "127.0.0.1:1",
         name="s",
@@ -319,38 +328,38 @@ def idle_holder(files: Path | None = None) -> Holder:
 
 
 def test_new_layers_put_an_end_to_weights_that_were_on_their_way() -> None:
-    holder, link = idle_holder(), Link("front")
-    holder.front_is_there(link)  # type: ignore[arg-type]
-    holder._model = MODEL
-    holder._wanted = (1, ASSIGNMENT)
+    worker, link = idle_worker(), Link("front")
+    worker.front_linked(link)  # type: ignore[arg-type]
+    worker._model = MODEL
+    worker._wanted = (1, ASSIGNMENT)
     first, *_ = state_messages({"a": torch.zeros(8)}, {})
-    holder.received(link, first)  # type: ignore[arg-type]
-    assert holder._incoming is not None
-    holder.received(link, Message(kind=Kind.LAYERS, step=2, meta=wire.meta_of(ASSIGNMENT)))  # type: ignore[arg-type]
-    assert (holder._incoming, holder._wanted) == (None, None)
+    worker.received(link, first)  # type: ignore[arg-type]
+    assert worker._incoming is not None
+    worker.received(link, Message(kind=Kind.LAYERS, step=2, meta=wire.meta_of(ASSIGNMENT)))  # type: ignore[arg-type]
+    assert (worker._incoming, worker._wanted) == (None, None)
     assert not link.closed
 
 
 def test_what_processes_share_does_not_depend_on_what_they_hold() -> None:
     """Else those who hold their layers already would look too small to a front that was started again."""
-    holder, link = idle_holder(), Link("front")
-    holder.front_is_there(link)  # type: ignore[arg-type]
+    worker, link = idle_worker(), Link("front")
+    worker.front_linked(link)  # type: ignore[arg-type]
     told = []
     for weights in ({}, {"a": torch.zeros(1 << 20)}):
-        holder._weights = weights
-        holder._offer(MODEL)
+        worker._weights.tensors = weights
+        worker._join(MODEL)
         told.append(wire.read_offer(link.sent[-1].meta).shared_bytes)
     assert told == [built_in_bytes(torch.device("cpu"))] * 2
     assert told[0] >= machine_bytes()
 
 
 def test_a_batch_for_a_machine_that_cannot_be_reached_is_given_up_by_a_timer_that_is_early() -> None:
-    holder, link = idle_holder(), Link("front")
-    holder.front_is_there(link)  # type: ignore[arg-type]
+    worker, link = idle_worker(), Link("front")
+    worker.front_linked(link)  # type: ignore[arg-type]
     link.sent.clear()
     soon = (time.monotonic(), Message(kind=Kind.ROWS, step=8))
     due = (time.monotonic() - DIAL_S + 0.005, Message(kind=Kind.ROWS, step=7))
-    holder._unsent["ab"] = [due, soon]
-    holder._give_up("ab")
+    worker._next._unsent["ab"] = [due, soon]
+    worker._next._expire("ab")
     assert [(message.kind, message.step) for message in link.sent] == [(Kind.FAILED, 7)]
-    assert holder._unsent == {"ab": [soon]}
+    assert worker._next._unsent == {"ab": [soon]}

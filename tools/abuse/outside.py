@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import smolcluster
-from smolcluster.serve.http.server import Place
+from smolcluster.serve.http.server import HttpSettings
 
 PACKING = frozenset({"zlib", "gzip", "bz2", "lzma", "zstandard", "lz4", "zipfile", "tarfile", "pickle", "marshal"})
 OPEN = (
@@ -36,7 +36,7 @@ def opens_without_a_token(folder: Path, commands: Sequence[Sequence[str]] = OPEN
             continue
         if done.returncode == 0 or "token" not in done.stderr + done.stdout:
             found.append(f"status {done.returncode} of `{name}` without a token: {done.stderr[-200:]}")
-    if Place(bind="0.0.0.0").checked().key is None:
+    if HttpSettings(bind="0.0.0.0").checked().key is None:
         found.append("a page on 0.0.0.0 has no key")
     return found
 

@@ -46,11 +46,11 @@ from smolcluster.engine.run_dir import RunDir
 from smolcluster.models import GPT
 from smolcluster.models.registry import build
 from smolcluster.serve.engine import wire
-from smolcluster.serve.engine.part import Row
 from smolcluster.serve.engine.sources import find_source
-from smolcluster.serve.engine.types import Sampling, Token
-from smolcluster.serve.engine.wire import Assignment, Batch, Offer, Opening, Spent
-from smolcluster.web.server import Patience
+from smolcluster.serve.engine.stage_model import Row
+from smolcluster.serve.engine.types import SamplingParams, Token
+from smolcluster.serve.engine.wire import Assignment, HopTiming, SamplingState, StageBatch, StageOffer
+from smolcluster.web.server import HttpLimits
 from tools.abuse.doors import HANG_S, Door, Ended, Guest, alive, listening_ports, until_the_end
 from tools.abuse.elastic import Abuse, Speech, harm
 from tools.abuse.report import QUIET_S, Report, Result, Target, besiege, hold_times
@@ -80,8 +80,8 @@ HOP = ("0123456789abcdef", "127.0.0.1:1")
 
 
 def _rows(sequence: int, *, activations: bool, route: tuple[tuple[str, str], ...] = ()) -> Message:
-    opening = Opening(sampling=Sampling(temperature=0.0), position=2)
-    batch = Batch(
+    opening = SamplingState(sampling=SamplingParams(temperature=0.0), position=2)
+    batch = StageBatch(
         rows=(Row(sequence=sequence, start=0, count=2, answer=True),), route=route, samplings={sequence: opening}
     )
     payload = torch.ones(2, DIM) if activations else torch.tensor([1, 2])
@@ -89,7 +89,7 @@ def _rows(sequence: int, *, activations: bool, route: tuple[tuple[str, str], ...
 
 
 def _offer() -> Message:
-    offer = Offer(
+    offer = StageOffer(
         name="x",
         host="x",
         address="127.0.0.1:1",
@@ -103,7 +103,7 @@ def _offer() -> Message:
 
 
 def _chosen(batch: int, sequences: Sequence[int]) -> Message:
-    spent = (Spent(name="x", waited_s=0.0, computed_s=0.1),)
+    spent = (HopTiming(name="x", waited_s=0.0, computed_s=0.1),)
     return Message(
         kind=Kind.CHOSEN, step=batch, meta=wire.chosen_meta({n: Token(token=0, logprob=-1.0) for n in sequences}, spent)
     )
@@ -310,7 +310,7 @@ def served(folder: Path, run: Path, *, token: str) -> Iterator[Served]:
         front = start("serve", str(run), *options, "--no-browser", *(["--api-key", key] if key else []))
         page = int(_told(log, front, r"chat  http://127.0.0.1:(\d+)/"))
         by_hand = start("stage", "--server", f"127.0.0.1:{port}", "--name", "by-hand")
-        http_door = Door("http", front, page, gone_s=Patience().request_s, key=key)
+        http_door = Door("http", front, page, gone_s=HttpLimits().request_s, key=key)
         _until(lambda: _ready(http_door), "the model is served", log)
         (stage,) = _children(front)
         doors = {

@@ -14,7 +14,7 @@ from smolcluster.cli.options import grouped
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.serve.client.http import Client
+    from smolcluster.serve.client.http import ServerClient
 
 EXAMPLES = """Examples:
 smolcluster chat
@@ -89,10 +89,10 @@ def chat(
     return talk.run()
 
 
-def reach(url: str, key: str | None) -> Client:
+def reach(url: str, key: str | None) -> ServerClient:
     """Connect to a server, and wait until it is ready."""
-    from smolcluster.serve.client.http import Client
+    from smolcluster.serve.client.http import ServerClient
 
-    client = Client(url, key=key)
+    client = ServerClient(url, key=key)
     client.wait_ready(lambda words: typer.echo(f"waiting: {words}", err=True))
     return client

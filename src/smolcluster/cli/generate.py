@@ -13,7 +13,7 @@ from smolcluster.cli.options import grouped
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.serve.client.http import Completes
+    from smolcluster.serve.client.http import CompletionClient
 
 EXAMPLES = """Examples:
 smolcluster generate "Once upon a time" --max-tokens 60
@@ -64,11 +64,11 @@ def generate(
     text = read_all(sys.stdin, what="the prompt") if prompt == "-" else prompt
     if not text:
         raise UserError("the prompt is empty; write the text that is to be continued, or - to read it from stdin")
-    source: Completes
+    source: CompletionClient
     if from_ is not None:
-        from smolcluster.serve.main import load_alone
+        from smolcluster.serve.main import load_in_process
 
-        service = load_alone(from_, device)
+        service = load_in_process(from_, device)
         source, name = service, service.name
     else:
         client = reach(url, key)

@@ -90,7 +90,7 @@ def serve(
 ) -> int:
     from smolcluster.comm.addresses import is_loopback
     from smolcluster.observe.logs import log_to_terminal
-    from smolcluster.serve.main import Wanted, run_front
+    from smolcluster.serve.main import ServeOptions, run_front
     from smolcluster.web.server import open_browser
 
     def ready(url: str) -> None:
@@ -104,7 +104,7 @@ def serve(
             open_browser(url)
 
     log_to_terminal()
-    wanted = Wanted(model=model, allow_hosts=tuple(allow_host or ()), **asdict(options))
+    wanted = ServeOptions(model=model, allow_hosts=tuple(allow_host or ()), **asdict(options))
     try:
         return run_front(wanted, tell=print_text, ready=ready)
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ from smolcluster.dashboard.hub import Hub, TooManyViewers
 from smolcluster.dashboard.logs import read_cursor, read_page
 from smolcluster.dashboard.runs import MOST_COMPARED, MOST_RUNS, NoSuchRun, compare
 from smolcluster.errors import needed as needed_for
-from smolcluster.web.guard import App, Guard, Rules
+from smolcluster.web.guard import App, Guard, GuardRules
 from smolcluster.web.pages import static_answer, static_files
 from smolcluster.web.streams import WRITE_S, event_stream
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).parent / "static"
 SEARCHES = 2  # of logs, at once
-RULES = Rules(
+RULES = GuardRules(
     name="dashboard",
     program="smolcluster dashboard",
     is_ours=lambda path: path.startswith("/api"),

@@ -88,7 +88,7 @@ def serve(place: Place, *, ready: Callable[[str], None], until: threading.Event 
             ready=lambda: ready(url_of(listener, place.token)),
             closing=hub.close,  # viewers get the last changes, and leave
             until=until,
-            patience=web.Patience(request_s=REQUEST_S, most_connections=MOST_CONNECTIONS),
+            patience=web.HttpLimits(request_s=REQUEST_S, most_connections=MOST_CONNECTIONS),
         )
         asyncio.run(serving)
 

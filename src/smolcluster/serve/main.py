@@ -26,16 +26,16 @@ from smolcluster.compute.memory import parse_size
 from smolcluster.compute.precision import DTYPES
 from smolcluster.engine.identity import new_peer, this_machine
 from smolcluster.errors import SmolclusterError, UserError, unknown_name
-from smolcluster.serve.alone import Alone, InThisProcess
 from smolcluster.serve.engine import scheduler
 from smolcluster.serve.engine.front import LINKS, Front
-from smolcluster.serve.engine.layout import Wish
+from smolcluster.serve.engine.layout import LayoutOptions
 from smolcluster.serve.engine.local import LocalStages
 from smolcluster.serve.engine.sources import find_source
-from smolcluster.serve.engine.stage import Holder
-from smolcluster.serve.engine.types import Sampling
+from smolcluster.serve.engine.stage import StageWorker
+from smolcluster.serve.engine.types import SamplingParams
 from smolcluster.serve.http import server as http
-from smolcluster.serve.http.service import Limits, Service
+from smolcluster.serve.http.service import Service, ServiceLimits
+from smolcluster.serve.in_process import InProcessClient, InProcessEngine
 from smolcluster.stopping import stop_signals
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ TEMPERATURE, TOP_P = 0.6, 0.9  # where neither the command nor a request gives o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ServeOptions:
     """What `smolcluster serve` was asked for."""
 
     model: str
@@ -67,7 +67,7 @@ class Wanted:
     top_p: float = TOP_P
 
 
-def distribution_of(text: str | None) -> tuple[int, ...] | str | None:
+def parse_distribution(text: str | None) -> tuple[int, ...] | str | None:
     """`10,10,10`, `auto`, or nothing."""
     if text is None or text == "auto":
         return text
@@ -77,7 +77,7 @@ def distribution_of(text: str | None) -> tuple[int, ...] | str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class StageCounts:
     """How many stages there are to be, and how many of their processes are ours."""
 
     stages: int
@@ -91,12 +91,12 @@ class Shape:
         return max(0, self.stages * self.replicas - self.workers)
 
 
-def shape_of(wanted: Wanted) -> Shape:
-    distribution = distribution_of(wanted.layers)
+def count_stages(wanted: ServeOptions) -> StageCounts:
+    distribution = parse_distribution(wanted.layers)
     stages = wanted.stages or (len(distribution) if isinstance(distribution, tuple) else None)
     workers = wanted.workers if wanted.workers is not None else (stages or 1) * wanted.replicas
     stages = stages or max(1, workers // wanted.replicas)
-    shape = Shape(stages=stages, replicas=wanted.replicas, workers=workers, distribution=distribution)
+    shape = StageCounts(stages=stages, replicas=wanted.replicas, workers=workers, distribution=distribution)
     if shape.missing and wanted.listen is None:
         raise UserError(
             f"--workers {workers} is too few for {stages} stage(s) of {wanted.replicas}: leave --workers out, or let other "
@@ -105,15 +105,17 @@ def shape_of(wanted: Wanted) -> Shape:
     return shape
 
 
-def run_front(wanted: Wanted, *, tell: Callable[[str], None], ready: Callable[[str], None]) -> int:
+def run_front(wanted: ServeOptions, *, tell: Callable[[str], None], ready: Callable[[str], None]) -> int:
     """Serve until Ctrl-C, SIGTERM or SIGHUP. Everything that can be wrong without the model is reported before it is loaded."""
-    shape = shape_of(wanted)
+    shape = count_stages(wanted)
     dtype_of(wanted.dtype)
     # Without --listen only our own processes connect, and nothing leaves this machine: no token is needed for that.
     keyring = None if wanted.listen is None else load_keyring(None, os.environ)
     listen = ("127.0.0.1", 0) if wanted.listen is None else split_address(wanted.listen)
     check_bind(listen[0], keyring)
-    place = http.Place(bind=wanted.bind, port=wanted.port, key=wanted.api_key, allow_hosts=wanted.allow_hosts).checked()
+    place = http.HttpSettings(
+        bind=wanted.bind, port=wanted.port, key=wanted.api_key, allow_hosts=wanted.allow_hosts
+    ).checked()
     for number in stop_signals():
         if number != signal.SIGINT:
             signal.signal(number, _terminated)
@@ -134,7 +136,7 @@ def _terminated(number: int, _: object) -> None:
 async def _serve(
     front: Front,
     service: Service,
-    place: http.Place,
+    place: http.HttpSettings,
     opened: socket.socket,
     ready: Callable[[str], None],
     *,
@@ -148,7 +150,7 @@ async def _serve(
     async def load(url: str) -> None:
         try:
             if alone:
-                await loaded(front)
+                await wait_until_loaded(front)
         except Exception:  # whatever it is: it would look as if it still loaded
             failed.set()
             raise
@@ -168,7 +170,11 @@ async def _serve(
 
 @contextlib.contextmanager
 def _front(
-    wanted: Wanted, shape: Shape, keyring: Keyring | None, listen: tuple[str, int], tell: Callable[[str], None]
+    wanted: ServeOptions,
+    shape: StageCounts,
+    keyring: Keyring | None,
+    listen: tuple[str, int],
+    tell: Callable[[str], None],
 ) -> Iterator[tuple[Front, Service]]:
     """The model, which its stages begin to load."""
     if shape.workers:
@@ -181,11 +187,12 @@ def _front(
             front = Front(
                 transport,
                 source,
-                wish=Wish(stages=shape.stages, replicas=shape.replicas, distribution=shape.distribution),
+                options=LayoutOptions(stages=shape.stages, replicas=shape.replicas, distribution=shape.distribution),
                 codec=wanted.codec,
                 dtype=dtype_of(wanted.dtype),
-                limits=scheduler.Limits(
-                    running=wanted.concurrency, waiting=max(scheduler.Limits().waiting, limits_of(wanted).sequences)
+                limits=scheduler.SchedulerLimits(
+                    running=wanted.concurrency,
+                    waiting=max(scheduler.SchedulerLimits().waiting, service_limits(wanted).sequences),
                 ),
                 listen=listen,
             )
@@ -212,44 +219,44 @@ def _front(
             )
             needed = f"; {shape.missing} more needed" if shape.missing else ""
             tell(f"stages on {where}: smolcluster stage --server {server}{needed}")
-        defaults = Sampling(temperature=wanted.temperature, top_p=wanted.top_p)
+        defaults = SamplingParams(temperature=wanted.temperature, top_p=wanted.top_p)
         yield (
             front,
             Service(
                 front,
                 text,
-                model_name=called(wanted.model),
+                model_name=client_model_name(wanted.model),
                 defaults=defaults,
-                limits=limits_of(wanted),
+                limits=service_limits(wanted),
                 chats=text.has_template,
                 openings=source.openings(),
             ),
         )
 
 
-def limits_of(wanted: Wanted) -> Limits:
+def service_limits(wanted: ServeOptions) -> ServiceLimits:
     """As many wait as are answered at once, whatever that number is."""
-    usual = Limits()
+    usual = ServiceLimits()
     sequences = max(usual.sequences, 2 * wanted.concurrency)
     return replace(usual, sequences=sequences, requests=max(usual.requests, sequences))
 
 
-def load_alone(model: str, device: str | None) -> InThisProcess:
+def load_in_process(model: str, device: str | None) -> InProcessClient:
     """A model for this process alone."""
     source, chosen = find_source(model), choose_device(device, asked_by="--device")
     text = source.text()
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
-    engine = Alone(source, device=chosen, dtype=dtype)
-    defaults = Sampling(temperature=TEMPERATURE, top_p=TOP_P)
-    return InThisProcess(Service(engine, text, model_name=called(model), defaults=defaults))
+    engine = InProcessEngine(source, device=chosen, dtype=dtype)
+    defaults = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P)
+    return InProcessClient(Service(engine, text, model_name=client_model_name(model), defaults=defaults))
 
 
-def called(model: str) -> str:
+def client_model_name(model: str) -> str:
     """What clients call it."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-.") or "model"
 
 
-async def loaded(front: Front) -> None:
+async def wait_until_loaded(front: Front) -> None:
     """Until all layers are held. Raises SmolclusterError with what is in the way."""
     until = time.monotonic() + READY_S
     while not front.wait_ready(0.0):
@@ -296,7 +303,7 @@ def run_stage(
     name = name or socket.gethostname().partition(".")[0] or "here"
     transport = TcpTransport(new_peer(role="stage", rank=0, host=name), keyring=keyring, limits=LINKS)
     try:
-        holder = Holder(
+        holder = StageWorker(
             transport,
             server,
             name=name,

@@ -26,7 +26,7 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also one without an
 _BRACKET = str.maketrans(dict.fromkeys(map(chr, range(128)), None) | {c: c for c in "[]{}"})
 
 
-class Unreadable(SmolclusterError):
+class BadBody(SmolclusterError):
     """A body that is not what it should be."""
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -34,11 +34,11 @@ class Unreadable(SmolclusterError):
         self.status = status
 
 
-class Gone(SmolclusterError):
+class ClientGone(SmolclusterError):
     """The client has left."""
 
 
-class Readers:
+class BodyReaders:
     """The requests whose body is being read. Where there is no room for another, the slowest can be ended."""
 
     def __init__(self, *, least_s: float) -> None:
@@ -71,30 +71,30 @@ async def read_object(
     *,
     most_bytes: int = MOST_BYTES,
     body_s: float = BODY_S,
-    readers: Readers | None = None,
+    readers: BodyReaders | None = None,
 ) -> dict[str, Any]:
     """Return the body of a request. Raises Unreadable as soon as it is too much or too late, Gone when the client leaves."""
     told = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if not told.isdigit() or len(told) > 18 or int(told) > most_bytes:
-        raise Unreadable(f"the body is larger than {most_bytes} bytes", 413)
+        raise BadBody(f"the body is larger than {most_bytes} bytes", 413)
     parts, have, began = [], 0, time.monotonic()
     try:
-        async with (readers or Readers(least_s=body_s)).reading(body_s):
+        async with (readers or BodyReaders(least_s=body_s)).reading(body_s):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Gone("in the middle of its request")
+                    raise ClientGone("in the middle of its request")
                 part = message.get("body", b"")
                 have += len(part)
                 if have > most_bytes:
-                    raise Unreadable(f"the body is larger than {most_bytes} bytes", 413)
+                    raise BadBody(f"the body is larger than {most_bytes} bytes", 413)
                 parts.append(part)
                 if not message.get("more_body", False):
                     return parse_object(b"".join(parts))
     except TimeoutError:
         hurried = time.monotonic() - began < body_s
         why = "has not come yet, and others wait" if hurried else f"did not come within {body_s:g} s"
-        raise Unreadable(f"the body {why}", 408) from None
+        raise BadBody(f"the body {why}", 408) from None
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -102,19 +102,19 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
-        raise Unreadable(f"the body is not UTF-8: byte {error.start}") from None
+        raise BadBody(f"the body is not UTF-8: byte {error.start}") from None
     if not text.strip():
-        raise Unreadable("the body is empty; give JSON")
+        raise BadBody("the body is empty; give JSON")
     if too_deep(text):
-        raise Unreadable(f"the body is nested deeper than {MOST_DEPTH}")
+        raise BadBody(f"the body is nested deeper than {MOST_DEPTH}")
     try:
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except json.JSONDecodeError as error:
-        raise Unreadable(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise BadBody(f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"the body is not JSON that can be read here: {error}") from None
+        raise BadBody(f"the body is not JSON that can be read here: {error}") from None
     if not isinstance(value, dict):
-        raise Unreadable("the body must be a JSON object")
+        raise BadBody("the body must be a JSON object")
     return value
 
 
@@ -132,10 +132,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise Unreadable(f"the field {name[:80]!r} is there twice")
+            raise BadBody(f"the field {name[:80]!r} is there twice")
         found[name] = value
     return found
 
 
 def _no_number(name: str) -> NoReturn:
-    raise Unreadable(f"{name} is no number in JSON")
+    raise BadBody(f"{name} is no number in JSON")

@@ -58,7 +58,7 @@ def plain(status: int, text: str) -> tuple[str, bytes]:  # noqa: ARG001 - others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class GuardRules:
     """What is one face's own: its paths, its verbs, its words."""
 
     name: str  # of the face, in its cookie
@@ -86,7 +86,7 @@ class Rules:
 class Guard:
     """ASGI: answers refusals itself and passes the rest on, with the headers added."""
 
-    def __init__(self, app: App, rules: Rules, *, token: str | None, allow_hosts: Iterable[str] = ()) -> None:
+    def __init__(self, app: App, rules: GuardRules, *, token: str | None, allow_hosts: Iterable[str] = ()) -> None:
         self._app, self._rules, self._token = app, rules, token
         self._hosts = frozenset(host.lower().rstrip(".") for host in allow_hosts)
 

@@ -38,7 +38,7 @@ _OPEN_S = 60.0  # that a browser may take to start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class HttpLimits:
     """With a connection, and with how many of them."""
 
     request_s: float = 10.0
@@ -134,13 +134,13 @@ async def serve(
     ready: Callable[[], None],
     closing: Callable[[], Awaitable[None]],
     until: threading.Event | asyncio.Event | None = None,
-    patience: Patience | None = None,
+    patience: HttpLimits | None = None,
     told: Callable[[int, str], tuple[str, bytes]] = plain,
 ) -> None:
     """Serve until Ctrl-C, or until `until` is set. `closing` is awaited before connections are ended."""
     import uvicorn
 
-    patience = patience or Patience()
+    patience = patience or HttpLimits()
     config = uvicorn.Config(
         app,
         http=_impatient_protocol(patience, told),
@@ -176,7 +176,7 @@ async def serve(
         await asyncio.gather(watching, return_exceptions=True)
 
 
-def _impatient_protocol(patience: Patience, told: Callable[[int, str], tuple[str, bytes]]) -> Any:
+def _impatient_protocol(patience: HttpLimits, told: Callable[[int, str], tuple[str, bytes]]) -> Any:
     """Return uvicorn's protocol class, with the timeouts and limits of the module's docstring."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol

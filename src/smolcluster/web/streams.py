@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from smolcluster.web.bodies import Gone
+from smolcluster.web.bodies import ClientGone
 from smolcluster.web.guard import Receive, Scope, Send
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def event_stream(
                 if scope["method"] == "HEAD":
                     await send({"type": "http.response.body"})
                     return
-                with contextlib.suppress(Gone, TimeoutError):
+                with contextlib.suppress(ClientGone, TimeoutError):
                     await while_there(receive, self._send_all(send))
 
         async def _send_all(self, send: Send) -> None:
@@ -61,7 +61,7 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Gone("before the answer was there")
+            raise ClientGone("before the answer was there")
         return working.result()
     finally:
         for task in (working, leaving):

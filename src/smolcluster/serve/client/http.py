@@ -32,7 +32,7 @@ MOST_LINE = 1 << 20  # bytes of one event
 MOST_BODY = 64 << 20  # bytes of an answer that is not streamed
 
 Json = dict[str, Any]
-Options = Mapping[str, Any]
+RequestOptions = Mapping[str, Any]
 
 
 class ServerFailed(SmolclusterError):
@@ -43,12 +43,12 @@ class ServerFailed(SmolclusterError):
         self.status, self.retry_after_s = status, retry_after_s
 
 
-class Refused(UserError):
+class RequestRejected(UserError):
     """What was asked is wrong: asked again it would be refused again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class AnswerChunk:
     """Some of an answer. The last one has the reason why it ends, and the number of its tokens."""
 
     text: str = ""
@@ -56,13 +56,15 @@ class Piece:
     tokens: int | None = None
 
 
-class Completes(Protocol):
+class CompletionClient(Protocol):
     """What continues a text: this client, or a model in this process."""
 
-    def complete(self, prompt: str, *, options: Options, stream: bool = True) -> Generator[Piece, None, None]: ...
+    def complete(
+        self, prompt: str, *, options: RequestOptions, stream: bool = True
+    ) -> Generator[AnswerChunk, None, None]: ...
 
 
-class Client:
+class ServerClient:
     """One server. Every request has its own connection."""
 
     def __init__(self, url: str = URL, *, key: str | None = None) -> None:
@@ -113,15 +115,19 @@ class Client:
         words = [state.get("progress") or "the model is not ready", *(problems if isinstance(problems, list) else [])]
         return printable("; ".join(map(str, words)))
 
-    def chat(self, messages: Sequence[Mapping[str, str]], *, options: Options) -> Generator[Piece, None, None]:
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], *, options: RequestOptions
+    ) -> Generator[AnswerChunk, None, None]:
         """The answer to a conversation. `options`: model, temperature, top_p, max_tokens, ..., as the API names them."""
         yield from self._generate("/v1/chat/completions", {**options, "messages": list(messages)}, stream=True)
 
-    def complete(self, prompt: str, *, options: Options, stream: bool = True) -> Generator[Piece, None, None]:
+    def complete(
+        self, prompt: str, *, options: RequestOptions, stream: bool = True
+    ) -> Generator[AnswerChunk, None, None]:
         """What follows a text."""
         yield from self._generate("/v1/completions", {**options, "prompt": prompt}, stream=stream)
 
-    def _generate(self, path: str, body: Json, *, stream: bool) -> Generator[Piece, None, None]:
+    def _generate(self, path: str, body: Json, *, stream: bool) -> Generator[AnswerChunk, None, None]:
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         with self._ask("POST", path, body) as answer:
@@ -129,7 +135,7 @@ class Client:
                 yield from _streamed(answer)
                 return
             whole = _whole(answer)
-        yield Piece(text=_text(_choice(whole)), finish=_choice(whole).get("finish_reason"), tokens=_tokens(whole))
+        yield AnswerChunk(text=_text(_choice(whole)), finish=_choice(whole).get("finish_reason"), tokens=_tokens(whole))
 
     @contextlib.contextmanager
     def _ask(
@@ -185,7 +191,7 @@ class Client:
             later = f"; try again in {retry_after_s:g} s" if retry_after_s is not None else "; try again later"
             return ServerFailed(f"{said or otherwise}{later}", status=answer.status, retry_after_s=retry_after_s)
         if answer.status in (400, 413, 422) or (answer.status == 404 and said):
-            return Refused(said or f"{self.url} refuses this request ({answer.status})")
+            return RequestRejected(said or f"{self.url} refuses this request ({answer.status})")
         if answer.status == 404:
             return UserError(f"{self.url} is there, but is no server of models; its address is like {URL}")
         return ServerFailed(
@@ -209,7 +215,7 @@ def _parts(url: str) -> tuple[bool, str, int | None, str]:
     return parts.scheme == "https", host, port, parts.path.rstrip("/").removesuffix("/v1")
 
 
-def _streamed(answer: http.client.HTTPResponse) -> Iterator[Piece]:
+def _streamed(answer: http.client.HTTPResponse) -> Iterator[AnswerChunk]:
     """Server-sent events to pieces. Raises unless the server marks the end of the answer."""
     finished = False
     while line := answer.readline(MOST_LINE + 1):
@@ -228,7 +234,7 @@ def _streamed(answer: http.client.HTTPResponse) -> Iterator[Piece]:
         finish = choice.get("finish_reason")
         finished = finished or finish is not None
         if (text := _text(choice)) or finish is not None or tokens is not None:
-            yield Piece(text=text, finish=finish, tokens=tokens)
+            yield AnswerChunk(text=text, finish=finish, tokens=tokens)
     if not finished:
         raise ServerFailed("the answer broke off: the connection to the server was lost")
 

@@ -1,6 +1,6 @@
 """A conversation in a terminal, and a single answer in a pipe.
 
-What a model writes is shown without what would steer the terminal, also where an escape sequence comes in pieces: `Shown`.
+Control characters and escape sequences in a model's text are removed, also when a sequence arrives in pieces: `TerminalText`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from smolcluster.errors import SmolclusterError, UserError, suggest
 from smolcluster.observe.text import duration, encodable, printable
-from smolcluster.serve.client.http import Client, Options, Piece, Refused
+from smolcluster.serve.client.http import AnswerChunk, RequestOptions, RequestRejected, ServerClient
 
 _OPEN = re.compile(r"\x1b(?:\[[0-?]*[ -/]*)?\Z")  # an escape sequence that has not ended yet
 _LONGEST_OPEN = 64
@@ -36,7 +36,7 @@ A line that ends in \\ goes on in the next; \"\"\" begins and ends a text of sev
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class NumberOption:
     """A number of the API that may be set, and the values that make sense."""
 
     least: float
@@ -55,16 +55,16 @@ class Option:
 
 
 OPTIONS = {
-    "temperature": Option(0, 2),
-    "top_p": Option(0, 1),
-    "top_k": Option(1, 1_000_000, whole=True),
-    "max_tokens": Option(1, 10_000_000, whole=True),
-    "seed": Option(0, 2**63 - 1, whole=True),
-    "repetition_penalty": Option(0.1, 10),
+    "temperature": NumberOption(0, 2),
+    "top_p": NumberOption(0, 1),
+    "top_k": NumberOption(1, 1_000_000, whole=True),
+    "max_tokens": NumberOption(1, 10_000_000, whole=True),
+    "seed": NumberOption(0, 2**63 - 1, whole=True),
+    "repetition_penalty": NumberOption(0.1, 10),
 }
 
 
-class Shown:
+class TerminalText:
     """Pieces of a model's text, fit for a terminal. What may be the beginning of an escape sequence waits for the rest."""
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ class Shown:
         return printable(held, keep=_KEPT)
 
 
-def print_pieces(pieces: Iterable[Piece], out: IO[str]) -> str:
+def print_pieces(pieces: Iterable[AnswerChunk], out: IO[str]) -> str:
     """Write an answer as it comes, and nothing else; returns its text."""
-    shown, whole, last = Shown(), "", ""
+    shown, whole, last = TerminalText(), "", ""
     for piece in pieces:
         whole += piece.text
         last = _write(shown.push(piece.text), out) or last
@@ -104,7 +104,7 @@ def _write(text: str, out: IO[str]) -> str:
 class Chat:
     """A conversation. `read` asks for a line with a prompt: EOFError at the end, KeyboardInterrupt for Ctrl-C."""
 
-    client: Client
+    client: ServerClient
     model: str
     options: dict[str, Any] = field(default_factory=dict)
     system: str = ""
@@ -163,9 +163,9 @@ class Chat:
         began = time.monotonic()
         asked = [{"role": "system", "content": self.system}] if self.system else []
         text, finished, first_s, tokens, ended = "", True, None, None, None
-        shown = Shown()
+        shown = TerminalText()
         options = {"model": self.model, **self.options}
-        pieces: Generator[Piece, None, None]
+        pieces: Generator[AnswerChunk, None, None]
         if self.continues:
             pieces = self.client.complete(continued(self.messages), options=options)
         else:
@@ -180,7 +180,7 @@ class Chat:
                     _write(shown.push(piece.text), self.out)
             except KeyboardInterrupt:
                 finished = False
-            except Refused as error:
+            except RequestRejected as error:
                 self.messages.pop()
                 more = "; /new begins a new conversation" if self.messages else ""
                 self._note(f"{error}; your question was taken back{more}")
@@ -332,7 +332,7 @@ def read_all(stream: IO[str], *, what: str) -> str:
     return text
 
 
-def given(options: Options) -> dict[str, Any]:
+def given(options: RequestOptions) -> dict[str, Any]:
     """Those that were given on the command line, checked."""
     found = {name: value for name, value in options.items() if value is not None}
     for name, value in found.items():

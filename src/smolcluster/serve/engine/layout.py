@@ -1,12 +1,11 @@
-"""Who holds which layers: pure functions from the machines there are to a `Layout`, and from a layout to the next one.
+"""Which stage holds which layers: pure functions from the stages that have joined to a `StageLayout`, and from one to the next.
 
-    plan     no layers are held yet: layers evenly, as given, or by measured speed and memory; then replicas, then spares
-    mend     a machine is gone: its layers go to a spare, else to a machine that another stage can do without, else to
-             its neighbours
-    welcome  a machine has come: where one is missing; else it is a spare
-    renew    some layers are on no machine: all are dealt out anew among those that are there, if they can hold them
+    plan             split the layers evenly, as given, or by measured speed and memory; then replicas, then spares
+    remove_machine   give its layers to a spare, else to a replica of another stage, else to its neighbours
+    add_machine      put it where a machine is missing, else make it a spare
+    replan           some layers are on no machine: split all of them anew, if the remaining machines can hold them
 
-Every machine keeps what it holds wherever that is possible: moving layers costs seconds, and the caches that go with them.
+Machines keep their layers wherever possible: moving them takes seconds and drops their caches.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from dataclasses import dataclass, replace
 
 from smolcluster.errors import UserError
 from smolcluster.parallel.split import share_layers
-from smolcluster.serve.engine.wire import Offer
+from smolcluster.serve.engine.wire import StageOffer
 
-USABLE = 0.8  # of a machine's memory for weights: the rest is for caches
+USABLE = 0.8  # share of memory for weights; the rest is for caches
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Layers that one machine holds, or several hold alike."""
+class PlacedStage:
+    """Layers, and the machines that hold them: more than one are replicas."""
 
     layers: range
-    machines: tuple[str, ...]  # instances
+    machines: tuple[str, ...]  # by instance
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    stages: tuple[Stage, ...]
+class StageLayout:
+    stages: tuple[PlacedStage, ...]
     spares: tuple[str, ...] = ()
 
     def stage_of(self, machine: str) -> int | None:
@@ -45,22 +44,20 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What the user wants of it."""
-
+class LayoutOptions:
     stages: int
     replicas: int = 1
-    distribution: tuple[int, ...] | str | None = None  # layers of each stage; "auto": as measured; None: evenly
+    distribution: tuple[int, ...] | str | None = None  # layers of each stage; "auto": by measured speed; None: evenly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Bytes of the model's weights, as they lie in memory where a number has `weight_bytes`."""
+class WeightSizes:
+    """Bytes of the model's weights, at `weight_bytes` for each number."""
 
     layers: tuple[int, ...]
     embedding: int
-    head: int  # with a tied head: the embedding once more
-    tied: int = 0  # so much of it is there already where the embedding is
+    head: int  # a tied head counts the embedding again
+    tied: int = 0  # bytes of the head that a stage with the embedding shares
     weight_bytes: int = 4
 
     def of(self, layers: range) -> int:
@@ -70,184 +67,200 @@ class Sizes:
 
     @property
     def each(self) -> list[int]:
-        """Of every layer, with what comes before the first and behind the last."""
+        """Of every layer; the first includes the embedding, the last the head."""
         return [self.of(range(n, n + 1)) for n in range(len(self.layers))]
 
 
-def check_wish(wish: Wish, *, num_layers: int) -> None:
-    """Raises UserError for what no machines could do."""
-    if wish.stages > num_layers:
-        raise UserError(f"--stages {wish.stages}: the model has {num_layers} layers, and a stage needs at least one")
-    counts = wish.distribution
-    if isinstance(counts, tuple) and (sum(counts) != num_layers or len(counts) != wish.stages or min(counts) < 1):
+def check_options(options: LayoutOptions, *, num_layers: int) -> None:
+    """Raise UserError for a layout that no machines can have."""
+    if options.stages > num_layers:
+        raise UserError(f"--stages {options.stages}: the model has {num_layers} layers, and a stage needs at least one")
+    counts = options.distribution
+    if isinstance(counts, tuple) and (sum(counts) != num_layers or len(counts) != options.stages or min(counts) < 1):
         raise UserError(
-            f"--layers {','.join(map(str, counts))}: for {wish.stages} stages of a model with {num_layers} layers, give "
-            f"{wish.stages} numbers of at least 1 that make {num_layers} together"
+            f"--layers {','.join(map(str, counts))}: for {options.stages} stages of a model with {num_layers} layers, give "
+            f"{options.stages} numbers of at least 1 that make {num_layers} together"
         )
 
 
-def plan(wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
-    """From nothing. With too few machines some stages have none: then it is not `whole`."""
+def plan(options: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> StageLayout:
+    """Lay out all layers. With too few machines some stages have none, and the layout is not `whole`."""
     order = sorted(offers, key=lambda machine: (offers[machine].name, machine))
-    if wish.distribution == "auto":
-        order.sort(key=lambda machine: offers[machine].layer_s)  # the slowest are the first to be spared
+    if options.distribution == "auto":
+        order.sort(key=lambda machine: offers[machine].layer_s)  # the slowest become spares
     try:
-        return _plan(wish, order, offers, sizes)
-    except UserError:  # some are too small; then the largest
-        largest = sorted(order, key=lambda machine: -usable(offers[machine], sizes))
-        if wish.distribution != "auto":  # where the largest share is, too
-            shares = sorted(range(wish.stages), key=lambda place: -sizes.of(_split(wish, (), sizes)[place]))
+        return _plan(options, order, offers, sizes)
+    except UserError:  # one is too small: try the largest
+        largest = sorted(order, key=lambda machine: -usable_bytes(offers[machine], sizes))
+        if options.distribution != "auto":  # the largest machine gets the largest share
+            shares = sorted(range(options.stages), key=lambda place: -sizes.of(_split(options, (), sizes)[place]))
             places = dict(zip(shares, largest, strict=False))
-            largest = [*(places[place] for place in sorted(places)), *largest[wish.stages :]]
+            largest = [*(places[place] for place in sorted(places)), *largest[options.stages :]]
         with contextlib.suppress(UserError):
-            return _plan(wish, largest, offers, sizes)
+            return _plan(options, largest, offers, sizes)
         raise
 
 
-def _plan(wish: Wish, order: list[str], offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
-    """The first of these hold layers; the others are replicas and spares."""
-    chosen = order[: wish.stages]
-    if wish.distribution == "auto":
+def _plan(
+    options: LayoutOptions, order: list[str], offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> StageLayout:
+    """Give layers to the first machines of `order`; the others become replicas and spares."""
+    chosen = order[: options.stages]
+    if options.distribution == "auto":
         chosen.sort(key=lambda machine: (offers[machine].host, offers[machine].name, machine))
-    layers = _split(wish, [offers[machine] for machine in chosen], sizes)
-    layout = Layout(tuple(Stage(span, ()) for span in layers))
+    layers = _split(options, [offers[machine] for machine in chosen], sizes)
+    layout = StageLayout(tuple(PlacedStage(span, ()) for span in layers))
     for place, machine in enumerate(chosen):
         if not fits(machine, layers[place], layout, offers, sizes):
-            raise UserError(_too_small(machine, layers[place], layout, offers, sizes))
-        layout = _with(layout, place, machine)
+            raise UserError(_memory_message(machine, layers[place], layout, offers, sizes))
+        layout = _add(layout, place, machine)
     for machine in order:
         if machine not in chosen:
-            layout = welcome(layout, machine, wish, offers, sizes)
+            layout = add_machine(layout, machine, options, offers, sizes)
     return layout
 
 
-def _too_small(machine: str, span: range, layout: Layout, offers: Mapping[str, Offer], sizes: Sizes) -> str:
+def _memory_message(
+    machine: str, span: range, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> str:
     offer = offers[machine]
-    own, beside = _taken(offer, span, sizes), _beside(machine, layout, offers, sizes)
+    own, beside = _weight_bytes(offer, span, sizes), _bytes_beside(machine, layout, offers, sizes)
     if own <= USABLE * offer.memory_bytes:
         return (
-            f"{offer.name} and the stages beside it on one machine would take {(own + beside) / 1e9:.2f} GB of its "
-            f"{offer.shared_bytes / 1e9:.2f} GB, and need some for caches: give stages on other machines, or a smaller --dtype"
+            f"{offer.name} and the other stages on its machine need {(own + beside) / 1e9:.2f} GB of its "
+            f"{offer.shared_bytes / 1e9:.2f} GB, without caches: start stages on other machines, or use a smaller --dtype"
         )
     return (
-        f"{offer.name} has {offer.memory_bytes / 1e9:.2f} GB, and layers {span.start} to {span.stop - 1} take "
-        f"{own / 1e9:.2f} GB beside their caches: give more machines, --layers auto, or a smaller --dtype"
+        f"{offer.name} has {offer.memory_bytes / 1e9:.2f} GB, and layers {span.start} to {span.stop - 1} need "
+        f"{own / 1e9:.2f} GB, without caches: add machines, or use --layers auto or a smaller --dtype"
     )
 
 
-def _split(wish: Wish, offers: Sequence[Offer], sizes: Sizes) -> list[range]:
+def _split(options: LayoutOptions, offers: Sequence[StageOffer], sizes: WeightSizes) -> list[range]:
     num_layers = len(sizes.layers)
     counts: Sequence[int]
-    if isinstance(wish.distribution, tuple):
-        counts = wish.distribution
-    elif wish.distribution == "auto" and len(offers) == wish.stages:
+    if isinstance(options.distribution, tuple):
+        counts = options.distribution
+    elif options.distribution == "auto" and len(offers) == options.stages:
         found = share_layers(
             range(len(offers)),
             [[offer.layer_s] * num_layers for offer in offers],
             sizes.each,
-            [usable(offer, sizes) for offer in offers],
+            [usable_bytes(offer, sizes) for offer in offers],
         )
         if found is None:
-            raise UserError("the model does not fit these machines together: give more of them, or a smaller --dtype")
+            raise UserError(
+                "the model does not fit the memory of these machines: add machines, or use a smaller --dtype"
+            )
         counts = found
     else:
-        counts = [num_layers // wish.stages + (n < num_layers % wish.stages) for n in range(wish.stages)]
+        counts = [num_layers // options.stages + (n < num_layers % options.stages) for n in range(options.stages)]
     ends = list(itertools.accumulate(counts, initial=0))
     return [range(start, end) for start, end in itertools.pairwise(ends)]
 
 
-def usable(offer: Offer, sizes: Sizes) -> float:
-    """What a machine has for weights, in bytes of `sizes`: one that holds halves has room for twice as many numbers."""
+def usable_bytes(offer: StageOffer, sizes: WeightSizes) -> float:
+    """Return the memory for weights in bytes of `sizes`: at half the bytes for each number, twice as many fit."""
     return USABLE * offer.memory_bytes * sizes.weight_bytes / offer.weight_bytes
 
 
-def fits(machine: str, layers: range, layout: Layout, offers: Mapping[str, Offer], sizes: Sizes) -> bool:
-    """Also beside what other processes on the same machine, or the same GPU, hold: together they have its memory once."""
+def fits(
+    machine: str, layers: range, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> bool:
+    """Whether the layers fit its memory, and that of the host or GPU which it shares with other stages."""
     offer = offers[machine]
-    own = _taken(offer, layers, sizes)
+    own = _weight_bytes(offer, layers, sizes)
     if own > USABLE * offer.memory_bytes:
         return False
-    return not offer.shared_bytes or own + _beside(machine, layout, offers, sizes) <= USABLE * offer.shared_bytes
+    return not offer.shared_bytes or own + _bytes_beside(machine, layout, offers, sizes) <= USABLE * offer.shared_bytes
 
 
-def _taken(offer: Offer, layers: range, sizes: Sizes) -> float:
+def _weight_bytes(offer: StageOffer, layers: range, sizes: WeightSizes) -> float:
     return sizes.of(layers) * offer.weight_bytes / sizes.weight_bytes
 
 
-def _beside(machine: str, layout: Layout, offers: Mapping[str, Offer], sizes: Sizes) -> float:
+def _bytes_beside(machine: str, layout: StageLayout, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> float:
     def place(one: str) -> tuple[str, str]:
         return offers[one].host, offers[one].device
 
     held = ((other, stage.layers) for stage in layout.stages for other in stage.machines if other != machine)
-    return sum(_taken(offers[other], layers, sizes) for other, layers in held if place(other) == place(machine))
+    return sum(_weight_bytes(offers[other], layers, sizes) for other, layers in held if place(other) == place(machine))
 
 
-def welcome(layout: Layout, machine: str, wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
-    """To the stage that needs it most: one without machines, then one with too few. Stages that were merged are cut again."""
+def add_machine(
+    layout: StageLayout, machine: str, options: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> StageLayout:
+    """Add it to a stage without machines, else split merged stages, else to one with too few replicas, else as a spare."""
     stages = enumerate(layout.stages)
     empty = [i for i, s in stages if not s.machines and fits(machine, s.layers, layout, offers, sizes)]
-    if not empty and len(layout.stages) < wish.stages and layout.whole:
+    if not empty and len(layout.stages) < options.stages and layout.whole:
         machines = {m for stage in layout.stages for m in stage.machines} | set(layout.spares) | {machine}
-        with contextlib.suppress(UserError):  # one of them is too small for its share
-            anew = plan(wish, {m: offers[m] for m in machines}, sizes)
+        with contextlib.suppress(UserError):  # one is too small for its share
+            anew = plan(options, {m: offers[m] for m in machines}, sizes)
             if anew.whole:
                 return anew
-    few = [i for i, stage in enumerate(layout.stages) if len(stage.machines) < wish.replicas]
+    few = [i for i, stage in enumerate(layout.stages) if len(stage.machines) < options.replicas]
     few = [i for i in few if fits(machine, layout.stages[i].layers, layout, offers, sizes)]
     wanted = empty or sorted(few, key=lambda i: len(layout.stages[i].machines))
     if not wanted:
         return replace(layout, spares=(*layout.spares, machine))
-    return _with(layout, wanted[0], machine)
+    return _add(layout, wanted[0], machine)
 
 
-def mend(layout: Layout, gone: str, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
-    """Without a machine. Where no other can take its layers, its stage has none until a machine comes."""
+def remove_machine(layout: StageLayout, gone: str, offers: Mapping[str, StageOffer], sizes: WeightSizes) -> StageLayout:
+    """Move the layers of a lost machine. If no other can hold them, its stage has no machine until one joins."""
     if gone in layout.spares:
         return replace(layout, spares=tuple(spare for spare in layout.spares if spare != gone))
     place = layout.stage_of(gone)
     if place is None:
         return layout
     stage = layout.stages[place]
-    layout = _without(layout, place, gone)
+    layout = _remove(layout, place, gone)
     for spare in layout.spares:
         if fits(spare, stage.layers, layout, offers, sizes):
-            return _with(replace(layout, spares=tuple(s for s in layout.spares if s != spare)), place, spare)
+            return _add(replace(layout, spares=tuple(s for s in layout.spares if s != spare)), place, spare)
     if layout.stages[place].machines:
         return layout
     for other, theirs in sorted(enumerate(layout.stages), key=lambda entry: -len(entry[1].machines)):
         for machine in theirs.machines[1:]:
             if fits(machine, stage.layers, layout, offers, sizes):
-                return _with(_without(layout, other, machine), place, machine)
-    return _to_neighbours(layout, place, offers, sizes)
+                return _add(_remove(layout, other, machine), place, machine)
+    return _merge_into_neighbours(layout, place, offers, sizes)
 
 
-def renew(layout: Layout, wish: Wish, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
-    """Nothing can be served without some layers, so nothing is lost by moving others. In as many stages as are wished for, or
-    in fewer; if that cannot be either, it stays as it is."""
+def replan(
+    layout: StageLayout, options: LayoutOptions, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> StageLayout:
+    """Lay out all layers anew where some are on no machine, in as many stages as asked for or in fewer. Return the layout
+    unchanged if none fits. Moving the other layers costs nothing here: without the missing ones nothing is served."""
     if layout.whole:
         return layout
     machines = {m for stage in layout.stages for m in stage.machines} | set(layout.spares)
-    for count in range(min(wish.stages, len(machines)), 0, -1):
-        fewer = replace(wish, stages=count, distribution="auto" if wish.distribution == "auto" else None)
-        with contextlib.suppress(UserError):  # one of them is too small for its share
-            return plan(wish if count == wish.stages else fewer, {m: offers[m] for m in machines}, sizes)
+    for count in range(min(options.stages, len(machines)), 0, -1):
+        fewer = replace(options, stages=count, distribution="auto" if options.distribution == "auto" else None)
+        with contextlib.suppress(UserError):  # one is too small for its share
+            return plan(options if count == options.stages else fewer, {m: offers[m] for m in machines}, sizes)
     return layout
 
 
-def smaller(offer: Offer, layers: range, sizes: Sizes) -> Offer:
-    """Of a machine that could not hold these layers, whatever it said: it is given less from now on."""
-    return replace(offer, memory_bytes=max(0, min(offer.memory_bytes, int(_taken(offer, layers, sizes) / USABLE) - 1)))
+def reduce_offer(offer: StageOffer, layers: range, sizes: WeightSizes) -> StageOffer:
+    """Return the offer of a machine that failed to load these layers with less memory, so that it gets fewer."""
+    return replace(
+        offer, memory_bytes=max(0, min(offer.memory_bytes, int(_weight_bytes(offer, layers, sizes) / USABLE) - 1))
+    )
 
 
-def _to_neighbours(layout: Layout, place: int, offers: Mapping[str, Offer], sizes: Sizes) -> Layout:
-    """The stage is given up; its layers go to the stages beside it, about half to each where both have the room."""
+def _merge_into_neighbours(
+    layout: StageLayout, place: int, offers: Mapping[str, StageOffer], sizes: WeightSizes
+) -> StageLayout:
+    """Remove the stage; divide its layers between the neighbouring stages, about half to each where both have room."""
     span, before, behind = layout.stages[place].layers, place - 1, place + 1
     neighbours = {i: layout.stages[i] for i in (before, behind) if 0 <= i < len(layout.stages)}
     if not all(stage.machines for stage in neighbours.values()):
         return layout
     middle = (span.start + span.stop) / 2
     for cut in sorted(range(span.start, span.stop + 1), key=lambda cut: abs(cut - middle)):
-        wider: dict[int, range] = {}  # the stages beside it, with what they would hold
+        wider: dict[int, range] = {}  # neighbours, with their new layers
         if cut > span.start and before in neighbours:
             wider[before] = range(neighbours[before].layers.start, cut)
         if cut < span.stop and behind in neighbours:
@@ -260,13 +273,13 @@ def _to_neighbours(layout: Layout, place: int, offers: Mapping[str, Offer], size
     return layout
 
 
-def _with(layout: Layout, place: int, machine: str) -> Layout:
+def _add(layout: StageLayout, place: int, machine: str) -> StageLayout:
     stages = list(layout.stages)
     stages[place] = replace(stages[place], machines=(*stages[place].machines, machine))
     return replace(layout, stages=tuple(stages))
 
 
-def _without(layout: Layout, place: int, machine: str) -> Layout:
+def _remove(layout: StageLayout, place: int, machine: str) -> StageLayout:
     stages = list(layout.stages)
     stages[place] = replace(stages[place], machines=tuple(m for m in stages[place].machines if m != machine))
     return replace(layout, stages=tuple(stages))

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smolcluster.serve.engine.types import Sampling, Token
+from smolcluster.serve.engine.types import SamplingParams, Token
 
 Floats = NDArray[np.floating]
 Ids = NDArray[np.int64]
@@ -41,11 +41,16 @@ BLOCK = 256  # numbers that are summed before they are looked at
 IMPOSSIBLE = -9999.0  # a log probability
 
 
-class Chooser:
-    """One sequence: how its tokens are chosen, and those it has. `choose` changes nothing; `accept` adds a token."""
+class Sampler:
+    """One sequence: how its tokens are chosen, and those it has. `sample` changes nothing; `accept` adds a token."""
 
     def __init__(
-        self, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int] = (), *, position: int | None = None
+        self,
+        sampling: SamplingParams,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+        *,
+        position: int | None = None,
     ) -> None:
         """`position` of the token that is chosen next: to be given where the tokens before it are not all here."""
         self.sampling = sampling
@@ -100,7 +105,7 @@ class Chooser:
         return logits
 
 
-def choose(choosers: Sequence[Chooser], logits_BV: Tensor) -> list[Token]:
+def sample(choosers: Sequence[Sampler], logits_BV: Tensor) -> list[Token]:
     """The next token of each sequence. Where greedy rows lie on a GPU, only their tokens leave it."""
     if logits_BV.device.type == "cpu" or not any(one.plain for one in choosers):
         return [one._choose(logits) for one, logits in zip(choosers, to_numpy(logits_BV), strict=True)]
@@ -113,7 +118,7 @@ def choose(choosers: Sequence[Chooser], logits_BV: Tensor) -> list[Token]:
     return chosen
 
 
-def draw(logits: Floats, u: float, sampling: Sampling) -> int:
+def draw(logits: Floats, u: float, sampling: SamplingParams) -> int:
     """A token by its probability after temperature, top-k and top-p: that at which the sum passes u."""
     ids: Ids | None = None  # None: all, so that nothing is gathered
     if sampling.top_k is not None and sampling.top_k < len(logits):

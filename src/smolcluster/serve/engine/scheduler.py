@@ -1,19 +1,19 @@
-"""Who is served next: sequences in, batches out. Pure: no threads, no sockets, no clock of its own.
+"""The scheduler: sequences in, batches out. Pure: no threads, no sockets, no clock of its own.
 
-    waiting ── a way through the machines is free ──> on its way ── a token ──> on its way ...  ──> over
-       ^                                                 │ a machine of its way is lost
-       └─────────────────────────────────────────────────┘ from its first token on, under a new number
+    waiting ── admitted to a route ──> running ── a token ──> running ...  ──> finished
+       ^                                 │ a machine of its route is lost
+       └─────────────────────────────────┘ restarted from its first token, under a new number
 
-Batches. All sequences that have the same way and wait for their next token go together; a prompt goes in chunks, so that
-nobody waits long behind it, and its chunks follow each other through the stages without waiting for an answer. As many batches
-of tokens are under way as stages can work at the same time (`Ways.width`): with more, batches would stay small for ever.
-One chunk of a prompt may be ahead of that, so that a stage finds work when it is done.
+**Batches.** All sequences of one route that wait for their next token share a batch. A prompt is prefilled in chunks, so that
+it does not hold up the others; its chunks follow each other through the stages without waiting for an answer. At most
+`Routes.width` batches are in flight, as many as stages can work at the same time; one more may be a prompt chunk, so that a
+stage finds work when it is done.
 
-Memory. A machine reports how many tokens it has room for. A sequence begins where its tokens fit; as all of them grow it may
-become too tight, then the one that came last steps back and begins again when there is room. One that fills a machine alone
-begins again on a larger one of that stage; where there is none it ends, as at the end of the context.
+**Memory.** A machine reports how many tokens it has room for. A sequence is admitted where its tokens fit. When a machine
+becomes too full, the sequence that came last is preempted and restarts when there is room. One that fills a machine alone
+restarts on a larger machine of that stage; if there is none it ends, as at the end of the context.
 
-Every start of a sequence has a number of its own, so whatever is still on its way from a former one is not mistaken.
+Every start of a sequence has a number of its own, so late messages of an earlier start are ignored.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.serve.engine.part import Row
-from smolcluster.serve.engine.types import Ask, Busy, GivenUp, NobodyThere, Token
-from smolcluster.serve.engine.wire import Opening
+from smolcluster.serve.engine.stage_model import Row
+from smolcluster.serve.engine.types import Busy, RetriesExhausted, SequenceRequest, Token, Unavailable
+from smolcluster.serve.engine.wire import SamplingState
 
-Way = tuple[str, ...]  # a machine of each stage
-Told = Token | SmolclusterError
+Route = tuple[str, ...]  # one machine of each stage
+StreamItem = Token | SmolclusterError
 
-MOST_TRIES = 6  # of one sequence, before it is given up
-MOST_TOLD = 65536  # tokens of openings in one batch: they travel as text, and a message has its limit
-SPARE = 64  # tokens that a sequence should find room for when it begins beside others
+MOST_TRIES = 6  # of one sequence
+MOST_HISTORY = 65536  # tokens of sampling states in one batch: they travel as JSON, and a message has a size limit
+SPARE = 64  # free tokens per sequence that admission beside others requires
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SchedulerLimits:
     running: int = 32
     waiting: int = 128
-    chunk: int = 128  # tokens of prompts in one batch
-    patience_s: float = 20.0  # for a machine that may come back
-    loading_s: float = 600.0  # for one that is there, and loads
+    chunk: int = 128  # prompt tokens in one batch
+    patience_s: float = 20.0  # how long to wait for a lost machine
+    loading_s: float = 600.0  # the same while a machine loads the missing layers
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """The machines that are ready, by stage, and how many batches they can work on at the same time."""
+class Routes:
+    """The ready machines by stage, and how many batches they can work on at the same time."""
 
     stages: tuple[tuple[str, ...], ...] = ()
     width: int = 1
-    room: Mapping[str, int] = field(default_factory=dict)  # tokens on a machine; one not named: any number
-    coming: bool = False  # those that are to hold the missing layers are there, and load them
+    room: Mapping[str, int] = field(default_factory=dict)  # tokens that a machine has room for; absent: no limit
+    coming: bool = False  # the missing layers are being loaded
 
     @property
     def open(self) -> bool:
@@ -61,7 +61,7 @@ class Ways:
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that a sequence alone can have; None: any number."""
+        """Return the most tokens of one sequence; None: no limit."""
         known = [[self.room[m] for m in stage if m in self.room] for stage in self.stages]
         limits = [
             max(rooms) for rooms, stage in zip(known, self.stages, strict=True) if rooms and len(rooms) == len(stage)
@@ -70,67 +70,67 @@ class Ways:
 
 
 @dataclass(eq=False, slots=True)
-class Story:
-    """A sequence from the question to its last token."""
+class SequenceState:
+    """A sequence from its request to its last token."""
 
-    ask: Ask
-    tell: Callable[[Told], None]
+    request: SequenceRequest
+    deliver: Callable[[StreamItem], None]
     tokens: list[int]
     number: int
-    arrived: int  # in this order they came
-    way: Way | None = None
-    sent: int = 0  # tokens that the machines have been given
-    opened: bool = False  # the last stage knows how to choose
+    arrived: int  # order of arrival
+    route: Route | None = None
+    sent: int = 0  # tokens sent to the machines
+    opened: bool = False  # the last stage has its sampling state
     tries: int = 0
     lost_at: float | None = None
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - len(self.ask.tokens)
+        return len(self.tokens) - len(self.request.tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """A batch, ready to go: its tokens lie one row after the other."""
+class SentBatch:
+    """A batch in flight; `tokens` are those of its rows, concatenated."""
 
     number: int
-    way: Way
+    route: Route
     rows: tuple[Row, ...]
     tokens: tuple[int, ...]
-    openings: dict[int, Opening]
+    states: dict[int, SamplingState]
     at: float
 
 
 @dataclass(slots=True)
 class Scheduler:
-    limits: Limits = field(default_factory=Limits)
-    ways: Ways = field(default_factory=Ways)
-    under_way: dict[int, Sent] = field(default_factory=dict)
-    over: list[tuple[int, Way]] = field(default_factory=list)  # to be forgotten by the machines; the caller empties it
-    _waiting: deque[Story] = field(default_factory=deque)
-    _running: dict[int, Story] = field(default_factory=dict)
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+    routes: Routes = field(default_factory=Routes)
+    in_flight: dict[int, SentBatch] = field(default_factory=dict)
+    finished: list[tuple[int, Route]] = field(default_factory=list)  # caches to free; the caller clears it
+    _waiting: deque[SequenceState] = field(default_factory=deque)
+    _running: dict[int, SequenceState] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _batches: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     # Sequences
 
-    def submit(self, ask: Ask, tell: Callable[[Told], None]) -> Story:
-        """Raises NobodyThere or Busy; else `tell` gets the story's tokens as they come."""
-        if not self.ways.open and not self.ways.coming:
-            raise NobodyThere("some layers of the model are on no machine")
+    def submit(self, request: SequenceRequest, deliver: Callable[[StreamItem], None]) -> SequenceState:
+        """Raises NobodyThere or Busy; else `tell` gets the sequence's tokens as they come."""
+        if not self.routes.open and not self.routes.coming:
+            raise Unavailable("no machine holds some layers of the model")
         if len(self._waiting) >= self.limits.waiting:
-            raise Busy(f"{len(self._waiting)} requests wait already")
+            raise Busy(f"{len(self._waiting)} requests are queued already")
         number = next(self._numbers)
-        story = Story(ask, tell, list(ask.tokens), number, arrived=number)
-        self._waiting.append(story)
-        return story
+        sequence = SequenceState(request, deliver, list(request.tokens), number, arrived=number)
+        self._waiting.append(sequence)
+        return sequence
 
-    def cancel(self, story: Story) -> None:
-        """Call `tell` no more. Nothing to do for a story that is over."""
-        if story in self._waiting:
-            self._waiting.remove(story)
-        elif self._running.get(story.number) is story:
-            self._end(story)
+    def cancel(self, sequence: SequenceState) -> None:
+        """Stop delivering. No effect on a finished sequence."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        elif self._running.get(sequence.number) is sequence:
+            self._end(sequence)
 
     @property
     def running(self) -> int:
@@ -143,151 +143,152 @@ class Scheduler:
     def load(self, machine: str) -> int:
         return len(self._on(machine))
 
-    def _on(self, machine: str) -> list[Story]:
-        running = list(self._running.values())  # also asked for by threads that look on
-        return [story for story in running if story.way is not None and machine in story.way]
+    def _on(self, machine: str) -> list[SequenceState]:
+        running = list(self._running.values())  # a copy: other threads read this too
+        return [sequence for sequence in running if sequence.route is not None and machine in sequence.route]
 
     # Machines
 
-    def set_ways(self, ways: Ways, *, now: float) -> None:
-        """From now on these. Sequences whose way is not among them begin again, and their batches are waited for no longer:
-        a machine that comes back is the same one to us, and has forgotten them."""
-        if self.ways.coming and not (ways.open or ways.coming):  # the wait for the next machine begins now
-            for story in self._waiting:
-                story.lost_at = now
-        self.ways = ways
-        self.under_way = {number: sent for number, sent in self.under_way.items() if self._stands(sent.way)}
-        for story in list(self._running.values()):
-            if not self._stands(story.way):
-                self._restart(story, now)
+    def set_routes(self, routes: Routes, *, now: float) -> None:
+        """Use these routes from now on. Restart the sequences whose route is gone, and drop their batches: a machine that
+        reconnects has lost their caches."""
+        if self.routes.coming and not (routes.open or routes.coming):  # `patience_s` begins now
+            for sequence in self._waiting:
+                sequence.lost_at = now
+        self.routes = routes
+        self.in_flight = {number: sent for number, sent in self.in_flight.items() if self._is_valid(sent.route)}
+        for sequence in list(self._running.values()):
+            if not self._is_valid(sequence.route):
+                self._restart(sequence, now)
 
-    def lost(self, batch: int, *, now: float, why: str = "it did not come back") -> None:
-        """A batch that will not come back: its sequences begin again, each alone, so that one that cannot be computed takes
-        no others with it. One that is not known: nothing."""
-        sent = self.under_way.pop(batch, None)
+    def fail(self, batch: int, *, now: float, why: str = "no answer") -> None:
+        """Restart the sequences of a batch, each alone, so that one that cannot be computed fails no others."""
+        sent = self.in_flight.pop(batch, None)
         for row in sent.rows if sent is not None else ():
-            story = self._running.get(row.sequence)
-            if story is not None:
-                self._try_again(story, now, why)
+            sequence = self._running.get(row.sequence)
+            if sequence is not None:
+                self._retry(sequence, now, why)
 
-    def _try_again(self, story: Story, now: float, why: str) -> None:
-        story.tries += 1
-        if story.tries >= MOST_TRIES:
-            self._end(story, GivenUp(f"given up after {story.tries} attempts: {why}"))
+    def _retry(self, sequence: SequenceState, now: float, why: str) -> None:
+        sequence.tries += 1
+        if sequence.tries >= MOST_TRIES:
+            self._end(sequence, RetriesExhausted(f"failed {sequence.tries} times: {why}"))
         else:
-            self._restart(story, now)
+            self._restart(sequence, now)
 
-    def give_up(self, *, now: float) -> None:
-        """End the stories that have waited too long for a machine."""
-        if self.ways.open:
-            for story in self._waiting:
-                story.lost_at = None  # whatever they wait for now
+    def expire(self, *, now: float) -> None:
+        """End the sequences that have waited too long for a machine."""
+        if self.routes.open:
+            for sequence in self._waiting:
+                sequence.lost_at = None  # they wait for room, not for a machine
             return
-        patience_s = self.limits.loading_s if self.ways.coming else self.limits.patience_s
-        for story in list(self._waiting):
-            since = story.lost_at = now if story.lost_at is None else story.lost_at
+        patience_s = self.limits.loading_s if self.routes.coming else self.limits.patience_s
+        for sequence in list(self._waiting):
+            since = sequence.lost_at = now if sequence.lost_at is None else sequence.lost_at
             if now - since > patience_s:
-                self._waiting.remove(story)
-                story.tell(NobodyThere("some layers of the model have been on no machine for too long"))
+                self._waiting.remove(sequence)
+                sequence.deliver(Unavailable("no machine has held some layers of the model for too long"))
 
-    def _stands(self, way: Way | None) -> bool:
-        if way is None or len(way) != len(self.ways.stages):
+    def _is_valid(self, route: Route | None) -> bool:
+        if route is None or len(route) != len(self.routes.stages):
             return False
-        return all(machine in stage for machine, stage in zip(way, self.ways.stages, strict=True))
+        return all(machine in stage for machine, stage in zip(route, self.routes.stages, strict=True))
 
-    def _restart(self, story: Story, now: float) -> None:
-        """What the user has received stands; the machines get all of it again. The first to arrive is the first to go on."""
-        self._leave(story)
-        story.number, story.way, story.sent, story.opened = next(self._numbers), None, 0, False
-        story.lost_at = now
-        later = (place for place, other in enumerate(self._waiting) if other.arrived > story.arrived)
-        self._waiting.insert(next(later, len(self._waiting)), story)
+    def _restart(self, sequence: SequenceState, now: float) -> None:
+        """Queue it again by arrival: the machines prefill the prompt and what was generated."""
+        self._release(sequence)
+        sequence.number, sequence.route, sequence.sent, sequence.opened = next(self._numbers), None, 0, False
+        sequence.lost_at = now
+        later = (place for place, other in enumerate(self._waiting) if other.arrived > sequence.arrived)
+        self._waiting.insert(next(later, len(self._waiting)), sequence)
 
-    def _leave(self, story: Story) -> None:
-        del self._running[story.number]
-        if story.way is not None:
-            self.over.append((story.number, story.way))
+    def _release(self, sequence: SequenceState) -> None:
+        del self._running[sequence.number]
+        if sequence.route is not None:
+            self.finished.append((sequence.number, sequence.route))
 
-    def _end(self, story: Story, last: Told | None = None) -> None:
-        self._leave(story)
+    def _end(self, sequence: SequenceState, last: StreamItem | None = None) -> None:
+        self._release(sequence)
         if last is not None:
-            story.tell(last)
+            sequence.deliver(last)
 
     # Batches
 
-    def next_batch(self, *, now: float) -> Sent | None:
-        """What to send now, if anything."""
+    def next_batch(self, *, now: float) -> SentBatch | None:
+        """Return the next batch to send, None when nothing can be sent."""
         self._make_room(now)
         self._admit()
-        for way in sorted({story.way for story in self._running.values() if story.way is not None}, key=self._busy):
-            batch = self._batch_of(way, now)
+        routes = {sequence.route for sequence in self._running.values() if sequence.route is not None}
+        for route in sorted(routes, key=self._busy):
+            batch = self._batch_of(route, now)
             if batch is not None:
-                self.under_way[batch.number] = batch
+                self.in_flight[batch.number] = batch
                 return batch
         return None
 
-    def chosen(self, batch: int, tokens: dict[int, Token]) -> None:
-        """The answers to a batch. Of one that is not known, or of former starts: nothing. A story without one begins
-        again."""
-        sent = self.under_way.pop(batch, None)
+    def complete(self, batch: int, tokens: dict[int, Token]) -> None:
+        """Take the tokens of a batch. A sequence without one is retried; unknown batches and earlier starts are ignored."""
+        sent = self.in_flight.pop(batch, None)
         if sent is None:
             return
         for row in sent.rows:
-            story = self._running.get(row.sequence)
-            if story is None or not row.answer:
+            sequence = self._running.get(row.sequence)
+            if sequence is None or not row.answer:
                 continue
             if row.sequence in tokens:
-                self._continue(story, tokens[row.sequence])
+                self._continue(sequence, tokens[row.sequence])
             else:
-                self._try_again(story, sent.at, "no token came back")
+                self._retry(sequence, sent.at, "no token was returned")
 
-    def _continue(self, story: Story, token: Token) -> None:
-        story.tries = 0
-        if token.token in story.ask.stop_tokens:
-            self._end(story, Token(token=-1, finish="stop"))
+    def _continue(self, sequence: SequenceState, token: Token) -> None:
+        sequence.tries = 0
+        if token.token in sequence.request.stop_tokens:
+            self._end(sequence, Token(token=-1, finish="stop"))
             return
-        story.tokens.append(token.token)
-        if story.generated >= story.ask.max_tokens:
+        sequence.tokens.append(token.token)
+        if sequence.generated >= sequence.request.max_tokens:
             last = Token(token=token.token, logprob=token.logprob, top=token.top, finish="length")
-            self._end(story, last)
+            self._end(sequence, last)
         else:
-            story.tell(token)
+            sequence.deliver(token)
 
     def _admit(self) -> None:
-        while self._waiting and self.ways.open and len(self._running) < self.limits.running:
-            way = self._way_for(self._waiting[0])
-            if way is None and self._running:
-                return  # when one of these is over there will be room
-            story = self._waiting.popleft()
-            if way is not None:
-                story.way, story.lost_at = way, None
-                self._running[story.number] = story
-            elif story.generated:  # the machines that are left have less memory
-                story.tell(Token(token=-1, finish="length"))
+        while self._waiting and self.routes.open and len(self._running) < self.limits.running:
+            route = self._route_for(self._waiting[0])
+            if route is None and self._running:
+                return  # until one of these ends
+            sequence = self._waiting.popleft()
+            if route is not None:
+                sequence.route, sequence.lost_at = route, None
+                self._running[sequence.number] = sequence
+            elif sequence.generated:  # the remaining machines have less memory
+                sequence.deliver(Token(token=-1, finish="length"))
             else:
-                story.tell(GivenUp(f"{len(story.tokens)} tokens do not fit the memory of the machines that are there"))
+                sequence.deliver(
+                    RetriesExhausted(f"{len(sequence.tokens)} tokens do not fit the memory of the connected machines")
+                )
 
-    def _way_for(self, story: Story) -> Way | None:
-        """Of each stage the idlest machine with room for it."""
-        way = []
-        for stage in self.ways.stages:
-            roomy = [machine for machine in stage if self._fits(machine, len(story.tokens))]
+    def _route_for(self, sequence: SequenceState) -> Route | None:
+        """Return the least loaded machine of each stage with room for it."""
+        route = []
+        for stage in self.routes.stages:
+            roomy = [machine for machine in stage if self._fits(machine, len(sequence.tokens))]
             if not roomy:
                 return None
-            way.append(min(roomy, key=lambda machine: (self.load(machine), machine)))
-        return tuple(way)
+            route.append(min(roomy, key=lambda machine: (self.load(machine), machine)))
+        return tuple(route)
 
     def _fits(self, machine: str, tokens: int) -> bool:
-        room, there = self.ways.room.get(machine), self._on(machine)
+        room, there = self.routes.room.get(machine), self._on(machine)
         if room is None:
             return True
         spare = SPARE * (len(there) + 1) if there else 0
-        return sum(len(story.tokens) for story in there) + tokens + spare <= room
+        return sum(len(sequence.tokens) for sequence in there) + tokens + spare <= room
 
     def _make_room(self, now: float) -> None:
-        for machine, room in self.ways.room.items():
-            there = sorted(self._on(machine), key=lambda story: story.arrived)
-            while there and sum(len(story.tokens) for story in there) > room:
+        for machine, room in self.routes.room.items():
+            there = sorted(self._on(machine), key=lambda sequence: sequence.arrived)
+            while there and sum(len(sequence.tokens) for sequence in there) > room:
                 last = there.pop()
                 if there or self._has_room_elsewhere(machine, len(last.tokens)):
                     self._restart(last, now)
@@ -295,76 +296,77 @@ class Scheduler:
                     self._end(last, Token(token=-1, finish="length"))
 
     def _has_room_elsewhere(self, machine: str, tokens: int) -> bool:
-        """Whether another machine of its stage could hold them, if it were alone there."""
-        stage = next(stage for stage in self.ways.stages if machine in stage)
-        return any(self.ways.room.get(other, math.inf) >= tokens for other in stage)
+        """Whether an empty machine of its stage could hold them."""
+        stage = next(stage for stage in self.routes.stages if machine in stage)
+        return any(self.routes.room.get(other, math.inf) >= tokens for other in stage)
 
-    def _busy(self, way: Way) -> int:
-        return sum(sent.way == way for sent in self.under_way.values())
+    def _busy(self, route: Route) -> int:
+        return sum(sent.route == route for sent in self.in_flight.values())
 
-    def _batch_of(self, way: Way, now: float) -> Sent | None:
-        stories = [story for story in self._running.values() if story.way == way]
-        busy = [sent for sent in self.under_way.values() if sent.way == way]
-        if len(busy) > self.ways.width:
+    def _batch_of(self, route: Route, now: float) -> SentBatch | None:
+        sequences = [sequence for sequence in self._running.values() if sequence.route == route]
+        busy = [sent for sent in self.in_flight.values() if sent.route == route]
+        if len(busy) > self.routes.width:
             return None
-        ready = [story for story in stories if story.sent < len(story.tokens)]
-        doubtful = [story for story in ready if story.tries]
-        if doubtful:  # alone; and before it others finish
-            ready = doubtful[:1] if not busy else []
-        # A prompt may be one batch ahead; tokens never: they would stay in small batches for ever.
-        ahead = len(busy) == self.ways.width
-        most = math.ceil(len(stories) / self.ways.width)
-        rows: list[tuple[Story, int]] = []
+        ready = [sequence for sequence in sequences if sequence.sent < len(sequence.tokens)]
+        retried = [sequence for sequence in ready if sequence.tries]
+        if retried:  # alone, after all others
+            ready = retried[:1] if not busy else []
+        # Decoding never runs ahead: its batches would stay small.
+        ahead = len(busy) == self.routes.width
+        most = math.ceil(len(sequences) / self.routes.width)
+        rows: list[tuple[SequenceState, int]] = []
         if not ahead:
-            rows = [(story, 1) for story in ready if len(story.tokens) - story.sent == 1][:most]
-        rows += self._chunks([story for story in ready if len(story.tokens) - story.sent > 1], ahead=ahead)
-        return self._send(way, rows, now) if rows else None
+            rows = [(sequence, 1) for sequence in ready if len(sequence.tokens) - sequence.sent == 1][:most]
+        rows += self._chunks([sequence for sequence in ready if len(sequence.tokens) - sequence.sent > 1], ahead=ahead)
+        return self._send(route, rows, now) if rows else None
 
-    def _chunks(self, prompts: list[Story], *, ahead: bool) -> list[tuple[Story, int]]:
-        """Shares of one batch: all alike, and what a short one does not need goes to the longer. So no prompt waits for those
-        before it."""
+    def _chunks(self, prompts: list[SequenceState], *, ahead: bool) -> list[tuple[SequenceState, int]]:
+        """Divide one batch evenly over the prompts; what a short one leaves goes to the longer."""
         room, rows = self.limits.chunk, []
-        prompts.sort(key=lambda story: len(story.tokens) - story.sent)
-        for others, story in zip(reversed(range(len(prompts))), prompts, strict=True):
-            left = len(story.tokens) - story.sent
+        prompts.sort(key=lambda sequence: len(sequence.tokens) - sequence.sent)
+        for others, sequence in zip(reversed(range(len(prompts))), prompts, strict=True):
+            left = len(sequence.tokens) - sequence.sent
             count = min(left, -(-room // (others + 1)))
             if count > 0 and not (ahead and count == left):
-                rows.append((story, count))
+                rows.append((sequence, count))
                 room -= count
         return rows
 
-    def _send(self, way: Way, rows: Iterable[tuple[Story, int]], now: float) -> Sent:
+    def _send(self, route: Route, rows: Iterable[tuple[SequenceState, int]], now: float) -> SentBatch:
         made: list[Row] = []
         tokens: list[int] = []
-        openings: dict[int, Opening] = {}
-        told = 0
-        for story, count in rows:
-            answer = story.sent + count == len(story.tokens)
-            opening = _opening(story) if answer and not story.opened else None
-            if opening is not None:
-                if told and told + len(opening.tokens) > MOST_TOLD:
-                    continue  # with the next batch
-                told += len(opening.tokens)
-                story.opened, openings[story.number] = True, opening
-            start, story.sent = story.sent, story.sent + count
-            made.append(Row(sequence=story.number, start=start, count=count, answer=answer))
-            tokens += story.tokens[start : story.sent]
-        return Sent(next(self._batches), way, tuple(made), tuple(tokens), openings, now)
+        states: dict[int, SamplingState] = {}
+        history = 0
+        for sequence, count in rows:
+            answer = sequence.sent + count == len(sequence.tokens)
+            state = _sampling_state(sequence) if answer and not sequence.opened else None
+            if state is not None:
+                if history and history + len(state.tokens) > MOST_HISTORY:
+                    continue
+                history += len(state.tokens)
+                sequence.opened, states[sequence.number] = True, state
+            start, sequence.sent = sequence.sent, sequence.sent + count
+            made.append(Row(sequence=sequence.number, start=start, count=count, answer=answer))
+            tokens += sequence.tokens[start : sequence.sent]
+        return SentBatch(next(self._batches), route, tuple(made), tuple(tokens), states, now)
 
 
-def _opening(story: Story) -> Opening:
-    sampling, position = story.ask.sampling, len(story.tokens)
+def _sampling_state(sequence: SequenceState) -> SamplingState:
+    sampling, position = sequence.request.sampling, len(sequence.tokens)
     if not sampling.looks_back:
-        return Opening(sampling=sampling, position=position)
-    return Opening(sampling=sampling, position=position, tokens=tuple(story.tokens), prompt=len(story.ask.tokens))
+        return SamplingState(sampling=sampling, position=position)
+    return SamplingState(
+        sampling=sampling, position=position, tokens=tuple(sequence.tokens), prompt=len(sequence.request.tokens)
+    )
 
 
 def width_of(stages: Sequence[Sequence[str]], cores: dict[str, tuple[str, int, int]]) -> int:
-    """How many stages can compute at the same time: on one host as many as its cores bear.
+    """Return how many stages can compute at the same time, given the cores of their hosts.
 
-    `cores`: of each machine its host, the cores it computes with, and those of the host.
+    `cores`: for each machine its host, the cores it uses, and those of the host.
     """
-    wanted: dict[tuple[str, int], list[int]] = {}  # by host and its cores: what each of its stages computes with
+    wanted: dict[tuple[str, int], list[int]] = {}  # cores of each stage, by host
     for machines in stages:
         if machines:
             host, own, there = cores[machines[0]]

@@ -43,9 +43,9 @@ from smolcluster.models.hugging_face import CONFIG, Folder, read_json
 from smolcluster.models.parts import cast, check_depth, check_shapes, check_values, part_of, vocabulary
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import ARCHITECTURES
-from smolcluster.serve.engine.layout import Sizes
-from smolcluster.serve.text.conversation import Text
-from smolcluster.serve.text.vocabulary import Defined, Spelled, definition_from_gguf, flag, from_gguf
+from smolcluster.serve.engine.layout import WeightSizes
+from smolcluster.serve.text.conversation import ChatTokenizer
+from smolcluster.serve.text.vocabulary import BytewiseVocabulary, JsonVocabulary, flag, gguf_definition, gguf_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ _ENDS = (
 )
 
 
-class Source(ABC):
+class ModelSource(ABC):
     """A model that is there, in files."""
 
     name: str  # for people
@@ -77,7 +77,7 @@ class Source(ABC):
     _files: Mapping[Path, tuple[int, ...] | None] | None = None  # what they were when they were opened
 
     @abstractmethod
-    def text(self) -> Text:
+    def text(self) -> ChatTokenizer:
         """Its tokenizer, chat template and stop tokens. Raises UserError where there is none, or one of another model."""
 
     def openings(self) -> list[str]:
@@ -104,7 +104,7 @@ class Source(ABC):
             if _identity(file) not in (identity, None):
                 raise UserError(f"{file} has changed since it was opened; start the server again")
 
-    def layer_bytes(self, dtype: torch.dtype) -> Sizes:
+    def layer_bytes(self, dtype: torch.dtype) -> WeightSizes:
         """Return the memory for each layer, the embedding and the head, from the shape alone."""
         sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in self.config.shapes().items()}
         none = range(0)
@@ -113,7 +113,7 @@ class Source(ABC):
             return sum(sizes[name] for name in part_of(sizes, self.config, layers, first=first, last=last))
 
         embedding, head = total(none, first=True, last=False), total(none, first=False, last=True)
-        return Sizes(
+        return WeightSizes(
             layers=tuple(total(range(n, n + 1), first=False, last=False) for n in range(self.config.num_layers)),
             embedding=embedding,
             head=head,
@@ -121,7 +121,7 @@ class Source(ABC):
             weight_bytes=dtype.itemsize,
         )
 
-    def _checked(self, text: Text) -> Text:
+    def _checked(self, text: ChatTokenizer) -> ChatTokenizer:
         if text.vocab_size > self.config.vocab_size:
             raise UserError(
                 f"the tokenizer of {self.name} has {text.vocab_size} tokens, the model only {self.config.vocab_size}: "
@@ -130,7 +130,7 @@ class Source(ABC):
         return text
 
 
-def find_source(name: str) -> Source:
+def find_source(name: str) -> ModelSource:
     """What a user names. Raises UserError with what is known."""
     try:
         return _find(name)
@@ -138,7 +138,7 @@ def find_source(name: str) -> Source:
         raise UserError(f"cannot serve {name}: {error}") from error
 
 
-def open_source(reference: Mapping[str, str]) -> Source:
+def open_source(reference: Mapping[str, str]) -> ModelSource:
     """What another machine has found (`Source.reference`), here. Hashes are not verified again."""
     path = Path(reference.get("path", ""))
     try:
@@ -158,7 +158,7 @@ def open_source(reference: Mapping[str, str]) -> Source:
     )
 
 
-def _find(name: str) -> Source:
+def _find(name: str) -> ModelSource:
     if name in PACKAGES:
         return _find_package(name)
     try:
@@ -176,7 +176,7 @@ def _find(name: str) -> Source:
     raise UserError(f"there is no model '{name}'; {suggest(name, PACKAGES)}, or the path of {KINDS}")
 
 
-def _find_package(name: str) -> Source:
+def _find_package(name: str) -> ModelSource:
     if name not in PACKAGES:
         raise UserError(f"there is no model '{name}' in a package; {suggest(name, PACKAGES)}")
     module, distribution = PACKAGES[name]
@@ -191,7 +191,7 @@ def _find_package(name: str) -> Source:
     return GGUFSource(files[0], name=name, reference={"kind": "package", "path": name})
 
 
-def _find_in_folder(path: Path) -> Source:
+def _find_in_folder(path: Path) -> ModelSource:
     if (path / CONFIG).is_file():
         return FolderSource(path)
     if _is_run(path):
@@ -210,7 +210,7 @@ def _find_in_folder(path: Path) -> Source:
 _KINDS_OF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # our name, and the header's
 
 
-class GGUFSource(Source):
+class GGUFSource(ModelSource):
     def __init__(self, path: Path, *, name: str | None = None, reference: dict[str, str] | None = None) -> None:
         path = path.resolve()
         self._file = GGUF(path)
@@ -228,16 +228,16 @@ class GGUFSource(Source):
         except (ValueError, OSError) as error:
             raise UserError(f"cannot import {path}: {error}") from error
 
-    def text(self) -> Text:
+    def text(self) -> ChatTokenizer:
         given = self._file.metadata
-        vocabulary = from_gguf(given, where=str(self._file.path))
+        vocabulary = gguf_vocabulary(given, where=str(self._file.path))
         ends = {self._token(key) for key in ("eos", "eot", "eom")} - {None}
         special = {marker.text: marker.token for marker in vocabulary.markers if marker.special}
         ends |= {special[text] for text in _ENDS if text in special}
         template = given.get("tokenizer.chat_template")
         names, bos = self._names(), self._token("bos")
         return self._checked(
-            Text(
+            ChatTokenizer(
                 vocabulary,
                 template=template if isinstance(template, str) else None,
                 first=[bos] if self._begins() and bos is not None else [],
@@ -251,7 +251,7 @@ class GGUFSource(Source):
         """Return the tokenizer of the header as the files of a Hugging Face folder. Empty: it cannot be used here."""
         given = self._file.metadata
         try:
-            definition = definition_from_gguf(given, where=str(self._file.path))
+            definition = gguf_definition(given, where=str(self._file.path))
             stop = sorted(self.text().stop_tokens)
         except MissingExtra:
             raise
@@ -291,7 +291,7 @@ class GGUFSource(Source):
 # Hugging Face's layout
 
 
-class FolderSource(Source):
+class FolderSource(ModelSource):
     def __init__(self, path: Path) -> None:
         path = path.resolve()
         self._folder = Folder(path)
@@ -301,7 +301,7 @@ class FolderSource(Source):
         self._note_files(self._folder.files)
         self.fingerprint = _fingerprint([part for file in self._folder.files for part in (file.name, *_samples(file))])
 
-    def text(self) -> Text:
+    def text(self) -> ChatTokenizer:
         folder = self._folder.path
         if (folder / "tokenizer.json").is_file():
             return self._checked(_folder_text(folder / "tokenizer.json"))
@@ -314,11 +314,11 @@ class FolderSource(Source):
         return self._checked(_our_text(Gpt2Tokenizer(*files)))
 
 
-def _folder_text(file: Path) -> Text:
+def _folder_text(file: Path) -> ChatTokenizer:
     """tokenizer.json, with the conversation settings of the files beside it."""
     folder = file.parent
     definition = _settings(file)
-    vocabulary = Defined(definition, where=str(file))
+    vocabulary = JsonVocabulary(definition, where=str(file))
     options = _settings(folder / "tokenizer_config.json")
     special = _settings(folder / "special_tokens_map.json") | options
     known = {marker.text: marker.token for marker in vocabulary.markers}
@@ -332,7 +332,7 @@ def _folder_text(file: Path) -> Text:
         ends |= {number for number in numbers if isinstance(number, int) and 0 <= number < vocabulary.size}
     bos = known.get(names.get("bos_token", ""))
     begins = options.get("add_bos_token", _adds_first(definition, names.get("bos_token")))
-    return Text(
+    return ChatTokenizer(
         vocabulary,
         template=_template(folder, options),
         first=[bos] if begins and bos is not None else [],
@@ -389,7 +389,7 @@ def _is_run(path: Path) -> bool:
     return (path / MANIFEST).is_file() or RunDir(path).holds_a_run() or path.name == "checkpoints"
 
 
-def _find_run(path: Path) -> Source:
+def _find_run(path: Path) -> ModelSource:
     """A run directory, its folder of checkpoints, or one checkpoint. Of several, the newest that is whole."""
     path = path.resolve()
     if (path / MANIFEST).is_file():
@@ -408,7 +408,7 @@ def _find_run(path: Path) -> Source:
     raise UserError(f"{path} has no checkpoint yet; train it with training.checkpoint_steps above 0")
 
 
-class RunSource(Source):
+class RunSource(ModelSource):
     """One checkpoint. `manifest` has been read from it, and perhaps verified."""
 
     def __init__(self, path: Path, *, manifest: Manifest) -> None:
@@ -443,7 +443,7 @@ class RunSource(Source):
             result[name] = cast(name, tensor, dtype).to(device)
         return result
 
-    def text(self) -> Text:
+    def text(self) -> ChatTokenizer:
         tokenizer = _run_tokenizer(self._settings.data)
         named = self._settings.model.vocab_size is not None
         if not named and tokenizer.vocab_size != self.config.vocab_size:
@@ -485,9 +485,9 @@ def _run_tokenizer(data: DataConfig) -> Tokenizer:
     )
 
 
-def _our_text(tokenizer: Any) -> Text:
+def _our_text(tokenizer: Any) -> ChatTokenizer:
     end = getattr(tokenizer, "end_of_text", None)
-    return Text(Spelled(tokenizer), stop_tokens=frozenset() if end is None else frozenset([end]))
+    return ChatTokenizer(BytewiseVocabulary(tokenizer), stop_tokens=frozenset() if end is None else frozenset([end]))
 
 
 def _short(path: Path) -> str:

@@ -28,7 +28,7 @@ Amount = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """How a token is chosen from the logits. The defaults are the model's own distribution."""
 
     temperature: Amount = 1.0  # 0: the likeliest token, whatever else is said here but the penalties
@@ -49,13 +49,13 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class SequenceRequest:
     """A sequence to be continued. At least one token; the prompt and `max_tokens` together fit the context."""
 
     tokens: tuple[int, ...]
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()  # after one of these nothing more comes; it is not told itself
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +77,13 @@ class Busy(SmolclusterError):
     retry_after_s: float = 1.0
 
 
-class NobodyThere(SmolclusterError):
+class Unavailable(SmolclusterError):
     """Some layers are on no machine. One may come back."""
 
     retry_after_s: float = 5.0
 
 
-class GivenUp(SmolclusterError):
+class RetriesExhausted(SmolclusterError):
     """The machines that are there could not do it, several times. Others may."""
 
     retry_after_s: float = 5.0
@@ -100,7 +100,7 @@ class Engine(Protocol):
     def context(self) -> int:
         """The same, where the machines that are there have memory for fewer."""
 
-    def stream(self, ask: Ask) -> AsyncGenerator[Token, None]:
+    def stream(self, ask: SequenceRequest) -> AsyncGenerator[Token, None]:
         """The tokens that follow. Closing the generator frees everything that the sequence held, at once.
 
         Raises Busy or NobodyThere before the first token; NobodyThere or GivenUp later when its machines are lost for good.

@@ -2,13 +2,13 @@
 
     stage                                       front
       ASK                                ->
-                                         <-       PLAN      the model's shape and where its weights are: `Model`
-      JOIN   memory, speed, address      ->                 `Offer`
+                                         <-       PLAN      the model's shape and where its weights are: `ServedModel`
+      JOIN   memory, speed, address      ->                 `StageOffer`
                                          <-       LAYERS    hold these: `Assignment`
       HELD   room for so many tokens,    ->
              or what is missing
                                          <-       STATE     the weights, for one that has no files
-                                         <-       ROWS      a batch: tokens, and the way it goes: `Batch`
+                                         <-       ROWS      a batch: tokens, and the way it goes: `StageBatch`
       ROWS -> the next stage ... the last one
       CHOSEN                             ->                 a `Token` for each sequence
       FAILED                             ->
@@ -45,8 +45,8 @@ from smolcluster.compute.precision import DTYPES
 from smolcluster.models.parts import type_name
 from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import architecture_of, from_plain, to_plain
-from smolcluster.serve.engine.part import Row
-from smolcluster.serve.engine.types import Amount, Flag, Name, Positive, Real, Sampling, Token, Whole
+from smolcluster.serve.engine.stage_model import Row
+from smolcluster.serve.engine.types import Amount, Flag, Name, Positive, Real, SamplingParams, Token, Whole
 
 CODECS = ("fp32", "bf16", "fp16", "int8")
 TYPES = {type_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
@@ -62,7 +62,7 @@ Key = Annotated[int, Field(ge=0)]  # a sequence; JSON makes texts of keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ServedModel:
     """What is served, and how a machine that has the files opens them."""
 
     name: str
@@ -73,7 +73,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class StageOffer:
     """What a machine has for the layers of this model."""
 
     name: Name
@@ -103,17 +103,17 @@ class Assignment:
         return range(self.first_layer, self.first_layer + self.num_layers)
 
 
-class Opening(NamedTuple):
+class SamplingState(NamedTuple):
     """How the tokens of a sequence are chosen, and what came before: the prompt, then what was generated. Tokens only where
     the choice depends on them: a long prompt is long here, too."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     position: Whole  # of the next one
     tokens: tuple[Whole, ...] = ()
     prompt: Whole = 0  # so many of them
 
 
-class Spent(NamedTuple):
+class HopTiming(NamedTuple):
     """Where a batch spent its time."""
 
     name: Name
@@ -122,14 +122,14 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class StageBatch:
     """Rows of several sequences on their way through the same machines."""
 
     rows: tuple[Row, ...]
     secret: Name = field(default="", repr=False)
     route: tuple[Hop, ...] = ()  # the stages still to come
-    samplings: Mapping[Key, Opening] = field(default_factory=dict)  # of sequences whose first answer this is
-    spent: tuple[Spent, ...] = ()
+    samplings: Mapping[Key, SamplingState] = field(default_factory=dict)  # of sequences whose first answer this is
+    spent: tuple[HopTiming, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -150,7 +150,7 @@ class _ModelMeta(BaseModel):
 
 class _ChosenMeta(BaseModel):
     rows: list[tuple[Whole, Whole, Real | None, tuple[tuple[Whole, Real], ...]]]
-    spent: list[Spent] = []
+    spent: list[HopTiming] = []
 
 
 class _Room(BaseModel):
@@ -183,29 +183,29 @@ def _read(kind: type[T], meta: Mapping[str, Any]) -> T:
     raise ValueError(f"{place[:80]}: {first['msg']}")
 
 
-def model_meta(model: Model) -> dict[str, Any]:
+def model_meta(model: ServedModel) -> dict[str, Any]:
     architecture = architecture_of(model.config).name
     return {**asdict(model), "architecture": architecture, "config": to_plain(model.config)}
 
 
-def read_model(meta: Mapping[str, Any]) -> Model:
+def read_model(meta: Mapping[str, Any]) -> ServedModel:
     told = _read(_ModelMeta, meta)
     config = from_plain(told.architecture, told.config)
     if told.codec not in CODECS:
         raise ValueError(f"unknown codec {told.codec[:20]!r}")
-    return Model(
+    return ServedModel(
         name=told.name, config=config, fingerprint=told.fingerprint, reference=told.reference, codec=told.codec
     )
 
 
-def meta_of(value: Offer | Assignment | Batch) -> dict[str, Any]:
+def meta_of(value: StageOffer | Assignment | StageBatch) -> dict[str, Any]:
     """Return a value as it travels; named tuples travel as lists, without the names of their fields."""
     meta: dict[str, Any] = _adapter(cast(Any, type(value))).dump_python(value, mode="json", exclude_defaults=True)
     return meta
 
 
-def read_offer(meta: Mapping[str, Any]) -> Offer:
-    return _read(Offer, meta)
+def read_offer(meta: Mapping[str, Any]) -> StageOffer:
+    return _read(StageOffer, meta)
 
 
 def read_assignment(meta: Mapping[str, Any], *, num_layers: int) -> Assignment:
@@ -216,20 +216,20 @@ def read_assignment(meta: Mapping[str, Any], *, num_layers: int) -> Assignment:
     return assignment
 
 
-def read_batch(meta: Mapping[str, Any]) -> Batch:
-    batch = _read(Batch, meta)
+def read_batch(meta: Mapping[str, Any]) -> StageBatch:
+    batch = _read(StageBatch, meta)
     sequences = {row.sequence for row in batch.rows}
     if not sequences or len(sequences) != len(batch.rows) or batch.num_tokens > MOST_TOKENS:
         raise ValueError(f"a batch has rows of different sequences, and at most {MOST_TOKENS} tokens")
     return batch
 
 
-def chosen_meta(chosen: Mapping[int, Token], spent: Sequence[Spent]) -> dict[str, Any]:
+def chosen_meta(chosen: Mapping[int, Token], spent: Sequence[HopTiming]) -> dict[str, Any]:
     rows = [[sequence, token.token, token.logprob, token.top] for sequence, token in chosen.items()]
     return {"rows": rows, "spent": spent}
 
 
-def read_chosen(meta: Mapping[str, Any]) -> tuple[dict[int, Token], list[Spent]]:
+def read_chosen(meta: Mapping[str, Any]) -> tuple[dict[int, Token], list[HopTiming]]:
     told = _read(_ChosenMeta, meta)
     chosen = {s: Token(token=token, logprob=logprob, top=top) for s, token, logprob, top in told.rows}
     return chosen, told.spent

@@ -30,12 +30,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import smolcluster
 from smolcluster.errors import SmolclusterError, needed
 from smolcluster.observe.prometheus import CONTENT_TYPE
-from smolcluster.serve.engine.types import Busy, GivenUp, NobodyThere
+from smolcluster.serve.engine.types import Busy, RetriesExhausted, Unavailable
 from smolcluster.serve.http import api_types as types
-from smolcluster.serve.http.api_types import Asked, Json, Shape
-from smolcluster.serve.http.service import BadRequest, Job, Piece, Service, UnknownModel
-from smolcluster.web.bodies import Gone, Readers, Unreadable, read_object
-from smolcluster.web.guard import READ_ONLY, App, Guard, Message, Receive, Rules, Scope, Send, answer, equal, hardened
+from smolcluster.serve.http.api_types import Json, ParsedRequest, ResponseFormat
+from smolcluster.serve.http.service import BadRequest, CompletionJob, Service, TextChunk, UnknownModel
+from smolcluster.web.bodies import BadBody, BodyReaders, ClientGone, read_object
+from smolcluster.web.guard import (
+    READ_ONLY,
+    App,
+    Guard,
+    GuardRules,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    equal,
+    hardened,
+)
 from smolcluster.web.pages import static_answer, static_files
 from smolcluster.web.streams import WRITE_S, event_stream, while_there
 
@@ -78,7 +90,7 @@ def _is_page(path: str) -> bool:
     return path == "/" or path.startswith("/static/")
 
 
-RULES = Rules(
+RULES = GuardRules(
     name="serve",
     program="smolcluster serve",
     token="key",
@@ -106,7 +118,7 @@ class Api:
         self._created = int(time.time())
         self._closing = asyncio.Event()
         self._viewers = self._preparing = 0
-        self._readers = Readers(least_s=service.limits.crowded_body_s)
+        self._readers = BodyReaders(least_s=service.limits.crowded_body_s)
         self._state, self._state_at = b"", -math.inf
         self._app = Guard(self._routes(), RULES, token=key, allow_hosts=allow_hosts)
 
@@ -173,7 +185,7 @@ class Api:
 
     # Answers of the model
 
-    def _openai(self, read: Callable[[Json], Asked], shape: Shape) -> Callable[[Request], Any]:
+    def _openai(self, read: Callable[[Json], ParsedRequest], shape: ResponseFormat) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             asked, job = await self._prepared(request, read)
             head = {
@@ -191,7 +203,7 @@ class Api:
 
         return endpoint
 
-    def _simple(self, read: Callable[[Json], Asked]) -> Callable[[Request], Any]:
+    def _simple(self, read: Callable[[Json], ParsedRequest]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             asked, job = await self._prepared(request, read)
             if asked.stream:
@@ -202,7 +214,9 @@ class Api:
 
         return endpoint
 
-    async def _prepared(self, request: Request, read: Callable[[Json], Asked]) -> tuple[Asked, Job]:
+    async def _prepared(
+        self, request: Request, read: Callable[[Json], ParsedRequest]
+    ) -> tuple[ParsedRequest, CompletionJob]:
         limits = self.service.limits
         if self._preparing >= limits.requests and not self._readers.hurry():
             raise Busy(f"{self._preparing} requests are read already; try again later")
@@ -220,11 +234,11 @@ class Api:
         finally:
             self._preparing -= 1
 
-    async def _streamed(self, request: Request, job: Job, frames: Frames) -> Response:
+    async def _streamed(self, request: Request, job: CompletionJob, frames: Frames) -> Response:
         """The first piece is waited for: what goes wrong before it still has a status of its own."""
         pieces = self.service.stream(job)
 
-        async def first() -> Piece:
+        async def first() -> TextChunk:
             return await anext(pieces)
 
         try:
@@ -256,7 +270,7 @@ class Api:
         waiting = {"status": f"waiting for machines{few}", "ready": False, "progress": _progress(state)}
         if self._key is None:  # they name files; with the key they are in /events
             waiting["problems"] = state.get("problems", [])
-        return _answer(waiting, 503, retry_s=NobodyThere.retry_after_s)
+        return _answer(waiting, 503, retry_s=Unavailable.retry_after_s)
 
     async def _config(self, _: Request) -> Response:
         service = self.service
@@ -291,7 +305,7 @@ class Api:
         states = self._states()
         first = await anext(states, None)  # nothing comes in between: it is counted from here on
         if first is None:
-            raise NobodyThere("the server is ending")
+            raise Unavailable("the server is ending")
         return event_stream(_behind(first, states), source=states, write_s=self._write_s)
 
     async def _states(self) -> AsyncGenerator[bytes, None]:
@@ -343,14 +357,16 @@ async def _behind(first: T, others: AsyncIterator[T]) -> AsyncGenerator[T, None]
         yield other
 
 
-Frames = Callable[[AsyncIterator[Piece]], AsyncIterator[list[bytes]]]
+Frames = Callable[[AsyncIterator[TextChunk]], AsyncIterator[list[bytes]]]
 
 
-def _openai_frames(shape: Shape, head: Json, job: Job, *, logprobs: bool, include_usage: bool) -> Frames:
+def _openai_frames(
+    shape: ResponseFormat, head: Json, job: CompletionJob, *, logprobs: bool, include_usage: bool
+) -> Frames:
     """Pieces as OpenAI streams them."""
     head = head | {"usage": None} if include_usage else head
 
-    async def frames(pieces: AsyncIterator[Piece]) -> AsyncIterator[list[bytes]]:
+    async def frames(pieces: AsyncIterator[TextChunk]) -> AsyncIterator[list[bytes]]:
         begun: set[int] = set()
         async for piece in pieces:
             begins = piece.index not in begun
@@ -363,10 +379,10 @@ def _openai_frames(shape: Shape, head: Json, job: Job, *, logprobs: bool, includ
     return frames
 
 
-def _simple_frames(model: str, job: Job) -> Frames:
+def _simple_frames(model: str, job: CompletionJob) -> Frames:
     """`{"text": "..."}` for each piece, and at the end what the whole answer would have told."""
 
-    async def frames(pieces: AsyncIterator[Piece]) -> AsyncIterator[list[bytes]]:
+    async def frames(pieces: AsyncIterator[TextChunk]) -> AsyncIterator[list[bytes]]:
         async for piece in pieces:
             told = [_json({"text": piece.text})] if piece.text else []
             if piece.finish is not None:
@@ -376,7 +392,7 @@ def _simple_frames(model: str, job: Job) -> Frames:
     return frames
 
 
-async def _written(pieces: AsyncIterator[Piece], frames: Frames) -> AsyncGenerator[bytes, None]:
+async def _written(pieces: AsyncIterator[TextChunk], frames: Frames) -> AsyncGenerator[bytes, None]:
     try:
         async for told in frames(pieces):
             if told:
@@ -396,11 +412,11 @@ def _events_of(datas: list[bytes]) -> bytes:
 _ERRORS: tuple[tuple[type[SmolclusterError], int, str | None, str], ...] = (
     (UnknownModel, 404, None, ""),
     (BadRequest, 400, None, ""),
-    (Unreadable, 400, None, ""),
+    (BadBody, 400, None, ""),
     (Busy, 429, "rate_limit_exceeded", "too many requests"),
-    (GivenUp, 503, "given_up", ""),
-    (NobodyThere, 503, "not_ready", "some layers are on no machine"),
-    (Gone, LEFT, None, "gone"),
+    (RetriesExhausted, 503, "given_up", ""),
+    (Unavailable, 503, "not_ready", "some layers are on no machine"),
+    (ClientGone, LEFT, None, "gone"),
 )
 
 

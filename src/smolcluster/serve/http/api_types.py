@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smolcluster.serve.http.service import BadRequest, Piece, Request, Timing, Told, Usage
+from smolcluster.serve.http.service import BadRequest, CompletionRequest, TextChunk, Timing, TokenLogprob, Usage
 
 Json = dict[str, Any]
 
@@ -57,15 +57,15 @@ _OF_MESSAGES = frozenset({"name", "refusal", "annotations", "audio", "function_c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """A request, and how its answer is to come."""
 
-    request: Request
+    request: CompletionRequest
     stream: bool
     include_usage: bool
 
 
-def read_chat(body: Json) -> Asked:
+def read_chat(body: Json) -> ParsedRequest:
     _check_names(body, CHAT_FIELDS)
     told = _flag(body, "logprobs")
     most_likely = _whole(body, "top_logprobs")
@@ -73,7 +73,7 @@ def read_chat(body: Json) -> Asked:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     newer = "max_completion_tokens"
     name = newer if body.get(newer) is not None else "max_tokens"
-    request = Request(
+    request = CompletionRequest(
         **_shared(body) | {"max_tokens": _whole(body, name)},
         messages=_messages(body),
         max_tokens_field=name,
@@ -83,12 +83,12 @@ def read_chat(body: Json) -> Asked:
     return _asked(body, request)
 
 
-def read_completion(body: Json) -> Asked:
+def read_completion(body: Json) -> ParsedRequest:
     _check_names(body, COMPLETION_FIELDS)
-    return _asked(body, Request(**_shared(body), prompts=_prompts(body), logprobs=_whole(body, "logprobs")))
+    return _asked(body, CompletionRequest(**_shared(body), prompts=_prompts(body), logprobs=_whole(body, "logprobs")))
 
 
-def read_simple_chat(body: Json) -> Asked:
+def read_simple_chat(body: Json) -> ParsedRequest:
     """`{"message": "...", "system": "...", "history": [messages]}`, or `{"messages": [...]}`."""
     _check_names(body, (*SIMPLE_FIELDS, "message", "text", "system", "history", "messages"))
     if body.get("messages") is not None:
@@ -102,15 +102,15 @@ def read_simple_chat(body: Json) -> Asked:
         messages = [*messages, {"role": "user", "content": _string(body[name], name)}]
     if body.get("system") is not None:
         messages = [{"role": "system", "content": _string(body["system"], "system")}, *messages]
-    return _asked(body, Request(**_shared(body), messages=messages))
+    return _asked(body, CompletionRequest(**_shared(body), messages=messages))
 
 
-def read_simple_query(body: Json) -> Asked:
+def read_simple_query(body: Json) -> ParsedRequest:
     """`{"prompt": "..."}` or `{"query": "..."}`: a text to be continued."""
     names = ("prompt", "query", "text")
     _check_names(body, (*SIMPLE_FIELDS, *names))
     name = _one_of(body, names)
-    return _asked(body, Request(**_shared(body), prompts=[_string(body[name], name)]))
+    return _asked(body, CompletionRequest(**_shared(body), prompts=[_string(body[name], name)]))
 
 
 def read_key(body: Json) -> str:
@@ -119,17 +119,19 @@ def read_key(body: Json) -> str:
     return _string(body.get("key"), "key")
 
 
-def _asked(body: Json, request: Request) -> Asked:
+def _asked(body: Json, request: CompletionRequest) -> ParsedRequest:
     stream, options = _flag(body, "stream"), body.get("stream_options")
     if options is None:
-        return Asked(request=request, stream=stream, include_usage=False)
+        return ParsedRequest(request=request, stream=stream, include_usage=False)
     if not isinstance(options, dict):
         raise _wrong("stream_options", "an object", options)
     if not stream:
         raise BadRequest("stream_options needs stream: true", "stream_options")
     _check_names(options, ("include_usage", "include_obfuscation"), (), "stream_options.")
     _flag(options, "include_obfuscation", "stream_options.")
-    return Asked(request=request, stream=stream, include_usage=_flag(options, "include_usage", "stream_options."))
+    return ParsedRequest(
+        request=request, stream=stream, include_usage=_flag(options, "include_usage", "stream_options.")
+    )
 
 
 def _shared(body: Json) -> Json:
@@ -307,7 +309,7 @@ def how_it_went(seed: int, timing: Timing | None) -> Json:
     return {"seed": seed, **asdict(timing or Timing())}
 
 
-def simple_ending(model: str, last: Piece, usage: Usage, seed: int) -> Json:
+def simple_ending(model: str, last: TextChunk, usage: Usage, seed: int) -> Json:
     """What /chat and /query tell beside the text."""
     return {"model": model, "finish_reason": last.finish, "usage": usage_body(usage), **how_it_went(seed, last.timing)}
 
@@ -320,7 +322,7 @@ def spelled(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def chat_logprobs(told: Sequence[Told]) -> Json:
+def chat_logprobs(told: Sequence[TokenLogprob]) -> Json:
     def one(token: bytes, logprob: float) -> Json:
         return {"token": spelled(token), "logprob": logprob, "bytes": list(token)}
 
@@ -330,8 +332,8 @@ def chat_logprobs(told: Sequence[Told]) -> Json:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(told: Sequence[Told]) -> Json:
-    def likeliest(one: Told) -> Json:
+def completion_logprobs(told: Sequence[TokenLogprob]) -> Json:
+    def likeliest(one: TokenLogprob) -> Json:
         """The chosen token is always among them, also where others are likelier: one more than was asked for."""
         return {spelled(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
 
@@ -344,19 +346,19 @@ def completion_logprobs(told: Sequence[Told]) -> Json:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ResponseFormat:
     """How the answers of one of OpenAI's routes look."""
 
     prefix: str  # of their ids
     whole: str  # the kind of object
     chunk: str
-    logprobs: Callable[[Sequence[Told]], Json]
+    logprobs: Callable[[Sequence[TokenLogprob]], Json]
     choice: Callable[[str], Json]  # a whole text
     piece: Callable[[str], Json]  # some text of a stream
     first: tuple[Json, ...] = ()  # what comes before the first piece of a choice: in a chat, whose turn it is
 
 
-CHAT = Shape(
+CHAT = ResponseFormat(
     prefix="chatcmpl",
     whole="chat.completion",
     chunk="chat.completion.chunk",
@@ -365,7 +367,7 @@ CHAT = Shape(
     piece=lambda text: {"delta": {"content": text} if text else {}},
     first=({"delta": {"role": "assistant", "content": "", "refusal": None}},),
 )
-COMPLETION = Shape(
+COMPLETION = ResponseFormat(
     prefix="cmpl",
     whole="text_completion",
     chunk="text_completion",
@@ -375,7 +377,9 @@ COMPLETION = Shape(
 )
 
 
-def whole_body(shape: Shape, head: Json, choices: Sequence[Piece], *, usage: Usage, seed: int, logprobs: bool) -> Json:
+def whole_body(
+    shape: ResponseFormat, head: Json, choices: Sequence[TextChunk], *, usage: Usage, seed: int, logprobs: bool
+) -> Json:
     listed = [
         {
             "index": choice.index,
@@ -389,7 +393,9 @@ def whole_body(shape: Shape, head: Json, choices: Sequence[Piece], *, usage: Usa
     return head | {"object": shape.whole, "choices": listed, "usage": usage_body(usage), "smolcluster": about}
 
 
-def chunk_bodies(shape: Shape, head: Json, piece: Piece, *, begins: bool, logprobs: bool, seed: int) -> list[Json]:
+def chunk_bodies(
+    shape: ResponseFormat, head: Json, piece: TextChunk, *, begins: bool, logprobs: bool, seed: int
+) -> list[Json]:
     """What a piece is in a stream: its text, and then, where it is the last, why. `begins`: the first of its choice."""
 
     def chunk(content: Mapping[str, Any], logprobs: Json | None = None, finish: str | None = None) -> Json:

@@ -22,7 +22,7 @@ STATIC = Path(__file__).parents[1] / "static"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class HttpSettings:
     """Where the service listens, and for whom. `port` None: the usual one, or one of the next few."""
 
     bind: str = "127.0.0.1"
@@ -30,13 +30,13 @@ class Place:
     key: str | None = dataclasses.field(default=None, repr=False)
     allow_hosts: tuple[str, ...] = ()
     static: Path | None = STATIC
-    patience: server.Patience = dataclasses.field(default_factory=server.Patience)
+    patience: server.HttpLimits = dataclasses.field(default_factory=server.HttpLimits)
 
-    def checked(self) -> Place:
+    def checked(self) -> HttpSettings:
         return dataclasses.replace(self, key=choose_token(self.key, bind=self.bind, option="--api-key"))
 
 
-def open_port(place: Place) -> socket.socket:
+def open_port(place: HttpSettings) -> socket.socket:
     """What fails here fails before anything is loaded. Connections wait until they are served."""
     with needed(extra="serve", purpose="serving a model"):
         import starlette  # noqa: F401
@@ -47,7 +47,7 @@ def open_port(place: Place) -> socket.socket:
 
 async def serve(
     service: Service,
-    place: Place,
+    place: HttpSettings,
     *,
     ready: Callable[[str], None],
     until: threading.Event | asyncio.Event | None = None,

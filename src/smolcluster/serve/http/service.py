@@ -24,10 +24,10 @@ from typing import Any
 
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import printable
-from smolcluster.serve.engine.types import Ask, Busy, Engine, Finish, NobodyThere, Sampling, Token
+from smolcluster.serve.engine.types import Busy, Engine, Finish, SamplingParams, SequenceRequest, Token, Unavailable
 from smolcluster.serve.http.metrics import Metrics
 from smolcluster.serve.text.chat_template import TemplateFailed
-from smolcluster.serve.text.conversation import StopStrings, Text
+from smolcluster.serve.text.conversation import ChatTokenizer, StopStrings
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class UnknownModel(BadRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CompletionRequest:
     """What a client asks for. Exactly one of `messages` and `prompts`; None leaves a thing to the server."""
 
     model: str | None = None
@@ -78,7 +78,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TokenLogprob:
     """A token as it is reported where logprobs are asked for. `offset`: where its text begins in the answer."""
 
     token: bytes
@@ -88,12 +88,12 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TextChunk:
     """Some more text of a choice; its last one has `finish`, and how it went."""
 
     index: int
     text: str = ""
-    logprobs: tuple[Told, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     timing: Timing | None = None
 
@@ -111,10 +111,10 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class CompletionJob:
     """A request that is in order: what the engine is asked, choice by choice."""
 
-    asks: tuple[Ask, ...]  # in the order of their index
+    asks: tuple[SequenceRequest, ...]  # in the order of their index
     stop: tuple[str, ...]
     begins: bool  # a text of its own; else the prompt goes on
     seed: int
@@ -125,7 +125,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ServiceLimits:
     """What one server gives. Beyond it a request is refused: 400 for what is in it, 413 for its size, 429 for how many there
     are."""
 
@@ -150,17 +150,17 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        text: Text,
+        text: ChatTokenizer,
         *,
         model_name: str,
-        limits: Limits | None = None,
-        defaults: Sampling | None = None,
+        limits: ServiceLimits | None = None,
+        defaults: SamplingParams | None = None,
         chats: bool = True,
         openings: Sequence[str] = (),
     ) -> None:
         """`chats`: the model has a chat template; else pages offer to continue a text, with `openings` to begin from."""
         self.engine, self.text, self.model_name = engine, text, model_name
-        self.limits, self.defaults = limits or Limits(), defaults or Sampling()
+        self.limits, self.defaults = limits or ServiceLimits(), defaults or SamplingParams()
         self.chats, self.openings = chats, tuple(openings)
         self.metrics = Metrics()
         self.sequences = 0  # of all jobs that go on
@@ -168,7 +168,7 @@ class Service:
 
     # Checking
 
-    async def prepare(self, request: Request) -> Job:
+    async def prepare(self, request: CompletionRequest) -> CompletionJob:
         """Raises BadRequest; UnknownModel; Busy where so many sequences can never begin now."""
         self.check_model(request.model)
         self._check_stop(request.stop)
@@ -180,12 +180,16 @@ class Service:
             max_tokens = self._max_tokens(request, len(tokens))
             for j in range(request.n):
                 own = dataclasses.replace(sampling, seed=(seed + j) % _SEEDS)
-                asks.append(Ask(tokens=tokens, max_tokens=max_tokens, stop_tokens=self.text.stop_tokens, sampling=own))
+                asks.append(
+                    SequenceRequest(
+                        tokens=tokens, max_tokens=max_tokens, stop_tokens=self.text.stop_tokens, sampling=own
+                    )
+                )
         if self.sequences + len(asks) > self.limits.sequences:
             raise Busy(_BUSY)
         usage = Usage(prompt_tokens=sum(map(len, prompts)))
         begins = request.messages is not None
-        return Job(asks=tuple(asks), stop=tuple(request.stop), begins=begins, seed=seed, usage=usage)
+        return CompletionJob(asks=tuple(asks), stop=tuple(request.stop), begins=begins, seed=seed, usage=usage)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
@@ -199,7 +203,7 @@ class Service:
         if not all(0 < len(text) <= self.limits.stop_characters for text in stop):
             raise BadRequest(f"stop: each string has 1 to {self.limits.stop_characters} characters", "stop")
 
-    def _sampling(self, request: Request) -> Sampling:
+    def _sampling(self, request: CompletionRequest) -> SamplingParams:
         given: dict[str, Any] = {}
         for name, low, high in RANGES:
             value = getattr(request, name)
@@ -226,7 +230,7 @@ class Service:
             given["logprobs"] = request.logprobs
         return dataclasses.replace(self.defaults, **given)
 
-    def _max_tokens(self, request: Request, num_prompt: int) -> int:
+    def _max_tokens(self, request: CompletionRequest, num_prompt: int) -> int:
         """Return the number of the request or the usual one, as far as the context has room."""
         longest, given, name = self.engine.model_context, request.max_tokens, request.max_tokens_field
         if given is not None and not 1 <= given <= longest:
@@ -243,7 +247,7 @@ class Service:
             )
         return min(room, self.limits.max_tokens if given is None else given)
 
-    async def _prompts(self, request: Request) -> list[tuple[int, ...]]:
+    async def _prompts(self, request: CompletionRequest) -> list[tuple[int, ...]]:
         choices, n = self.limits.choices, request.n
         if not 1 <= n <= choices:
             raise BadRequest(f"n is {_short(n)}; it must be 1 to {choices}", "n")
@@ -295,7 +299,7 @@ class Service:
 
     # Answering
 
-    async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
+    async def stream(self, job: CompletionJob) -> AsyncGenerator[TextChunk, None]:
         """The pieces of all choices, as they come. Closing it frees everything at once.
 
         Raises Busy or NobodyThere before the first piece, NobodyThere later.
@@ -311,9 +315,9 @@ class Service:
         finally:
             self.sequences -= len(job.asks)
 
-    async def whole(self, job: Job) -> list[Piece]:
+    async def whole(self, job: CompletionJob) -> list[TextChunk]:
         """Return every choice in one piece."""
-        found: list[list[Piece]] = [[] for _ in job.asks]
+        found: list[list[TextChunk]] = [[] for _ in job.asks]
         async with contextlib.aclosing(self.stream(job)) as pieces:
             async for piece in pieces:
                 found[piece.index].append(piece)
@@ -330,7 +334,7 @@ class Service:
         """End every answer in the making with its next token, and with an error that gives the reason."""
         self._ending = True
 
-    async def _choice(self, index: int, ask: Ask, job: Job) -> AsyncGenerator[Piece, None]:
+    async def _choice(self, index: int, ask: SequenceRequest, job: CompletionJob) -> AsyncGenerator[TextChunk, None]:
         """One sequence: tokens to text, up to a stop string, the model's own end, or its length."""
         clock = _Clock(self.metrics)
         writing = _Writing(self.text, job.stop, begins=job.begins, logprobs=ask.sampling.logprobs is not None)
@@ -339,7 +343,7 @@ class Service:
         async with contextlib.aclosing(self.engine.stream(ask)) as tokens:
             async for token in tokens:
                 if self._ending:
-                    raise NobodyThere("the server is ending")
+                    raise Unavailable("the server is ending")
                 self.metrics.prompt_tokens, unread = self.metrics.prompt_tokens + unread, 0
                 if token.token >= 0:
                     clock.tick()
@@ -347,14 +351,14 @@ class Service:
                     self.metrics.generated_tokens += 1
                     text, told = writing.push(token)
                     if text or told:
-                        yield Piece(index=index, text=text, logprobs=told)
+                        yield TextChunk(index=index, text=text, logprobs=told)
                 if writing.stopped or token.finish is not None:
                     finish = token.finish or "stop"
                     break
         text, told = ("", ()) if writing.stopped else writing.flush()  # the sequence is free by now
         if writing.stopped:
             finish = "stop"
-        yield Piece(index=index, text=text, logprobs=told, finish=finish, timing=clock.timing())
+        yield TextChunk(index=index, text=text, logprobs=told, finish=finish, timing=clock.timing())
 
 
 RANGES = (
@@ -394,19 +398,19 @@ class _Clock:
 class _Writing:
     """Tokens to text. What may be the beginning of a stop string waits, and so do the logprobs of its tokens."""
 
-    def __init__(self, text: Text, stop: Sequence[str], *, begins: bool, logprobs: bool) -> None:
+    def __init__(self, text: ChatTokenizer, stop: Sequence[str], *, begins: bool, logprobs: bool) -> None:
         self._text, self._stops, self._logprobs = text, StopStrings(stop), logprobs
         self._detokenizer = text.detokenizer(begins=begins)
-        self._waiting: list[Told] = []
+        self._waiting: list[TokenLogprob] = []
         self._decoded = self._written = 0  # characters
         self.stopped = False
 
-    def push(self, token: Token) -> tuple[str, tuple[Told, ...]]:
+    def push(self, token: Token) -> tuple[str, tuple[TokenLogprob, ...]]:
         if self._logprobs:
             self._waiting.append(self._told(token))
         return self._add(self._detokenizer.push(token.token))
 
-    def flush(self) -> tuple[str, tuple[Told, ...]]:
+    def flush(self) -> tuple[str, tuple[TokenLogprob, ...]]:
         """What is left when no more comes."""
         text, told = self._add(self._detokenizer.flush())
         if self.stopped:
@@ -414,7 +418,7 @@ class _Writing:
         waiting, self._waiting = tuple(self._waiting), []
         return text + self._stops.flush(), told + waiting
 
-    def _add(self, decoded: str) -> tuple[str, tuple[Told, ...]]:
+    def _add(self, decoded: str) -> tuple[str, tuple[TokenLogprob, ...]]:
         self._decoded += len(decoded)
         text, self.stopped = self._stops.push(decoded) if decoded else ("", False)
         self._written += len(text)
@@ -424,9 +428,9 @@ class _Writing:
         told, self._waiting = tuple(self._waiting[:ready]), self._waiting[ready:]
         return text, told
 
-    def _told(self, token: Token) -> Told:
+    def _told(self, token: Token) -> TokenLogprob:
         spelled = self._text.token_bytes
-        return Told(
+        return TokenLogprob(
             token=spelled(token.token),
             logprob=token.logprob if token.logprob is not None else 0.0,
             top=tuple((spelled(other), logprob) for other, logprob in token.top),
@@ -434,16 +438,16 @@ class _Writing:
         )
 
 
-async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGenerator[TextChunk, None]:
     """What comes from any of them, as it comes. All are closed when this is, and when one of them fails."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
             async for piece in only:
                 yield piece
         return
-    queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(len(streams))
+    queue: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(len(streams))
 
-    async def carry(stream: AsyncGenerator[Piece, None]) -> None:
+    async def carry(stream: AsyncGenerator[TextChunk, None]) -> None:
         last: Exception | None = None
         try:
             async with contextlib.aclosing(stream):

@@ -24,13 +24,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from smolcluster.errors import UserError
 from smolcluster.serve.text.rendering import Renderer
-from smolcluster.serve.text.vocabulary import Marker, Vocabulary
+from smolcluster.serve.text.vocabulary import AddedToken, Vocabulary
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z_]{0,31}")
 _PRIVATE = range(0xE000, 0xF900)  # code points that mean nothing to anybody
 
 
-class Text:
+class ChatTokenizer:
     """What a model reads and writes. It has no state: any thread may ask. A UserError means that the text does not fit it."""
 
     def __init__(
@@ -122,13 +122,13 @@ class Text:
     def _encode(self, text: str, markers: re.Pattern[str] | None, *, without: Sequence[str] = ()) -> list[int]:
         tokens: list[int] = []
         for place, piece in enumerate(_cut(text, markers, self._markers)):
-            if isinstance(piece, Marker):
+            if isinstance(piece, AddedToken):
                 tokens.append(piece.token)
                 continue
             for character in without:
                 piece = piece.replace(character, "")
             for inner, part in enumerate(_cut(piece, self._open, self._markers)):
-                if isinstance(part, Marker):
+                if isinstance(part, AddedToken):
                     tokens.append(part.token)
                 elif part:
                     tokens += self._vocabulary.encode(part, begins=place == inner == 0)
@@ -141,7 +141,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile(f"(?:{'|'.join(map(re.escape, known))})", re.DOTALL) if known else None
 
 
-def _cut(text: str, pattern: re.Pattern[str] | None, markers: Mapping[str, Marker]) -> Iterator[str | Marker]:
+def _cut(text: str, pattern: re.Pattern[str] | None, markers: Mapping[str, AddedToken]) -> Iterator[str | AddedToken]:
     """Text and markers in turn."""
     at = 0
     strip = False

@@ -26,7 +26,7 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes a space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marker:
+class AddedToken:
     text: str
     token: int
     special: bool  # never shown: it is about the conversation, not of it
@@ -38,7 +38,7 @@ class Vocabulary(Protocol):
     @property
     def size(self) -> int: ...
     @property
-    def markers(self) -> Sequence[Marker]: ...
+    def markers(self) -> Sequence[AddedToken]: ...
     @property
     def drops_space(self) -> bool:
         """The first word of a text has a space before it that is not told."""
@@ -49,10 +49,10 @@ class Vocabulary(Protocol):
     def token_bytes(self, token: int) -> bytes: ...
 
 
-class Spelled:
+class BytewiseVocabulary:
     """One of ours: every token is the same bytes wherever it stands, and there are no markers."""
 
-    markers: Sequence[Marker] = ()
+    markers: Sequence[AddedToken] = ()
     drops_space = False
 
     def __init__(self, tokenizer: ours.BytewiseTokenizer) -> None:
@@ -65,7 +65,7 @@ class Spelled:
         return self._tokenizer.token_bytes(token)
 
 
-class Defined:
+class JsonVocabulary:
     """A tokenizer.json. Raises UserError for one that is not valid, or that spells its tokens in a way not known here."""
 
     def __init__(self, definition: Mapping[str, Any], *, where: str) -> None:
@@ -106,9 +106,9 @@ class Defined:
         return self._tokens.get(token, UNKNOWN.encode())
 
 
-def _markers(added: Any) -> tuple[Marker, ...]:
+def _markers(added: Any) -> tuple[AddedToken, ...]:
     found = [
-        Marker(
+        AddedToken(
             text=str(one["content"]),
             token=int(one["id"]),
             special=bool(one.get("special")),
@@ -209,14 +209,14 @@ _CUTS: dict[str, tuple[str, ...]] = {
 _PLAIN_MARKER = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
-def from_gguf(metadata: Mapping[str, Any], *, where: str) -> Defined:
+def gguf_vocabulary(metadata: Mapping[str, Any], *, where: str) -> JsonVocabulary:
     """The tokenizer in the header of a GGUF file."""
-    found = Defined(definition_from_gguf(metadata, where=where), where=where)
+    found = JsonVocabulary(gguf_definition(metadata, where=where), where=where)
     found.size = len(metadata["tokenizer.ggml.tokens"])  # those that are never used count too
     return found
 
 
-def definition_from_gguf(metadata: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def gguf_definition(metadata: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return the tokenizer in the header of a GGUF file as the contents of a tokenizer.json."""
     kind = metadata.get("tokenizer.ggml.model")
     try:

@@ -16,24 +16,24 @@ from typing import Any
 import torch
 
 from smolcluster.errors import UserError
-from smolcluster.serve.client.http import Options, Piece
-from smolcluster.serve.engine.part import Part, Row
-from smolcluster.serve.engine.sampling import Chooser
-from smolcluster.serve.engine.sources import Source
-from smolcluster.serve.engine.types import Ask, GivenUp, Token
+from smolcluster.serve.client.http import AnswerChunk, RequestOptions
+from smolcluster.serve.engine.sampling import Sampler
+from smolcluster.serve.engine.sources import ModelSource
+from smolcluster.serve.engine.stage_model import Row, StageModel
+from smolcluster.serve.engine.types import RetriesExhausted, SequenceRequest, Token
 from smolcluster.serve.http.api_types import read_completion
 from smolcluster.serve.http.service import BadRequest, Service
 
 CHUNK = 512  # tokens of a prompt at once
 
 
-class Alone:
+class InProcessEngine:
     """An `Engine`: every layer is here."""
 
-    def __init__(self, source: Source, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, source: ModelSource, *, device: torch.device, dtype: torch.dtype) -> None:
         config, layers = source.config, range(source.config.num_layers)
         weights = source.load(layers, first=True, last=True, dtype=dtype, device=device)
-        self._part = Part(config, layers, first=True, last=True, weights=weights, device=device, dtype=dtype)
+        self._part = StageModel(config, layers, first=True, last=True, weights=weights, device=device, dtype=dtype)
         self._name = source.name
         self._numbers = itertools.count()
 
@@ -43,8 +43,8 @@ class Alone:
 
     context = model_context
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Token, None]:
-        number, chooser, tokens = next(self._numbers), Chooser(ask.sampling, prompt=ask.tokens), list(ask.tokens)
+    async def stream(self, ask: SequenceRequest) -> AsyncGenerator[Token, None]:
+        number, chooser, tokens = next(self._numbers), Sampler(ask.sampling, prompt=ask.tokens), list(ask.tokens)
         held = 0
         try:
             for left in reversed(range(ask.max_tokens)):
@@ -57,7 +57,7 @@ class Alone:
                 try:
                     token = chooser.choose(logits_1V[0])
                 except ValueError as error:  # logits that are no numbers
-                    raise GivenUp(str(error)) from error
+                    raise RetriesExhausted(str(error)) from error
                 if token.token in ask.stop_tokens:
                     yield Token(token=-1, finish="stop")
                     return
@@ -74,13 +74,15 @@ class Alone:
         return {"ready": True, "model": self._name, "layers": layers, "stages": stages, "spares": [], "lost": []}
 
 
-class InThisProcess:
+class InProcessClient:
     """What `Client` is for a server."""
 
     def __init__(self, service: Service) -> None:
         self._service, self.name = service, service.model_name
 
-    def complete(self, prompt: str, *, options: Options, stream: bool = True) -> Generator[Piece, None, None]:
+    def complete(
+        self, prompt: str, *, options: RequestOptions, stream: bool = True
+    ) -> Generator[AnswerChunk, None, None]:
         with asyncio.Runner() as runner:
             try:
                 job = runner.run(self._service.prepare(read_completion({"prompt": prompt, **options}).request))
@@ -88,12 +90,12 @@ class InThisProcess:
                 raise UserError(str(error)) from error
             if not stream:
                 (whole,) = runner.run(self._service.whole(job))
-                yield Piece(text=whole.text, finish=whole.finish, tokens=job.usage.completion_tokens)
+                yield AnswerChunk(text=whole.text, finish=whole.finish, tokens=job.usage.completion_tokens)
                 return
             pieces = self._service.stream(job)
             try:
                 while (piece := runner.run(_next(pieces))) is not None:
-                    yield Piece(text=piece.text, finish=piece.finish, tokens=job.usage.completion_tokens)
+                    yield AnswerChunk(text=piece.text, finish=piece.finish, tokens=job.usage.completion_tokens)
             finally:
                 runner.run(pieces.aclose())
 

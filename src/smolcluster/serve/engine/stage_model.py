@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class CachedRow:
     """A row, and the keys and values before and of it, L x 2 x K x room x E."""
 
     start: int
@@ -54,7 +54,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Cache:
+class KeyValueCache:
     """Keys and values of one sequence, L x 2 x K x room x E. The first `length` tokens count."""
 
     kv: Tensor
@@ -73,7 +73,7 @@ class Cache:
             self.kv = larger
 
 
-def room_for(tokens: int, *, room: int, limit: int) -> int:
+def cache_capacity(tokens: int, *, room: int, limit: int) -> int:
     """How large to make a cache that must hold `tokens`.
 
     At least a quarter more than it was: then all the copying of a cache that grows costs no more than five times its last
@@ -90,7 +90,7 @@ def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-class Part:
+class StageModel:
     """Layers of a model on one machine, and the caches of the sequences that pass through it. For one thread at a time."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Part:
         stage.load_state_dict(self._take(stage, weights), assign=True)
         assert isinstance(stage, Ragged)
         self._model = stage
-        self._caches: dict[int, Cache] = {}
+        self._caches: dict[int, KeyValueCache] = {}
 
     def _take(self, stage: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of this part. One that is in its place and of its type already is not copied."""
@@ -140,9 +140,9 @@ class Part:
         x = x.to(self.device) if self.first else x.to(self.device, self.dtype)
         caches = [self._caches.get(row.sequence) or self._new_cache() for row in rows]
         for row, cache in zip(rows, caches, strict=True):
-            cache.cut(row.start, room=room_for(row.end, room=cache.room, limit=self.config.max_seq_len))
+            cache.cut(row.start, room=cache_capacity(row.end, room=cache.room, limit=self.config.max_seq_len))
         pieces = [
-            Piece(start=row.start, count=row.count, cache=cache.kv) for row, cache in zip(rows, caches, strict=True)
+            CachedRow(start=row.start, count=row.count, cache=cache.kv) for row, cache in zip(rows, caches, strict=True)
         ]
         if self.first:
             x = self._model.embed_pieces(x, pieces)
@@ -162,9 +162,9 @@ class Part:
         logits = self._model.head(x_ND[chosen.to(x_ND.device)])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _new_cache(self) -> Cache:
+    def _new_cache(self) -> KeyValueCache:
         shape = (len(self.layers), 2, self.config.num_kv_heads, 0, self.config.head_dim)
-        return Cache(torch.empty(shape, device=self.device, dtype=self.dtype))
+        return KeyValueCache(torch.empty(shape, device=self.device, dtype=self.dtype))
 
     def _check(self, rows: Sequence[Row], x: Tensor) -> None:
         """Refuse what cannot be run, before anything is touched."""
