@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from smolcluster.dashboard.server import Place, give_way, serve
+from smolcluster.dashboard.server import DashboardConfig, give_way, serve
 from smolcluster.errors import SmolclusterError
 
 
@@ -26,7 +26,7 @@ def main() -> int:
         with contextlib.suppress(OSError):  # the parent is gone already: then standard input ends too
             print(json.dumps(fields), flush=True)
 
-    place = Place(**order | {"folder": Path(order["folder"])})
+    place = DashboardConfig(**order | {"folder": Path(order["folder"])})
     threading.Thread(target=wait_for_the_end, daemon=True, name="end of standard input").start()
     give_way()
     try:

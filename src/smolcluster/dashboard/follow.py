@@ -68,7 +68,7 @@ def read_start(path: Path) -> bytes:
 
 
 @dataclass(slots=True)
-class News:
+class PollResult:
     """What one poll found."""
 
     lines: list[bytes] = field(default_factory=list)
@@ -94,27 +94,27 @@ class LineFollower:
         """Of the file, at the last poll."""
         return 0 if self._seen is None else self._seen[2]
 
-    def poll(self) -> News:
+    def poll(self) -> PollResult:
         try:
             found = os.lstat(self.path)
             now = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
             if now == self._seen and not self._behind:
-                return News()
+                return PollResult()
             with opened(self.path) as descriptor:
                 news = self._read(descriptor, replaced=self._seen is not None and now[:2] != self._seen[:2])
         except OSError:  # not there (any more), or not for us
             gone, self._seen, self._behind = self._seen is not None, None, False
             self._begin_again(0)
-            return News(restarted=gone)
+            return PollResult(restarted=gone)
         self._seen, self.modified = now, found.st_mtime
         return news
 
     def _begin_again(self, position: int) -> None:
         self._position, self._proof, self._skipping = position, b"", position > 0
 
-    def _read(self, descriptor: int, *, replaced: bool) -> News:
+    def _read(self, descriptor: int, *, replaced: bool) -> PollResult:
         size = os.fstat(descriptor).st_size
-        news = News()
+        news = PollResult()
         start = self._position - len(self._proof)
         if replaced or read_at(descriptor, start, len(self._proof)) != self._proof:
             news.restarted = True

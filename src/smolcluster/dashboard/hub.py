@@ -23,9 +23,9 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
-from smolcluster.dashboard.reading import RunReader
-from smolcluster.dashboard.runs import Runs
-from smolcluster.dashboard.telling import Teller
+from smolcluster.dashboard.run_reader import RunReader
+from smolcluster.dashboard.runs import RunFolder
+from smolcluster.dashboard.snapshot_stream import SnapshotStream
 from smolcluster.observe.machine import describe_machine
 
 POLL_S = 0.5
@@ -34,7 +34,7 @@ BEAT_S = 3.0  # silence after which a viewer gets a heartbeat
 RING = 64
 MOST_VIEWERS = 200
 MOST_READERS = 16
-HERE_S = 5.0  # between two looks at this machine
+LOCAL_FACTS_S = 5.0  # between two looks at this machine
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -54,13 +54,13 @@ def to_its_end(work: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corouti
     return run
 
 
-class Channel:
+class RunChannel:
     """One run, and its latest changes."""
 
     def __init__(self, reader: RunReader, *, look_around: Callable[[], dict[str, Any]]) -> None:
         """`look_around` returns the facts of this machine."""
         self.reader, self._look_around = reader, look_around
-        self._teller = Teller(reader)
+        self._teller = SnapshotStream(reader)
         self.viewers = 0
         self.closing = False
         self._boot = secrets.token_hex(4)  # numbers of an earlier process mean nothing here
@@ -77,7 +77,7 @@ class Channel:
     async def snapshot(self) -> dict[str, Any]:
         """The whole picture, read to the end."""
         async with self._reading:
-            self.reader.here = await asyncio.to_thread(self._look_around)
+            self.reader.local_facts = await asyncio.to_thread(self._look_around)
             await asyncio.to_thread(self.reader.poll_to_the_end)
             whole = await asyncio.to_thread(self._teller.snapshot)
             # Viewers get it now: one that comes later has it in its snapshot, and must not get it again.
@@ -182,7 +182,7 @@ class Channel:
             self._snapshot = (self._number, frame)
 
     def _poll(self) -> dict[str, Any] | None:
-        self.reader.here = self._look_around()
+        self.reader.local_facts = self._look_around()
         found = self.reader.poll()
         # A long run that is read for the first time is not drawn after every piece of it.
         while self.reader.behind and time.monotonic() - self._told_at < POLL_S:
@@ -200,9 +200,9 @@ class Channel:
 class Hub:
     """All channels. Readers without viewers are dropped, the longest unused first."""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: RunFolder) -> None:
         self.runs = runs
-        self._channels: OrderedDict[str, Channel] = OrderedDict()
+        self._channels: OrderedDict[str, RunChannel] = OrderedDict()
         self._here: tuple[float, dict[str, Any]] = (-math.inf, {})
         self._looking = threading.Lock()
         self._closing = False
@@ -215,12 +215,12 @@ class Hub:
         if self.viewers >= MOST_VIEWERS:
             raise TooManyViewers
 
-    async def channel(self, name: str) -> Channel:
+    async def channel(self, name: str) -> RunChannel:
         """Raises NoSuchRun."""
         path = await asyncio.to_thread(self.runs.find, name)
         channel = self._channels.get(name)
         if channel is None:
-            channel = self._channels[name] = Channel(RunReader(path), look_around=self._look_around)
+            channel = self._channels[name] = RunChannel(RunReader(path), look_around=self._look_around)
             channel.closing = self._closing
         self._channels.move_to_end(name)
         unused = [key for key, kept in self._channels.items() if not kept.viewers and key != name]
@@ -231,7 +231,7 @@ class Hub:
     def _look_around(self) -> dict[str, Any]:
         """This machine, where rows do not tell of it: as it was at the last look. Asking a driver may take seconds, and nobody
         waits for that: the answer is there the next time."""
-        if time.monotonic() - self._here[0] >= HERE_S and self._looking.acquire(blocking=False):
+        if time.monotonic() - self._here[0] >= LOCAL_FACTS_S and self._looking.acquire(blocking=False):
             threading.Thread(target=self._look_again, daemon=True).start()
         return self._here[1]
 

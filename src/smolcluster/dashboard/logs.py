@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.dashboard.follow import lstat, opened, read_at
-from smolcluster.dashboard.reading import log_names
+from smolcluster.dashboard.run_files import log_names
 from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.text import printable
 
@@ -27,7 +27,7 @@ _PRINTED = "PRINTED"  # the level of what a process wrote past its log, a crash 
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class LogLine:
     """A line of one log, and where it begins."""
 
     process: str
@@ -36,7 +36,7 @@ class Raw:
 
 
 @dataclass(slots=True)
-class Budget:
+class ReadBudget:
     bytes_left: int
 
 
@@ -57,7 +57,7 @@ def read_page(
     names = log_names(run_dir)
     least = LEVELS.index(level) if level in LEVELS else 0
     limit = max(1, min(limit, MOST_LINES))
-    budget = Budget(most_bytes)
+    budget = ReadBudget(most_bytes)
     wanted = search.casefold()
     ends = {name: file_size(run_dir / "logs" / name) for name in names if process in ("", name)}
     if before is not None:  # a log that is newer than that page has nothing before it
@@ -76,7 +76,7 @@ def read_page(
     return {"lines": found[::-1], "before": reached if more else None, "processes": names}
 
 
-def _backwards(path: Path, position: int, budget: Budget) -> Iterator[tuple[str, int, Raw, dict[str, Any]]]:
+def _backwards(path: Path, position: int, budget: ReadBudget) -> Iterator[tuple[str, int, LogLine, dict[str, Any]]]:
     """The lines of one log before `position`, newest first, each with the time to sort it by."""
     newest = "~"  # after every time: a log that ends with printed lines comes first
     for raw in lines_before(path, position, budget):
@@ -91,7 +91,7 @@ def file_size(path: Path) -> int:
     return 0 if found is None else found.st_size
 
 
-def lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
+def lines_before(path: Path, end: int, budget: ReadBudget) -> Iterator[LogLine]:
     try:
         with opened(path) as descriptor:
             rest = b""  # the end of a line whose beginning is in the block before
@@ -109,16 +109,16 @@ def lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
                     at -= len(text)
                     if text.strip():
                         found = True
-                        yield Raw(path.name, at, text)
+                        yield LogLine(path.name, at, text)
                     at -= 1
                 end = start
             if rest and not found:  # the end of a line longer than a page may cost: so that a reader gets past it
-                yield Raw(path.name, end, rest)
+                yield LogLine(path.name, end, rest)
     except OSError:
         return
 
 
-def parse(raw: Raw) -> dict[str, Any]:
+def parse(raw: LogLine) -> dict[str, Any]:
     """A line as plain values. What is not JSON was printed past the log."""
     found = json_object(raw.text)
     if found is None or "message" not in found:

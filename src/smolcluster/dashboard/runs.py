@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from smolcluster.dashboard.downsample import finite
 from smolcluster.dashboard.follow import lstat, read_whole
-from smolcluster.dashboard.logs import Budget, file_size, lines_before
-from smolcluster.dashboard.reading import QUIET_S, RunReader, count_of, flat_config
-from smolcluster.dashboard.telling import Teller
-from smolcluster.dashboard.thin import finite
+from smolcluster.dashboard.logs import ReadBudget, file_size, lines_before
+from smolcluster.dashboard.run_files import flat_config, parse_count
+from smolcluster.dashboard.run_reader import QUIET_S, RunReader
+from smolcluster.dashboard.snapshot_stream import SnapshotStream
 from smolcluster.observe.jsonl import json_object
 
 MOST_RUNS = 200
@@ -31,14 +32,14 @@ class NoSuchRun(Exception):
     """There is no run of this name here."""
 
 
-class Runs:
+class RunFolder:
     """Lines about runs that have ended are kept until one of their files changes. Of one that has not, the last part is read
     as its own page reads it, so that the two agree."""
 
     def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
         self.folder, self._now = folder.resolve(), now
         self._lines: dict[str, tuple[Any, dict[str, Any]]] = {}
-        self._tellers: dict[str, Teller] = {}
+        self._streams: dict[str, SnapshotStream] = {}
         self._lock = threading.Lock()  # a reader is used by one thread at a time
 
     def find(self, name: str) -> Path:
@@ -72,16 +73,16 @@ class Runs:
 
     def _read_going(self, going: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Those that have not ended, by name. What is not read in time is judged by its files, and read when asked again."""
-        began, known, self._tellers = time.monotonic(), self._tellers, {}
+        began, known, self._streams = time.monotonic(), self._streams, {}
         lines = {}
         for line in going:
             name, quiet_s = line["name"], self._now() - line["changed"]
-            teller = known.get(name)
-            if teller is None and len(self._tellers) < MOST_GOING and time.monotonic() - began < WITHIN_S:
-                teller = Teller(RunReader(self.folder / name, now=self._now, last_bytes=LAST_BYTES))
-            if teller is not None:
-                self._tellers[name] = teller
-                lines[name] = described_by(teller)
+            stream = known.get(name)
+            if stream is None and len(self._streams) < MOST_GOING and time.monotonic() - began < WITHIN_S:
+                stream = SnapshotStream(RunReader(self.folder / name, now=self._now, last_bytes=LAST_BYTES))
+            if stream is not None:
+                self._streams[name] = stream
+                lines[name] = describe_live(stream)
             else:
                 lines[name] = {"status": "silent" if quiet_s > QUIET_S else "training"}
         return lines
@@ -124,17 +125,17 @@ def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
             "strategy": config.get("strategy.name", ""),
             "steps": finite(row.get("step")),
             "train_loss": finite(row.get("loss")),
-            "workers": count_of(config.get("cluster.num_workers", "")),
+            "workers": parse_count(config.get("cluster.num_workers", "")),
         }
     return known | {"name": path.name, "ended": ended, "changed": max(filter(None, stamps), default=0.0)}
 
 
-def described_by(teller: Teller) -> dict[str, Any]:
+def describe_live(stream: SnapshotStream) -> dict[str, Any]:
     """The fields of `describe`, of a run that goes on or was killed: the status and the numbers of its own page."""
-    run = teller.run
+    run = stream.run
     run.poll_to_the_end()
-    machines = teller.machines()
-    numbers = teller.numbers(machines)
+    machines = stream.machines()
+    numbers = stream.numbers(machines)
     return {
         "status": run.status(),
         "strategy": run.strategy[:40],
@@ -148,7 +149,7 @@ def described_by(teller: Teller) -> dict[str, Any]:
 
 def last_row(path: Path) -> dict[str, Any]:
     """The last whole row of a metrics file, without reading the others."""
-    lines = lines_before(path, file_size(path), Budget(_TAIL_BYTES))
+    lines = lines_before(path, file_size(path), ReadBudget(_TAIL_BYTES))
     return next((row for line in lines if (row := json_object(line.text))), {})
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from smolcluster.dashboard.app import make_app, needed
 from smolcluster.dashboard.hub import Hub
-from smolcluster.dashboard.runs import Runs
+from smolcluster.dashboard.runs import RunFolder
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.local.processes import APART
 from smolcluster.web import server as web
@@ -38,7 +38,7 @@ _NICE = 10  # training comes first
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DashboardConfig:
     """Where the dashboard listens, and for whom. `port` None: the usual one, or one of the next few."""
 
     folder: Path  # of runs
@@ -48,7 +48,7 @@ class Place:
     token: str | None = dataclasses.field(default=None, repr=False)
     allow_hosts: tuple[str, ...] = ()
 
-    def checked(self) -> Place:
+    def checked(self) -> DashboardConfig:
         return dataclasses.replace(self, token=choose_token(self.token, bind=self.bind))
 
 
@@ -60,7 +60,7 @@ def choose(run_dir: Path | None, runs: Path) -> tuple[Path, str | None]:
     if whole.is_file():
         raise UserError(f"{run_dir} is a file; name a run directory such as runs/my-run")
     holds_runs = whole.is_dir() and not any((whole / n).exists() for n in ("config.yaml", "metrics.jsonl", "logs"))
-    if holds_runs and Runs(whole).newest() is not None:
+    if holds_runs and RunFolder(whole).newest() is not None:
         return whole, None
     return whole.parent, whole.name
 
@@ -73,14 +73,14 @@ def listen(bind: str, port: int | None) -> socket.socket:
     return web.listen(bind, range(PORT, PORT + PORTS_TRIED) if port is None else [port])
 
 
-def serve(place: Place, *, ready: Callable[[str], None], until: threading.Event | None = None) -> None:
+def serve(place: DashboardConfig, *, ready: Callable[[str], None], until: threading.Event | None = None) -> None:
     """Serve until Ctrl-C, or until `until` is set. `ready` gets the address when it can be opened."""
     with needed():
         import uvicorn  # noqa: F401
 
     place = place.checked()
     with contextlib.closing(listen(place.bind, place.port)) as listener:
-        hub = Hub(Runs(place.folder))
+        hub = Hub(RunFolder(place.folder))
         names = (*place.allow_hosts, *web.names_here(place.bind))
         serving = web.serve(
             make_app(hub, token=place.token, allow_hosts=names, run=place.run),

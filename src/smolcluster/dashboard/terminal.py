@@ -27,15 +27,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.dashboard.reading import RunReader
-from smolcluster.dashboard.telling import Teller
+from smolcluster.dashboard.run_reader import RunReader
+from smolcluster.dashboard.snapshot_stream import SnapshotStream
 from smolcluster.observe.live import bar
 from smolcluster.observe.machine import describe_machine
 from smolcluster.observe.plot import loss_plot
 from smolcluster.observe.text import clock, duration, encodable, number, printable, short, size
 
 REFRESH_S = 1.0
-HERE_S = 5.0
+LOCAL_FACTS_S = 5.0
 _STYLES = {
     **dict.fromkeys(("training", "finished"), "green"),
     **dict.fromkeys(("silent", "waiting", "interrupted", "warning"), "yellow"),
@@ -205,10 +205,10 @@ def _line(text: str, style: str = "") -> Text:
 
 def print_once(reader: RunReader, console: Console) -> None:
     """Print one frame."""
-    reader.here = describe_machine(ask_nvidia=True)
+    reader.local_facts = describe_machine(ask_nvidia=True)
     reader.poll_to_the_end()
     unicode = encodable("⣿●┤└─━╸", console.file) == "⣿●┤└─━╸"
-    snapshot = Teller(reader).snapshot()
+    snapshot = SnapshotStream(reader).snapshot()
     height = 40 + len(snapshot["machines"])
     console.print(frame(snapshot, width=console.width, height=height, unicode=unicode and not _plain()))
 
@@ -222,10 +222,12 @@ def watch(find: Callable[[], RunReader | None], console: Console) -> None:
             if reader is None:
                 live.update(Text("waiting for a run to begin ...", style="dim"), refresh=True)
             else:
-                if time.monotonic() - looked > HERE_S:
-                    reader.here, looked = describe_machine(ask_nvidia=True), time.monotonic()
+                if time.monotonic() - looked > LOCAL_FACTS_S:
+                    reader.local_facts, looked = describe_machine(ask_nvidia=True), time.monotonic()
                 reader.poll()
-                live.update(frame(Teller(reader).snapshot(), width=console.width, height=console.height), refresh=True)
+                live.update(
+                    frame(SnapshotStream(reader).snapshot(), width=console.width, height=console.height), refresh=True
+                )
             if reader is None or not reader.behind:
                 time.sleep(REFRESH_S)
 

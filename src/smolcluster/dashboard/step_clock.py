@@ -17,7 +17,7 @@ import bisect
 MOST_STEPS = 64
 
 
-class Pace:
+class StepClock:
     def __init__(self) -> None:
         self._times: list[float] = []
         self._steps: list[int] = []

@@ -26,7 +26,7 @@ def limit_for(num_curves: int) -> int:
     return max(LEAST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, num_curves))) // 2 * 2
 
 
-class Point:
+class CurvePoint:
     """So many rows as one."""
 
     __slots__ = ("counts", "highest", "lowest", "rows", "step", "sums", "time")
@@ -51,7 +51,7 @@ class Point:
             self.lowest = first if self.lowest is None or first < self.lowest else self.lowest
             self.highest = first if self.highest is None or first > self.highest else self.highest
 
-    def take(self, other: Point) -> None:
+    def take(self, other: CurvePoint) -> None:
         if other.time >= self.time:
             self.step, self.time = other.step, other.time
         self.rows += other.rows
@@ -72,7 +72,7 @@ class Curve:
 
     def __init__(self, fields: Sequence[str], *, limit: int = MOST_POINTS) -> None:
         self.fields, self.limit, self.stride = tuple(fields), limit, 1
-        self.points: list[Point] = []
+        self.points: list[CurvePoint] = []
         self.num_rows = 0
         self.changed = 0
 
@@ -85,7 +85,7 @@ class Curve:
             last.add(step, time, values)
             self._touch(len(self.points) - 1)
         else:
-            self._place(Point(step, time, values))
+            self._place(CurvePoint(step, time, values))
             if len(self.points) > self.limit:
                 self._join_pairs()
 
@@ -111,7 +111,7 @@ class Curve:
         columns["highest"] = [tidy(point.highest) for point in points]
         return columns
 
-    def _place(self, point: Point) -> None:
+    def _place(self, point: CurvePoint) -> None:
         points = self.points
         if not points or point.time >= points[-1].time:
             points.append(point)
