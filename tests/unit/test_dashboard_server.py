@@ -585,7 +585,7 @@ def test_a_browser_that_is_waited_for_gets_its_page(
         return True
 
     monkeypatch.setattr(server, "serve", lambda place, ready: usual(place, ready=ready, until=left))
-    monkeypatch.setattr(server, "give_way", lambda: None)
+    monkeypatch.setattr(server, "lower_priority", lambda: None)
     monkeypatch.setattr(webbrowser, "open", browse)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert dashboard(folder, port=0) == 0
@@ -625,7 +625,7 @@ def test_a_run_that_does_not_exist_is_waited_for_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(server, "serve", lambda place, *, ready: ready("http://127.0.0.1:1/"))
-    monkeypatch.setattr(server, "give_way", lambda: None)
+    monkeypatch.setattr(server, "lower_priority", lambda: None)
     dashboard(tmp_path / "typo", browser=False)
     assert f"{tmp_path / 'typo'} does not exist yet; the page waits for it" in capsys.readouterr().err
     dashboard(configure(tmp_path / "run"), browser=False)

@@ -1,14 +1,14 @@
-"""Which processes are connected, and how many bytes went over each link: pure functions.
+"""Derive the traffic of each link from the byte counts of processes: pure functions.
 
-A row of metrics.jsonl has what a process has sent and received in all. Which link that was follows from the strategy:
+A row of metrics.jsonl counts all bytes of a process. The strategy gives the links:
 
     star     a server and its workers: a worker has one link, so its counts are the link's
-    ring     all-reduce and its kin: a rank sends to the next and receives from the one before
+    ring     all-reduce and similar: a rank sends to the next and receives from the previous
     wheel    the same on the elastic plane: the ring, and a coordinator in the middle that moves few bytes
-    line     a pipeline: activations go down the line, gradients up; each link follows from the ends of the line
+    line     a pipeline: activations go down, gradients up; each link is derived from the ends
     alone    one process
 
-Where the algorithm moves some bytes in another way (a broadcast at the start), a link's figure is `inferred`.
+Figures are `inferred` where the algorithm may have moved some bytes otherwise (a broadcast at the start).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NetworkShape = Literal["alone", "star", "ring", "wheel", "line"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteCounts:
-    """What one process has sent and received: in all, and per second just now."""
+    """Bytes of one process: total, and per second now."""
 
     sent: float = 0.0
     received: float = 0.0
@@ -45,7 +45,7 @@ class TrafficLink:
 
 
 def shape_of(strategy: str, *, served: bool, num_workers: int) -> NetworkShape:
-    """By the record of the strategy; of one that this machine does not have, a ring."""
+    """Return the topology of the strategy; a ring for one that is not installed here."""
     record = find_record(strategy)
     topology = "ring" if record is None else record.topology
     if served:
@@ -58,7 +58,7 @@ def shape_of(strategy: str, *, served: bool, num_workers: int) -> NetworkShape:
 def links_of(
     shape: NetworkShape, counts: Mapping[int, ByteCounts], *, workers: Sequence[int], server: int | None = None
 ) -> list[TrafficLink]:
-    """`workers`: those that take part now, in order."""
+    """Return the links between the `workers` that take part now, in order, and the server."""
     match shape:
         case "star" if server is not None:
             return [link for rank in workers for link in _spoke(rank, server, counts.get(rank, ByteCounts()))]
@@ -86,7 +86,7 @@ def _spoke(rank: int, server: int, count: ByteCounts, *, inferred: bool = False)
 
 
 def _ring(workers: Sequence[int], counts: Mapping[int, ByteCounts], *, less: ByteCounts) -> list[TrafficLink]:
-    """`less`: what each of them exchanged with others."""
+    """`less`: what each worker exchanged outside the ring."""
     if len(workers) < 2:
         return []
     links = []
@@ -105,10 +105,9 @@ def _ring(workers: Sequence[int], counts: Mapping[int, ByteCounts], *, less: Byt
 
 
 def _line(workers: Sequence[int], counts: Mapping[int, ByteCounts]) -> list[TrafficLink]:
-    """The first rank has one neighbour: its counts are those of the first link. What is left of the second rank's counts
-    is the second link, and so on."""
+    """The first rank's counts are those of the first link, the rest of the second rank's those of the second, and so on."""
     links = []
-    up, down, up_s, down_s = 0.0, 0.0, 0.0, 0.0  # of the link before: back to the first rank, and away from it
+    up, down, up_s, down_s = 0.0, 0.0, 0.0, 0.0  # of the previous link: towards the first rank, and away from it
     for rank, following in itertools.pairwise(workers):
         count = counts.get(rank, ByteCounts())
         down, up = max(0.0, count.sent - up), max(0.0, count.received - down)

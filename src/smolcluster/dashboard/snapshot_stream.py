@@ -1,9 +1,9 @@
-"""What a reader knows, as plain values for JSON: the whole picture, and then what changed.
+"""Turn the state of a reader into plain values for JSON: a snapshot, then changes.
 
     snapshot    everything, of bounded size: what a viewer gets first
-    changes     the small things that differ, new events, and of each curve the points from the first that is not as it was
+    changes     the fields that differ, new events, and of each curve the points from the first changed one on
 
-The two make the same picture: a viewer that has a snapshot and all changes after it has the contents of a later snapshot.
+A snapshot with all changes after it equals a later snapshot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smolcluster.dashboard.run_reader import RunEvent, RunReader
 from smolcluster.observe.board import counts_own_steps, remaining_s
 from smolcluster.observe.events import VAL_FIELDS
 
-RATES_S = 5.0  # over which tokens per second are taken
+RATES_S = 5.0  # window of tokens per second
 _TAKING_PART = ("starting", "training", "silent", "finished", "stopped")
 _ROW = ("loss", "step_time_s", "compute_s", "comm_s", "staleness", "tokens_per_s", "samples_per_s")
 
@@ -32,16 +32,15 @@ Row = dict[str, Any]
 
 
 class SnapshotStream:
-    """Snapshots and changes of one run. `changes` remembers what it returned: for one caller, which may pass it on."""
+    """Snapshots and changes of one run. `changes` is relative to its last call, so it has one caller."""
 
     def __init__(self, run: RunReader) -> None:
         self.run = run
         self._sent: Row = {}
         self._sent_events = 0
-        self._beginning = 0  # of the reader's, that the above belong to
+        self._beginning = 0  # `run.beginnings` at the last `changes`
 
     def snapshot(self) -> Row:
-        """The whole picture."""
         run = self.run
         return {
             "name": run.path.name,
@@ -53,14 +52,14 @@ class SnapshotStream:
         }
 
     def changes(self) -> Row | None:
-        """What differs from the last call; None if nothing does. At first, and when the run begins again: a snapshot,
-        marked as `whole`."""
-        run, small = self.run, self._state()
+        """Return what differs from the last call, or None. The first time, and when the run is read again from its start:
+        a snapshot, marked as `whole`."""
+        run, state = self.run, self._state()
         if self._beginning != run.beginnings:
             changed = self.snapshot() | {"whole": True}
         else:
-            changed = {name: value for name, value in small.items() if self._sent.get(name) != value}
-            if not self._is_news(changed):
+            changed = {name: value for name, value in state.items() if self._sent.get(name) != value}
+            if not self._has_news(changed):
                 del changed["numbers"]
             if curves := {n: _plain_curve(c, c.changed) for n, c in self._curves() if c.changed < len(c.points)}:
                 changed["curves"] = curves
@@ -69,21 +68,21 @@ class SnapshotStream:
                 changed["num_events"] = run.num_events
             if not changed:
                 return None
-            changed |= {"numbers": small["numbers"], "time": round(run.now(), 2)}
-        self._beginning, self._sent, self._sent_events = run.beginnings, small, run.num_events
+            changed |= {"numbers": state["numbers"], "time": round(run.now(), 2)}
+        self._beginning, self._sent, self._sent_events = run.beginnings, state, run.num_events
         for _, curve in self._curves():
             curve.forget_changes()
         return changed
 
-    def _is_news(self, changed: Row) -> bool:
-        """A clock that goes on is no news: the page has one of its own."""
+    def _has_news(self, changed: Row) -> bool:
+        """Return False if only clocks have changed: the page has its own."""
         if "numbers" not in changed:
             return True
         before: Row = self._sent.get("numbers", {})
         return any(before.get(k) != v for k, v in changed["numbers"].items() if k not in ("elapsed_s", "eta_s"))
 
     def _state(self) -> Row:
-        """Everything but curves and events: each changed whole when it changes."""
+        """Return everything but curves and events. A field that changes is sent whole."""
         run = self.run
         machines = self.machines()
         shape, links = self.links(machines)
@@ -117,10 +116,10 @@ class SnapshotStream:
 
     def machines(self) -> list[Row]:
         run = self.run
-        status, error, seats = run.status(), str(run.summary.get("error", "")), run.all_ranks()
-        alone = not any(m.role != "server" and m.member == "joined" for m in seats)
+        status, error, ranks = run.status(), str(run.summary.get("error", "")), run.all_ranks()
+        alone = not any(m.role != "server" and m.member == "joined" for m in ranks)
         rows = []
-        for record in seats:
+        for record in ranks:
             server = record.role == "server"
             state = state_of(
                 record,
@@ -137,10 +136,10 @@ class SnapshotStream:
 
     def _rank_row(self, record: RankRecord, state: str) -> Row:
         last, count, moving = record.last or {}, record.count(), state == "training"
-        here = self.run.local_facts if record.host and record.host == self.run.host else {}
-        facts = record.facts or here
+        local = self.run.local_facts if record.host and record.host == self.run.host else {}
+        facts = record.facts or local
         device = self.run.config.get("training.device", "null")
-        over = self.run.finished  # until then, where nothing said that it left before
+        over = self.run.finished  # ends the open span
         return {
             "rank": record.rank,
             "role": record.role,
@@ -165,12 +164,12 @@ class SnapshotStream:
         }
 
     def links(self, machines: list[Row]) -> tuple[str, list[Row]]:
-        """The shape of the picture, and its links. Where no rank trains, nothing moves."""
+        """Return the shape of the network and its links. Links of ranks that do not train have no rate."""
         run = self.run
         server = next((row["rank"] for row in machines if row["role"] == "server"), None)
         workers = [row["rank"] for row in machines if row["role"] != "server"]
         shape = shape_of(run.strategy, served=server is not None, num_workers=len(workers))
-        if shape != "star":  # a ring closes without those who are gone
+        if shape != "star":  # a ring closes without lost members
             workers = [r["rank"] for r in machines if r["role"] != "server" and r["state"] in _TAKING_PART]
         moving = {row["rank"] for row in machines if row["state"] == "training"}
         counts = {rank: record.count() for rank, record in run.ranks.items()}
@@ -181,7 +180,7 @@ class SnapshotStream:
             rows.append(dataclasses.asdict(link) | {"bytes": round(link.bytes), "per_s": per_s})
         return shape, rows
 
-    # What stands at the top
+    # Numbers
 
     def numbers(self, machines: list[Row]) -> Row:
         run, joined = self.run, self.run.run_curve
@@ -191,7 +190,7 @@ class SnapshotStream:
         return {
             "step": max((row["step"] for row in counted if row["step"] is not None), default=None),
             "steps": run.total_steps,
-            # These stand beside the same numbers of the console and of the list of runs: not rounded before they are shown.
+            # Not rounded: the console and the list of runs show the same numbers.
             **{name: finite(joined.last.get(name)) for name in ("loss", "lr", "grad_norm")},
             **{name: finite(joined.last_val.get(name)) for name in VAL_FIELDS},
             "metrics": _extra(joined.last_val),
@@ -208,16 +207,16 @@ class SnapshotStream:
         }
 
     def _bytes(self, machines: list[Row]) -> int:
-        """Sent in all. The summary also has what came after the last rows, and the rows what was sent before a restart."""
+        """Return the bytes sent. The summary includes those after the last rows, the rows those before a restart."""
         counted = (finite(self.run.summary.get("bytes_sent")) if self.run.ended else None) or 0.0
         sent: int = sum(row["sent"] for row in machines)
         return max(round(counted), sent)
 
     def _elapsed_s(self) -> float | None:
-        """From the start of the run. When it has ended: the figure of the console and of the list of runs."""
+        """Return the duration of the run; once it has ended, that of its summary, which console and list show too."""
         run = self.run
-        if run.ended and (changed := finite(run.summary.get("wall_s"))) is not None:
-            return round(max(0.0, changed), 1)
+        if run.ended and (wall_s := finite(run.summary.get("wall_s"))) is not None:
+            return round(max(0.0, wall_s), 1)
         if run.status() == "training":
             end: float | None = run.now()
         else:
@@ -225,7 +224,7 @@ class SnapshotStream:
         return None if run.started is None or end is None else round(max(0.0, end - run.started), 1)
 
     def _rates(self) -> dict[str, float | None]:
-        """Tokens and samples per second of the last few rows; of the whole run when it has ended."""
+        """Return tokens and samples per second of the last few rows; of the whole run once it has ended."""
         names, recent = ("tokens_per_s", "samples_per_s"), self.run.run_curve.recent
         if self.run.ended:
             return {name: finite(self.run.summary.get(name)) for name in names}
@@ -235,7 +234,7 @@ class SnapshotStream:
         return {name: statistics.fmean(values) if values else None for name, values in found.items()}
 
     def _eta_s(self) -> float | None:
-        """Of the slowest rank that counts, as on the console."""
+        """Return the ETA of the slowest rank, as on the console."""
         run, etas = self.run, []
         for record in run.ranks.values():
             if (record.role == "server") == run.run_curve.served and record.first and record.last:
@@ -246,14 +245,14 @@ class SnapshotStream:
 
 
 def is_named(record: RankRecord, error: str) -> bool:
-    """Whether what a run failed of is this machine: `worker rank 1 failed: killed by SIGKILL`."""
+    """Return whether the error of a run names this rank: `worker rank 1 failed: killed by SIGKILL`."""
     if record.role == "server":
         return "the server" in error
     return re.search(rf"\b(?:worker|rank) {record.rank}\b", error) is not None
 
 
 def plain_summary(summary: Mapping[str, Any]) -> Row:
-    """Numbers as they are; all else as short text."""
+    """Return the summary with numbers as they are and all else as short text."""
     return {str(name)[:MOST_TEXT]: _plain(value) for name, value in list(summary.items())[:100]}
 
 
@@ -277,5 +276,5 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _extra(row: Row) -> dict[str, float | None]:
-    """The metrics of an evaluation that only some tasks have, by name."""
+    """Return the metrics of an evaluation that are the task's own, by name."""
     return {name.removeprefix("val_"): finite(row[name]) for name in task_metrics(row)[:MOST_METRICS]}
