@@ -26,7 +26,7 @@ from tests.unit.run_folder import T0, aged, append, configure, log, row
 from tests.world import TASKS
 
 from smolcluster.dashboard.runs import MOST_RUNS
-from smolcluster.dashboard.server import Place, serve
+from smolcluster.dashboard.server import DashboardConfig, serve
 
 pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
 pytest.importorskip("starlette")
@@ -402,7 +402,7 @@ def test_a_run_that_was_named_does_not_wait_for_the_list_of_all(url: str, browse
 @contextlib.contextmanager
 def here(folder: Path, **options: Any) -> Iterator[str]:
     """A dashboard of this process, for a folder of a test's own; its address."""
-    place = Place(folder=folder, port=0, **options)
+    place = DashboardConfig(folder=folder, port=0, **options)
     with served(lambda ready, until: serve(place, ready=ready, until=until)) as port:
         yield f"http://127.0.0.1:{port}/"
 

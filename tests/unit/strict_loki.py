@@ -4,9 +4,7 @@
                               "values": [["<nanoseconds>", "<line>"], ...]}]}; 204 when stored
     an entry it knows         the same stream, time and text: dropped as a duplicate, and counted
     a bad entry               too old, too new or too long: 400, and the good ones of the same push are stored, as Loki does
-    what it dislikes          an entry with this text in it: the same, in words that are in no documentation
-    anything else             400 and a note in `violations`, also what Loki itself would let pass unless `unordered`: entries
-                              out of order
+    anything else             400 and a note in `violations`; so are entries out of order, which Loki itself would let pass
 
 The answers to coming pushes can be scripted: `plan.append(status)`, `(429, seconds)`, or
 
@@ -43,11 +41,8 @@ class StrictLoki:
         longest: int = 256 * 1024,
         oldest_ns: int = 0,
         auth: str = "",
-        dislikes: str = "",
-        unordered: bool = False,
     ) -> None:
         self.longest, self.oldest_ns, self.auth = longest, oldest_ns, auth
-        self.dislikes, self.unordered = dislikes, unordered
         self.newest_ns: int | None = None
         self.streams: dict[Labels, list[tuple[int, str]]] = {}
         self.duplicates = 0
@@ -158,11 +153,9 @@ class StrictLoki:
                     bad.append(f"Max entry size '{self.longest}' bytes exceeded for stream {dict(labels)}")
                 elif self.newest_ns is not None and time_ns > self.newest_ns:
                     bad.append(f"entry for stream '{dict(labels)}' has timestamp too new: {time_ns}")
-                elif self.dislikes and self.dislikes in json.loads(text)["message"].split():
-                    bad.append("I do not like it")
                 elif (time_ns, text) in known:
                     self.duplicates += 1
-                elif time_ns <= last and not self.unordered:
+                elif time_ns <= last:
                     self.violations.append(
                         f"out of order: {time_ns} is not after {last} in {dict(labels)}: {text[:80]}"
                     )

@@ -21,18 +21,19 @@ from tests.unit.run_folder import T0, aged, append, begin, configure, folder_of_
 
 from smolcluster.cli.top import top
 from smolcluster.comm.elastic.transport.api import LEFT
+from smolcluster.dashboard.downsample import Curve, limit_for
 from smolcluster.dashboard.follow import LineFollower
-from smolcluster.dashboard.joining import MOST_METRICS, Joined
-from smolcluster.dashboard.links import Count, links_of, shape_of
+from smolcluster.dashboard.links import ByteCounts, links_of, shape_of
 from smolcluster.dashboard.logs import read_page
-from smolcluster.dashboard.machines import GOOD_BYE, Machine, State, known_facts, state_of
-from smolcluster.dashboard.pace import Pace
-from smolcluster.dashboard.reading import RunReader, _checkpoint, flat_config
-from smolcluster.dashboard.runs import NoSuchRun, Runs, compare
+from smolcluster.dashboard.ranks import LEFT_REASON, RankRecord, RankState, known_facts, state_of
+from smolcluster.dashboard.run_curve import MOST_METRICS, RunCurve
+from smolcluster.dashboard.run_files import checkpoint_of, flat_config
+from smolcluster.dashboard.run_reader import RunReader
+from smolcluster.dashboard.runs import NoSuchRun, RunFolder, compare
 from smolcluster.dashboard.server import choose
-from smolcluster.dashboard.telling import Teller
+from smolcluster.dashboard.snapshot_stream import SnapshotStream
+from smolcluster.dashboard.step_clock import StepClock
 from smolcluster.dashboard.terminal import frame
-from smolcluster.dashboard.thin import Curve, limit_for
 from smolcluster.errors import UserError
 from smolcluster.observe.board import loss_curve
 from smolcluster.observe.jsonl import truncate_metrics
@@ -46,8 +47,8 @@ def reader_of(run: Path, *, now: float = T0 + 10) -> RunReader:
     return reader
 
 
-def told_of(run: Path, **options: Any) -> dict[str, Any]:
-    return Teller(reader_of(run, **options)).snapshot()
+def snapshot_of(run: Path, **options: Any) -> dict[str, Any]:
+    return SnapshotStream(reader_of(run, **options)).snapshot()
 
 
 # Following a file that grows ----------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def test_the_joined_curve_is_that_of_the_console(
         one["time"] = T0 + i * 0.01
     if with_server:
         rows += [row(s, ranks, role="server", loss=chance.random(), time=T0 + s) for s in range(1, steps + 1)]
-    joined = Joined()
+    joined = RunCurve()
     for one in rows:
         joined.add(one, num_workers=ranks)
     joined.flush()
@@ -216,7 +217,7 @@ def test_the_joined_curve_is_that_of_the_console(
 
 
 def test_a_rank_that_died_is_not_waited_for() -> None:
-    joined = Joined()
+    joined = RunCurve()
     for step in range(1, 6):
         joined.add(row(step, 0), num_workers=2)
         joined.add(row(step, 1), num_workers=2)
@@ -227,7 +228,7 @@ def test_a_rank_that_died_is_not_waited_for() -> None:
 
 def test_a_worker_that_never_comes_is_not_waited_for_without_end() -> None:
     """`train --elastic 1:2` goes on with one, while the configuration says two."""
-    joined = Joined()
+    joined = RunCurve()
     for step in range(1, 31):
         joined.add(row(step, 0), num_workers=2)
     assert joined.curve.columns()["step"] == list(range(1, 31))
@@ -250,12 +251,12 @@ def test_all_ranks_count_however_far_apart_their_rows_are(tmp_path: Path, apart_
             if live:
                 reader.poll()
     reader.poll()
-    columns = reader.joined.curve.columns()
+    columns = reader.run_curve.curve.columns()
     assert columns["step"] == list(steps)
     assert columns["loss"] == [step + 1.5 for step in steps]  # (1 * own + 3 * (own + 2)) / 4
     assert columns["tokens_per_s"] == [200.0] * 5
-    assert Teller(reader).snapshot()["numbers"]["loss"] == 6.5
-    assert reader.workers_curve.columns()["sent_per_s"][-1] == pytest.approx(2 * 1000 / apart_s, rel=0.1)
+    assert SnapshotStream(reader).snapshot()["numbers"]["loss"] == 6.5
+    assert reader.workers.curve.columns()["sent_per_s"][-1] == pytest.approx(2 * 1000 / apart_s, rel=0.1)
 
 
 def test_a_rank_that_died_is_not_waited_for_where_rows_are_far_apart(tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_a_rank_that_died_is_not_waited_for_where_rows_are_far_apart(tmp_path: P
     for step in range(1, 20):
         for rank in (0, 1) if step < 6 else (0,):
             append(run / "metrics.jsonl", far_apart(step, rank, apart_s=60.0))
-    columns = reader_of(run).joined.curve.columns()
+    columns = reader_of(run).run_curve.curve.columns()
     assert columns["step"][-1] == 19
     assert columns["tokens_per_s"][-1] == 100.0
 
@@ -280,7 +281,7 @@ def test_shapes() -> None:
 
 
 def test_a_workers_link_to_its_server_is_what_it_counted() -> None:
-    links = links_of("star", {0: Count(sent=10, received=3, sent_per_s=1)}, workers=[0], server=1)
+    links = links_of("star", {0: ByteCounts(sent=10, received=3, sent_per_s=1)}, workers=[0], server=1)
     assert [(link.source, link.target, link.bytes, link.inferred) for link in links] == [
         (0, 1, 10, False),
         (1, 0, 3, False),
@@ -292,7 +293,7 @@ def test_the_links_of_a_pipeline_follow_from_what_its_ranks_counted(moved: list[
     """`moved`: down and up, for each link."""
     num = len(moved) + 1
     counts = {
-        rank: Count(
+        rank: ByteCounts(
             sent=(moved[rank][0] if rank < num - 1 else 0) + (moved[rank - 1][1] if rank else 0),
             received=(moved[rank][1] if rank < num - 1 else 0) + (moved[rank - 1][0] if rank else 0),
         )
@@ -327,8 +328,8 @@ def test_a_ring_closes_without_those_who_are_gone() -> None:
         ("joined", 2, "interrupted", 1, False, "stopped"),
     ],
 )
-def test_states(member: Any, rows: int, status: str, age_s: float, named: bool, expected: State) -> None:
-    machine = Machine(0, member=member)
+def test_states(member: Any, rows: int, status: str, age_s: float, named: bool, expected: RankState) -> None:
+    machine = RankRecord(0, member=member)
     for step in range(1, rows + 1):
         machine.take(row(step), step=step, time=T0 + step)
     assert state_of(machine, status=status, age_s=age_s, named=named) == expected
@@ -341,19 +342,19 @@ def test_silence_is_measured_against_the_own_pace_of_a_process(tmp_path: Path) -
     append(run / "metrics.jsonl", row(1, 0, **slow), row(1, 1, **slow), row(1, 2, role="server", **slow))
     for path in run.iterdir():
         aged(path, T0 + 1)
-    told = told_of(run, now=T0 + 95)
+    told = snapshot_of(run, now=T0 + 95)
     assert set(states(told).values()) == {"training"}
     assert told["status"] == "training"
-    told = told_of(run, now=T0 + 3600)
+    told = snapshot_of(run, now=T0 + 3600)
     assert set(states(told).values()) == {"silent"}
 
 
 def test_the_word_of_good_bye_is_that_of_the_transport() -> None:
-    assert GOOD_BYE == LEFT
+    assert LEFT_REASON == LEFT
 
 
 def test_bytes_go_on_counting_when_a_process_is_started_again() -> None:
-    machine = Machine(0)
+    machine = RankRecord(0)
     for step, sent in enumerate([100, 200, 50, 80], start=1):
         machine.take(row(step, bytes_sent=sent, bytes_received=0), step=step, time=T0 + step)
     assert machine.count().sent == 280
@@ -383,7 +384,7 @@ def states(told: dict[str, Any]) -> dict[str, str]:
 
 
 def test_an_elastic_run(elastic: Path) -> None:
-    told = told_of(elastic, now=T0 + 7)
+    told = snapshot_of(elastic, now=T0 + 7)
     assert told["status"] == "training"
     assert told["shape"] == "star"
     assert states(told) == {"worker 0": "training", "worker 1": "lost", "server": "training"}
@@ -410,7 +411,7 @@ def test_one_who_comes_back_trains_again_and_is_drawn_at_the_step_of_the_run(ela
     append(elastic / "history.jsonl", member("joined", 1, 6))
     append(elastic / "metrics.jsonl", row(6, 2, role="server"), row(1, 1, time=T0 + 6.5))  # it counts from one again
     append(elastic / "metrics.jsonl", row(7, 2, role="server"))
-    told = told_of(elastic, now=T0 + 7)
+    told = snapshot_of(elastic, now=T0 + 7)
     assert states(told)["worker 1"] == "training"
     assert told["machines"][1]["losses"] == 1
     assert told["machines"][1]["spans"][1] == [T0 + 6, None]
@@ -425,7 +426,7 @@ def test_a_row_of_the_server_that_comes_late_moves_no_worker(tmp_path: Path) -> 
             append(run / "metrics.jsonl", row(step, 1, role="server"), row(2 * step, 0, time=T0 + step + 2))
     append(run / "metrics.jsonl", row(50, 1, role="server", val_loss=2.0))
     append(run / "metrics.jsonl", *(row(2 * step, 0, time=T0 + step) for step in (128, 129)))
-    told = told_of(run)
+    told = snapshot_of(run)
     assert told["curves"]["joined"]["columns"]["step"] == list(range(5, 130, 5))
     columns = told["curves"]["rank0"]["columns"]
     assert columns["step"] == sorted(columns["step"])
@@ -438,12 +439,12 @@ def test_rows_before_the_second_row_of_the_server_are_drawn_where_the_run_was(tm
     run = configure(tmp_path / "run", strategy="edp", workers=1, steps=200)
     append(run / "metrics.jsonl", row(1, 1, role="server", time=T0))
     append(run / "metrics.jsonl", *(row(own, 0, time=T0 + 4 * own) for own in range(1, 10)))
-    early = told_of(run, now=T0 + 37)
+    early = snapshot_of(run, now=T0 + 37)
     assert early["curves"]["rank0"]["columns"]["step"] == []  # not all of them at step 1
     assert (early["machines"][0]["step"], early["machines"][0]["own_steps"]) == (9, True)
     assert early["machines"][1]["own_steps"] is False
     append(run / "metrics.jsonl", row(40, 1, role="server", time=T0 + 39))
-    steps = told_of(run, now=T0 + 40)["curves"]["rank0"]["columns"]["step"]
+    steps = snapshot_of(run, now=T0 + 40)["curves"]["rank0"]["columns"]["step"]
     assert steps == pytest.approx([1 + 4 * own for own in range(1, 10)])
 
 
@@ -452,19 +453,19 @@ def test_a_killed_worker_is_called_that_and_is_back_after_seconds(elastic: Path)
         elastic / "logs" / "launcher-mini.log",
         log("worker 1 died (killed by SIGKILL); restarting it", "WARNING", 5),
     )
-    told = told_of(elastic, now=T0 + 5)
+    told = snapshot_of(elastic, now=T0 + 5)
     assert told["machines"][1]["reason"] == "killed (SIGKILL)"
     assert "worker 1: killed (SIGKILL)" in [event["text"] for event in told["events"]]
     append(elastic / "history.jsonl", member("joined", 1, 22))
     reader = RunReader(elastic, now=lambda: T0 + 23)
     reader.poll_to_the_end()
-    assert reader.happenings()[-1].text == "worker 1 is back after 17 s; killed (SIGKILL)"
+    assert reader.events_by_time()[-1].text == "worker 1 is back after 17 s; killed (SIGKILL)"
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 1), st.integers(-20, 5)), max_size=60))
 def test_the_steps_of_a_worker_follow_the_server_and_never_go_back(rows: list[tuple[float, int, int]]) -> None:
     """The server is at step `time`; some of its rows come late."""
-    pace, last = Pace(), 0.0
+    pace, last = StepClock(), 0.0
     pace.add(0.0, 0)
     now = 0.0
     for passed, is_server, late in rows:
@@ -479,7 +480,7 @@ def test_the_steps_of_a_worker_follow_the_server_and_never_go_back(rows: list[tu
 
 
 def test_where_the_server_goes_back_its_workers_do_too() -> None:
-    pace = Pace()
+    pace = StepClock()
     pace.add(0.0, 0)
     pace.add(10.0, 10)
     assert pace.step_at(15.0, rank=0) == 15
@@ -490,22 +491,22 @@ def test_where_the_server_goes_back_its_workers_do_too() -> None:
 
 def test_evicted_left_and_a_server_that_came_back(elastic: Path) -> None:
     append(elastic / "history.jsonl", member("evicted", 0, 6, "it is silent"), begin(8, 42))
-    told = told_of(elastic, now=T0 + 8)
+    told = snapshot_of(elastic, now=T0 + 8)
     assert states(told)["worker 0"] == "evicted"
     assert told["events"][-1]["text"] == "the server is back, at step 41"
-    append(elastic / "history.jsonl", member("joined", 0, 9), member("left", 0, 10, GOOD_BYE))
-    assert states(told_of(elastic, now=T0 + 8))["worker 0"] == "left"
+    append(elastic / "history.jsonl", member("joined", 0, 9), member("left", 0, 10, LEFT_REASON))
+    assert states(snapshot_of(elastic, now=T0 + 8))["worker 0"] == "left"
 
 
 def test_one_who_is_gone_is_told_of_once(elastic: Path) -> None:
     gone = log("worker 1 (pi5) is gone: the connection was closed", "WARNING", 5, role="server", rank=2)
     append(elastic / "logs" / "server-mini.log", gone | {"logger": "smolcluster.comm.elastic.membership.roster"})
-    told = told_of(elastic, now=T0 + 7)
+    told = snapshot_of(elastic, now=T0 + 7)
     assert [event["kind"] for event in told["events"] if "is gone" in event["text"]] == ["lost"]
     paused = log("worker 0 (mini) is paused: silent for 2.0 s", "WARNING", 6, role="server", rank=2)
     append(elastic / "logs" / "server-mini.log", paused | {"logger": "smolcluster.comm.elastic.membership.roster"})
     append(elastic / "history.jsonl", member("paused", 0, 6, "silent for 2.0 s"))
-    told = told_of(elastic, now=T0 + 7)
+    told = snapshot_of(elastic, now=T0 + 7)
     assert [event["text"] for event in told["events"] if "is paused" in event["text"]] == [
         "worker 0 is paused: silent for 2.0 s"
     ]
@@ -514,7 +515,7 @@ def test_one_who_is_gone_is_told_of_once(elastic: Path) -> None:
 def test_the_end(elastic: Path) -> None:
     summary = {"status": "finished", "strategy": "edp", "tokens_per_s": 7.0, "finished": T0 + 6, "val_loss": math.nan}
     (elastic / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    told = told_of(elastic, now=T0 + 9000)
+    told = snapshot_of(elastic, now=T0 + 9000)
     assert told["status"] == "finished"
     assert states(told) == {"worker 0": "finished", "worker 1": "lost", "server": "finished"}
     assert told["numbers"]["tokens_per_s"] == 7.0
@@ -529,7 +530,7 @@ def test_a_loss_is_rounded_once_wherever_it_is_told(tmp_path: Path) -> None:
     append(run / "metrics.jsonl", row(1, loss=loss, val_loss=loss))
     summary = {"status": "finished", "train_loss": loss, "val_loss": loss, "finished": T0 + 2}
     (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    (line,), told = Runs(run.parent).list(), told_of(run)
+    (line,), told = RunFolder(run.parent).list(), snapshot_of(run)
     numbers, (machine,), columns = told["numbers"], told["machines"], told["curves"]["val"]["columns"]
     shown = [numbers["loss"], numbers["val_loss"], numbers["best_val_loss"], line["train_loss"], line["val_loss"]]
     shown += [machine["loss"], columns["val_loss"][0], columns["lowest"][0]]
@@ -541,7 +542,7 @@ def test_time_and_bytes_of_a_run_that_has_ended_are_those_of_its_summary(tmp_pat
     append(run / "metrics.jsonl", row(1), row(2))  # 2000 bytes, and after that a checkpoint is gathered
     summary = {"status": "finished", "wall_s": 28.4, "bytes_sent": 2500, "finished": T0 + 20}
     (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    (line,), numbers = Runs(run.parent).list(), told_of(run)["numbers"]
+    (line,), numbers = RunFolder(run.parent).list(), snapshot_of(run)["numbers"]
     assert line["wall_s"] == numbers["elapsed_s"] == 28.4
     assert numbers["bytes"] == 2500
 
@@ -550,7 +551,7 @@ def test_bytes_of_processes_that_were_replaced_count(tmp_path: Path) -> None:
     run = configure(tmp_path / "run", workers=1)
     append(run / "metrics.jsonl", row(1, bytes_sent=3000), row(2, bytes_sent=1000))
     (run / "summary.json").write_text('{"status": "finished", "bytes_sent": 1500}', encoding="utf-8")
-    assert told_of(run)["numbers"]["bytes"] == 4000
+    assert snapshot_of(run)["numbers"]["bytes"] == 4000
 
 
 def test_a_run_begins_before_its_first_row(tmp_path: Path) -> None:
@@ -558,15 +559,15 @@ def test_a_run_begins_before_its_first_row(tmp_path: Path) -> None:
     append(run / "metrics.jsonl", row(10), row(11))
     aged(run / "metrics.jsonl", T0 + 11)
     aged(run / "config.yaml", T0)
-    assert told_of(run, now=T0 + 12)["numbers"]["elapsed_s"] == 12
+    assert snapshot_of(run, now=T0 + 12)["numbers"]["elapsed_s"] == 12
     aged(run / "config.yaml", T0 + 10.5)  # written anew, to resume
-    assert told_of(run, now=T0 + 12)["numbers"]["elapsed_s"] == 2
+    assert snapshot_of(run, now=T0 + 12)["numbers"]["elapsed_s"] == 2
 
 
 def test_a_summary_of_an_earlier_attempt_does_not_count(elastic: Path) -> None:
     (elastic / "summary.json").write_text('{"status": "interrupted", "finished": %f}' % (T0 + 2), encoding="utf-8")
     aged(elastic / "summary.json", T0 + 2)
-    assert told_of(elastic, now=T0 + 7)["status"] == "training"
+    assert snapshot_of(elastic, now=T0 + 7)["status"] == "training"
 
 
 def test_a_copy_of_a_run_that_has_ended_has_ended(tmp_path: Path) -> None:
@@ -576,10 +577,10 @@ def test_a_copy_of_a_run_that_has_ended_has_ended(tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 3}), encoding="utf-8")
     for place, name in enumerate(("summary.json", "metrics.jsonl", "config.yaml")):
         aged(run / name, T0 + 5000 + 10 * place)
-    assert told_of(run, now=T0 + 6000)["status"] == "finished"
-    assert [line["status"] for line in Runs(run.parent).list()] == ["finished"]
+    assert snapshot_of(run, now=T0 + 6000)["status"] == "finished"
+    assert [line["status"] for line in RunFolder(run.parent).list()] == ["finished"]
     append(run / "metrics.jsonl", row(3, time=T0 + 5500))  # and then it was resumed
-    assert told_of(run, now=T0 + 5501)["status"] == "training"
+    assert snapshot_of(run, now=T0 + 5501)["status"] == "training"
 
 
 def test_the_same_end_is_told_once(elastic: Path) -> None:
@@ -589,19 +590,19 @@ def test_the_same_end_is_told_once(elastic: Path) -> None:
         (elastic / "summary.new").write_text(json.dumps({"status": "finished", "finished": T0 + 7}), encoding="utf-8")
         (elastic / "summary.new").replace(elastic / "summary.json")
         reader.poll()
-    assert [event.kind for event in reader.happenings()].count("end") == 1
+    assert [event.kind for event in reader.events_by_time()].count("end") == 1
 
 
 def test_who_was_gone_is_gone_in_a_long_run_too(elastic: Path) -> None:
     """The summary is known when the first part of the history is."""
-    append(elastic / "history.jsonl", member("joined", 1, 6), member("left", 1, 7, GOOD_BYE))
+    append(elastic / "history.jsonl", member("joined", 1, 6), member("left", 1, 7, LEFT_REASON))
     (elastic / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 9}), encoding="utf-8")
     reader = RunReader(elastic, now=lambda: T0 + 10)
     reader._history._most_bytes = 350  # begin, and two that join
     reader.poll()
     assert reader.behind
     reader.poll_to_the_end()
-    spans = {machine["name"]: machine["spans"] for machine in Teller(reader).snapshot()["machines"]}
+    spans = {machine["name"]: machine["spans"] for machine in SnapshotStream(reader).snapshot()["machines"]}
     assert spans["worker 0"] == [[T0 + 1, T0 + 9]]
     assert spans["worker 1"] == [[T0 + 1, T0 + 5], [T0 + 6, T0 + 7]]
 
@@ -613,11 +614,11 @@ def test_the_bar_of_a_run_that_is_resumed_goes_on(tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps({"status": "interrupted", "finished": T0 + 3}), encoding="utf-8")
     aged(run / "summary.json", T0 + 3)
     reader = reader_of(run)
-    assert Teller(reader).snapshot()["machines"][0]["spans"] == [[T0 + 1, T0 + 3]]
+    assert SnapshotStream(reader).snapshot()["machines"][0]["spans"] == [[T0 + 1, T0 + 3]]
     aged(run / "config.yaml", T0 + 5)
     append(run / "metrics.jsonl", row(3, time=T0 + 9))
     reader.poll()
-    assert Teller(reader).snapshot()["machines"][0]["spans"] == [[T0 + 1, None]]
+    assert SnapshotStream(reader).snapshot()["machines"][0]["spans"] == [[T0 + 1, None]]
 
 
 @pytest.mark.parametrize("off_s", [-1e9, -3600.0, -30.0, 30.0, 3600.0])
@@ -632,17 +633,17 @@ def test_clocks_of_machines_are_not_compared(tmp_path: Path, off_s: float) -> No
             append(run / "metrics.jsonl", row(step, 2, role="server"))
         for path in run.iterdir():
             aged(path, T0 + steps[-1])
-        return told_of(run, now=T0 + steps[-1] + 1)
+        return snapshot_of(run, now=T0 + steps[-1] + 1)
 
     told = train(range(1, 21), 0, 1)
     assert states(told) == {"worker 0": "training", "worker 1": "training", "server": "training"}
     assert told["numbers"]["elapsed_s"] == 21
-    (line,) = Runs(run.parent, now=lambda: T0 + 21).list()
+    (line,) = RunFolder(run.parent, now=lambda: T0 + 21).list()
     assert line["wall_s"] == 21
     assert states(train(range(21, 41), 0))["worker 1"] == "silent"
     assert states(train(range(41, 43), 0, 1))["worker 1"] == "training"
     (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 43}), encoding="utf-8")
-    assert told_of(run, now=T0 + 50)["status"] == "finished"
+    assert snapshot_of(run, now=T0 + 50)["status"] == "finished"
 
 
 def test_a_clock_that_is_set_back_stops_nothing(tmp_path: Path) -> None:
@@ -651,7 +652,7 @@ def test_a_clock_that_is_set_back_stops_nothing(tmp_path: Path) -> None:
     append(run / "metrics.jsonl", *(row(step, time=T0 + step - 600) for step in range(1001, 1021)))
     for path in run.iterdir():
         aged(path, T0 + 420)
-    told = told_of(run, now=T0 + 421)
+    told = snapshot_of(run, now=T0 + 421)
     assert states(told) == {"worker 0": "training"}
     (machine,) = told["machines"]
     assert (machine["step"], machine["sent_per_s"]) == (1020, 1000)
@@ -662,7 +663,7 @@ def test_a_clock_that_is_set_back_stops_nothing(tmp_path: Path) -> None:
         assert columns["step"][-1] == 1020
         assert columns["loss"] == sorted(columns["loss"], reverse=True)
     (run / "summary.json").write_text(json.dumps({"status": "finished", "finished": T0 + 421}), encoding="utf-8")
-    assert told_of(run, now=T0 + 430)["status"] == "finished"
+    assert snapshot_of(run, now=T0 + 430)["status"] == "finished"
 
 
 def test_numbers_of_a_long_run_are_those_of_now(tmp_path: Path) -> None:
@@ -672,7 +673,7 @@ def test_numbers_of_a_long_run_are_those_of_now(tmp_path: Path) -> None:
     slow = {"tokens_per_s": 10.0, "step_time_s": 4.0, "staleness": 3.0}
     append(run / "metrics.jsonl", *(row(step, **slow) for step in range(5001, 5011)))
     aged(run / "metrics.jsonl", T0 + 5010)
-    told = told_of(run, now=T0 + 5011)
+    told = snapshot_of(run, now=T0 + 5011)
     assert told["curves"]["joined"]["stride"] > 8
     assert {name: told["numbers"][name] for name in slow} == slow
 
@@ -691,8 +692,8 @@ def test_time_that_a_machine_was_gone_is_no_pause_of_its(tmp_path: Path, elastic
     for path in run.iterdir():
         aged(path, T0 if elastic and path.name == "config.yaml" else later)
     aged(run / "metrics.jsonl", later + 8)
-    assert told_of(run, now=later + 9)["status"] == "training"
-    assert told_of(run, now=later + 60)["status"] == "silent"
+    assert snapshot_of(run, now=later + 9)["status"] == "training"
+    assert snapshot_of(run, now=later + 60)["status"] == "silent"
 
 
 def test_a_mesh_run_that_failed_names_who_died(tmp_path: Path) -> None:
@@ -702,7 +703,7 @@ def test_a_mesh_run_that_failed_names_who_died(tmp_path: Path) -> None:
     append(run / "logs" / "worker-rank0-mini.log", log("worker, rank 0, starts as process 9", rank=0))
     summary = {"status": "failed", "error": "worker rank 1 failed: killed by SIGKILL", "finished": T0 + 4}
     (run / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    told = told_of(run)
+    told = snapshot_of(run)
     assert states(told) == {"worker 0": "stopped", "worker 1": "lost"}
     assert told["shape"] == "ring"
     assert [event["kind"] for event in told["events"]] == ["join", "error"]
@@ -713,14 +714,14 @@ def test_nothing_written_for_long_is_silence(tmp_path: Path) -> None:
     append(run / "metrics.jsonl", row(1, 0), row(1, 1))
     for path in (run / "metrics.jsonl", run / "config.yaml"):
         aged(path, T0 + 1)
-    assert told_of(run, now=T0 + 3)["status"] == "training"
-    told = told_of(run, now=T0 + 300)
+    assert snapshot_of(run, now=T0 + 3)["status"] == "training"
+    told = snapshot_of(run, now=T0 + 300)
     assert told["status"] == "silent"
     assert states(told) == {"worker 0": "silent", "worker 1": "silent"}
 
 
 def test_a_machine_that_is_only_expected_is_there(tmp_path: Path) -> None:
-    told = told_of(configure(tmp_path / "run", workers=3))
+    told = snapshot_of(configure(tmp_path / "run", workers=3))
     assert states(told) == {"worker 0": "starting", "worker 1": "starting", "worker 2": "starting"}
     assert told["numbers"]["step"] is None
 
@@ -729,12 +730,12 @@ def test_a_resumed_run_is_read_from_the_beginning(tmp_path: Path) -> None:
     run = configure(tmp_path / "run", workers=1)
     append(run / "metrics.jsonl", *(row(step) for step in range(1, 11)))
     reader = reader_of(run)
-    teller = Teller(reader)
-    assert (teller.changes() or {})["whole"]
+    stream = SnapshotStream(reader)
+    assert (stream.changes() or {})["whole"]
     truncate_metrics(run / "metrics.jsonl", after_step=4)
     append(run / "metrics.jsonl", row(5, loss=9.0))
     reader.poll()
-    told = teller.changes()
+    told = stream.changes()
     assert told is not None
     assert told["whole"]
     assert told["curves"]["rank0"]["columns"]["step"] == [1, 2, 3, 4, 5]
@@ -744,7 +745,7 @@ def test_a_resumed_run_is_read_from_the_beginning(tmp_path: Path) -> None:
 def test_a_loss_that_diverged_is_a_gap_and_an_event(tmp_path: Path) -> None:
     run = configure(tmp_path / "run", workers=1)
     append(run / "metrics.jsonl", row(1), row(2, loss="nan"), row(3, loss="nan"), row(4))
-    told = told_of(run)
+    told = snapshot_of(run)
     assert told["curves"]["rank0"]["columns"]["loss"] == [5.0, None, None, 1.25]
     assert [event["text"] for event in told["events"]] == ["the loss of worker 0 is nan at step 2"]
 
@@ -752,7 +753,7 @@ def test_a_loss_that_diverged_is_a_gap_and_an_event(tmp_path: Path) -> None:
 def test_an_evaluation_that_diverged_is_not_hidden_behind_the_one_before(tmp_path: Path) -> None:
     run = configure(tmp_path / "run", workers=1)
     append(run / "metrics.jsonl", row(1, val_loss=2.0), row(2, val_loss="nan"), row(3))
-    told = told_of(run)
+    told = snapshot_of(run)
     assert (told["numbers"]["val_loss"], told["numbers"]["best_val_loss"]) == (None, 2.0)
     assert told["curves"]["val"]["columns"]["val_loss"] == [2.0, None]
     assert "loss 1.6667" in drawn(told)
@@ -764,7 +765,7 @@ def test_metrics_of_a_task_have_a_number_each(tmp_path: Path) -> None:
     append(
         run / "metrics.jsonl", row(1, val_f1=0.5, val_wer=2.0), row(2, val_f1=0.75, val_wer="nan", val_ppl=3.0), row(3)
     )
-    numbers = told_of(run)["numbers"]
+    numbers = snapshot_of(run)["numbers"]
     assert (numbers["metrics"], numbers["val_loss"], numbers["val_ppl"]) == ({"f1": 0.75, "wer": None}, None, 3.0)
 
 
@@ -773,17 +774,17 @@ def test_metrics_of_a_task_have_a_curve_each_and_stand_in_the_terminal(tmp_path:
     append(run / "metrics.jsonl", row(1, val_f1=0.5, val_loss=2.0))
     reader = RunReader(run, now=lambda: T0 + 3)
     reader.poll()
-    teller = Teller(reader)
-    teller.changes()
+    stream = SnapshotStream(reader)
+    stream.changes()
     append(run / "metrics.jsonl", row(2, val_f1=0.75, val_wer=2.0), row(3))
     reader.poll()
-    changes = teller.changes()
+    changes = stream.changes()
     assert changes is not None
     assert changes["curves"]["val_f1"] == {"from": 1, "stride": 1, "rows": 2, "columns": columns("val_f1", 2, 0.75)}
     assert changes["curves"]["val_wer"] == {"from": 0, "stride": 1, "rows": 1, "columns": columns("val_wer", 2, 2.0)}
-    assert "f1 0.7500  wer 2.0000" in drawn(teller.snapshot())
+    assert "f1 0.7500  wer 2.0000" in drawn(stream.snapshot())
     append(run / "metrics.jsonl", row(4, **{f"val_{n}": 1.0 for n in range(100)}))
-    told = told_of(run)
+    told = snapshot_of(run)
     assert len([name for name in told["curves"] if name.startswith("val_")]) == MOST_METRICS
     text = drawn(told, width=60)
     assert "loss 1.2500" in text
@@ -798,11 +799,11 @@ def test_steps_that_were_skipped_are_told(tmp_path: Path) -> None:
     """All ranks skip the same ones."""
     run = configure(tmp_path / "run", workers=2)
     append(run / "metrics.jsonl", *(row(1, rank) for rank in (0, 1)))
-    assert told_of(run)["numbers"]["skipped"] == 0
-    assert "skipped" not in drawn(told_of(run))
+    assert snapshot_of(run)["numbers"]["skipped"] == 0
+    assert "skipped" not in drawn(snapshot_of(run))
     append(run / "metrics.jsonl", *(row(2, rank, skipped=3) for rank in (0, 1)))
-    assert told_of(run)["numbers"]["skipped"] == 3
-    assert "3 skipped" in drawn(told_of(run))
+    assert snapshot_of(run)["numbers"]["skipped"] == 3
+    assert "3 skipped" in drawn(snapshot_of(run))
 
 
 def test_checkpoints(tmp_path: Path) -> None:
@@ -816,7 +817,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         }  # fmt: skip
         (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     (run / "checkpoints" / "best").write_text("step-00000010\n", encoding="utf-8")
-    told = told_of(run)
+    told = snapshot_of(run)
     assert [(c["step"], c["bytes"], c["val_loss"], c["best"]) for c in told["checkpoints"]] == [
         (10, 12, 2.5, True),
         (20, 12, 2.5, False),
@@ -829,13 +830,13 @@ def test_checkpoints(tmp_path: Path) -> None:
         "{}", encoding="utf-8"
     )  # it does not tell when
     aged(run / "checkpoints" / "step-00000020", T0)
-    assert told_of(run)["events"][0]["time"] == T0
+    assert snapshot_of(run)["events"][0]["time"] == T0
 
 
 def test_who_watched_a_checkpoint_go_sees_what_one_sees_who_comes_later(tmp_path: Path) -> None:
     run = configure(tmp_path / "run", workers=1)
     reader = RunReader(run, now=lambda: T0)
-    teller = Teller(reader)
+    stream = SnapshotStream(reader)
     state: dict[str, Any] = {}
     for step in range(1, 6):
         folder = run / "checkpoints" / f"step-{step:08d}"
@@ -847,8 +848,8 @@ def test_who_watched_a_checkpoint_go_sees_what_one_sees_who_comes_later(tmp_path
             old.rmdir()
         aged(run / "checkpoints", T0 + step)
         reader.poll()
-        state = apply(state, teller.changes() or {})
-        assert state["events"] == told_of(run)["events"]
+        state = apply(state, stream.changes() or {})
+        assert state["events"] == snapshot_of(run)["events"]
     assert [event["step"] for event in state["events"]] == [4, 5]
 
 
@@ -867,7 +868,7 @@ def test_lines_that_are_not_what_they_should_be_are_left_out(tmp_path: Path) -> 
     append(run / "history.jsonl", {"kind": "member"}, {"kind": "member", "rank": [1]}, {"kind": "begin", "time": "x"})
     append(run / "logs" / "worker-rank0-a.log", {"level": "ERROR", "message": ["<b>"], "time": 5, "rank": "x"})
     (run / "summary.json").write_text("[1]", encoding="utf-8")
-    told = told_of(run)
+    told = snapshot_of(run)
     assert len(told["machines"]) <= 1024
     text = json.dumps(told, allow_nan=False)
     assert len(text) < 3_000_000
@@ -910,9 +911,9 @@ def damaged_run(run: Path, chance: random.Random) -> None:
 def test_damaged_rows_are_drawn_without_what_cannot_be_drawn(seed: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
     damaged_run(run, random.Random(seed))
-    told = told_of(run)
+    told = snapshot_of(run)
     assert json.dumps(told, allow_nan=False)
-    assert json.dumps(Runs(tmp_path).list(), allow_nan=False)
+    assert json.dumps(RunFolder(tmp_path).list(), allow_nan=False)
     assert drawn(told).startswith("run | ")
 
 
@@ -920,7 +921,7 @@ def test_counts_that_no_machine_can_have_do_not_stop_the_reader(tmp_path: Path) 
     run = configure(tmp_path / "run", workers=1)
     append(run / "metrics.jsonl", *(row(step, bytes_sent=1e308 * (step % 2)) for step in range(1, 7)))
     append(run / "metrics.jsonl", row(7, loss=10**400), row(8, loss="inf"), row(9, time=1e300), row(10))
-    told = told_of(run)
+    told = snapshot_of(run)
     assert (told["numbers"]["step"], told["numbers"]["loss"]) == (10, 0.5)
     assert told["curves"]["joined"]["columns"]["loss"].count(None) == 2
 
@@ -947,11 +948,11 @@ def test_a_configuration_is_flat_bounded_and_without_secrets() -> None:
 
 def test_a_poll_of_a_quiet_run_reads_nothing(elastic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = reader_of(elastic, now=T0 + 7)
-    teller = Teller(reader)
-    teller.changes()
+    stream = SnapshotStream(reader)
+    stream.changes()
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
     assert not reader.poll()
-    assert teller.changes() is None
+    assert stream.changes() is None
 
 
 # Telling: a snapshot and the changes after it are the later snapshot
@@ -983,7 +984,7 @@ def comparable(told: dict[str, Any]) -> dict[str, Any]:
 def test_changes_lead_to_the_same_picture(tmp_path_factory: pytest.TempPathFactory, chance: random.Random) -> None:
     run = configure(tmp_path_factory.mktemp("run"), strategy="edp")
     reader = RunReader(run, now=lambda: T0 + 50)
-    teller = Teller(reader)
+    stream = SnapshotStream(reader)
     state: dict[str, Any] | None = None
     step = 0
     for _ in range(25):
@@ -1000,13 +1001,13 @@ def test_changes_lead_to_the_same_picture(tmp_path_factory: pytest.TempPathFacto
             configure(run, strategy="edp", steps=chance.randrange(1, 99))
         if chance.random() < 0.05:
             truncate_metrics(run / "metrics.jsonl", after_step=step // 2)
-        for machine in reader.machines.values():
+        for machine in reader.ranks.values():
             machine.curve.limit = 6  # so that thinning is a part of it
         reader.poll()
-        news = teller.changes()
+        news = stream.changes()
         if news is not None:
             state = apply(state or {}, news)
-        again = teller.snapshot()
+        again = stream.snapshot()
         assert state is not None
         assert comparable(state) == comparable(again)
 
@@ -1107,7 +1108,7 @@ def test_a_log_that_is_a_link_is_not_read(tmp_path: Path) -> None:
     assert read_page(tmp_path / "other")["lines"] == []
 
 
-# Runs and their names -----------------------------------------------------------------------------------------------
+# RunFolder and their names -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1116,13 +1117,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_runs_are_listed_the_newest_first(folder: Path) -> None:
-    runs = Runs(folder)
+    runs = RunFolder(folder)
     assert [(line["name"], line["status"], line["train_loss"]) for line in runs.list()] == [
         ("new", "training", 1.0),
         ("old", "finished", 1.5),
     ]
     assert runs.newest() == "new"
-    assert Runs(folder / "nowhere").list() == []
+    assert RunFolder(folder / "nowhere").list() == []
 
 
 @pytest.mark.parametrize("after_s", [1, 300])
@@ -1135,8 +1136,8 @@ def test_a_run_without_a_summary_is_listed_as_its_own_page_tells_it(
     )  # a long run is not read whole for its line
     append(elastic / "metrics.jsonl", row(6, 2, role="server", val_loss=2.5, time=T0 + 6))
     aged(elastic / "metrics.jsonl", T0 + 6)
-    told = told_of(elastic, now=T0 + 6 + after_s)
-    (line,) = Runs(elastic.parent, now=lambda: T0 + 6 + after_s).list()
+    told = snapshot_of(elastic, now=T0 + 6 + after_s)
+    (line,) = RunFolder(elastic.parent, now=lambda: T0 + 6 + after_s).list()
     assert line["status"] == told["status"] == ("training" if after_s == 1 else "silent")
     numbers = told["numbers"]
     assert (line["steps"], line["train_loss"], line["val_loss"]) == (6, numbers["loss"], 2.5)
@@ -1149,8 +1150,8 @@ def test_lines_that_there_is_no_time_for_are_judged_by_their_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("smolcluster.dashboard.runs.WITHIN_S", -1)
-    assert [line["status"] for line in Runs(folder, now=lambda: T0 + 10).list()] == ["training", "finished"]
-    assert [line["status"] for line in Runs(folder, now=lambda: T0 + 99).list()] == ["silent", "finished"]
+    assert [line["status"] for line in RunFolder(folder, now=lambda: T0 + 10).list()] == ["training", "finished"]
+    assert [line["status"] for line in RunFolder(folder, now=lambda: T0 + 99).list()] == ["silent", "finished"]
 
 
 @pytest.mark.parametrize(
@@ -1173,7 +1174,7 @@ def test_lines_that_there_is_no_time_for_are_judged_by_their_files(
 )
 def test_names_do_not_lead_out_of_the_folder(folder: Path, name: str) -> None:
     with pytest.raises(NoSuchRun):
-        Runs(folder).find(name)
+        RunFolder(folder).find(name)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of any bytes")
@@ -1181,14 +1182,14 @@ def test_names_that_people_give(folder: Path) -> None:
     """What an address cannot say is left out: the page could not ask for it, and would fail at the whole list."""
     for name in ("12:30", "a\\b", "ünï 100% #1?", "half\udcff"):
         configure(folder / name)
-    found = {line["name"] for line in Runs(folder).list()}
+    found = {line["name"] for line in RunFolder(folder).list()}
     assert found == {"old", "new", "12:30", "a\\b", "ünï 100% #1?"}
-    assert all(Runs(folder).find(name) == folder / name for name in found)
+    assert all(RunFolder(folder).find(name) == folder / name for name in found)
 
 
 def test_two_runs_beside_each_other(folder: Path) -> None:
     configure(folder / "old", strategy="edp", workers=1)
-    told = compare({name: told_of(folder / name) for name in ("old", "new")})
+    told = compare({name: snapshot_of(folder / name) for name in ("old", "new")})
     assert told["differences"] == [{"key": "strategy.name", "values": {"old": "edp", "new": "allreduce"}}]
     assert told["runs"]["new"]["curves"]["joined"]["columns"]["step"] == [1, 2, 3, 4, 5]
 
@@ -1213,7 +1214,7 @@ def drawn(told: dict[str, Any], *, width: int = 120, height: int = 40, unicode: 
 
 
 def test_a_frame_tells_what_the_page_tells(elastic: Path) -> None:
-    text = drawn(told_of(elastic, now=T0 + 7))
+    text = drawn(snapshot_of(elastic, now=T0 + 7))
     for words in ("one | edp | training | 2 workers + server", "step 5/100", "loss 1.0000", "worker 1", "lost", "pi5"):
         assert words in text
     assert "worker 1 is gone: the connection was closed" in text
@@ -1222,7 +1223,7 @@ def test_a_frame_tells_what_the_page_tells(elastic: Path) -> None:
 @pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 90])
 def test_what_does_not_fit_is_left_out_and_nothing_is_cut(elastic: Path, width: int) -> None:
     append(elastic / "metrics.jsonl", row(6, 2, role="server", val_loss=2.5, time=T0 + 6, bytes_sent=10**8))
-    told = told_of(elastic, now=T0 + 7)
+    told = snapshot_of(elastic, now=T0 + 7)
     assert drawn(told, width=200).count("…") == 0
     text = drawn(told | {"name": "a-name-of-some-length-as-people-give-them", "events": []}, width=width, height=24)
     assert "…" not in text
@@ -1233,7 +1234,7 @@ def test_what_does_not_fit_is_left_out_and_nothing_is_cut(elastic: Path, width: 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 @pytest.mark.parametrize("height", [5, 12, 24, 60])
 def test_a_frame_fits(elastic: Path, width: int, height: int) -> None:
-    text = drawn(told_of(elastic, now=T0 + 7), width=width, height=height)
+    text = drawn(snapshot_of(elastic, now=T0 + 7), width=width, height=height)
     if width >= 40:
         assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "worker 0" in text
@@ -1242,13 +1243,13 @@ def test_a_frame_fits(elastic: Path, width: int, height: int) -> None:
 def test_names_from_a_run_cannot_steer_the_terminal(elastic: Path) -> None:
     append(elastic / "metrics.jsonl", row(6, 0, host="\x1b[2Jevil"))
     append(elastic / "history.jsonl", member("left", 0, 6, "\x1b]0;evil\x07"))
-    text = drawn(told_of(elastic, now=T0 + 7))
+    text = drawn(snapshot_of(elastic, now=T0 + 7))
     assert "evil" in text
     assert "\x1b" not in text
     assert "\x07" not in text
     status = {"status": "\x1b]0;evil\x07", "error": "\x1b[2Jevil", "finished": T0 + 9}
     (elastic / "summary.json").write_text(json.dumps(status), encoding="utf-8")
-    text = drawn(told_of(elastic, now=T0 + 10))
+    text = drawn(snapshot_of(elastic, now=T0 + 10))
     assert "evil" in text
     assert "\x1b" not in text
 
@@ -1322,5 +1323,5 @@ def test_what_a_hostile_run_says_is_bounded(tmp_path: Path) -> None:
     assert flat_config(b"[" * 50_000) == {}
     assert time.monotonic() - began < 20
     huge = int("9" * 4000)
-    told = _checkpoint("step-00000001", {"files": {"a": {"size": huge}, "b": {"size": 5}}})
+    told = checkpoint_of("step-00000001", {"files": {"a": {"size": huge}, "b": {"size": 5}}})
     assert told["bytes"] == 5

@@ -25,7 +25,7 @@ from smolcluster.cli.dashboard import dashboard
 from smolcluster.dashboard import app as dashboard_app
 from smolcluster.dashboard import hub, server
 from smolcluster.dashboard.app import RULES
-from smolcluster.dashboard.runs import Runs
+from smolcluster.dashboard.runs import RunFolder
 from smolcluster.errors import MissingExtra, UserError
 from smolcluster.web.guard import HEADERS, Guard, check_token
 from smolcluster.web.server import url_of
@@ -144,11 +144,11 @@ def test_tokens_are_long_and_fit_an_address() -> None:
     for bad in ("short", "with a space in it at all", "ümlaut-ümlaut-ümlaut"):
         with pytest.raises(UserError, match="--token"):
             check_token(bad)
-    place = server.Place(folder=Path(), bind="0.0.0.0").checked()
+    place = server.DashboardConfig(folder=Path(), bind="0.0.0.0").checked()
     assert place.token is not None
     assert len(place.token) >= 32
     assert place.token not in repr(place)
-    assert server.Place(folder=Path()).checked().token is None
+    assert server.DashboardConfig(folder=Path()).checked().token is None
 
 
 # The real server ----------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_tokens_are_long_and_fit_an_address() -> None:
 @contextlib.contextmanager
 def serving(folder: Path, **options: Any) -> Iterator[int]:
     """A dashboard on a free port of loopback; ended with the block."""
-    place = server.Place(folder=folder, port=0, **options)
+    place = server.DashboardConfig(folder=folder, port=0, **options)
     with served(lambda ready, until: server.serve(place, ready=ready, until=until)) as port:
         yield port
 
@@ -320,7 +320,7 @@ def test_who_looks_at_a_run_that_cannot_be_followed_is_not_told_that_it_is_live(
     monkeypatch.setattr(hub, "BEAT_S", 0.02)
 
     async def look() -> None:
-        channel = await hub.Hub(Runs(folder)).channel("new")
+        channel = await hub.Hub(RunFolder(folder)).channel("new")
         usual, broken = channel.reader.poll, threading.Event()
 
         def poll() -> bool:
@@ -361,7 +361,7 @@ def test_what_a_script_asked_for_is_told_to_a_viewer_once(folder: Path, monkeypa
         return seen
 
     async def look() -> None:
-        channel = await hub.Hub(Runs(folder)).channel("new")
+        channel = await hub.Hub(RunFolder(folder)).channel("new")
         async with asyncio.timeout(60):
             await until_frame(channel.frames(None), b"event: snapshot")
             append(folder / "new" / "metrics.jsonl", row(6))
@@ -379,7 +379,7 @@ def test_a_thread_of_a_viewer_who_left_is_waited_for(folder: Path, monkeypatch: 
     """It cannot be called back, and two that read on at once would count rows twice."""
 
     async def look() -> None:
-        channel = await hub.Hub(Runs(folder)).channel("new")
+        channel = await hub.Hub(RunFolder(folder)).channel("new")
         usual, go, inside, most = channel.reader.poll, threading.Event(), 0, 0
 
         def poll() -> bool:
@@ -585,7 +585,7 @@ def test_a_browser_that_is_waited_for_gets_its_page(
         return True
 
     monkeypatch.setattr(server, "serve", lambda place, ready: usual(place, ready=ready, until=left))
-    monkeypatch.setattr(server, "give_way", lambda: None)
+    monkeypatch.setattr(server, "lower_priority", lambda: None)
     monkeypatch.setattr(webbrowser, "open", browse)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert dashboard(folder, port=0) == 0
@@ -606,7 +606,7 @@ def test_without_the_extra_one_is_told_what_to_install(folder: Path, monkeypatch
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(MissingExtra, match=r"smolcluster\[dashboard\]"):
-        server.serve(server.Place(folder=folder, port=0), ready=lambda _: None)
+        server.serve(server.DashboardConfig(folder=folder, port=0), ready=lambda _: None)
     with pytest.raises(MissingExtra, match=r"smolcluster\[dashboard\]"):
         server.start_in_background(folder, folder / "new")
 
@@ -625,7 +625,7 @@ def test_a_run_that_does_not_exist_is_waited_for_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(server, "serve", lambda place, *, ready: ready("http://127.0.0.1:1/"))
-    monkeypatch.setattr(server, "give_way", lambda: None)
+    monkeypatch.setattr(server, "lower_priority", lambda: None)
     dashboard(tmp_path / "typo", browser=False)
     assert f"{tmp_path / 'typo'} does not exist yet; the page waits for it" in capsys.readouterr().err
     dashboard(configure(tmp_path / "run"), browser=False)

@@ -19,7 +19,7 @@ import yaml
 
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.logstack import PROJECT, data_folder, packaged, start, stop, write_files
-from smolcluster.observe.follow import PRINTED
+from smolcluster.observe.log_queue import PRINTED
 from smolcluster.observe.loki import labels_of
 from smolcluster.observe.prometheus import METRICS, port_of
 

@@ -53,7 +53,7 @@ def dashboard(
     ] = True,
 ) -> int:
     from smolcluster.comm.addresses import is_loopback
-    from smolcluster.dashboard.server import Place, choose, give_way, serve
+    from smolcluster.dashboard.server import DashboardConfig, choose, lower_priority, serve
     from smolcluster.engine.run_dir import RUNS
     from smolcluster.web.server import open_browser
 
@@ -71,10 +71,12 @@ def dashboard(
         if cluster is not None:
             run_dir = stack.enter_context(of_cluster(run_dir, cluster))
         folder, run = choose(run_dir, RUNS)
-        place = Place(folder=folder, run=run, bind=bind, port=port, token=token, allow_hosts=tuple(allow_host or ()))
-        give_way()
+        config = DashboardConfig(
+            folder=folder, run=run, bind=bind, port=port, token=token, allow_hosts=tuple(allow_host or ())
+        )
+        lower_priority()
         with contextlib.suppress(KeyboardInterrupt):  # how it is meant to end
-            serve(place, ready=ready)
+            serve(config, ready=ready)
     return 0
 
 

@@ -13,7 +13,7 @@ from smolcluster.cli import options
 from smolcluster.errors import UserError
 
 if TYPE_CHECKING:
-    from smolcluster.dashboard.reading import RunReader
+    from smolcluster.dashboard.run_reader import RunReader
 
 EXAMPLES = """Examples:
 smolcluster top
@@ -43,12 +43,12 @@ def top(
 def _show(folder: Path, run: str | None, *, once: bool) -> int:
     from rich.console import Console
 
-    from smolcluster.dashboard.reading import RunReader
-    from smolcluster.dashboard.runs import Runs
+    from smolcluster.dashboard.run_reader import RunReader
+    from smolcluster.dashboard.runs import RunFolder
     from smolcluster.dashboard.terminal import print_once, watch
 
     def find() -> RunReader | None:
-        name = run or Runs(folder).newest()
+        name = run or RunFolder(folder).newest()
         path = folder / name if name else None
         return RunReader(path) if path is not None and path.is_dir() else None
 

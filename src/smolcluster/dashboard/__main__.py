@@ -1,5 +1,8 @@
-"""`python -m smolcluster.dashboard`: the dashboard beside a run. Its order is a line of JSON on standard input; it answers with
-its address on standard output, and leaves when its standard input ends."""
+"""`python -m smolcluster.dashboard`: the dashboard beside a run.
+
+Reads a `DashboardConfig` as one line of JSON from standard input, writes its address to standard output, and exits when
+standard input ends.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,28 @@ import sys
 import threading
 from pathlib import Path
 
-from smolcluster.dashboard.server import Place, give_way, serve
+from smolcluster.dashboard.server import DashboardConfig, lower_priority, serve
 from smolcluster.errors import SmolclusterError
 
 
 def main() -> int:
-    order = json.loads(sys.stdin.readline())
+    fields = json.loads(sys.stdin.readline())
     ended = threading.Event()
 
-    def wait_for_the_end() -> None:
+    def wait_for_eof() -> None:
         while sys.stdin.readline():
             pass
         ended.set()
 
     def answer(**fields: str) -> None:
-        with contextlib.suppress(OSError):  # the parent is gone already: then standard input ends too
+        with contextlib.suppress(OSError):  # the parent is gone: standard input ends too
             print(json.dumps(fields), flush=True)
 
-    place = Place(**order | {"folder": Path(order["folder"])})
-    threading.Thread(target=wait_for_the_end, daemon=True, name="end of standard input").start()
-    give_way()
+    config = DashboardConfig(**fields | {"folder": Path(fields["folder"])})
+    threading.Thread(target=wait_for_eof, daemon=True, name="end of standard input").start()
+    lower_priority()
     try:
-        serve(place, ready=lambda url: answer(url=url), until=ended)
+        serve(config, ready=lambda url: answer(url=url), until=ended)
     except SmolclusterError as error:
         answer(error=str(error))
         return error.exit_code

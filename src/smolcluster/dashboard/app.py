@@ -1,15 +1,15 @@
-"""The dashboard as an ASGI application: a page of plain files, and the runs of one folder as JSON and server-sent events.
+"""The dashboard as an ASGI application: static files, and the runs of one folder as JSON and server-sent events.
 
     /, /static/*                     the page
     /api/runs                        the runs of the folder, the newest first
-    /api/run/NAME                    everything about one of them, of bounded size
-    /api/run/NAME/events             the same, and then every change as it comes
-    /api/run/NAME/logs               its logs, page by page: search, level, process, before, limit
-    /api/compare?run=A&run=B         several beside each other
+    /api/run/NAME                    a snapshot of one run, of bounded size
+    /api/run/NAME/events             the snapshot, then every change
+    /api/run/NAME/logs               its logs in pages: search, level, process, before, limit
+    /api/compare?run=A&run=B         several runs
     /api/login                       a cookie for the token
     /health                          ok
 
-It reads files and changes nothing.
+All routes only read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 STATIC = Path(__file__).parent / "static"
-SEARCHES = 2  # of logs, at once
+SEARCHES = 2  # concurrent log searches
 RULES = GuardRules(
     name="dashboard",
     program="smolcluster dashboard",
@@ -46,94 +46,107 @@ needed = functools.partial(needed_for, extra="dashboard", purpose="the dashboard
 
 
 def make_app(hub: Hub, *, token: str | None = None, allow_hosts: tuple[str, ...] = (), run: str | None = None) -> App:
-    """The page, the API and the guard before both."""
+    """Return the page, the API and the guard before both. `run` is the run shown first."""
     with needed():
         from starlette.applications import Starlette
-        from starlette.responses import PlainTextResponse, Response
         from starlette.routing import Route
 
-    searching = asyncio.Semaphore(SEARCHES)
-
-    def answer(value: Any, status: int = 200, **more: str) -> Response:
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # in ASCII: names may have half a character
-        headers = {"cache-control": "no-store", "content-type": "application/json", **more}
-        return Response(text, status_code=status, headers=headers)
-
-    async def runs(_: Request) -> Response:
-        found = await asyncio.to_thread(hub.runs.list)
-        return answer({"runs": found, "more": len(found) == MOST_RUNS, "chosen": run, "folder": hub.runs.folder.name})
-
-    async def snapshot(request: Request) -> Response:
-        channel = await hub.channel(request.path_params["name"])
-        return answer(await channel.snapshot())
-
-    async def events(request: Request) -> Response:
-        hub.check_room()
-        channel = await hub.channel(request.path_params["name"])
-        last = request.headers.get("last-event-id") or request.query_params.get("last")
-        return event_stream(channel.frames(last), write_s=WRITE_S)
-
-    async def logs(request: Request) -> Response:
-        path = await asyncio.to_thread(hub.runs.find, request.path_params["name"])
-        asked = request.query_params
-        limit = asked.get("limit", "")
-        async with searching:
-            page = await asyncio.to_thread(
-                read_page,
-                path,
-                search=asked.get("search", "")[:200],
-                level=asked.get("level", "").upper(),
-                process=asked.get("process", "")[:255],
-                before=read_cursor(asked.get("before", "")),
-                limit=int(limit) if limit.isdecimal() and len(limit) < 5 else 200,
-            )
-        return answer(page)
-
-    async def compared(request: Request) -> Response:
-        names = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_COMPARED]
-        found = {}
-        for name in names:
-            with contextlib.suppress(NoSuchRun):  # one that was deleted does not keep the others from being seen
-                found[name] = await (await hub.channel(name)).snapshot()
-        if names and not found:
-            raise NoSuchRun
-        return answer(compare(found))
-
-    async def login(request: Request) -> Response:
-        response = answer({"ok": True})
-        if token is not None:
-            response.headers["set-cookie"] = RULES.login_cookie(token, request.scope)
-        return response
-
-    async def health(_: Request) -> Response:
-        return PlainTextResponse("ok\n", headers={"cache-control": "no-store"})
-
-    files = static_files(STATIC)
-
-    async def static(request: Request) -> Response:
-        return static_answer(files, request) or answer({"error": "there is no such page"}, 404)
-
-    def refusal(status: int, message: str, **headers: str) -> Callable[[Request, Exception], Response]:
-        return lambda _request, _error: answer({"error": message}, status, **headers)
-
+    api = _Api(hub, token=token, run=run)
     app = Starlette(
         routes=[
-            Route("/", static),
-            Route("/static/{path:path}", static),
-            Route("/health", health),
-            Route("/api/login", login),
-            Route("/api/runs", runs),
-            Route("/api/compare", compared),
-            Route("/api/run/{name}", snapshot),
-            Route("/api/run/{name}/events", events),
-            Route("/api/run/{name}/logs", logs),
+            Route("/", api.static),
+            Route("/static/{path:path}", api.static),
+            Route("/health", api.health),
+            Route("/api/login", api.login),
+            Route("/api/runs", api.runs),
+            Route("/api/compare", api.compare),
+            Route("/api/run/{name}", api.snapshot),
+            Route("/api/run/{name}/events", api.events),
+            Route("/api/run/{name}/logs", api.logs),
         ],
         exception_handlers={
-            NoSuchRun: refusal(404, "there is no run of this name here"),
-            TooManyViewers: refusal(503, "too many viewers", **{"retry-after": "5"}),
-            404: refusal(404, "there is no such page"),
-            500: refusal(500, "the dashboard failed to answer this"),
+            NoSuchRun: _refusal(404, "there is no run of this name here"),
+            TooManyViewers: _refusal(503, "too many viewers", **{"retry-after": "5"}),
+            404: _refusal(404, "there is no such page"),
+            500: _refusal(500, "the dashboard failed to answer this"),
         },
     )
     app.router.redirect_slashes = False
     return Guard(app, RULES, token=token, allow_hosts=allow_hosts)
+
+
+class _Api:
+    """The handlers of all routes."""
+
+    def __init__(self, hub: Hub, *, token: str | None, run: str | None) -> None:
+        self._hub, self._token, self._run = hub, token, run
+        self._searching = asyncio.Semaphore(SEARCHES)
+        self._files = static_files(STATIC)
+
+    async def static(self, request: Request) -> Response:
+        return static_answer(self._files, request) or _json({"error": "there is no such page"}, 404)
+
+    async def health(self, _: Request) -> Response:
+        from starlette.responses import PlainTextResponse
+
+        return PlainTextResponse("ok\n", headers={"cache-control": "no-store"})
+
+    async def login(self, request: Request) -> Response:
+        response = _json({"ok": True})
+        if self._token is not None:
+            response.headers["set-cookie"] = RULES.login_cookie(self._token, request.scope)
+        return response
+
+    async def runs(self, _: Request) -> Response:
+        folder = self._hub.runs
+        found = await asyncio.to_thread(folder.list)
+        more = len(found) == MOST_RUNS
+        return _json({"runs": found, "more": more, "chosen": self._run, "folder": folder.folder.name})
+
+    async def snapshot(self, request: Request) -> Response:
+        channel = await self._hub.channel(request.path_params["name"])
+        return _json(await channel.snapshot())
+
+    async def events(self, request: Request) -> Response:
+        self._hub.check_room()
+        channel = await self._hub.channel(request.path_params["name"])
+        last = request.headers.get("last-event-id") or request.query_params.get("last")
+        return event_stream(channel.frames(last), write_s=WRITE_S)
+
+    async def logs(self, request: Request) -> Response:
+        path = await asyncio.to_thread(self._hub.runs.find, request.path_params["name"])
+        query = request.query_params
+        limit = query.get("limit", "")
+        async with self._searching:
+            page = await asyncio.to_thread(
+                read_page,
+                path,
+                search=query.get("search", "")[:200],
+                level=query.get("level", "").upper(),
+                process=query.get("process", "")[:255],
+                before=read_cursor(query.get("before", "")),
+                limit=int(limit) if limit.isdecimal() and len(limit) < 5 else 200,
+            )
+        return _json(page)
+
+    async def compare(self, request: Request) -> Response:
+        names = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_COMPARED]
+        found = {}
+        for name in names:
+            with contextlib.suppress(NoSuchRun):  # a deleted run does not hide the others
+                found[name] = await (await self._hub.channel(name)).snapshot()
+        if names and not found:
+            raise NoSuchRun
+        return _json(compare(found))
+
+
+def _json(value: Any, status: int = 200, **headers: str) -> Response:
+    from starlette.responses import Response
+
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # in ASCII: names may have lone surrogates
+    headers = {"cache-control": "no-store", "content-type": "application/json", **headers}
+    return Response(text, status_code=status, headers=headers)
+
+
+def _refusal(status: int, message: str, **headers: str) -> Callable[[Request, Exception], Response]:
+    return lambda _request, _error: _json({"error": message}, status, **headers)

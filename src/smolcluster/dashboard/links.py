@@ -1,14 +1,14 @@
-"""Which processes are connected, and how many bytes went over each link: pure functions.
+"""Derive the traffic of each link from the byte counts of processes: pure functions.
 
-A row of metrics.jsonl has what a process has sent and received in all. Which link that was follows from the strategy:
+A row of metrics.jsonl counts all bytes of a process. The strategy gives the links:
 
     star     a server and its workers: a worker has one link, so its counts are the link's
-    ring     all-reduce and its kin: a rank sends to the next and receives from the one before
+    ring     all-reduce and similar: a rank sends to the next and receives from the previous
     wheel    the same on the elastic plane: the ring, and a coordinator in the middle that moves few bytes
-    line     a pipeline: activations go down the line, gradients up; each link follows from the ends of the line
+    line     a pipeline: activations go down, gradients up; each link is derived from the ends
     alone    one process
 
-Where the algorithm moves some bytes in another way (a broadcast at the start), a link's figure is `inferred`.
+Figures are `inferred` where the algorithm may have moved some bytes otherwise (a broadcast at the start).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Literal
 
 from smolcluster.config.strategies import find_record
 
-Shape = Literal["alone", "star", "ring", "wheel", "line"]
+NetworkShape = Literal["alone", "star", "ring", "wheel", "line"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """What one process has sent and received: in all, and per second just now."""
+class ByteCounts:
+    """Bytes of one process: total, and per second now."""
 
     sent: float = 0.0
     received: float = 0.0
@@ -34,7 +34,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class TrafficLink:
     """One direction between two ranks."""
 
     source: int
@@ -44,8 +44,8 @@ class Link:
     inferred: bool = False
 
 
-def shape_of(strategy: str, *, served: bool, num_workers: int) -> Shape:
-    """By the record of the strategy; of one that this machine does not have, a ring."""
+def shape_of(strategy: str, *, served: bool, num_workers: int) -> NetworkShape:
+    """Return the topology of the strategy; a ring for one that is not installed here."""
     record = find_record(strategy)
     topology = "ring" if record is None else record.topology
     if served:
@@ -56,15 +56,15 @@ def shape_of(strategy: str, *, served: bool, num_workers: int) -> Shape:
 
 
 def links_of(
-    shape: Shape, counts: Mapping[int, Count], *, workers: Sequence[int], server: int | None = None
-) -> list[Link]:
-    """`workers`: those that take part now, in order."""
+    shape: NetworkShape, counts: Mapping[int, ByteCounts], *, workers: Sequence[int], server: int | None = None
+) -> list[TrafficLink]:
+    """Return the links between the `workers` that take part now, in order, and the server."""
     match shape:
         case "star" if server is not None:
-            return [link for rank in workers for link in _spoke(rank, server, counts.get(rank, Count()))]
+            return [link for rank in workers for link in _spoke(rank, server, counts.get(rank, ByteCounts()))]
         case "wheel" if server is not None:
-            hub = counts.get(server, Count())
-            part = Count(
+            hub = counts.get(server, ByteCounts())
+            part = ByteCounts(
                 sent=hub.received / max(1, len(workers)),
                 received=hub.sent / max(1, len(workers)),
                 sent_per_s=hub.received_per_s / max(1, len(workers)),
@@ -73,27 +73,27 @@ def links_of(
             spokes = [link for rank in workers for link in _spoke(rank, server, part, inferred=True)]
             return _ring(workers, counts, less=part) + spokes
         case "ring":
-            return _ring(workers, counts, less=Count())
+            return _ring(workers, counts, less=ByteCounts())
         case "line":
             return _line(workers, counts)
     return []
 
 
-def _spoke(rank: int, server: int, count: Count, *, inferred: bool = False) -> list[Link]:
-    up = Link(source=rank, target=server, bytes=count.sent, per_s=count.sent_per_s, inferred=inferred)
-    down = Link(source=server, target=rank, bytes=count.received, per_s=count.received_per_s, inferred=inferred)
+def _spoke(rank: int, server: int, count: ByteCounts, *, inferred: bool = False) -> list[TrafficLink]:
+    up = TrafficLink(source=rank, target=server, bytes=count.sent, per_s=count.sent_per_s, inferred=inferred)
+    down = TrafficLink(source=server, target=rank, bytes=count.received, per_s=count.received_per_s, inferred=inferred)
     return [up, down]
 
 
-def _ring(workers: Sequence[int], counts: Mapping[int, Count], *, less: Count) -> list[Link]:
-    """`less`: what each of them exchanged with others."""
+def _ring(workers: Sequence[int], counts: Mapping[int, ByteCounts], *, less: ByteCounts) -> list[TrafficLink]:
+    """`less`: what each worker exchanged outside the ring."""
     if len(workers) < 2:
         return []
     links = []
     for rank, following in zip(workers, [*workers[1:], workers[0]], strict=True):
-        count = counts.get(rank, Count())
+        count = counts.get(rank, ByteCounts())
         links.append(
-            Link(
+            TrafficLink(
                 source=rank,
                 target=following,
                 bytes=max(0.0, count.sent - less.sent),
@@ -104,16 +104,15 @@ def _ring(workers: Sequence[int], counts: Mapping[int, Count], *, less: Count) -
     return links
 
 
-def _line(workers: Sequence[int], counts: Mapping[int, Count]) -> list[Link]:
-    """The first rank has one neighbour: its counts are those of the first link. What is left of the second rank's counts
-    is the second link, and so on."""
+def _line(workers: Sequence[int], counts: Mapping[int, ByteCounts]) -> list[TrafficLink]:
+    """The first rank's counts are those of the first link, the rest of the second rank's those of the second, and so on."""
     links = []
-    up, down, up_s, down_s = 0.0, 0.0, 0.0, 0.0  # of the link before: back to the first rank, and away from it
+    up, down, up_s, down_s = 0.0, 0.0, 0.0, 0.0  # of the previous link: towards the first rank, and away from it
     for rank, following in itertools.pairwise(workers):
-        count = counts.get(rank, Count())
+        count = counts.get(rank, ByteCounts())
         down, up = max(0.0, count.sent - up), max(0.0, count.received - down)
         down_s, up_s = max(0.0, count.sent_per_s - up_s), max(0.0, count.received_per_s - down_s)
         inferred = len(workers) > 2
-        links.append(Link(source=rank, target=following, bytes=down, per_s=down_s, inferred=inferred))
-        links.append(Link(source=following, target=rank, bytes=up, per_s=up_s, inferred=inferred))
+        links.append(TrafficLink(source=rank, target=following, bytes=down, per_s=down_s, inferred=inferred))
+        links.append(TrafficLink(source=following, target=rank, bytes=up, per_s=up_s, inferred=inferred))
     return links

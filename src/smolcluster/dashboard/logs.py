@@ -1,8 +1,7 @@
-"""The logs of a run, page by page from the newest line back: filtered, merged by time, never read whole.
+"""Read the logs of a run in pages from the newest line back, filtered and merged by time.
 
-A page has at most `limit` lines and costs at most `most_bytes` of reading, so that a search for what is not there in logs of
-gigabytes ends soon, with a place to go on from. That place is a position in every log: lines that are written meanwhile do
-not shift it.
+A page has at most `limit` lines and reads at most `most_bytes`, so that a search in gigabytes ends soon, with a cursor to
+continue from. The cursor is a position in every log: new lines do not shift it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.dashboard.follow import lstat, opened, read_at
-from smolcluster.dashboard.reading import log_names
+from smolcluster.dashboard.run_files import log_names
 from smolcluster.observe.jsonl import json_object
 from smolcluster.observe.text import printable
 
@@ -23,12 +22,12 @@ MOST_LINES = 500
 MOST_BYTES = 16 << 20
 _BLOCK_BYTES = 64 << 10
 _LONGEST_LINE_BYTES = 64 << 10
-_PRINTED = "PRINTED"  # the level of what a process wrote past its log, a crash for example
+_PRINTED = "PRINTED"  # the level of what was printed and not logged, such as a crash
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
-    """A line of one log, and where it begins."""
+class LogLine:
+    """A line of one log, and its position in the file."""
 
     process: str
     position: int
@@ -36,7 +35,7 @@ class Raw:
 
 
 @dataclass(slots=True)
-class Budget:
+class ReadBudget:
     bytes_left: int
 
 
@@ -50,17 +49,17 @@ def read_page(
     limit: int = 200,
     most_bytes: int = MOST_BYTES,
 ) -> dict[str, Any]:
-    """`lines`, oldest first; `before` to ask for the page before this one, None at the beginning; `processes`: the logs.
+    """Return `lines`, oldest first; `before`, the cursor of the previous page or None at the beginning; `processes`, the logs.
 
-    `level` is the least that is shown. What was printed past the log counts as an error: mostly it is one.
+    `level` is the lowest that is shown. Printed lines count as errors: most are.
     """
     names = log_names(run_dir)
     least = LEVELS.index(level) if level in LEVELS else 0
     limit = max(1, min(limit, MOST_LINES))
-    budget = Budget(most_bytes)
+    budget = ReadBudget(most_bytes)
     wanted = search.casefold()
     ends = {name: file_size(run_dir / "logs" / name) for name in names if process in ("", name)}
-    if before is not None:  # a log that is newer than that page has nothing before it
+    if before is not None:  # a log that is newer than the cursor has nothing before it
         ends = {name: min(end, before.get(name, 0)) for name, end in ends.items()}
     logs = [_backwards(run_dir / "logs" / name, end, budget) for name, end in ends.items()]
 
@@ -68,7 +67,7 @@ def read_page(
     reached = dict(ends)
     for _, _, raw, fields in heapq.merge(*logs, key=lambda item: item[0], reverse=True):
         reached[raw.process] = raw.position
-        if fields["rank_of_level"] >= least and (not wanted or wanted in _searched(fields)):
+        if fields["rank_of_level"] >= least and (not wanted or wanted in _search_text(fields)):
             found.append({name: value for name, value in fields.items() if name != "rank_of_level"})
             if len(found) == limit:
                 break
@@ -76,12 +75,12 @@ def read_page(
     return {"lines": found[::-1], "before": reached if more else None, "processes": names}
 
 
-def _backwards(path: Path, position: int, budget: Budget) -> Iterator[tuple[str, int, Raw, dict[str, Any]]]:
-    """The lines of one log before `position`, newest first, each with the time to sort it by."""
-    newest = "~"  # after every time: a log that ends with printed lines comes first
+def _backwards(path: Path, position: int, budget: ReadBudget) -> Iterator[tuple[str, int, LogLine, dict[str, Any]]]:
+    """Yield the lines of one log before `position`, newest first, each with the time to sort it by."""
+    newest = "~"  # after every time: for a log that ends with printed lines
     for raw in lines_before(path, position, budget):
         fields = parse(raw)
-        # Printed lines have no time of their own; clocks that were set back must not end the order.
+        # Printed lines have no time, and clocks may be set back: the order must hold.
         newest = min(newest, fields["time"] or newest)
         yield newest, raw.position, raw, fields
 
@@ -91,7 +90,7 @@ def file_size(path: Path) -> int:
     return 0 if found is None else found.st_size
 
 
-def lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
+def lines_before(path: Path, end: int, budget: ReadBudget) -> Iterator[LogLine]:
     try:
         with opened(path) as descriptor:
             rest = b""  # the end of a line whose beginning is in the block before
@@ -109,17 +108,17 @@ def lines_before(path: Path, end: int, budget: Budget) -> Iterator[Raw]:
                     at -= len(text)
                     if text.strip():
                         found = True
-                        yield Raw(path.name, at, text)
+                        yield LogLine(path.name, at, text)
                     at -= 1
                 end = start
-            if rest and not found:  # the end of a line longer than a page may cost: so that a reader gets past it
-                yield Raw(path.name, end, rest)
+            if rest and not found:  # the end of a line longer than the budget, so that paging gets past it
+                yield LogLine(path.name, end, rest)
     except OSError:
         return
 
 
-def parse(raw: Raw) -> dict[str, Any]:
-    """A line as plain values. What is not JSON was printed past the log."""
+def parse(raw: LogLine) -> dict[str, Any]:
+    """Return a line as plain values. A line that is not JSON was printed."""
     found = json_object(raw.text)
     if found is None or "message" not in found:
         text = printable(raw.text[:_LONGEST_LINE_BYTES].decode(errors="replace"))
@@ -132,12 +131,12 @@ def parse(raw: Raw) -> dict[str, Any]:
     return fields | {"process": raw.process, "rank_of_level": LEVELS.index(level) if level in LEVELS else 1}
 
 
-def _searched(fields: Mapping[str, Any]) -> str:
+def _search_text(fields: Mapping[str, Any]) -> str:
     return " ".join(str(fields.get(name, "")) for name in ("message", "exception", "logger", "process")).casefold()
 
 
 def read_cursor(text: str) -> dict[str, int] | None:
-    """What `before` was, from a query. Anything else is no cursor: the newest page."""
+    """Parse the `before` of a query; None, the newest page, for anything that is not a cursor."""
     found = json_object(text[:20_000])
     if found is None:
         return None

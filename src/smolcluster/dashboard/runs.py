@@ -1,4 +1,4 @@
-"""The runs below one folder: their names, made safe; a line about each; several beside each other."""
+"""List, find and compare the runs in one folder."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from smolcluster.dashboard.downsample import finite
 from smolcluster.dashboard.follow import lstat, read_whole
-from smolcluster.dashboard.logs import Budget, file_size, lines_before
-from smolcluster.dashboard.reading import QUIET_S, RunReader, count_of, flat_config
-from smolcluster.dashboard.telling import Teller
-from smolcluster.dashboard.thin import finite
+from smolcluster.dashboard.logs import ReadBudget, file_size, lines_before
+from smolcluster.dashboard.run_files import flat_config, parse_count
+from smolcluster.dashboard.run_reader import QUIET_S, RunReader
+from smolcluster.dashboard.snapshot_stream import SnapshotStream
 from smolcluster.observe.jsonl import json_object
 
 MOST_RUNS = 200
 MOST_COMPARED = 8
-MOST_GOING = 16  # runs without a summary, the newest, that are read for their lines
+MOST_LIVE = 16  # newest runs without a summary that are read for the list
 LAST_BYTES = 512 << 10
-WITHIN_S = 0.25  # no more of them are begun after so long: a viewer waits for the list
+WITHIN_S = 0.25  # no further one is opened after so long: a viewer waits for the list
 _MARKS = ("config.yaml", "metrics.jsonl", "summary.json")
 _TAIL_BYTES = 16 << 10
 
@@ -31,18 +32,18 @@ class NoSuchRun(Exception):
     """There is no run of this name here."""
 
 
-class Runs:
-    """Lines about runs that have ended are kept until one of their files changes. Of one that has not, the last part is read
-    as its own page reads it, so that the two agree."""
+class RunFolder:
+    """The descriptions of ended runs are cached until one of their files changes. Of a live run the last part is read by a
+    `RunReader`, so that list and page agree."""
 
     def __init__(self, folder: Path, *, now: Callable[[], float] = time.time) -> None:
         self.folder, self._now = folder.resolve(), now
         self._lines: dict[str, tuple[Any, dict[str, Any]]] = {}
-        self._tellers: dict[str, Teller] = {}
+        self._streams: dict[str, SnapshotStream] = {}
         self._lock = threading.Lock()  # a reader is used by one thread at a time
 
     def find(self, name: str) -> Path:
-        """The directory of a run. Names cannot lead out of the folder: no separators, no dots alone, no links."""
+        """Return the directory of a run. Names cannot lead out of the folder: no separators, no leading dots, no links."""
         if not is_name(name):
             raise NoSuchRun
         path = self.folder / name
@@ -53,7 +54,7 @@ class Runs:
         return path
 
     def list(self) -> list[dict[str, Any]]:
-        """A line about each run, the newest first."""
+        """Describe each run, the newest first."""
         found = []
         try:
             entries = [e for e in os.scandir(self.folder) if is_name(e.name) and e.is_dir(follow_symlinks=False)]
@@ -66,22 +67,22 @@ class Runs:
         newest = sorted(found, reverse=True)[:MOST_RUNS]
         with self._lock:
             self._lines = {name: line for name, line in self._lines.items() if name in {n for _, n, _ in newest}}
-            told = [self._line(name, stamps) for _, name, stamps in newest]
-            lively = self._read_going([line for line in told if not line["ended"]])
-        return [line | lively.get(line["name"], {}) for line in told]
+            described = [self._line(name, stamps) for _, name, stamps in newest]
+            live = self._read_live([line for line in described if not line["ended"]])
+        return [line | live.get(line["name"], {}) for line in described]
 
-    def _read_going(self, going: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Those that have not ended, by name. What is not read in time is judged by its files, and read when asked again."""
-        began, known, self._tellers = time.monotonic(), self._tellers, {}
+    def _read_live(self, live: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Describe the runs that have not ended, by name. Those not read in time get a status from their files."""
+        began, known, self._streams = time.monotonic(), self._streams, {}
         lines = {}
-        for line in going:
+        for line in live:
             name, quiet_s = line["name"], self._now() - line["changed"]
-            teller = known.get(name)
-            if teller is None and len(self._tellers) < MOST_GOING and time.monotonic() - began < WITHIN_S:
-                teller = Teller(RunReader(self.folder / name, now=self._now, last_bytes=LAST_BYTES))
-            if teller is not None:
-                self._tellers[name] = teller
-                lines[name] = described_by(teller)
+            stream = known.get(name)
+            if stream is None and len(self._streams) < MOST_LIVE and time.monotonic() - began < WITHIN_S:
+                stream = SnapshotStream(RunReader(self.folder / name, now=self._now, last_bytes=LAST_BYTES))
+            if stream is not None:
+                self._streams[name] = stream
+                lines[name] = describe_live(stream)
             else:
                 lines[name] = {"status": "silent" if quiet_s > QUIET_S else "training"}
         return lines
@@ -97,7 +98,7 @@ class Runs:
 
 
 def is_name(name: str) -> bool:
-    """One component of a path, not hidden, and of characters that an address can have: half of one it cannot."""
+    """Return whether a name is one visible path component that can be encoded in a URL."""
     separators = r"[/\\:\0]" if os.name == "nt" else r"[/\0]"
     known = bool(name) and len(name) < 256 and not name.startswith(".") and not re.search(separators, name)
     return known and name == name.encode(errors="replace").decode()
@@ -108,7 +109,7 @@ def holds_a_run(path: Path) -> bool:
 
 
 def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
-    """From the summary; of a run without one, from its configuration and its last row."""
+    """Describe a run from its summary; without one, from its configuration and its last row."""
     raw = read_whole(path / "summary.json", most_bytes=1 << 20)
     summary = json_object(raw or b"")
     resumed = bool(stamps[0] and stamps[2] and max(stamps[0], stamps[1] or 0.0) > stamps[2] + 2.0)
@@ -124,17 +125,17 @@ def describe(path: Path, stamps: Sequence[float | None]) -> dict[str, Any]:
             "strategy": config.get("strategy.name", ""),
             "steps": finite(row.get("step")),
             "train_loss": finite(row.get("loss")),
-            "workers": count_of(config.get("cluster.num_workers", "")),
+            "workers": parse_count(config.get("cluster.num_workers", "")),
         }
     return known | {"name": path.name, "ended": ended, "changed": max(filter(None, stamps), default=0.0)}
 
 
-def described_by(teller: Teller) -> dict[str, Any]:
-    """The fields of `describe`, of a run that goes on or was killed: the status and the numbers of its own page."""
-    run = teller.run
+def describe_live(stream: SnapshotStream) -> dict[str, Any]:
+    """Return the fields of `describe` for a run that is live or was killed, with the numbers of its page."""
+    run = stream.run
     run.poll_to_the_end()
-    machines = teller.machines()
-    numbers = teller.numbers(machines)
+    machines = stream.machines()
+    numbers = stream.numbers(machines)
     return {
         "status": run.status(),
         "strategy": run.strategy[:40],
@@ -147,14 +148,14 @@ def described_by(teller: Teller) -> dict[str, Any]:
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """The last whole row of a metrics file, without reading the others."""
-    lines = lines_before(path, file_size(path), Budget(_TAIL_BYTES))
+    """Return the last complete row of a metrics file, without reading the others."""
+    lines = lines_before(path, file_size(path), ReadBudget(_TAIL_BYTES))
     return next((row for line in lines if (row := json_object(line.text))), {})
 
 
 def compare(snapshots: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Several runs: the joined curve and the numbers of each, and the keys of the configuration in which they differ."""
-    told = {
+    """Return the curves and numbers of several runs, and the configuration keys in which they differ."""
+    runs = {
         name: {
             "status": whole["status"],
             "strategy": whole["strategy"],
@@ -164,11 +165,11 @@ def compare(snapshots: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         }
         for name, whole in snapshots.items()
     }
-    return {"runs": told, "differences": differences({name: whole["config"] for name, whole in snapshots.items()})}
+    return {"runs": runs, "differences": differences({name: whole["config"] for name, whole in snapshots.items()})}
 
 
 def differences(configs: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
-    """`[{"key": "strategy.name", "values": {"a": "edp", "b": "allreduce"}}, ...]`: what is not the same in all of them."""
+    """Return `[{"key": "strategy.name", "values": {"a": "edp", "b": "allreduce"}}, ...]` for keys with different values."""
     keys = sorted({key for config in configs.values() for key in config})
     rows = ({"key": key, "values": {name: config.get(key, "") for name, config in configs.items()}} for key in keys)
     return [row for row in rows if len(set(row["values"].values())) > 1]  # type: ignore[attr-defined]

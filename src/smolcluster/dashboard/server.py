@@ -1,7 +1,6 @@
 """The dashboard's HTTP server: one port, here (`serve`) or in a process of its own beside a run (`start_in_background`).
 
-Loopback by default. Beyond it there is always a token: the address that is printed carries it behind the #, where browsers
-keep it to themselves.
+Loopback by default. On other addresses a token is required; the printed URL has it behind the #, which browsers do not send.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from smolcluster.dashboard.app import make_app, needed
 from smolcluster.dashboard.hub import Hub
-from smolcluster.dashboard.runs import Runs
+from smolcluster.dashboard.runs import RunFolder
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.local.processes import NEW_GROUP
 from smolcluster.web import server as web
@@ -30,37 +29,37 @@ from smolcluster.web.server import url_of
 
 PORT = 8265
 PORTS_TRIED = 10  # from PORT on, where no port was given
-REQUEST_S = 10.0  # a connection that does not ask anything for so long is closed
+REQUEST_S = 10.0  # idle connections are closed after so long
 MOST_CONNECTIONS = 512
 READY_S = 30.0
-LEAVE_S = 5.0  # to tell viewers the last changes
+LEAVE_S = 5.0  # to send viewers the last changes
 _NICE = 10  # training comes first
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where the dashboard listens, and for whom. `port` None: the usual one, or one of the next few."""
+class DashboardConfig:
+    """What the dashboard serves, and where. `port` None: the default, or one of the next few."""
 
     folder: Path  # of runs
-    run: str | None = None  # the one that is shown first; None: the newest
+    run: str | None = None  # shown first; None: the newest
     bind: str = "127.0.0.1"
     port: int | None = None
     token: str | None = dataclasses.field(default=None, repr=False)
     allow_hosts: tuple[str, ...] = ()
 
-    def checked(self) -> Place:
+    def checked(self) -> DashboardConfig:
         return dataclasses.replace(self, token=choose_token(self.token, bind=self.bind))
 
 
 def choose(run_dir: Path | None, runs: Path) -> tuple[Path, str | None]:
-    """The folder of runs and the run that are meant: a run, a folder of runs, or the newest in `runs`."""
+    """Return the folder of runs and the run for an argument that is a run, a folder of runs, or None (the newest in `runs`)."""
     if run_dir is None:
         return runs, None
     whole = run_dir.resolve()
     if whole.is_file():
         raise UserError(f"{run_dir} is a file; name a run directory such as runs/my-run")
     holds_runs = whole.is_dir() and not any((whole / n).exists() for n in ("config.yaml", "metrics.jsonl", "logs"))
-    if holds_runs and Runs(whole).newest() is not None:
+    if holds_runs and RunFolder(whole).newest() is not None:
         return whole, None
     return whole.parent, whole.name
 
@@ -69,23 +68,23 @@ def choose(run_dir: Path | None, runs: Path) -> tuple[Path, str | None]:
 
 
 def listen(bind: str, port: int | None) -> socket.socket:
-    """A listening socket; where no port was asked for, on the first of the usual ones that is free."""
+    """Return a listening socket, on the given port or the first free default one."""
     return web.listen(bind, range(PORT, PORT + PORTS_TRIED) if port is None else [port])
 
 
-def serve(place: Place, *, ready: Callable[[str], None], until: threading.Event | None = None) -> None:
+def serve(config: DashboardConfig, *, ready: Callable[[str], None], until: threading.Event | None = None) -> None:
     """Serve until Ctrl-C, or until `until` is set. `ready` gets the address when it can be opened."""
     with needed():
         import uvicorn  # noqa: F401
 
-    place = place.checked()
-    with contextlib.closing(listen(place.bind, place.port)) as listener:
-        hub = Hub(Runs(place.folder))
-        names = (*place.allow_hosts, *web.names_here(place.bind))
+    config = config.checked()
+    with contextlib.closing(listen(config.bind, config.port)) as listener:
+        hub = Hub(RunFolder(config.folder))
+        names = (*config.allow_hosts, *web.names_here(config.bind))
         serving = web.serve(
-            make_app(hub, token=place.token, allow_hosts=names, run=place.run),
+            make_app(hub, token=config.token, allow_hosts=names, run=config.run),
             listener,
-            ready=lambda: ready(url_of(listener, place.token)),
+            ready=lambda: ready(url_of(listener, config.token)),
             closing=hub.close,  # viewers get the last changes, and leave
             until=until,
             patience=web.HttpLimits(request_s=REQUEST_S, most_connections=MOST_CONNECTIONS),
@@ -93,8 +92,8 @@ def serve(place: Place, *, ready: Callable[[str], None], until: threading.Event 
         asyncio.run(serving)
 
 
-def give_way() -> None:
-    """Training on the same machine comes first."""
+def lower_priority() -> None:
+    """Raise our niceness: training on the same machine comes first."""
     with contextlib.suppress(AttributeError, OSError):
         if os.nice(0) < _NICE:
             os.nice(_NICE - os.nice(0))
@@ -108,20 +107,20 @@ _background: list[subprocess.Popen[bytes]] = []
 def start_in_background(
     folder: Path, run_dir: Path, port: int | None = None, *, bind: str = "127.0.0.1", token: str | None = None
 ) -> str:
-    """Serve the runs of `folder` from a process of its own, with `run_dir` shown first. Returns its address.
+    """Serve the runs of `folder` from a child process, with `run_dir` shown first. Returns its address.
 
-    The process has a low priority and ends with the one that started it, whatever becomes of that.
+    The child has a low priority and ends with this process, also when that is killed.
     """
     with needed():
         import starlette  # noqa: F401 - missing packages are reported here, not by the child
         import uvicorn  # noqa: F401
-    order = {"folder": str(folder.resolve()), "run": run_dir.name, "port": port, "bind": bind, "token": token}
+    config = {"folder": str(folder.resolve()), "run": run_dir.name, "port": port, "bind": bind, "token": token}
     process = subprocess.Popen(
         [sys.executable, "-m", "smolcluster.dashboard"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        **NEW_GROUP,  # Ctrl-C is for the run, which may need a while to save
+        **NEW_GROUP,  # Ctrl-C is for the run, which may take a while to save
     )
     if not _background:
         atexit.register(_end_background)
@@ -129,7 +128,7 @@ def start_in_background(
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(OSError):
-        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.write(json.dumps(config).encode() + b"\n")
         process.stdin.flush()
     timer = threading.Timer(READY_S, process.kill)
     timer.start()
@@ -138,16 +137,18 @@ def start_in_background(
     finally:
         timer.cancel()
     try:
-        said = json.loads(line)
+        answer = json.loads(line)
     except ValueError:
-        raise SmolclusterError(f"the dashboard did not start: its process ended with {process.wait()}") from None
-    if "error" in said:
-        raise UserError(said["error"])
-    return str(said["url"])
+        raise SmolclusterError(
+            f"the dashboard did not start: its process exited with status {process.wait()}"
+        ) from None
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return str(answer["url"])
 
 
 def _end_background() -> None:
-    """Close its standard input: it sends its viewers the last changes and exits."""
+    """Close the standard input of each child, which then sends its viewers the last changes and exits."""
     for process in _background:
         for stream in (process.stdin, process.stdout):
             if stream is not None:

@@ -1,4 +1,4 @@
-"""The run in a terminal: the same picture as the page, as text. `frame` makes one; `watch` keeps it in place.
+"""A run in the terminal, from the same snapshots as the page. `frame` renders one; `watch` updates it in place.
 
 live | edp | training | 4 workers + server
 step 290/3000 ━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 10%
@@ -27,22 +27,22 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.dashboard.reading import RunReader
-from smolcluster.dashboard.telling import Teller
+from smolcluster.dashboard.run_reader import RunReader
+from smolcluster.dashboard.snapshot_stream import SnapshotStream
 from smolcluster.observe.live import bar
 from smolcluster.observe.machine import describe_machine
 from smolcluster.observe.plot import loss_plot
 from smolcluster.observe.text import clock, duration, encodable, number, printable, short, size
 
 REFRESH_S = 1.0
-HERE_S = 5.0
+LOCAL_FACTS_S = 5.0
 _STYLES = {
     **dict.fromkeys(("training", "finished"), "green"),
     **dict.fromkeys(("silent", "waiting", "interrupted", "warning"), "yellow"),
     **dict.fromkeys(("lost", "evicted", "failed", "error", "evict"), "bold red"),
     **dict.fromkeys(("starting", "left", "stopped"), "dim"),
 }
-# From the least important: what is left out first where the terminal is narrow.
+# Least important first: left out first on a narrow terminal.
 _BY_IMPORTANCE = (
     *("temp", "memory", "waiting", "comm", "compute", "device", "staleness", "traffic", "host", "step time", "loss"),
     *("step", "state", "machine"),
@@ -52,7 +52,7 @@ _TEXT_COLUMNS = ("machine", "state", "host", "device", "step time", "traffic", "
 
 
 def frame(snapshot: dict[str, Any], *, width: int, height: int, unicode: bool = True) -> Group:
-    """Everything worth seeing of a run, in so much room. The curve and the events get what the machines leave."""
+    """Render a snapshot in the given size. Curve and events get the room that the machines leave."""
     machines = _machine_table(snapshot["machines"], width=width, most=max(1, height - 8))
     events = snapshot["events"]
     room = height - 6 - len(snapshot["machines"])
@@ -79,7 +79,7 @@ def _header(snapshot: dict[str, Any], width: int) -> Text:
     name = snapshot["name"]
     if (room := width - len(f" | {strategy} | {status}{crew}")) < 12:
         room, crew = room + len(crew), ""
-    if len(name) > room >= 6:  # of all of these, a name is best known by its beginning
+    if len(name) > room >= 6:  # names are recognized by their beginning
         name = f"{name[: room - 3]}..."
     text = _line(" | ".join([name, strategy, ""]), "bold")
     text.append(status, style=_STYLES.get(snapshot["status"], "bold"))
@@ -98,7 +98,7 @@ def _progress(numbers: dict[str, Any], width: int, *, unicode: bool) -> list[Ren
 
 
 def _numbers(snapshot: dict[str, Any], width: int) -> str:
-    """As many as there is room for; none is cut."""
+    """Return as many numbers as fit, none of them cut."""
     numbers, moving = snapshot["numbers"], snapshot["status"] == "training"
     parts: dict[str, str] = {}
     if numbers["loss"] is not None:
@@ -108,8 +108,8 @@ def _numbers(snapshot: dict[str, Any], width: int) -> str:
         parts["best"] = f"(best {number(numbers['best_val_loss'])})"
     if numbers["val_accuracy"] is not None:
         parts["accuracy"] = f"acc {numbers['val_accuracy']:.1%}"
-    own = {f"metric {name}": f"{name} {number(v)}" for name, v in numbers["metrics"].items() if v is not None}
-    parts |= own
+    metrics = {f"metric {name}": f"{name} {number(v)}" for name, v in numbers["metrics"].items() if v is not None}
+    parts |= metrics
     if numbers["skipped"]:
         parts["skipped"] = f"{numbers['skipped']} skipped"
     if numbers["tokens_per_s"]:
@@ -123,7 +123,7 @@ def _numbers(snapshot: dict[str, Any], width: int) -> str:
         parts["elapsed"] = f"elapsed {clock(numbers['elapsed_s'])}"
     if numbers["eta_s"] is not None:
         parts["eta"] = f"eta {clock(numbers['eta_s'])}"
-    for name in (*reversed(own), *_NUMBERS_BY_IMPORTANCE):
+    for name in (*reversed(metrics), *_NUMBERS_BY_IMPORTANCE):
         if len(text := "  ".join(parts.values()).replace("  (", " (")) <= width:
             break
         parts.pop(name, None)
@@ -131,7 +131,7 @@ def _numbers(snapshot: dict[str, Any], width: int) -> str:
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    """One machine, by column."""
+    """Return the cells of one row, by column."""
     facts, total = row["facts"], row["step_time_s"]
 
     def share(name: str) -> str:
@@ -165,7 +165,7 @@ def _machine_table(machines: list[dict[str, Any]], *, width: int, most: int) -> 
     rows = [_cells(row) for row in machines]
     columns = list(rows[0]) if rows else ["machine"]
     widths = {name: max([len(name), *(len(row[name]) for row in rows)]) + 2 for name in columns}
-    for name in _BY_IMPORTANCE:  # columns that say nothing go first, then what does not fit
+    for name in _BY_IMPORTANCE:  # empty columns go first, then those that do not fit
         if name in columns and rows and all(row[name] == "-" for row in rows):
             columns.remove(name)
     for name in _BY_IMPORTANCE:
@@ -205,16 +205,16 @@ def _line(text: str, style: str = "") -> Text:
 
 def print_once(reader: RunReader, console: Console) -> None:
     """Print one frame."""
-    reader.here = describe_machine(ask_nvidia=True)
+    reader.local_facts = describe_machine(ask_nvidia=True)
     reader.poll_to_the_end()
     unicode = encodable("⣿●┤└─━╸", console.file) == "⣿●┤└─━╸"
-    snapshot = Teller(reader).snapshot()
+    snapshot = SnapshotStream(reader).snapshot()
     height = 40 + len(snapshot["machines"])
     console.print(frame(snapshot, width=console.width, height=height, unicode=unicode and not _plain()))
 
 
 def watch(find: Callable[[], RunReader | None], console: Console) -> None:
-    """The run in place, until Ctrl-C. `find` gives the reader, or None while there is no run yet."""
+    """Show the run in place until Ctrl-C. `find` returns the reader, or None while there is no run yet."""
     reader, looked = None, -math.inf
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
@@ -222,10 +222,12 @@ def watch(find: Callable[[], RunReader | None], console: Console) -> None:
             if reader is None:
                 live.update(Text("waiting for a run to begin ...", style="dim"), refresh=True)
             else:
-                if time.monotonic() - looked > HERE_S:
-                    reader.here, looked = describe_machine(ask_nvidia=True), time.monotonic()
+                if time.monotonic() - looked > LOCAL_FACTS_S:
+                    reader.local_facts, looked = describe_machine(ask_nvidia=True), time.monotonic()
                 reader.poll()
-                live.update(frame(Teller(reader).snapshot(), width=console.width, height=console.height), refresh=True)
+                live.update(
+                    frame(SnapshotStream(reader).snapshot(), width=console.width, height=console.height), refresh=True
+                )
             if reader is None or not reader.behind:
                 time.sleep(REFRESH_S)
 

@@ -1,7 +1,7 @@
-"""Logs to Loki, over its HTTP API: POST /loki/api/v1/push.
+"""Push logs to Loki over its HTTP API: POST /loki/api/v1/push.
 
-A thread follows the process's own log file (`follow`) and sends what is new in it, about once a second. Logging itself goes on
-as ever: it writes a line to the file and knows nothing of all this, so training never waits for Loki.
+A thread follows the process's own log file (`log_queue`) and sends new lines about once a second. Logging only appends to the
+file, so training never waits for Loki.
 
     label        server               worker
     job          smolcluster-server   smolcluster-worker
@@ -10,30 +10,28 @@ as ever: it writes a line to the file and knows nothing of all this, so training
     rank         2                    0
     level        INFO, WARNING, ...   or STDERR for what was printed and not logged
 
-What Loki answers decides what becomes of a batch:
+Loki's answer decides what happens to a batch:
 
-    200, 204                stored: the place behind it is noted beside the log
-    429, 5xx, no answer     sent again, after a pause that doubles up to half a minute, or as long as Retry-After says
-    400 in Loki's words     there is a line in it that Loki will never take (too old, too long): halves are sent until it is
-                            found. It alone is left out, and the log says so. One that is too new is sent again later
-    400 in other words,     perhaps this is no Loki at all. A line is left out only where the same address takes another one at
-    413                     the same time; else as below
-    anything else           the address or the login is wrong: one warning, then a try every minute
+    200, 204                      stored: the position behind the batch is saved beside the log
+    429, 5xx, no answer           retried with exponential backoff up to half a minute, or after Retry-After
+    400 that names bad lines      too long, too old, too new: Loki stores the other lines of the batch. The refused lines are
+                                  counted and logged, and not sent again; they stay in the file
+    any other status              wrong address, login or proxy: one warning, then a retry every minute; no line is dropped
 
-An outage of any length costs nothing but time. A process that ends, however it ends, leaves the rest in its file; the next one
-with the same log goes on there, and `push_rest` sends what is left of a run that is over. A batch whose acknowledgement was
-lost is sent again, each line with the same labels, time and text as before: Loki drops those as duplicates.
+A process that ends leaves the rest in its file; the next one with the same log continues there, and `push_rest` sends the rest
+of a run that is over. A batch whose acknowledgement was lost is sent again, each line with the same labels, time and text:
+Loki drops those as duplicates.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import email.utils
 import gzip
 import http.client
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -41,7 +39,8 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -49,50 +48,55 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from smolcluster.config.describe import hide_credentials
 from smolcluster.errors import UserError
 from smolcluster.observe.events import Event
-from smolcluster.observe.follow import Entry, Follower
 from smolcluster.observe.jsonl import json_object
+from smolcluster.observe.log_queue import LogEntry, LogQueue
 from smolcluster.observe.logs import log_path
 from smolcluster.observe.text import printable
 
-# Not below smolcluster.observe, whose warnings reach no screen: a person should see that Loki cannot be reached.
+# Warnings below smolcluster.observe reach no screen, and a person should see that Loki cannot be reached.
 log = logging.getLogger("smolcluster.loki")
 
 PATH = "/loki/api/v1/push"
 AUTH = "SMOLCLUSTER_LOKI_AUTH"  # user:password, where the URL has none
 TENANT = "SMOLCLUSTER_LOKI_TENANT"  # where the URL has no ?tenant=
 MOST_RETRY_AFTER_S = 300.0
-TRIED_LINES = 8  # one by one, where a whole batch is refused and nothing says why
-FAR_AHEAD_NS = 24 * 3600 * 10**9  # a line this far in the future has its time from a clock that was wrong
+_MOST_ANSWER_BYTES = 1 << 20
 _LOG_NAME = re.compile(r"(?P<role>server|worker)-(rank(?P<rank>\d+)-)?.+")
-# Loki's words about a line that no later try can help. What it says of labels is not among them: that is about all lines of a
-# process alike, and its limits can be raised.
-_NEVER = re.compile(r"out of order|too far behind|timestamp too old|max entry size", re.IGNORECASE)
-_NOT_YET = re.compile(r"timestamp too new", re.IGNORECASE)
+# Loki's reasons for a line that no retry can help, one for each line. Complaints about labels are not among them: they
+# concern all lines of a process, and their limits can be raised.
+_BAD_LINE = re.compile(r"out of order|too far behind|timestamp too (?:old|new)|max entry size", re.IGNORECASE)
+_NUM_IGNORED = re.compile(r"total ignored: (\d+)")  # a long list of reasons is cut, its sum is not
 _WANTS_TLS = re.compile(r"\b(https|tls|ssl)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How long things take. Tests are in a hurry."""
+class LokiTiming:
+    """Intervals and timeouts of a pusher. Tests use shorter ones."""
 
-    look_s: float = 1.0  # between two looks at the file
+    poll_s: float = 1.0  # between two reads of the file
     retry_s: float = 0.5  # after the first failure; doubles with each
     most_retry_s: float = 30.0
-    slow_s: float = 60.0  # where only a person can help
-    request_s: float = 10.0  # until an answer is given up
-    patience_s: float = 10.0  # an outage as short as this is not told
-    close_s: float = 3.0  # the last lines of a process
+    slow_s: float = 60.0  # where the configuration is wrong
+    request_s: float = 10.0  # timeout of a request
+    patience_s: float = 10.0  # shorter outages are not logged
+    close_s: float = 3.0  # for the last lines of a process
+
+    def pause_s(self, result: PushResult, failures: int) -> float:
+        """Return the backoff before the next try, with jitter: other processes retry too."""
+        wrong = result.kind == "misconfigured"
+        backoff_s = self.slow_s if wrong else min(self.most_retry_s, self.retry_s * 2 ** min(failures - 1, 16))
+        return max(backoff_s * random.uniform(0.7, 1.0), result.retry_after_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where to push: the parts of `logging.loki_url`."""
+    """The parts of `logging.loki_url`."""
 
     secure: bool
     host: str
     port: int
     path: str
-    shown: str  # the URL without what is secret
+    shown: str  # the URL without its secrets
     headers: Mapping[str, str] = field(repr=False)
 
 
@@ -111,17 +115,17 @@ def endpoint_of(url: str, *, environ: Mapping[str, str] = os.environ) -> Endpoin
             raise wrong("an @ in a name or password is written %40, a / in a password %2F")
         host, port = parts.hostname, parts.port
     except ValueError:
-        raise wrong("this is no URL") from None  # its words may have a part of the password in them
+        raise wrong("this is not a URL") from None  # the cause may quote a part of the password
     if not host:
-        raise wrong("it names no host")
+        raise wrong("it has no host")
     query = parse_qs(parts.query, keep_blank_values=True)
     if set(query) - {"tenant"} or parts.fragment:
-        raise wrong("?tenant=NAME is all that may follow the address")
+        raise wrong("only ?tenant=NAME may follow the address")
     tenant = query.get("tenant", [environ.get(TENANT, "")])[0]
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
     auth = f"{user}:{password}" if user or password else environ.get(AUTH, "")
     if not tenant.isprintable() or not tenant.isascii():
-        raise wrong("the tenant has characters that no header may have")
+        raise wrong("the tenant has characters that are not allowed in a header")
     secure = parts.scheme == "https"
     base = parts.path.rstrip("/").removesuffix(PATH)
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip", "User-Agent": "smolcluster"}
@@ -133,44 +137,54 @@ def endpoint_of(url: str, *, environ: Mapping[str, str] = os.environ) -> Endpoin
 
 
 def labels_of(*, role: str, rank: int | str | None, host: str) -> dict[str, str]:
-    """What all lines of one process have in common. `host` is the log file's name without .log."""
+    """Return the labels of all lines of one process. `host` is the log file's name without .log."""
     labels = {"job": f"smolcluster-{role}", "component": role, "host": host}
     return labels | ({} if rank in (None, "") else {"rank": str(rank)})
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a batch."""
+class PushResult:
+    """The outcome of one batch. `stored` counts the lines that were refused; the other two are retried."""
 
-    kind: Literal["stored", "later", "refused", "early", "unclear", "wrong"]
+    kind: Literal["stored", "retry", "misconfigured"]
     reason: str = ""
-    after_s: float = 0.0
+    refused: int = 0
+    retry_after_s: float = 0.0
 
 
-class Loki:
-    """One connection to a Loki, opened when it is needed and kept while it is good."""
+class LokiClient:
+    """One connection to Loki, opened when needed and kept while it works."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._connection: http.client.HTTPConnection | None = None
-        self._trouble = ""  # why there was no answer
         self._was_cut = False
 
-    def push(self, labels: Mapping[str, str], entries: Sequence[Entry], *, timeout_s: float) -> Answer:
+    def push(self, labels: Mapping[str, str], entries: Sequence[LogEntry], *, timeout_s: float) -> PushResult:
         body = gzip.compress(encode(labels, entries), compresslevel=5, mtime=0)
         kept = self._connection is not None
-        answer = self._request(body, timeout_s)
-        if answer is None and kept:  # a connection that was idle may have been closed by the other side
-            answer = self._request(body, timeout_s)
-        return answer or Answer("later", self._trouble)
+        try:
+            try:
+                status, retry_after, text = self._request(body, timeout_s)
+            except (OSError, http.client.HTTPException):
+                if not kept:
+                    raise
+                status, retry_after, text = self._request(body, timeout_s)  # the server closes idle connections
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            return PushResult("retry", f"cannot be reached ({reason})")
+        result = result_of(status, retry_after, text)
+        if result.kind == "misconfigured" and not self.endpoint.secure and _WANTS_TLS.search(text):
+            return replace(result, reason=f"{result.reason}; write https:// in logging.loki_url")
+        return result
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _request(self, body: bytes, timeout_s: float) -> Answer | None:
-        """None where there was no answer. All of it takes `timeout_s` at most: a server that drips is cut off."""
+    def _request(self, body: bytes, timeout_s: float) -> tuple[int, str | None, str]:
+        """Return status, Retry-After and text, within `timeout_s` even where a server sends a byte at a time."""
         self._was_cut = False
         cut = threading.Timer(timeout_s, self._cut)
         cut.daemon = True
@@ -179,28 +193,25 @@ class Loki:
             connection = self._connect(timeout_s)
             connection.request("POST", self.endpoint.path, body, dict(self.endpoint.headers))
             response = connection.getresponse()
-            text = response.read(4096).decode("utf-8", "replace")
-            if not response.isclosed():  # there is more of it than anybody wants to read
+            text = response.read(_MOST_ANSWER_BYTES).decode("utf-8", "replace")
+            if not response.isclosed():  # the rest is not read
                 self.close()
             if self._was_cut:
-                raise TimeoutError(f"no whole answer in {timeout_s:g} s")
-            return answer_of(response.status, response.getheader("Retry-After"), text)
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
+                raise TimeoutError(f"no complete answer in {timeout_s:g} s")
+            return response.status, response.getheader("Retry-After"), text
+        except (OSError, http.client.HTTPException, UnicodeError):
             self.close()
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            self._trouble = f"cannot be reached ({reason})"
-            return None
+            raise
         finally:
             cut.cancel()
 
     def _cut(self) -> None:
-        """From another thread: a read that waits returns at once."""
+        """Shut the socket down from another thread: a blocked read returns at once."""
         self._was_cut = True
-        connection = self._connection
-        line = connection.sock if connection is not None else None
-        if line is not None:
+        sock = None if self._connection is None else self._connection.sock
+        if sock is not None:
             with contextlib.suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._connection is None:
@@ -212,309 +223,222 @@ class Loki:
         return self._connection
 
 
-def encode(labels: Mapping[str, str], entries: Sequence[Entry]) -> bytes:
-    """The body of a push: one stream for each level, each in the order of the file."""
+def encode(labels: Mapping[str, str], entries: Sequence[LogEntry]) -> bytes:
+    """Return the body of a push: one stream for each level, each by time."""
     values: dict[str, list[list[str]]] = {}
     for entry in entries:
         values.setdefault(entry.level, []).append([str(entry.time_ns), entry.text])
-    streams = [{"stream": dict(labels) | {"level": level}, "values": lines} for level, lines in values.items()]
+    streams = [{"stream": dict(labels) | {"level": level}, "values": sorted(lines)} for level, lines in values.items()]
     return json.dumps({"streams": streams}, separators=(",", ":")).encode()
 
 
-def answer_of(status: int, retry_after: str | None, text: str) -> Answer:
-    """What an HTTP answer means for the batch."""
-    said = " ".join(printable(text).split())[:200]
-    reason = f"answers {status}" + (f" ({said})" if said else "")
+def result_of(status: int, retry_after: str | None, text: str) -> PushResult:
+    """Return what an HTTP answer means for the batch."""
+    shown = printable(" ".join(text.split()))[:200]
+    reason = f"answers {status}" + (f" ({shown})" if shown else "")
     if status in (200, 204):
-        return Answer("stored")
-    if status == 429 or status >= 500:
-        return Answer("later", reason, _seconds(retry_after))
-    if status == 400 and _NEVER.search(text):
-        return Answer("refused", reason)
-    if status == 400 and _NOT_YET.search(text):
-        return Answer("early", reason)
-    # Loki explains itself in plain text. A page is from another server, whose 400 is not about our lines.
-    if status == 413 or (status == 400 and not text.lstrip().startswith("<")):
-        return Answer("unclear", reason)
-    return Answer("wrong", reason + ("; give user:password@ in the URL or in " + AUTH if status in (401, 403) else ""))
+        return PushResult("stored")
+    if status == 429 or status >= 500 or (status == 400 and "rate limit" in text):  # beside bad lines, Loki says 400
+        return PushResult("retry", reason, retry_after_s=_seconds(retry_after))
+    if status == 400 and (bad := len(_BAD_LINE.findall(text))):
+        return PushResult("stored", reason, refused=max(bad, sum(map(int, _NUM_IGNORED.findall(text)))))
+    if status in (401, 403):
+        return PushResult("misconfigured", f"{reason}; give user:password@ in the URL or in {AUTH}")
+    return PushResult("misconfigured", f"{reason}; is logging.loki_url the address of a Loki?")
 
 
 def _seconds(retry_after: str | None) -> float:
-    """Of a Retry-After, which is a number or a date."""
-    value = retry_after or "0"
+    """Parse Retry-After, a number or a date; 0 for anything else."""
+    value = (retry_after or "0").strip()
     with contextlib.suppress(ValueError):
-        until = float(value) if value.strip().isdigit() else _until(value)
+        until = float(value) if value.isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
         return min(max(0.0, until), MOST_RETRY_AFTER_S)
     return 0.0
 
 
-def _until(date: str) -> float:
-    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
+class BatchSender:
+    """Sends the lines of one log, a batch at a time. It neither waits nor retries: its caller does."""
 
+    def __init__(self, queue: LogQueue, client: LokiClient, labels: Mapping[str, str]) -> None:
+        self.queue, self.client, self.labels = queue, client, labels
+        self.lines = 0  # stored
+        self.refused = 0
 
-class Sender:
-    """Sends a file's lines, batch after batch. It does not wait between tries: the caller does."""
-
-    def __init__(self, follower: Follower, loki: Loki, labels: Mapping[str, str]) -> None:
-        self.follower, self.loki, self.labels = follower, loki, labels
-        self.lines = 0  # that arrived
-        self.refused = 0  # that never will
-        self._taken: Entry | None = None  # the last line that arrived
-
-    def send(self, entries: Sequence[Entry], *, deadline: float, request_s: float) -> Answer:
-        """`stored`: all have arrived but those that never will. Else: why the rest of them is to be sent again.
-
-        What has arrived is acknowledged piece by piece, in the order of the file.
-        """
-        refused: list[tuple[Entry, str]] = []
-        doubted: list[Entry] = []  # refused by something that may be no Loki
-        answer, pieces, proven = Answer("stored"), [entries], False
-        while pieces and len(doubted) < TRIED_LINES:
-            piece = pieces.pop(0)
-            answer = self._push(piece, proven=proven, deadline=deadline, request_s=request_s)
-            if answer.kind in ("later", "wrong"):
-                break
-            proven = proven or answer.kind != "unclear"
-            if answer.kind == "stored":
-                self._taken = piece[-1]
-            if doubted and proven:  # perhaps it was mended just now: those before it get another try
-                pieces[:0] = [*([entry] for entry in doubted), piece]
-                doubted = []
-            elif answer.kind == "stored":
-                self.lines += len(piece)
-                self.follower.acknowledge(piece[-1])
-            elif len(piece) > 1:
-                pieces[:0] = _halves(piece) if proven or self._taken else _one_by_one(piece)
-            elif answer.kind == "unclear":
-                doubted.append(piece[0])
-            elif answer.kind == "early" and piece[0].time_ns < time.time_ns() + FAR_AHEAD_NS:
-                answer = Answer("later", answer.reason + "; do the clocks agree?")
-                break
-            else:
-                refused.append((piece[0], answer.reason))
-                self.refused += 1
-                self.follower.acknowledge(piece[0])
-                answer = Answer("stored")
-        self._tell(refused)
-        return self._not_loki(answer) if answer.kind == "unclear" else answer
-
-    def _push(self, entries: Sequence[Entry], *, proven: bool, deadline: float, request_s: float) -> Answer:
-        """`unclear` for several lines, or for one where nothing proves yet that this is a Loki."""
-
-        def push(entries: Sequence[Entry]) -> Answer:
-            timeout_s = min(request_s, deadline - time.monotonic())
-            if timeout_s <= 0:
-                return Answer("later", "is slow")
-            return self.loki.push(self.labels, entries, timeout_s=timeout_s)
-
-        answer = push(entries)
-        if answer.kind != "unclear" or len(entries) > 1:
-            return answer
-        if self._taken is not None:
-            # A Loki still takes what it took before, and drops it as a duplicate. Only then is it the line's own fault.
-            again = push([self._taken])
-            if again.kind not in ("stored", "refused", "early"):
-                return self._not_loki(again) if again.kind == "unclear" else again
-            answer, proven = push(entries), True
-        return Answer("refused", answer.reason) if answer.kind == "unclear" and proven else answer
-
-    def _not_loki(self, answer: Answer) -> Answer:
-        """No line was taken, in words that are none of Loki's: only a person can help."""
-        tls = not self.loki.endpoint.secure and _WANTS_TLS.search(answer.reason)
-        remedy = "write https:// in logging.loki_url" if tls else "is logging.loki_url the address of a Loki?"
-        return Answer("wrong", f"{answer.reason}; {remedy}")
-
-    def _tell(self, refused: Sequence[tuple[Entry, str]]) -> None:
-        """In the log, and so perhaps in Loki. That Loki refuses what is said here is not said again: it would never end."""
-        news = [(entry, reason) for entry, reason in refused if entry.logger != log.name]
-        if news:
-            entry, reason = news[0]
-            log.error(
-                "Loki at %s takes %d line%s of %s in no way, and will not get %s; the first: it %s to %.100r",
-                self.loki.endpoint.shown,
-                len(news),
-                "s" * (len(news) > 1),
-                self.follower.path.name,
-                "them" if len(news) > 1 else "it",
-                reason,
-                entry.text,
-            )
-
-
-def _halves(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
-    middle = len(entries) // 2
-    return [entries[:middle], entries[middle:]]
-
-
-def _one_by_one(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
-    """The first of them. From the front, for Loki may refuse what is much older than a line that it has."""
-    rest = entries[TRIED_LINES:]
-    return [[entry] for entry in entries[:TRIED_LINES]] + ([rest] if rest else [])
+    def send(self, entries: Sequence[LogEntry], *, timeout_s: float) -> PushResult:
+        if timeout_s <= 0:
+            return PushResult("retry", "is slow")
+        result = self.client.push(self.labels, entries, timeout_s=timeout_s)
+        if result.kind == "stored":
+            refused = min(result.refused, len(entries))
+            self.lines += len(entries) - refused
+            self.refused += refused
+            # This error is a line of the log too. Where Loki refuses that one, another would follow, without end.
+            if refused and any(entry.logger != log.name for entry in entries):
+                log.error(
+                    "Loki at %s %s and refused %d of %d lines of %s; they stay in the file and are not sent again",
+                    *(self.client.endpoint.shown, result.reason, refused, len(entries), self.queue.path.name),
+                )
+            self.queue.acknowledge(entries[-1])
+        return result
 
 
 class Pusher:
-    """The thread of one process. A sink only in that it is closed with the others; it needs no events."""
+    """The pushing thread of one process. It is a sink only to be closed with the others."""
 
-    def __init__(self, sender: Sender, *, pace: Pace) -> None:
-        self._sender, self._pace = sender, pace
+    def __init__(self, sender: BatchSender, *, timing: LokiTiming) -> None:
+        self._sender, self._timing = sender, timing
         self._closing = threading.Event()
-        self._deadline = float("inf")
+        self._deadline = math.inf
         self._failures = 0  # in a row
-        self._failing_since: float | None = None
-        self._reached = False  # Loki has taken a batch of this process
-        self._told = False  # of the present outage
-        self._left: int | None = None  # when the thread has ended
-        self._thread = threading.Thread(target=self._work, name="loki", daemon=True)
+        self._failing_since = 0.0
+        self._reached = False  # Loki has stored a batch of this process
+        self._warned = False  # of the present outage
+        self._left: int | None = None  # once the thread has ended
+        self._thread = threading.Thread(target=self._run, name="loki", daemon=True)
         self._thread.start()
 
     def handle(self, event: Event) -> None:
-        """What is to be sent is in the file."""
+        """Events reach Loki through the log file."""
 
     def close(self) -> None:
-        """Send the last lines, for a few seconds at most. What is left stays in the file, and is sent from there later."""
-        self._deadline = time.monotonic() + self._pace.close_s
+        """Send the last lines, for `close_s` at most. The rest stays in the file."""
+        self._deadline = time.monotonic() + self._timing.close_s
         self._closing.set()
-        self._thread.join(self._pace.close_s + 0.5)
+        self._thread.join(self._timing.close_s + 0.5)
 
     @property
     def left(self) -> int:
-        """Bytes of the log that have not arrived."""
-        return self._sender.follower.left() if self._left is None else self._left
+        """Bytes of the log that are not stored."""
+        return self._sender.queue.left() if self._left is None else self._left
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            while not self._closing.wait(self._round()):
+            while not self._closing.wait(self._push_batch()):
                 pass
-            self._last_lines()
+            self._push_last()
         # A thread has no caller, and a log in another place is never worth a training run.
         except Exception as error:  # noqa: BLE001
-            log.error("lines are not sent to Loki any more: %s: %s", type(error).__name__, error)
+            log.error("no more lines are sent to Loki: %s: %s", type(error).__name__, error)
         finally:
-            self._sender.loki.close()
-            self._left = self._sender.follower.left()
-            self._sender.follower.close()
+            self._sender.client.close()
+            self._left = self._sender.queue.left()
+            self._sender.queue.close()
 
-    def _round(self) -> float:
-        """Send what is there. Returns how long to rest."""
-        sender, pace = self._sender, self._pace
+    def _push_batch(self) -> float:
+        """Send one batch. Return how long to wait before the next."""
+        sender, timing = self._sender, self._timing
         try:
-            entries = sender.follower.read() if sender.follower.claim() else []
+            entries = sender.queue.read() if sender.queue.claim() else []
             if not entries:
-                return pace.look_s
-            answer = sender.send(entries, deadline=float("inf"), request_s=pace.request_s)
-        except OSError as error:  # of the disk; the network's are answers
-            answer = Answer("later", f"gets nothing: {error}")
-        if answer.kind == "stored":
-            self._is_well()
-            return 0.0 if sender.follower.left() else pace.look_s
-        return self._is_ill(answer)
+                return timing.poll_s
+            result = sender.send(entries, timeout_s=timing.request_s)
+        except OSError as error:  # of the disk; errors of the network are results
+            result = PushResult("retry", f"gets nothing: {error}")
+        if result.kind != "stored":
+            return self._failed(result)
+        if self._warned:
+            log.info("Loki at %s answers again", sender.client.endpoint.shown)
+        self._failures, self._warned, self._reached = 0, False, True
+        return 0.0 if sender.queue.left() else timing.poll_s
 
-    def _last_lines(self) -> None:
-        sender = self._sender
+    def _push_last(self) -> None:
+        sender, timing = self._sender, self._timing
         with contextlib.suppress(OSError):
-            while sender.follower.claim() and (entries := sender.follower.read()):
-                if sender.send(entries, deadline=self._deadline, request_s=self._pace.request_s).kind != "stored":
+            while sender.queue.claim() and (entries := sender.queue.read()):
+                timeout_s = min(timing.request_s, self._deadline - time.monotonic())
+                if sender.send(entries, timeout_s=timeout_s).kind != "stored":
                     return
 
-    def _is_well(self) -> None:
-        if self._told:
-            log.info("Loki at %s answers again", self._sender.loki.endpoint.shown)
-        self._failures, self._failing_since, self._told, self._reached = 0, None, False, True
-
-    def _is_ill(self, answer: Answer) -> float:
-        """Tell of it, once in an outage. Returns how long to wait, never the same twice: other processes wait too."""
-        pace, now = self._pace, time.monotonic()
-        self._failing_since = self._failing_since or now
+    def _failed(self, result: PushResult) -> float:
+        """Warn once in an outage. Return the backoff."""
+        now = time.monotonic()
+        if self._failures == 0:
+            self._failing_since = now
         self._failures += 1
-        hopeless = answer.kind == "wrong"
-        if not self._told and (hopeless or not self._reached or now - self._failing_since > pace.patience_s):
-            self._told = True
-            log.warning(
-                "Loki at %s %s; lines are kept in %s and sent when it takes them",
-                self._sender.loki.endpoint.shown,
-                answer.reason,
-                self._sender.follower.path,
-            )
-        pause_s = pace.slow_s if hopeless else min(pace.most_retry_s, pace.retry_s * 2 ** min(self._failures - 1, 16))
-        return max(pause_s * random.uniform(0.7, 1.0), answer.after_s)
+        long = now - self._failing_since > self._timing.patience_s
+        if not self._warned and (long or not self._reached or result.kind == "misconfigured"):
+            self._warned = True
+            shown, path = self._sender.client.endpoint.shown, self._sender.queue.path
+            log.warning("Loki at %s %s; lines are kept in %s and sent later", shown, result.reason, path)
+        return self._timing.pause_s(result, self._failures)
 
 
-def start_pushing(path: Path, *, url: str, role: str, rank: int | None, host: str, pace: Pace | None = None) -> Pusher:
-    """Send this log from now on, and what earlier processes have left in it. Raises `UserError` for a URL that is none."""
+def start_pushing(
+    path: Path, *, url: str, role: str, rank: int | None, host: str, timing: LokiTiming | None = None
+) -> Pusher:
+    """Push this log from now on, and what earlier processes left in it. Raises `UserError` for a URL that is not valid."""
     endpoint = endpoint_of(url)
-    follower = Follower(path)
-    follower.told["rank"] = "" if rank is None else str(rank)
+    queue = LogQueue(path)
+    queue.notes["rank"] = "" if rank is None else str(rank)
     labels = labels_of(role=role, rank=rank, host=log_path("", role, rank, host).stem)
-    return Pusher(Sender(follower, Loki(endpoint), labels), pace=pace or Pace())
+    return Pusher(BatchSender(queue, LokiClient(endpoint), labels), timing=timing or LokiTiming())
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """What `push_rest` did."""
+class PushReport:
+    """The outcome of `push_rest`."""
 
-    lines: int  # that arrived
-    refused: int = 0  # that Loki takes in no way, and that are not tried again
-    left: tuple[Path, ...] = ()  # logs of which lines are still to be sent
-    busy: tuple[Path, ...] = ()  # logs that a process is sending itself
+    lines: int  # stored
+    refused: int = 0
+    left: tuple[Path, ...] = ()  # logs with lines still to be sent
+    busy: tuple[Path, ...] = ()  # logs that a running process pushes itself
     reason: str = ""  # why some are left
 
 
-def push_rest(run_dir: str | Path, url: str, *, within_s: float = 30.0, pace: Pace | None = None) -> Rest:
-    """Send what is left of a run that is over: all logs of its directory (or one log, or a folder of them).
+def push_rest(run_dir: str | Path, url: str, *, within_s: float = 30.0, timing: LokiTiming | None = None) -> PushReport:
+    """Push what is left of a run that is over: all logs of its directory (or one log, or a folder of them).
 
-    A line is sent once, by the first process that claims the file; calling this again does no harm. Returns when all is sent,
-    when Loki refuses the rest, or after `within_s`.
+    Returns when all is sent, when the address is wrong, or after `within_s`. Calling it again does no harm.
     """
-    loki, pace = Loki(endpoint_of(url)), pace or Pace()
-    deadline, lines, refused, reason = time.monotonic() + within_s, 0, 0, ""
+    client, deadline = LokiClient(endpoint_of(url)), time.monotonic() + within_s
+    lines, refused, reason = 0, 0, ""
     left: list[Path] = []
     busy: list[Path] = []
     for path in _logs_of(Path(run_dir)):
-        follower = Follower(path)
+        queue = LogQueue(path)
         try:
-            if not follower.claim():
+            if not queue.claim():
                 busy.append(path)
                 continue
-            sender = Sender(follower, loki, _labels_of_file(path, follower))
-            said = _send_all(sender, deadline=deadline, pace=pace)
+            sender = BatchSender(queue, client, _labels_of_file(path, queue))
+            failure = _send_all(sender, deadline=deadline, timing=timing or LokiTiming())
             lines, refused = lines + sender.lines, refused + sender.refused
-            if said:
+            if failure:
                 left.append(path)
-                reason = reason or said
+                reason = reason or failure
         finally:
-            follower.close()
-    loki.close()
-    return Rest(lines, refused, tuple(left), tuple(busy), reason)
+            queue.close()
+    client.close()
+    return PushReport(lines, refused, tuple(left), tuple(busy), reason)
 
 
 def push_leftovers(run_dir: str | Path, url: str, *, within_s: float = 3.0) -> str:
-    """For a launcher whose processes have all ended: send what they could not. Says what is still left, if anything is."""
+    """Push what the processes of a launcher, which have all ended, could not. Return a warning if lines are still left."""
     try:
-        rest = push_rest(run_dir, url, within_s=within_s)
-    except UserError:  # no process came as far as to log anything
+        report = push_rest(run_dir, url, within_s=within_s)
+    except UserError:  # no process has logged anything
         return ""
-    if not rest.left:
+    if not report.left:
         return ""
     return (
-        f"Loki {rest.reason}: not all lines of this run are there; send the rest with: smolcluster logs push {run_dir}"
+        f"Loki {report.reason}: not all lines of this run are there; "
+        f"send the rest with: smolcluster logs push {run_dir}"
     )
 
 
-def _send_all(sender: Sender, *, deadline: float, pace: Pace) -> str:
-    """Why not all of a file could be sent; empty if it was."""
+def _send_all(sender: BatchSender, *, deadline: float, timing: LokiTiming) -> str:
+    """Return why a file could not be sent to its end; empty if it was."""
     failures = 0
-    while entries := sender.follower.read(final=True):
-        answer = sender.send(entries, deadline=deadline, request_s=pace.request_s)
-        if answer.kind == "stored":
+    while entries := sender.queue.read(final=True):
+        result = sender.send(entries, timeout_s=min(timing.request_s, deadline - time.monotonic()))
+        if result.kind == "stored":
             failures = 0
             continue
         failures += 1
-        pause_s = max(answer.after_s, min(pace.most_retry_s, pace.retry_s * 2 ** min(failures - 1, 16)))
-        if answer.kind == "wrong" or time.monotonic() + pause_s > deadline:
-            return answer.reason
+        pause_s = timing.pause_s(result, failures)
+        if result.kind == "misconfigured" or time.monotonic() + pause_s >= deadline:
+            return result.reason
         time.sleep(pause_s)
-        if time.monotonic() >= deadline:  # it may have slept longer than that
-            return answer.reason
     return ""
 
 
@@ -528,17 +452,16 @@ def _logs_of(place: Path) -> list[Path]:
     return found
 
 
-def _labels_of_file(path: Path, follower: Follower) -> dict[str, str]:
-    """As the process itself would have them: from the file's name, and a server's rank from the note beside it."""
+def _labels_of_file(path: Path, queue: LogQueue) -> dict[str, str]:
+    """Return the labels that the process itself would use. A server's rank is not in its file's name."""
     match = _LOG_NAME.fullmatch(path.stem)
     if match is None:
         raise UserError(f"{path.name} is not the log of a server or a worker")
-    rank = match["rank"] or follower.told.get("rank") or _rank_in(path)
+    rank = match["rank"] or queue.notes.get("rank") or _first_rank(path)
     return labels_of(role=match["role"], rank=rank, host=path.stem)
 
 
-def _rank_in(path: Path) -> str:
-    """Of the first record that has one."""
+def _first_rank(path: Path) -> str:
     with path.open("rb") as file:
         for line in file.read(64 * 1024).split(b"\n"):
             rank = (json_object(line) or {}).get("rank")

@@ -1,8 +1,7 @@
-"""Curves that stay small: however long a run is, a curve has at most `limit` points.
+"""Curves of at most `limit` points, however long a run is.
 
-A point stands for `stride` rows: the mean of every field, and of the loss the least and the greatest value, so that a spike
-of one step out of a million is still to be seen. When the curve is full, neighbours are joined two by two and the stride
-doubles. All of this is exact: a point of 64 rows has their mean, however it came about.
+A point stands for `stride` rows: the mean of every field, and the minimum and maximum of the first, so that a spike of one
+step in a million stays visible. When the curve is full, neighbours are merged in pairs and the stride doubles. Means are exact.
 
     stride 1     o o o o o o o o          limit 8
     stride 2     o   o   o   o   o ...    room for as many again
@@ -17,17 +16,17 @@ from typing import Any
 LEAST_POINTS = 60
 MOST_POINTS = 480
 ALL_POINTS = 12_000
-_LARGEST = 1e100  # so that no sum, mean or product of such numbers is out of range
-_LATEST = 2.0**35  # seconds: the year 3058, which every clock and calendar can tell
+_LARGEST = 1e100  # so that no sum or product of such numbers overflows
+_LATEST = 2.0**35  # seconds: the year 3058, valid in every calendar library
 
 
 def limit_for(num_curves: int) -> int:
-    """Points of each of so many curves, so that all together stay at ALL_POINTS or so. Even: points join in pairs."""
+    """Return the points for each of so many curves, about ALL_POINTS together. Even: points are merged in pairs."""
     return max(LEAST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, num_curves))) // 2 * 2
 
 
-class Point:
-    """So many rows as one."""
+class CurvePoint:
+    """The sums and extremes of one or more rows."""
 
     __slots__ = ("counts", "highest", "lowest", "rows", "step", "sums", "time")
 
@@ -38,7 +37,7 @@ class Point:
         self.lowest = self.highest = values[0]
 
     def add(self, step: float, time: float, values: Sequence[float | None]) -> None:
-        """One more row, the latest."""
+        """Add the latest row."""
         self.step, self.time = step, time
         self.rows += 1
         sums, counts = self.sums, self.counts
@@ -51,7 +50,7 @@ class Point:
             self.lowest = first if self.lowest is None or first < self.lowest else self.lowest
             self.highest = first if self.highest is None or first > self.highest else self.highest
 
-    def take(self, other: Point) -> None:
+    def merge(self, other: CurvePoint) -> None:
         if other.time >= self.time:
             self.step, self.time = other.step, other.time
         self.rows += other.rows
@@ -65,19 +64,19 @@ class Point:
 
 
 class Curve:
-    """The points of one rank, or of the whole run. The first of `fields` is the one whose extremes are kept.
+    """The points of one rank, or of the whole run. Extremes are kept of the first of `fields`.
 
-    `changed` is the index of the first point that is not as it was at the last `forget_changes`.
+    `changed` is the index of the first point that changed since the last `forget_changes`.
     """
 
     def __init__(self, fields: Sequence[str], *, limit: int = MOST_POINTS) -> None:
         self.fields, self.limit, self.stride = tuple(fields), limit, 1
-        self.points: list[Point] = []
+        self.points: list[CurvePoint] = []
         self.num_rows = 0
         self.changed = 0
 
     def add(self, row: Mapping[str, Any], *, step: float, time: float) -> None:
-        """A row. One that comes late, with an earlier time, takes its place among the others."""
+        """Add a row. One with an earlier time is inserted by its time."""
         values = [finite(value) for value in map(row.get, self.fields)]
         self.num_rows += 1
         last = self.points[-1] if self.points else None
@@ -85,20 +84,20 @@ class Curve:
             last.add(step, time, values)
             self._touch(len(self.points) - 1)
         else:
-            self._place(Point(step, time, values))
+            self._insert(CurvePoint(step, time, values))
             if len(self.points) > self.limit:
-                self._join_pairs()
+                self._merge_pairs()
 
     def set_limit(self, limit: int) -> None:
         self.limit = limit
         while len(self.points) > limit:
-            self._join_pairs()
+            self._merge_pairs()
 
     def forget_changes(self) -> None:
         self.changed = len(self.points)
 
     def columns(self, start: int = 0) -> dict[str, list[float | None]]:
-        """The points from `start` on, a list for each field: `step`, `time`, the fields, and the extremes of the first."""
+        """Return the points from `start` on as columns: `step`, `time`, the fields, `lowest` and `highest` of the first."""
         points = self.points[start:]
         means = [point.means() for point in points]
         columns: dict[str, list[float | None]] = {
@@ -111,7 +110,7 @@ class Curve:
         columns["highest"] = [tidy(point.highest) for point in points]
         return columns
 
-    def _place(self, point: Point) -> None:
+    def _insert(self, point: CurvePoint) -> None:
         points = self.points
         if not points or point.time >= points[-1].time:
             points.append(point)
@@ -121,16 +120,16 @@ class Curve:
         if self.stride == 1:
             points.insert(index, point)
         else:
-            points[index].take(point)
+            points[index].merge(point)
         self._touch(index)
 
-    def _join_pairs(self) -> None:
+    def _merge_pairs(self) -> None:
         self.stride *= 2
         joined = []
         for index in range(0, len(self.points), 2):
             point = self.points[index]
             if index + 1 < len(self.points):
-                point.take(self.points[index + 1])
+                point.merge(self.points[index + 1])
             joined.append(point)
         self.points = joined
         self._touch(0)
@@ -140,8 +139,7 @@ class Curve:
 
 
 def finite(value: Any) -> float | None:
-    """A number that can be drawn. A loss that diverged (NaN, infinity, or their names) leaves a gap, and so does a number that
-    nothing in a run can have: a damaged row has such."""
+    """Return a number that can be drawn. NaN, infinity, their names, and absurd numbers of damaged rows are None: a gap."""
     kind = value.__class__
     if kind is float:
         return value if -_LARGEST <= value <= _LARGEST else None
@@ -149,13 +147,13 @@ def finite(value: Any) -> float | None:
 
 
 def moment(value: Any) -> float | None:
-    """A time, in seconds since 1970."""
+    """Return a valid time in seconds since 1970, else None."""
     found = finite(value)
     return found if found is not None and 1.0 <= found < _LATEST else None
 
 
 def tidy(value: float | None) -> float | None:
-    """Eight digits: half as many bytes. A screen shows five, and rounding twice must not give another fifth."""
+    """Round to eight digits, which halves the bytes. A screen shows five, and rounding twice must not change the fifth."""
     return None if value is None else float(f"{value:.8g}")
 
 

@@ -1,9 +1,9 @@
-"""What a reader knows, as plain values for JSON: the whole picture, and then what changed.
+"""Turn the state of a reader into plain values for JSON: a snapshot, then changes.
 
     snapshot    everything, of bounded size: what a viewer gets first
-    changes     the small things that differ, new events, and of each curve the points from the first that is not as it was
+    changes     the fields that differ, new events, and of each curve the points from the first changed one on
 
-The two make the same picture: a viewer that has a snapshot and all changes after it has the contents of a later snapshot.
+A snapshot with all changes after it equals a later snapshot.
 """
 
 from __future__ import annotations
@@ -15,74 +15,74 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smolcluster.dashboard.joining import MOST_METRICS, own_metrics
+from smolcluster.dashboard.downsample import Curve, finite, moment, tidy
 from smolcluster.dashboard.links import links_of, shape_of
-from smolcluster.dashboard.machines import MOST_TEXT, Machine, state_of, waiting_s
-from smolcluster.dashboard.reading import Happening, RunReader, shortened
-from smolcluster.dashboard.thin import Curve, finite, moment, tidy
+from smolcluster.dashboard.ranks import RankRecord, state_of, waiting_s
+from smolcluster.dashboard.run_curve import MOST_METRICS, task_metrics
+from smolcluster.dashboard.run_files import MOST_TEXT, shortened
+from smolcluster.dashboard.run_reader import RunEvent, RunReader
 from smolcluster.observe.board import counts_own_steps, remaining_s
 from smolcluster.observe.events import VAL_FIELDS
 
-PACE_S = 5.0  # over which tokens per second are taken
+RATES_S = 5.0  # window of tokens per second
 _TAKING_PART = ("starting", "training", "silent", "finished", "stopped")
 _ROW = ("loss", "step_time_s", "compute_s", "comm_s", "staleness", "tokens_per_s", "samples_per_s")
 
 Row = dict[str, Any]
 
 
-class Teller:
-    """Snapshots and changes of one run. `changes` remembers what it returned: for one caller, which may pass it on."""
+class SnapshotStream:
+    """Snapshots and changes of one run. `changes` is relative to its last call, so it has one caller."""
 
     def __init__(self, run: RunReader) -> None:
         self.run = run
-        self._told: Row = {}
-        self._told_events = 0
-        self._beginning = 0  # of the reader's, that the above belong to
+        self._sent: Row = {}
+        self._sent_events = 0
+        self._beginning = 0  # `run.beginnings` at the last `changes`
 
     def snapshot(self) -> Row:
-        """The whole picture."""
         run = self.run
         return {
             "name": run.path.name,
             "time": round(run.now(), 2),
-            **self._small(),
+            **self._state(),
             "curves": {name: _plain_curve(curve, 0) for name, curve in self._curves()},
-            "events": [_plain_event(event) for event in run.happenings()],
+            "events": [_plain_event(event) for event in run.events_by_time()],
             "num_events": run.num_events,
         }
 
     def changes(self) -> Row | None:
-        """What differs from the last call; None if nothing does. At first, and when the run begins again: a snapshot,
-        marked as `whole`."""
-        run, small = self.run, self._small()
+        """Return what differs from the last call, or None. The first time, and when the run is read again from its start:
+        a snapshot, marked as `whole`."""
+        run, state = self.run, self._state()
         if self._beginning != run.beginnings:
-            told = self.snapshot() | {"whole": True}
+            changed = self.snapshot() | {"whole": True}
         else:
-            told = {name: value for name, value in small.items() if self._told.get(name) != value}
-            if not self._is_news(told):
-                del told["numbers"]
+            changed = {name: value for name, value in state.items() if self._sent.get(name) != value}
+            if not self._has_news(changed):
+                del changed["numbers"]
             if curves := {n: _plain_curve(c, c.changed) for n, c in self._curves() if c.changed < len(c.points)}:
-                told["curves"] = curves
-            if fresh := run.num_events - self._told_events:
-                told["events"] = [_plain_event(event) for event in list(run.events)[-fresh:]]
-                told["num_events"] = run.num_events
-            if not told:
+                changed["curves"] = curves
+            if fresh := run.num_events - self._sent_events:
+                changed["events"] = [_plain_event(event) for event in list(run.events)[-fresh:]]
+                changed["num_events"] = run.num_events
+            if not changed:
                 return None
-            told |= {"numbers": small["numbers"], "time": round(run.now(), 2)}
-        self._beginning, self._told, self._told_events = run.beginnings, small, run.num_events
+            changed |= {"numbers": state["numbers"], "time": round(run.now(), 2)}
+        self._beginning, self._sent, self._sent_events = run.beginnings, state, run.num_events
         for _, curve in self._curves():
             curve.forget_changes()
-        return told
+        return changed
 
-    def _is_news(self, told: Row) -> bool:
-        """A clock that goes on is no news: the page has one of its own."""
-        if "numbers" not in told:
+    def _has_news(self, changed: Row) -> bool:
+        """Return False if only clocks have changed: the page has its own."""
+        if "numbers" not in changed:
             return True
-        before: Row = self._told.get("numbers", {})
-        return any(before.get(k) != v for k, v in told["numbers"].items() if k not in ("elapsed_s", "eta_s"))
+        before: Row = self._sent.get("numbers", {})
+        return any(before.get(k) != v for k, v in changed["numbers"].items() if k not in ("elapsed_s", "eta_s"))
 
-    def _small(self) -> Row:
-        """Everything but curves and events: each told whole when it changes."""
+    def _state(self) -> Row:
+        """Return everything but curves and events. A field that changes is sent whole."""
         run = self.run
         machines = self.machines()
         shape, links = self.links(machines)
@@ -103,54 +103,54 @@ class Teller:
 
     def _curves(self) -> Iterator[tuple[str, Curve]]:
         run = self.run
-        yield "joined", run.joined.curve
-        yield "val", run.joined.val
-        for name, curve in run.joined.metrics.items():
+        yield "joined", run.run_curve.curve
+        yield "val", run.run_curve.val
+        for name, curve in run.run_curve.metrics.items():
             yield f"val_{name}", curve
-        yield "workers", run.workers_curve
-        for rank, machine in sorted(run.machines.items()):
-            if machine.role != "server":
-                yield f"rank{rank}", machine.curve
+        yield "workers", run.workers.curve
+        for rank, record in sorted(run.ranks.items()):
+            if record.role != "server":
+                yield f"rank{rank}", record.curve
 
     # Machines and links
 
     def machines(self) -> list[Row]:
         run = self.run
-        status, error, seats = run.status(), str(run.summary.get("error", "")), run.seats()
-        alone = not any(m.role != "server" and m.member == "joined" for m in seats)
+        status, error, ranks = run.status(), str(run.summary.get("error", "")), run.all_ranks()
+        alone = not any(m.role != "server" and m.member == "joined" for m in ranks)
         rows = []
-        for machine in seats:
-            server = machine.role == "server"
+        for record in ranks:
+            server = record.role == "server"
             state = state_of(
-                machine,
+                record,
                 status=status,
-                age_s=run.age_s(machine),
+                age_s=run.age_s(record),
                 log_interval=run.log_interval,
                 alone=server and alone,
-                named=is_named(machine, error),
+                named=is_named(record, error),
             )
             if status == "silent" and state in ("training", "starting"):
                 state = "silent"
-            rows.append(self._machine(machine, state))
+            rows.append(self._rank_row(record, state))
         return rows
 
-    def _machine(self, machine: Machine, state: str) -> Row:
-        last, count, moving = machine.last or {}, machine.count(), state == "training"
-        here = self.run.here if machine.host and machine.host == self.run.host else {}
-        facts = machine.facts or here
+    def _rank_row(self, record: RankRecord, state: str) -> Row:
+        last, count, moving = record.last or {}, record.count(), state == "training"
+        local = self.run.local_facts if record.host and record.host == self.run.host else {}
+        facts = record.facts or local
         device = self.run.config.get("training.device", "null")
-        over = self.run.finished  # until then, where nothing said that it left before
+        over = self.run.finished  # ends the open span
         return {
-            "rank": machine.rank,
-            "role": machine.role,
-            "name": machine.name,
-            "host": machine.host,
+            "rank": record.rank,
+            "role": record.role,
+            "name": record.name,
+            "host": record.host,
             "state": state,
-            "reason": machine.reason if state in ("lost", "evicted", "waiting") else "",
+            "reason": record.reason if state in ("lost", "evicted", "waiting") else "",
             "device": facts.get("device") or ("" if device == "null" else device),
             "facts": facts,
             "step": last.get("step"),
-            "own_steps": machine.role != "server" and counts_own_steps(self.run.strategy),
+            "own_steps": record.role != "server" and counts_own_steps(self.run.strategy),
             **{name: tidy(finite(last.get(name))) for name in _ROW},
             "wait_s": tidy(waiting_s(last)),
             **{name: int(finite(last.get(name)) or 0) for name in ("stale_rejected", "skipped")},
@@ -158,21 +158,21 @@ class Teller:
             "received": round(count.received),
             "sent_per_s": round(count.sent_per_s) if moving else 0,
             "received_per_s": round(count.received_per_s) if moving else 0,
-            "losses": machine.losses,
+            "losses": record.losses,
             "heard": _rounded(last.get("time")),
-            "spans": [[_rounded(start), _rounded(end if end is not None else over)] for start, end in machine.spans],
+            "spans": [[_rounded(start), _rounded(end if end is not None else over)] for start, end in record.spans],
         }
 
     def links(self, machines: list[Row]) -> tuple[str, list[Row]]:
-        """The shape of the picture, and its links. Where no rank trains, nothing moves."""
+        """Return the shape of the network and its links. Links of ranks that do not train have no rate."""
         run = self.run
         server = next((row["rank"] for row in machines if row["role"] == "server"), None)
         workers = [row["rank"] for row in machines if row["role"] != "server"]
         shape = shape_of(run.strategy, served=server is not None, num_workers=len(workers))
-        if shape != "star":  # a ring closes without those who are gone
+        if shape != "star":  # a ring closes without lost members
             workers = [r["rank"] for r in machines if r["role"] != "server" and r["state"] in _TAKING_PART]
         moving = {row["rank"] for row in machines if row["state"] == "training"}
-        counts = {rank: machine.count() for rank, machine in run.machines.items()}
+        counts = {rank: record.count() for rank, record in run.ranks.items()}
         rows = []
         for link in links_of(shape, counts, workers=workers, server=server):
             moves = bool(moving) and {link.source, link.target} - {server} <= moving
@@ -180,22 +180,22 @@ class Teller:
             rows.append(dataclasses.asdict(link) | {"bytes": round(link.bytes), "per_s": per_s})
         return shape, rows
 
-    # What stands at the top
+    # Numbers
 
     def numbers(self, machines: list[Row]) -> Row:
-        run, joined = self.run, self.run.joined
+        run, joined = self.run, self.run.run_curve
         status = run.status()
         counted = [row for row in machines if (row["role"] == "server") == joined.served]
-        split = run.workers_now
+        split = run.workers.latest
         return {
             "step": max((row["step"] for row in counted if row["step"] is not None), default=None),
             "steps": run.total_steps,
-            # These stand beside the same numbers of the console and of the list of runs: not rounded before they are shown.
+            # Not rounded: the console and the list of runs show the same numbers.
             **{name: finite(joined.last.get(name)) for name in ("loss", "lr", "grad_norm")},
             **{name: finite(joined.last_val.get(name)) for name in VAL_FIELDS},
             "metrics": _extra(joined.last_val),
             "best_val_loss": min((p.lowest for p in joined.val.points if p.lowest is not None), default=None),
-            **{name: tidy(value) for name, value in self._pace().items()},
+            **{name: tidy(value) for name, value in self._rates().items()},
             **{name: tidy(split.get(name)) for name in ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")},
             "stale_rejected": sum(row["stale_rejected"] for row in counted),
             "skipped": max((row["skipped"] for row in counted), default=0),  # all ranks skip the same steps
@@ -207,52 +207,52 @@ class Teller:
         }
 
     def _bytes(self, machines: list[Row]) -> int:
-        """Sent in all. The summary also has what came after the last rows, and the rows what was sent before a restart."""
+        """Return the bytes sent. The summary includes those after the last rows, the rows those before a restart."""
         counted = (finite(self.run.summary.get("bytes_sent")) if self.run.ended else None) or 0.0
         sent: int = sum(row["sent"] for row in machines)
         return max(round(counted), sent)
 
     def _elapsed_s(self) -> float | None:
-        """From the start of the run. When it has ended: the figure of the console and of the list of runs."""
+        """Return the duration of the run; once it has ended, that of its summary, which console and list show too."""
         run = self.run
-        if run.ended and (told := finite(run.summary.get("wall_s"))) is not None:
-            return round(max(0.0, told), 1)
+        if run.ended and (wall_s := finite(run.summary.get("wall_s"))) is not None:
+            return round(max(0.0, wall_s), 1)
         if run.status() == "training":
             end: float | None = run.now()
         else:
             end = moment(run.summary.get("finished")) if run.ended else run.last_row_time
         return None if run.started is None or end is None else round(max(0.0, end - run.started), 1)
 
-    def _pace(self) -> dict[str, float | None]:
-        """Tokens and samples per second of the last few rows; of the whole run when it has ended."""
-        names, recent = ("tokens_per_s", "samples_per_s"), self.run.joined.recent
+    def _rates(self) -> dict[str, float | None]:
+        """Return tokens and samples per second of the last few rows; of the whole run once it has ended."""
+        names, recent = ("tokens_per_s", "samples_per_s"), self.run.run_curve.recent
         if self.run.ended:
             return {name: finite(self.run.summary.get(name)) for name in names}
         newest = max((row["time"] for row in recent), default=0.0)
-        rows = [row for row in recent if row["time"] > newest - PACE_S]
+        rows = [row for row in recent if row["time"] > newest - RATES_S]
         found = {name: [value for row in rows if (value := finite(row.get(name))) is not None] for name in names}
         return {name: statistics.fmean(values) if values else None for name, values in found.items()}
 
     def _eta_s(self) -> float | None:
-        """Of the slowest rank that counts, as on the console."""
+        """Return the ETA of the slowest rank, as on the console."""
         run, etas = self.run, []
-        for machine in run.machines.values():
-            if (machine.role == "server") == run.joined.served and machine.first and machine.last:
-                first, last = ((row["step"], row["time"]) for row in (machine.first, machine.last))
-                step_s = finite(machine.last.get("step_time_s")) or 0.0
+        for record in run.ranks.values():
+            if (record.role == "server") == run.run_curve.served and record.first and record.last:
+                first, last = ((row["step"], row["time"]) for row in (record.first, record.last))
+                step_s = finite(record.last.get("step_time_s")) or 0.0
                 etas.append(remaining_s(run.total_steps, first=first, last=last, step_s=step_s))
         return max((eta for eta in etas if eta is not None), default=None)
 
 
-def is_named(machine: Machine, error: str) -> bool:
-    """Whether what a run failed of is this machine: `worker rank 1 failed: killed by SIGKILL`."""
-    if machine.role == "server":
+def is_named(record: RankRecord, error: str) -> bool:
+    """Return whether the error of a run names this rank: `worker rank 1 failed: killed by SIGKILL`."""
+    if record.role == "server":
         return "the server" in error
-    return re.search(rf"\b(?:worker|rank) {machine.rank}\b", error) is not None
+    return re.search(rf"\b(?:worker|rank) {record.rank}\b", error) is not None
 
 
 def plain_summary(summary: Mapping[str, Any]) -> Row:
-    """Numbers as they are; all else as short text."""
+    """Return the summary with numbers as they are and all else as short text."""
     return {str(name)[:MOST_TEXT]: _plain(value) for name, value in list(summary.items())[:100]}
 
 
@@ -266,7 +266,7 @@ def _plain_curve(curve: Curve, start: int) -> Row:
     return {"from": start, "stride": curve.stride, "rows": curve.num_rows, "columns": curve.columns(start)}
 
 
-def _plain_event(event: Happening) -> Row:
+def _plain_event(event: RunEvent) -> Row:
     fields = dataclasses.asdict(event) | {"time": _rounded(event.time)}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -276,5 +276,5 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _extra(row: Row) -> dict[str, float | None]:
-    """The metrics of an evaluation that only some tasks have, by name."""
-    return {name.removeprefix("val_"): finite(row[name]) for name in own_metrics(row)[:MOST_METRICS]}
+    """Return the metrics of an evaluation that are the task's own, by name."""
+    return {name.removeprefix("val_"): finite(row[name]) for name in task_metrics(row)[:MOST_METRICS]}

@@ -1,10 +1,9 @@
-"""Which step the run was at, at some time: for rows of workers that count steps of their own.
+"""Map times to steps of the run, for rows of workers that count steps of their own.
 
-The server's rows have the time of each step. They do not always come in order: a row that waits for its evaluation is
-written after those of later steps. So they are kept by their times, and a worker's row lies between two of them; one that is
-newer than all of them goes on at the pace of the last two.
+The server's rows give the time of each step. A row that waits for its evaluation is written after those of later steps, so
+rows are kept sorted by time. The step of a worker's row is interpolated between two of them, or extrapolated from the last two.
 
-    server      50 ----- 55 ----- 60           (and 50 again, late: it takes its place)
+    server      50 ----- 55 ----- 60
     worker            ^ 53           ^ 62
 
 The steps of one worker never go back, unless the server does.
@@ -17,19 +16,19 @@ import bisect
 MOST_STEPS = 64
 
 
-class Pace:
+class StepClock:
     def __init__(self) -> None:
         self._times: list[float] = []
         self._steps: list[int] = []
-        self._drawn: dict[int, tuple[float, float]] = {}  # by rank: its latest row, time and step
+        self._drawn: dict[int, tuple[float, float]] = {}  # by rank: time and step of its latest row
 
     @property
     def known(self) -> bool:
         return bool(self._times)
 
     def add(self, time: float, step: int) -> None:
-        """A row of the server's."""
-        if self._times and time > self._times[-1] and step < self._steps[-1]:  # it goes on from an earlier step
+        """Add a row of the server."""
+        if self._times and time > self._times[-1] and step < self._steps[-1]:  # resumed from an earlier step
             self._times, self._steps, self._drawn = [], [], {}
         index = bisect.bisect(self._times, time)
         self._times.insert(index, time)
@@ -38,7 +37,7 @@ class Pace:
             del self._times[0], self._steps[0]
 
     def step_at(self, time: float, *, rank: int, last: int | None = None) -> float:
-        """The step of the run, at most `last`, for a row of this rank."""
+        """Return the step of the run, at most `last`, for a row of this rank."""
         step = self._between(time)
         if last is not None:
             step = min(step, float(last))
@@ -53,7 +52,7 @@ class Pace:
         index = bisect.bisect(times, time)
         if index == 0 or len(times) == 1:
             return float(steps[0])
-        # Beyond the last row: as far as the next one, should it come at the same pace.
+        # Beyond the last row: at most to where the next one is expected.
         first = min(index, len(times) - 1) - 1
         (t0, t1), (s0, s1) = times[first : first + 2], steps[first : first + 2]
         share = (time - t0) / (t1 - t0) if t1 > t0 else 1.0

@@ -1,60 +1,62 @@
-"""The curve of the whole run out of the rows of its ranks."""
+"""The curves of the whole run, from the rows of its ranks."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from smolcluster.dashboard.machines import SILENT_PAUSES
-from smolcluster.dashboard.thin import Curve, finite
+from smolcluster.dashboard.downsample import Curve, finite
+from smolcluster.dashboard.ranks import SILENT_PAUSES
 from smolcluster.observe.board import BatchWeights, weighted_mean
 from smolcluster.observe.events import VAL_FIELDS
 
-OPEN_STEPS = 64  # a step waits for the rows of all ranks, but not longer than so many steps
-OPEN_S = 10.0  # and not for a rank that has said nothing for so long, and for several of the pauses between rows
-
+OPEN_STEPS = 64  # a step waits for the rows of all ranks, but for at most so many steps
+OPEN_S = 10.0  # and not for a rank that has been silent for so long, and for several of its pauses between rows
 RECENT = 20
 
-JOINED_FIELDS = ("loss", "tokens_per_s", "samples_per_s", "grad_norm", "lr", "staleness")
+RUN_FIELDS = ("loss", "tokens_per_s", "samples_per_s", "grad_norm", "lr", "staleness")
+WORKER_MEANS = ("step_time_s", "compute_s", "comm_s", "wait_s", "staleness")
+WORKER_SUMS = ("sent_per_s", "received_per_s")
 MOST_METRICS = 16  # of a task's own
 METRIC_POINTS = 240
 
 
-class Joined:
-    """The curve of the whole run, by the rules of `observe.board.loss_curve`, row by row and in bounded memory.
+class RunCurve:
+    """The loss curve, by the rules of `observe.board.loss_curve`, row by row and in bounded memory.
 
-    The server's rows, or else the mean over the ranks of a step, weighted by samples. A step is drawn when every rank that is
-    alive has gone beyond it.
+    It has the server's rows, or else the mean over the ranks of a step, weighted by samples. A step is drawn when every live
+    rank is beyond it.
     """
 
     def __init__(self) -> None:
-        self.curve = Curve(JOINED_FIELDS)
+        self.curve = Curve(RUN_FIELDS)
         self.val = Curve(VAL_FIELDS)
         self.metrics: dict[str, Curve] = {}  # of a task's own, by name
         self.served = False
         self._weights = BatchWeights()
         self._open: dict[int, dict[int, tuple[dict[str, Any], float]]] = {}
         self._reached: dict[int, int] = {}  # by rank: its latest step
-        self._pauses: dict[int, float] = {}  # and how far apart its rows are
+        self._pauses: dict[int, float] = {}  # and the pause between its rows
         self._latest: dict[int, dict[str, Any]] = {}
         self._closed = -1
-        self._began = math.inf  # when the first row came: a rank without one is not waited for without end
-        self.last: dict[str, Any] = {}  # the latest step that is drawn, and the latest evaluation
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)  # steps as drawn: a point may stand for thousands
+        self._began = math.inf  # time of the first row: ranks without one are not waited for for ever
+        self.last: dict[str, Any] = {}  # the latest step drawn
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)  # the latest steps: a point may stand for thousands
         self.last_val: dict[str, Any] = {}
 
     def add(self, row: dict[str, Any], *, num_workers: int | None, pause_s: float = 0.0) -> None:
-        """`pause_s`: the longest between two of the latest rows of this rank."""
+        """Add a row. `pause_s`: the longest pause between the latest rows of its rank."""
         step, rank, when = row["step"], row["rank"], row["time"]
         if any(name.startswith("val_") and value is not None for name, value in row.items()):  # NaN leaves a gap
             self.val.add(row, step=step, time=when)
             self._add_metrics(row)
             self.last_val = row if step >= self.last_val.get("step", step) else self.last_val
         if row.get("role") == "server":
-            if not self.served:  # rows of workers that came before do not count
-                self.served, self.curve = True, Curve(JOINED_FIELDS, limit=self.curve.limit)
+            if not self.served:  # earlier rows of workers do not count
+                self.served, self.curve = True, Curve(RUN_FIELDS, limit=self.curve.limit)
                 self._open.clear()
                 self.recent.clear()
             self._draw(row)
@@ -69,7 +71,7 @@ class Joined:
         self._close_what_is_complete(row, num_workers)
 
     def _add_metrics(self, row: dict[str, Any]) -> None:
-        for field in own_metrics(row):
+        for field in task_metrics(row):
             name = field.removeprefix("val_")
             if name not in self.metrics and len(self.metrics) < MOST_METRICS:
                 self.metrics[name] = Curve((field,), limit=METRIC_POINTS)
@@ -77,14 +79,14 @@ class Joined:
                 self.metrics[name].add(row, step=row["step"], time=row["time"])
 
     def flush(self) -> None:
-        """The run has ended: draw what is open."""
+        """Draw the open steps: the run has ended."""
         for step in sorted(self._open):
             self._close(step)
 
     def _close_what_is_complete(self, newest: dict[str, Any], num_workers: int | None) -> None:
         alive = [self._reached[rank] for rank in self._alive(newest)]
         waited_s = newest["time"] - self._began
-        all_here = len(self._reached) >= (num_workers or 1) or not is_here(
+        all_here = len(self._reached) >= (num_workers or 1) or not is_alive(
             waited_s, pause_s=self._pauses[newest["rank"]]
         )
         complete = min(alive, default=-1) if all_here else -1
@@ -100,7 +102,7 @@ class Joined:
         running |= {rank: row for rank, (row, _) in rows.items()}
         whole = last | {
             "step": step,
-            "loss": weighted_mean((_number(row.get("loss")), weight) for row, weight in rows.values()),
+            "loss": weighted_mean((_or_nan(row.get("loss")), weight) for row, weight in rows.values()),
             "tokens_per_s": sum(finite(row.get("tokens_per_s")) or 0.0 for row in running.values()),
             "samples_per_s": sum(finite(row.get("samples_per_s")) or 0.0 for row in running.values()),
             "staleness": statistics.fmean(finite(row.get("staleness")) or 0.0 for row, _ in rows.values()),
@@ -108,12 +110,12 @@ class Joined:
         self._draw(whole)
 
     def _alive(self, newest: dict[str, Any]) -> list[int]:
-        """The ranks that had not fallen silent when this row was written."""
+        """Return the ranks that were alive when this row was written."""
         pauses, now = self._pauses, newest["time"]
         return [
             rank
             for rank, row in self._latest.items()
-            if is_here(now - row["time"], pause_s=max(pauses[rank], pauses[newest["rank"]]))
+            if is_alive(now - row["time"], pause_s=max(pauses[rank], pauses[newest["rank"]]))
         ]
 
     def _draw(self, row: dict[str, Any]) -> None:
@@ -122,17 +124,43 @@ class Joined:
         self.last = row if row["time"] >= self.last.get("time", row["time"]) else self.last
 
 
-def own_metrics(row: dict[str, Any]) -> list[str]:
-    """The fields of an evaluation that only some tasks have."""
+class WorkerMeans:
+    """The curve of the mean worker: how long its steps take, and the traffic of all workers."""
+
+    def __init__(self) -> None:
+        self.curve = Curve(WORKER_MEANS + WORKER_SUMS)
+        self.latest: dict[str, float] = {}  # a point may stand for thousands of rows
+        self._rows: dict[int, dict[str, Any]] = {}  # the latest by rank
+        self._num_new = self._num_alive = 0
+
+    def add(self, row: dict[str, Any], *, step: float, alive: Callable[[int], bool]) -> None:
+        """Add a row. A point is drawn when about all live workers have a new row."""
+        self._rows[row["rank"]] = row
+        self._num_new += 1
+        if self._num_new < self._num_alive:
+            return
+        rows = [other for rank, other in self._rows.items() if alive(rank)]
+        self._num_new, self._num_alive = 0, len(rows)
+        means = {
+            name: statistics.fmean(found)
+            for name in WORKER_MEANS
+            if (found := [value for other in rows if (value := finite(other.get(name))) is not None])
+        }
+        sums = {name: sum(finite(other.get(name)) or 0.0 for other in rows) for name in WORKER_SUMS}
+        self.latest = means | sums
+        self.curve.add(self.latest, step=step, time=row["time"])
+
+
+def task_metrics(row: dict[str, Any]) -> list[str]:
+    """Return the fields of an evaluation that are metrics of the task's own."""
     return sorted(name for name in row if name.startswith("val_") and name not in VAL_FIELDS)
 
 
-def is_here(silence_s: float, *, pause_s: float) -> bool:
-    """Whether a rank that has said nothing for so long will send another row, as far as one can tell where they come so far
-    apart."""
+def is_alive(silence_s: float, *, pause_s: float) -> bool:
+    """Return whether a rank that has been silent for so long counts as alive, with such pauses between its rows."""
     return silence_s < max(OPEN_S, SILENT_PAUSES * pause_s)
 
 
-def _number(value: Any) -> float:
+def _or_nan(value: Any) -> float:
     found = finite(value)
     return math.nan if found is None else found
