@@ -167,7 +167,7 @@ def test_who_joins_gets_the_outer_state(tmp_path: Path, environ: dict[str, str])
         (tmp_path / "done").touch()
 
     alike = {key: value for key, value in CONFIG.items() if not key.startswith("cluster.")}
-    sets = alike | OUTER | {"cluster.plane": "elastic", "training.steps": 400, "cluster.num_workers": 2}
+    sets = alike | OUTER | {"cluster.plane": "elastic", "training.steps": 150, "cluster.num_workers": 2}
     slow = {"SLOW_UNTIL": str(tmp_path / "done")}
     world = run_elastic_world(
         3,
@@ -179,5 +179,5 @@ def test_who_joins_gets_the_outer_state(tmp_path: Path, environ: dict[str, str])
         start=[0, 1],
         script=script,
     )
-    assert_sound(world, steps=400)
+    assert_sound(world, steps=150)
     assert world.summary["replicas_agree"] is True
