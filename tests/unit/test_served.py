@@ -514,7 +514,7 @@ def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pyt
     assert len(edp.leases.state_dict()["holes"]) < 20
     assert edp.roster.refused[bad.name] == 400
     assert len(edp.warned) < 150
-    assert "(256 times by now)" in edp.warned[-1]
+    assert "(256 refusals so far)" in edp.warned[-1]
 
 
 def test_what_a_worker_says_of_its_gradient_is_one_short_line(syncps: Server) -> None:
