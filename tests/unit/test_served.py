@@ -255,7 +255,7 @@ def test_samples_of_a_gradient_that_was_only_too_old_are_lent_again(monkeypatch:
     lent = edp.leases.held(a.instance)[1]
     edp.role.replica.updates = 1
     edp.role._answer(edp.push(a, 1.0, version=0))
-    assert "1 versions old: too old to count" in edp.warned[0]
+    assert "1 versions old, which exceeds the staleness bound" in edp.warned[0]
     assert not edp.role._waiting
     assert edp.leases._aside == []
     assert edp.leases.held(a.instance)[3] == lent  # at once, and to whoever is next
@@ -534,7 +534,7 @@ def test_one_that_pulls_without_reading_is_put_out(monkeypatch: pytest.MonkeyPat
     edp.role._send_weights(reads)
     edp.role._send_weights(reads_not)
     assert [link.sent[-1].kind is Kind.WEIGHTS for link in links] == [True, False]
-    assert edp.roster.evicted == ["it asks for the weights again and again, and does not read them"]
+    assert edp.roster.evicted == ["it requests the weights repeatedly without reading them"]
 
 
 # Stragglers of syncps

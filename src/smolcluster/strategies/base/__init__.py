@@ -1,8 +1,8 @@
 """The interface of a strategy: how several machines train one model.
 
-A strategy is one file that reads like its paper. `plan` places the ranks and states the cost of a step in advance, `setup` builds,
-partitions or wraps the model, `step` takes one training step. Other ranks are reached through a `Group`, never through a socket.
-The loop in `engine/` calls these methods and names no strategy.
+A strategy is one file that reads like its paper. `plan` places the ranks and states the cost of a step in advance, `setup`
+builds, partitions or wraps the model, `step` takes one training step. It reaches other ranks through a `Group`, never through a
+socket. The loop in `engine/` calls these methods and names no strategy.
 """
 
 from __future__ import annotations
