@@ -5,8 +5,8 @@
     │   └── MissingExtra      an optional package is needed; says what to install
     ├── WorkerFailed          a process of the run died; names the rank and the reason
     ├── DamagedCheckpoint     a checkpoint exists but its bytes are not what was saved
-    ├── DamagedJournal        a server's journal is not what was written (engine/elastic/journal.py)
-    ├── JournalFull           a step cannot be recorded, so it is not committed (engine/elastic/journal.py)
+    ├── DamagedJournal        a server's journal is not what was written (engine/elastic/wal/)
+    ├── JournalFull           a step cannot be recorded, so it is not committed (engine/elastic/wal/)
     ├── CodecError            a tensor or payload that a codec cannot carry (comm/codecs)
     └── PeerLost              another process stopped answering (comm/group.py)
 

@@ -329,7 +329,7 @@ def test_a_journal_keeps_to_the_room_there_is(smol: Smol, tmp_path: Path) -> Non
         assert list(tree(disk)) == ["ballast"]
         (disk / "ballast").unlink()
         ended = smol.run(*command, cwd=tmp_path).ok()  # 8 MB of gradients
-        assert "training stands still" not in ended.out
+        assert "training is blocked" not in ended.out
         assert read_summary(disk / "run")["steps"] == 90
 
 

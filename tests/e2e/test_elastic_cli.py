@@ -328,7 +328,7 @@ def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, f
     refused = {
         r"rank 1 is taken by worker 1 \(beta\); give this worker another rank": ("1", "beta", *join),
         r"runs the strategy edp and this worker was started for syncps": ("2", "beta", *join, "--strategy", "syncps"),
-        r"code does not travel: .*--task FILE.py:Class": ("2", "beta", *join[:2]),
+        r"code is not sent: .*--task FILE.py:Class": ("2", "beta", *join[:2]),
     }
     tries = [(message, smol.start("worker", *words, cwd=folder, env=go)) for message, words in refused.items()]
     foreign = go | {"SMOLCLUSTER_TOKEN": new_token()}

@@ -622,7 +622,7 @@ def test_a_worker_with_another_model_is_refused(tmp_path: Path, kind: str) -> No
     failed = world.workers[2].failed
     assert failed is not None
     assert failed.kind == "user"
-    assert "it built another model" in failed.message
+    assert "its model differs" in failed.message
     assert "[32, 12]" in failed.message
     assert "[24, 12]" in failed.message
     assert world.summary["refused"] == {"worker 2 (testhost)": 1}

@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FREE_BYTES = 256 << 10  # the handshake and the plan, and no state
 TRICKLE_BYTES, TRICKLE_S = 4096, 0.05  # less than a thousandth of the state in a step: the link lives
-FOLLOWS = "gets the state while the others train"
+FOLLOWS = "receives the state while the others train"
 NEWCOMER = 2
 
 
@@ -166,7 +166,7 @@ def test_the_others_train_while_a_newcomer_gets_its_state(tmp_path: Path, relay:
 
 def test_the_others_wait_for_one_that_is_too_slow_to_catch_up(tmp_path: Path, relay: Relay) -> None:
     """Results would pile up for it: after some of them training pauses, and says so."""
-    said = "gets the state more slowly than the others train: they wait for it"
+    said = "receives the state more slowly than the others train: they wait for it"
 
     def script(world: ElasticWorld) -> None:
         hold_up(world, relay)

@@ -35,8 +35,9 @@ from torch import Tensor
 from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checks import check_server_disk
 from smolcluster.engine.durable_files import Files, OutputFile, size_on_disk
-from smolcluster.engine.elastic.wal.journal import DamagedJournal, Journal, JournalFull
+from smolcluster.engine.elastic.wal.journal import Journal, JournalFull
 from smolcluster.engine.elastic.wal.log_files import JournalRecord
+from smolcluster.engine.elastic.wal.recovery import DamagedJournal
 from smolcluster.errors import UserError
 
 
@@ -509,7 +510,7 @@ def violations(scenario: Scenario, tmp_path: Path, *, ignore: frozenset[str] = f
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """A sweep finds the same trouble a thousand times."""
-    caplog.set_level(logging.CRITICAL, logger="smolcluster.engine.elastic.wal.journal")
+    caplog.set_level(logging.CRITICAL, logger="smolcluster.engine.elastic.wal")
 
 
 @pytest.mark.usefixtures("quiet")
@@ -636,7 +637,7 @@ def test_a_snapshot_that_fails_in_the_background_is_an_error_in_the_log(
     assert "No space left" in caplog.text
     disk.full_at = 0
     server.snapshot(wait=False)
-    assert "a snapshot cannot be begun" in caplog.text
+    assert "a snapshot cannot be started" in caplog.text
     disk.full_at = None
     server.append()
     server.close()

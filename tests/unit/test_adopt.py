@@ -155,7 +155,7 @@ def test_a_configuration_of_the_workers_own_names_its_data() -> None:
 def test_a_task_comes_from_the_owner() -> None:
     theirs = served(task="/tmp/evil.py:Evil")
     for own in (None, resolve(Config.model_validate({}))):
-        with pytest.raises(UserError, match=r"code does not travel: .*--task FILE\.py:Class"):
+        with pytest.raises(UserError, match=r"code is not sent: .*--task FILE\.py:Class"):
             adopted(theirs, own=own)
     assert adopted(theirs, {"task": "/mine/task.py:Task"}).task == "/mine/task.py:Task"
     assert adopted(theirs, own=resolve(load_config([], sets={"task": "/mine/t.py"}))).task == "/mine/t.py"

@@ -255,7 +255,7 @@ def test_samples_of_a_gradient_that_was_only_too_old_are_lent_again(monkeypatch:
     lent = edp.leases.held(a.instance)[1]
     edp.role.replica.updates = 1
     edp.role._answer(edp.push(a, 1.0, version=0))
-    assert "1 versions old: too old to count" in edp.warned[0]
+    assert "1 versions old, which exceeds the staleness bound" in edp.warned[0]
     assert not edp.role._waiting
     assert edp.leases._aside == []
     assert edp.leases.held(a.instance)[3] == lent  # at once, and to whoever is next
@@ -514,7 +514,7 @@ def test_samples_of_a_member_that_alone_is_refused_go_to_others(monkeypatch: pyt
     assert len(edp.leases.state_dict()["holes"]) < 20
     assert edp.roster.refused[bad.name] == 400
     assert len(edp.warned) < 150
-    assert "(256 times by now)" in edp.warned[-1]
+    assert "(256 refusals so far)" in edp.warned[-1]
 
 
 def test_what_a_worker_says_of_its_gradient_is_one_short_line(syncps: Server) -> None:
@@ -534,7 +534,7 @@ def test_one_that_pulls_without_reading_is_put_out(monkeypatch: pytest.MonkeyPat
     edp.role._send_weights(reads)
     edp.role._send_weights(reads_not)
     assert [link.sent[-1].kind is Kind.WEIGHTS for link in links] == [True, False]
-    assert edp.roster.evicted == ["it asks for the weights again and again, and does not read them"]
+    assert edp.roster.evicted == ["it requests the weights repeatedly without reading them"]
 
 
 # Stragglers of syncps

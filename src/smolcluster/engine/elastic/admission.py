@@ -23,7 +23,7 @@ from smolcluster.engine.elastic.adopted_config import MOST_STEPS
 from smolcluster.engine.identity import instance_of
 
 LISTED = 2000  # tensors: a model with more is compared by its hash
-FIRST_ROWS = 1000  # before any sample counted, and for steps that are refused
+FIRST_ROWS = 1000  # allowed beyond the number of samples: rows of refused steps
 ROW_BYTES = 16 << 10
 TENSOR_BYTES = 128  # of a row for each tensor: its name and gradient norm
 
@@ -32,25 +32,23 @@ TENSOR_BYTES = 128  # of a row for each tensor: its name and gradient norm
 class Admission:
     layout: list[list[Any]]  # of the server's model
     num_samples: int  # of its training data
-    hosts: Sequence[str]  # `cluster.workers`
-    exchanging: bool  # workers dial each other
+    hosts: Sequence[str]  # cluster.workers
+    exchanging: bool  # workers connect to each other
 
     def admit(self, link: Link, meta: Mapping[str, Any]) -> Member:
-        """Return the member that a worker becomes. Raises JoinRefused with both sides' values."""
+        """Check a JOIN and return the new member. Raises JoinRefused with the values of both sides."""
         peer = link.peer
         if peer.role != "worker":
             raise JoinRefused(f"a {peer.role} cannot join as a worker")
         secret = meta.get("secret")
         if not isinstance(secret, str) or not hmac.compare_digest(instance_of(secret).encode(), peer.instance.encode()):
-            raise JoinRefused(
-                f"it does not prove that it is instance {peer.instance}; other members know that number, too"
-            )
-        listed = peer.rank < len(self.hosts)  # a number beyond the list is a newcomer's, whatever its host is called
+            raise JoinRefused(f"it does not have the secret of instance {peer.instance}")
+        listed = peer.rank < len(self.hosts)  # ranks beyond the list are open to any host
         if listed and peer.host not in self.hosts:
             raise JoinRefused(f"host '{peer.host}' is not in cluster.workers; known: {', '.join(self.hosts)}")
         difference = _difference(self.layout, meta.get("layout"))
         if difference:
-            raise JoinRefused(f"it built another model: {difference}")
+            raise JoinRefused(f"its model differs: {difference}")
         if meta.get("samples") != self.num_samples:
             raise JoinRefused(
                 f"it has {meta.get('samples')} training samples and the server {self.num_samples}: "
@@ -74,43 +72,43 @@ class Admission:
 
 
 class RowQuota:
-    """A row of a worker stands for at least one sample that it trained on: more rows than samples are not believed."""
+    """Limit the metric rows of each rank: each row must stand for at least one sample of the run."""
 
     def __init__(self, *, tensors: int) -> None:
         self._row_bytes = ROW_BYTES + TENSOR_BYTES * tensors
-        self._rows: Counter[int] = Counter()  # by rank, whoever holds it
+        self._rows: Counter[int] = Counter()  # by rank
         self._warned: set[int] = set()
 
     def admits(self, rank: int, row: str, *, samples: int) -> bool:
-        """Count a row of this rank, in a run that has counted so many samples. False: it is too long, or one too many."""
+        """Count a row of this rank; return False for one that is too long or exceeds the quota."""
         if len(row) > self._row_bytes or self._rows[rank] >= FIRST_ROWS + samples:
             return False
         self._rows[rank] += 1
         return True
 
     def first_refusal(self, rank: int) -> bool:
-        """Whether this is the first time that it is asked: a warning is logged once for each rank."""
+        """Return True on the first call for a rank: the warning is logged once for each."""
         first = rank not in self._warned
         self._warned.add(rank)
         return first
 
 
 def layout_of(weights: Mapping[str, Tensor]) -> list[list[Any]]:
-    """Name, type and shape of every tensor: what two sides must agree on."""
+    """Return the name, type and shape of every tensor."""
     return [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in weights.items()]
 
 
 def short_layout(layout: list[list[Any]]) -> list[list[Any]] | str:
-    """Return what a worker reports of it: all of it, or its hash where it would not fit a message."""
+    """Return the layout, or its hash where it would not fit a message."""
     return layout if len(layout) <= LISTED else hashlib.sha256(json.dumps(layout).encode()).hexdigest()
 
 
 def _check_seat(peer: Peer, address: Any) -> None:
-    """Every worker reads every other's name and address in a view, and fails where one cannot be read."""
+    """Refuse a name or an address that other workers could not parse in a view."""
     try:
         ViewMember.from_meta({"rank": peer.rank, "instance": peer.instance, "host": peer.host, "address": address})
     except ValueError as error:
-        raise JoinRefused(f"no other worker could reach it: {error}") from error
+        raise JoinRefused(f"other workers could not reach it: {error}") from error
 
 
 def _difference(ours: list[list[Any]], theirs: Any) -> str:

@@ -5,9 +5,9 @@
     from the owner    what touches this machine's files, network or code: data.root, data.cache_dir, data.tokenizer_root,
                       data.download, logging, training.device, the task, the token
 
-The owner speaks through the worker's own configuration (`WorkerSpec.config`) and its flags and overrides
-(`WorkerSpec.overrides`). A dataset other than the embedded text is read only where one of them names its folder or the dataset;
-a tokenizer in a file only where one of them names that file. Nothing here imports torch.
+The owner sets them in the worker's own configuration (`WorkerSpec.config`) and in its flags and overrides
+(`WorkerSpec.overrides`). A dataset other than the embedded text is read only if one of them names its folder or the dataset,
+a tokenizer in a file only if one of them names that file. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EMBEDDED = "embedded"
 _WITHOUT_FILES = ("bytes", "chars")  # tokenizers that need none
 _NAMED = (*_WITHOUT_FILES, "gpt2", "openai-community/gpt2")  # any other tokenizer is a path
 
-# What a machine may decide for itself: not compared with the server's configuration.
+# Set by each machine: not compared with the server's configuration.
 OWN_TO_A_MEMBER = OWN_TO_A_HOST | {
     *("training.precision", "training.compile", "training.gradient_checkpointing"),
     *("data.download", "data.tokenizer", "logging", "cluster", "run", "task"),
@@ -52,7 +52,7 @@ class ServerPlan:
 
 
 def read_plan(meta: Mapping[str, Any]) -> ServerPlan:
-    """Raise ValueError for a message that is no plan."""
+    """Parse the server's plan. Raises ValueError."""
     run, steps, config = meta.get("run"), meta.get("total_steps"), meta.get("config")
     if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
         raise ValueError("its run has no id")
@@ -74,7 +74,7 @@ def read_plan(meta: Mapping[str, Any]) -> ServerPlan:
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Whether a key holds numbers, flags or choices only: nothing that can name a file, an address or code."""
+    """Return whether a key holds only numbers, flags or choices: nothing that names a file, an address or code."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return True
@@ -115,7 +115,7 @@ def adopt(
     rank: int,
     server: str,
 ) -> Config:
-    """The configuration that this worker runs with.
+    """Return the configuration that this worker runs with.
 
     `theirs` is what the server sent (`ServerPlan.config`), `own` the worker's configuration if it has one, `given` its flags
     and overrides by dotted name, `strategy` what it was started for. Raises UserError for what the owner has not allowed.
@@ -138,8 +138,8 @@ def adopt(
     _adopt_data(config, theirs, own=own, given=given, server=server)
     for key, value in given.items():
         if key in ("data.name", "data.tokenizer"):
-            continue  # done
-        section, _, name = key.rpartition(".")  # a task stands in no section
+            continue  # adopted above
+        section, _, name = key.rpartition(".")  # the task is in no section
         setattr(getattr(config, section) if section else config, name, value)
     _adopt_task(config, theirs.get("task"), server=server)
     return config
@@ -155,7 +155,7 @@ def _adopt_strategy(
             "leave --strategy out, or start another server"
         )
     if own is not None:
-        return  # compared, options included
+        return  # compared already, options included
     options = theirs.get("strategy", {}).get("options", {})
     if name in BUILT_IN:
         config.strategy.options = options if isinstance(options, dict) else {}
@@ -169,7 +169,7 @@ def _adopt_strategy(
 def _adopt_data(
     config: Config, theirs: Mapping[str, Any], *, own: Config | None, given: Mapping[str, Any], server: str
 ) -> None:
-    """The dataset and its tokenizer by name; where they lie, and any that needs files, by the owner."""
+    """Adopt the names of the dataset and its tokenizer; their folders and anything that needs files come from the owner."""
     data, name = config.data, config.data.name
     allowed = own.data.name if own is not None else given.get("data.name")
     if allowed not in (None, name):
@@ -208,10 +208,10 @@ def _adopt_data(
 
 
 def _adopt_task(config: Config, theirs: Any, *, server: str) -> None:
-    """`config.task` is the owner's by now."""
+    """Check that both sides train a task, or neither. `config.task` is the owner's."""
     if theirs is not None and config.task is None:
         raise UserError(
-            f"the server at {server} trains a task of its own, {theirs!r:.200}; code does not travel: start this worker with a "
+            f"the server at {server} trains a task of its own, {theirs!r:.200}; code is not sent: start this worker with a "
             "copy of that file, as worker RANK HOSTNAME --task FILE.py:Class"
         )
     if theirs is None and config.task is not None:

@@ -1,4 +1,4 @@
-"""The server of workers that never wait for each other: each push is taken as it arrives, and weighs by its age."""
+"""The asynchronous parameter server: it takes each push as it arrives and weighs it by its staleness."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from smolcluster.engine.elastic.parameter_server import ParameterServer, Push
 from smolcluster.strategies.base import Context
 from smolcluster.strategies.base.replicated import Pushing
 
-LEASES_AHEAD = 2  # what a worker computes, and what it computes next
-MOST_UNREAD = 8  # times the weights that may wait for a worker that pulls: its state and one pull, with room to spare
+LEASES_AHEAD = 2  # the step that a worker computes, and the next
+MOST_UNREAD = 8  # times the weights: unread bytes of a worker that pulls, before it is evicted
 
 
 class AsynchronousServer(ParameterServer):
@@ -21,12 +21,12 @@ class AsynchronousServer(ParameterServer):
     def __init__(self, context: Context, strategy: Pushing[Any], *, tokens_per_sample: int = 1) -> None:
         super().__init__(context, strategy, tokens_per_sample=tokens_per_sample)
         self._waiting: dict[tuple[Member, int], Push] = {}  # by member and its step
-        self._samples = 0  # of these
-        self._wanted: tuple[int, int] = (-1, 0)  # the roster's epoch, and the samples of an update in it
-        self._unfit: set[Member] = set()  # refused, for what their gradients are, since one was taken
+        self._samples = 0  # in self._waiting
+        self._wanted: tuple[int, int] = (-1, 0)  # the roster's epoch, and the samples that make an update in it
+        self._unfit: set[Member] = set()  # refused since the last gradient was accepted
 
     def _first_step(self, member: Member) -> int:
-        """A worker counts its own steps; also one that was paused goes on with its next."""
+        """Return the next of its own steps, also for one that was paused."""
         return member.step + 1
 
     def serve(self) -> None:
@@ -47,7 +47,7 @@ class AsynchronousServer(ParameterServer):
                 self._waiting, self._samples = {}, 0
 
     def _answer(self, said: MemberMessage) -> None:
-        """Take a push or refuse it; either way its worker gets the next lease."""
+        """Take or refuse a push; either way send its worker the next lease."""
         member, step, refused = said.member, said.message.step, self.stale_rejected
         if (member, step) in self._waiting:
             self._roster.evict(member, f"it pushed its step {step} twice")
@@ -57,12 +57,14 @@ class AsynchronousServer(ParameterServer):
         if push is not None:
             version = push.meta.get("version")
             if not isinstance(version, int) or not 0 <= version <= self.replica.updates:
-                self._roster.evict(member, f"it pushed a gradient of version {version!r}")
+                self._roster.evict(member, f"it pushed a gradient of the unknown version {version!r}")
                 return
             staleness = self.replica.updates - version
             weight = self.strategy.weight_of(staleness)
             if weight is None:
-                self.refuse(member, step, f"it is {staleness} versions old: too old to count", again=True)
+                self.refuse(
+                    member, step, f"it is {staleness} versions old, which exceeds the staleness bound", again=True
+                )
             else:
                 push.weight = weight
                 push.extra["staleness"] = answer["staleness"] = staleness
@@ -74,14 +76,14 @@ class AsynchronousServer(ParameterServer):
             if push is None:
                 self._note_unfit(member)
         elif push is None:
-            return  # not whole yet
+            return  # incomplete
         member.step = max(member.step, step)
         answer["scale"] = self.server_context.scale.state_dict()
         answer["leases"] = [self.grant_lease(member, step + LEASES_AHEAD)]
         member.link.send(Message(kind=Kind.ACK, step=step, epoch=member.epoch, meta=answer))
 
     def _note_unfit(self, member: Member) -> None:
-        """When every worker was refused in turn, and nothing was taken meanwhile, an attempt at the next step has failed."""
+        """Count a failed attempt at the next step when every worker was refused and nothing was accepted between."""
         self._unfit.add(member)
         if self._unfit.issuperset(self._roster.members.values()):
             self._unfit.clear()
@@ -104,7 +106,7 @@ class AsynchronousServer(ParameterServer):
 
     def _send_weights(self, member: Member) -> None:
         if member.link.queued_bytes > MOST_UNREAD * self._weights.nbytes + 2**20:
-            self._roster.evict(member, "it asks for the weights again and again, and does not read them")
+            self._roster.evict(member, "it requests the weights repeatedly without reading them")
             return
         for channel, payload in self._weights.encode(self.replica.weights()):
             member.link.send(

@@ -1,8 +1,7 @@
-"""Evaluation beside training: on a copy of the weights, on a thread of its own.
+"""Evaluation beside training: on a copy of the weights, in a thread.
 
-One evaluation runs, one may wait; a newer one takes the place of the one that waits. So a slow machine evaluates less often and
-never holds up the workers. Who waits for a result is always told, if only that there is none. A run that is told to stop does
-not wait for evaluations: the one that runs ends at its next batch.
+One evaluation runs and one may wait; a newer one replaces the one that waits. So a slow machine evaluates less often and never
+holds up the workers. Every submitted evaluation gets its callback, with an empty result where it was replaced or cancelled.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class _Evaluation:
 
 
 class _Cancelled(Exception):
-    """The run leaves: this evaluation has no result."""
+    """The run stops: this evaluation has no result."""
 
 
 class Evaluator:
@@ -50,10 +49,9 @@ class Evaluator:
         self._thread.start()
 
     def submit(self, step: int, weights: Mapping[str, Tensor], then: Callable[[dict[str, float]], None]) -> None:
-        """Evaluate these weights, which nobody may change before `then` is called.
+        """Evaluate these weights, which must not change before `then` is called.
 
-        `then` gets the result on its thread; nothing when there is none, since a newer one came first, the run leaves, or it
-        failed.
+        `then` is called on the evaluation thread; with {} when the evaluation was replaced or cancelled, or failed.
         """
         with self._changed:
             self._raise()
@@ -68,16 +66,16 @@ class Evaluator:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what went wrong so far."""
+        """Raise the error of an earlier evaluation."""
         with self._changed:
             self._raise()
 
     def cancel(self) -> None:
-        """What has no result yet gets none."""
+        """End the current evaluation at its next batch, and skip the waiting one."""
         self._cancelled = True
 
     def close(self) -> None:
-        """After all that was submitted is evaluated."""
+        """Wait for all submitted evaluations and stop the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -113,7 +111,7 @@ class Evaluator:
                 )
             except _Cancelled:
                 pass
-            except Exception as error:  # noqa: BLE001 - told to whoever asks, on its own thread
+            except Exception as error:  # noqa: BLE001 - raised by the next `submit` or `check`
                 self._error = error
             try:
                 job.then(result)

@@ -1,21 +1,21 @@
-"""What an elastic run did, line by line, so that anyone can check it afterwards.
+"""The history of an elastic run, which can be checked afterwards.
 
-history.jsonl in the run directory has one line for every server that began, every committed step and every change of
-membership. `check` holds these lines against the rules that a run must keep, whatever was killed, stalled or cut off:
+history.jsonl in the run directory has a line for every server that started, every committed step and every membership change.
+`check` verifies the rules that a run must keep, whatever was killed, stalled or partitioned:
 
-    every step is committed once, in order, without gaps, also across servers that died
-    epochs never go down; an epoch has one server, and a server that another has replaced commits nothing more
+    every step is committed once, in order, without gaps, also across restarts of the server
+    epochs never decrease; an epoch has one server, and a server that was replaced commits nothing more
     a gradient (instance, seq) is counted once, and only from a member
-    a sample is counted once, and none is lost: what was counted and what is still open make up the stream so far
+    a sample is counted once, and none is lost: counted and open samples make up the stream so far
 
-The journal is the truth and this file its readable copy. A server appends a line to the journal first (`line.fields()` in
-the record's meta) and adds it here then. `reconcile`, when a server begins, adds the lines a crash left out and takes
-away those of steps that the journal does not have. Call `flush` before a snapshot of the journal forgets its records.
+The journal is authoritative, and this file is its readable copy. A server appends a line to the journal first (in the metadata
+of the record), then adds it here. When a server starts, `reconcile` adds the lines that a crash left out and removes those
+of steps that the journal does not have. Call `flush` before a snapshot of the journal deletes its records.
 
-The file grows with the run, and a server must be back within seconds. So it is read from its end, as far as the journal's
-records go back: epochs and steps never go down, and what was written before the last snapshot is not looked at again.
+The file grows with the run, and a server must restart within seconds. So it is read from its end, only as far as the journal's
+records go back.
 
-Lines are plain JSON. Nothing here imports torch.
+Lines are plain JSON. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from smolcluster.engine.durable_files import Closing
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 64 << 10  # of the file, read at once from its end
+CHUNK_BYTES = 64 << 10  # read at once, from the end of the file
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 Ranges = list[tuple[NonNegativeInt, PositiveInt]]
 
 
 class LeaseState(BaseModel):
-    """The state of the leases (`Leases.state_dict`): all before `position` was counted, but for the holes."""
+    """The state of the leases (`Leases.state_dict`): all samples before `position` are counted, except the holes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -60,12 +60,12 @@ class _BaseLine(BaseModel):
     time: float = Field(default_factory=lambda: round(time.time(), 3))
 
     def fields(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the line as JSON fields."""
         return self.model_dump(mode="json")
 
 
 class Begin(_BaseLine):
-    """A server starts to commit: the first of a run, or one in the place of another. All members join anew."""
+    """A server starts: the first of a run, or one that replaces another. All members join again."""
 
     kind: Literal["begin"] = "begin"
     server: str
@@ -86,7 +86,7 @@ class ContributionLine(BaseModel):
 
 
 class CommitLine(_BaseLine):
-    """A step counts, with those of its round. `digest` is of the weights, or of the update, after it."""
+    """A round is committed; `step` is its last step. `digest`: of the weights or the update after it."""
 
     kind: Literal["commit"] = "commit"
     server: str
@@ -101,7 +101,7 @@ class CommitLine(_BaseLine):
 
 
 class MemberLine(_BaseLine):
-    """`joined`, `left`, `evicted` and `paused` change who is a member; any other event (`refused`, ...) is only told."""
+    """`joined`, `left`, `evicted` and `paused` change who is a member; any other event (`refused`, ...) is only noted."""
 
     kind: Literal["member"] = "member"
     event: str
@@ -115,10 +115,9 @@ _LINE: TypeAdapter[HistoryLine] = TypeAdapter(Annotated[HistoryLine, Field(discr
 
 
 class History(Closing):
-    """Writes history.jsonl. A line is in the file, as far as the kernel goes, when `add` returns.
+    """Write history.jsonl. When `add` returns, the kernel has the line.
 
-    A line that cannot be written (the disk is full) is an error in the log and is kept for the next attempt: training
-    does not stop for it.
+    A line that cannot be written (the disk is full) is logged as an error and kept for the next attempt; training continues.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,10 +143,10 @@ class History(Closing):
         self._write()
 
     def reconcile(self, lines: Iterable[Mapping[str, Any] | HistoryLine], *, next_step: int) -> None:
-        """Bring the file in line with the journal, whose last lines these are and which goes on with `next_step`.
+        """Make the file match the journal, whose last lines are `lines` and whose next step is `next_step`.
 
-        Cuts the file off before the line that commits that step: the power went before the journal had it, or the run is
-        taken back to a checkpoint. Then adds those lines of the journal that are missing.
+        Truncates the file before the line that commits that step: a power cut lost it from the journal, or the run resumes
+        from a checkpoint. Then adds the missing lines of the journal.
         """
         last = [line if isinstance(line, Mapping) else line.fields() for line in lines]
         begins = _Beginning(last, next_step)
@@ -157,7 +156,7 @@ class History(Closing):
             found = _parse(raw) or {}
             if _is_beyond(found, next_step):
                 whole = start
-                kept.clear()  # what follows a line that goes, goes with it
+                kept.clear()  # all lines after it are cut off too
             elif begins.is_after(found):
                 break
             else:
@@ -170,7 +169,7 @@ class History(Closing):
                 self.add(_LINE.validate_python(fields))
 
     def flush(self) -> None:
-        """Returns when every line is on the disk itself. Raises OSError when it cannot be."""
+        """Return when every line is on the disk itself. Raises OSError."""
         self._write()
         if self._unwritten:
             raise OSError(f"{self.path}: {self._unwritten.count(10)} lines could not be written")
@@ -224,9 +223,9 @@ def last_commit(path: Path) -> int:
 
 
 def check(lines: Iterable[Mapping[str, Any]], *, data: Mapping[str, Any] | None = None) -> list[str]:
-    """What is wrong with a history, a sentence each; none means that it kept every rule.
+    """Return the violations of the rules, a sentence each; [] for a sound history.
 
-    `data` is the saved state of the leases after the last step, from a checkpoint or the server, to be held against it.
+    `data`: the state of the leases after the last step, from a checkpoint or the server, to compare with.
     """
     checker = _Checker()
     for number, fields in enumerate(lines, start=1):
@@ -244,7 +243,7 @@ def check(lines: Iterable[Mapping[str, Any]], *, data: Mapping[str, Any] | None 
 
 
 class _Checker:
-    """Takes lines in order and remembers what later ones must agree with."""
+    """Take lines in order and keep the state that later ones must agree with."""
 
     def __init__(self) -> None:
         self.violations: list[str] = []
@@ -283,7 +282,7 @@ class _Checker:
         self.members.clear()
 
     def _commit(self, line: CommitLine) -> None:
-        # The step and who commits it.
+        # The step and its server.
         self._check_epoch(line, f"step {line.step} was committed")
         if self.server is None:
             self._say(f"step {line.step} was committed before any server began")
@@ -299,7 +298,7 @@ class _Checker:
             self._say(f"step {first} was committed, but step {self.next_step} was next: a step is missing")
         self.next_step = max(line.step + 1, self.next_step or 0)
 
-        # What it counted.
+        # Its gradients and samples.
         if not line.contributors:
             self._say(f"step {line.step} was committed without any gradient")
         for part in line.contributors:
@@ -337,7 +336,7 @@ class _Checker:
         self.epoch = max(line.epoch, line.epoch if self.epoch is None else self.epoch)
 
     def check_data(self, when: str, data: LeaseState) -> None:
-        """Positions before `position` are counted or holes; all others are not counted. Told once, then believed."""
+        """Positions before `position` are counted or holes; all others are not counted. Each difference is reported once."""
         expected = _Positions.of(data)
         for first, end in expected.minus(self.counted):
             self._say(f"{when}, samples {first} to {end - 1} are lost: never counted, and not to be read again")
@@ -363,10 +362,10 @@ class _Positions:
         return positions
 
     def add(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Adds [start, end); returns what of it was there before."""
+        """Add [start, end); return the parts that were in the set before."""
         if start >= end:
             return []
-        # All that overlap or touch it become one with it.
+        # Merge all intervals that overlap or touch it.
         low, high = bisect.bisect_left(self.ends, start), bisect.bisect_right(self.starts, end)
         touched = list(zip(self.starts[low:high], self.ends[low:high], strict=True))
         self.starts[low:high] = [min([start, *(s for s, _ in touched)])]
@@ -375,7 +374,7 @@ class _Positions:
         return [(s, e) for s, e in shared if s < e]
 
     def minus(self, other: _Positions) -> list[tuple[int, int]]:
-        """What is here and not there."""
+        """Return the intervals that are in this set and not in the other."""
         left = []
         for start, end in zip(self.starts, self.ends, strict=True):
             for s, e in zip(other.starts, other.ends, strict=True):
@@ -389,7 +388,7 @@ class _Positions:
 
 
 class _Beginning:
-    """Where the lines of a journal begin, in a file whose steps and epochs never go down."""
+    """Where the lines of a journal start in a file whose steps and epochs never decrease."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]], next_step: int) -> None:
         members = [line for line in lines if _step_of(line) is None]
@@ -397,7 +396,7 @@ class _Beginning:
         self._epoch = min([int(line["epoch"]) for line in members], default=None)
 
     def is_after(self, found: Mapping[str, Any]) -> bool:
-        """Return whether every one of them comes after this line of the file."""
+        """Return whether all lines of the journal come after this line of the file."""
         step, epoch = _step_of(found), found.get("epoch")
         if step is None or step >= self._step:
             return False
@@ -405,7 +404,7 @@ class _Beginning:
 
 
 def _step_of(fields: Mapping[str, Any]) -> int | None:
-    """Return the last step that was committed when this line was written; None: it does not say."""
+    """Return the last step that was committed when this line was written; None: unknown."""
     step, following = fields.get("step"), fields.get("next_step")
     if fields.get("kind") == "commit" and isinstance(step, int):
         return step
@@ -415,7 +414,7 @@ def _step_of(fields: Mapping[str, Any]) -> int | None:
 def _backwards(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, line) from the last of the first `size` bytes to the first. Only the last may lack its line feed."""
     with path.open("rb") as file:
-        parts: list[bytes] = []  # of the line whose beginning was not read yet, last first
+        parts: list[bytes] = []  # of a line whose start is not read yet, last first
         at = size
         while at:
             length = min(CHUNK_BYTES, at)
@@ -448,13 +447,13 @@ def _text(fields: Mapping[str, Any]) -> str:
 
 
 def _is_beyond(fields: Mapping[str, Any], next_step: int) -> bool:
-    """Whether a line says that `next_step` was committed."""
+    """Return whether `next_step` was committed before this line or by it."""
     step = _step_of(fields)
     return step is not None and step >= next_step
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m smolcluster.engine.elastic.history RUN/history.jsonl`: prints what is wrong with it, if anything is."""
+    """`python -m smolcluster.engine.elastic.history RUN/history.jsonl`: print the violations of a history."""
     if len(arguments) != 1 or not Path(arguments[0]).is_file():
         print("usage: python -m smolcluster.engine.elastic.history RUN/history.jsonl", file=sys.stderr)
         return 2

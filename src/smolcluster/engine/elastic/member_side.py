@@ -1,7 +1,6 @@
-"""What a worker does for its membership, whatever the strategy: hear the server, take over its state, take leases.
+"""The membership of a worker, under every strategy: handle messages of the server, load its state, take leases.
 
-A worker that joins, or comes back, gets the weights, the optimizer state and a lease of samples, and takes part from a step
-boundary on.
+A worker that joins or rejoins gets the weights, the optimizer state and a lease, and takes part from the next step boundary.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ class MemberSide(ABC):
     context: Context
     replica: Replica
 
-    recall: Callable[[int], Mapping[str, Tensor]] | None = None  # what I kept of my own after a step, if anything
+    recall: Callable[[int], Mapping[str, Tensor]] | None = None  # loads what this worker saved of its own after a step
 
     @abstractmethod
     def load_state(self, state: State) -> None: ...
 
     def init_member(self) -> None:
-        """Once, before the line is used."""
-        self._over = False  # the server has said so
-        self._epoch = 0  # of my welcome
+        """Call once, before the link is used."""
+        self._over = False  # the server has sent STOP
+        self._epoch = 0  # of the last WELCOME
         self.replica.led = True
         state_bytes = sum(t.nbytes for t in self.replica.weights().values())
         self._line.allow(Kind.STATE, most_bytes=8 * state_bytes + 2**20)
@@ -41,11 +40,11 @@ class MemberSide(ABC):
         return self.context.line
 
     def introduction(self) -> dict[str, Any]:
-        """What this worker says of itself when it joins, beside its rank and its model."""
+        """Return what a strategy adds to JOIN."""
         return {}
 
     def _handle(self, message: Message) -> None:
-        """Act on one message of the server. Strategies add their own kinds."""
+        """Handle one message of the server. Subclasses add their kinds."""
         if message.kind is Kind.WELCOME:
             self._enter(message)
         elif message.kind is Kind.STOP:
@@ -53,24 +52,24 @@ class MemberSide(ABC):
         self._use_scale(message)
 
     def _use_scale(self, message: Message) -> None:
-        """The loss scale is the server's to change: all members use the one that it sent last."""
+        """Use the loss scale that the server sent last: only the server changes it."""
         if self.replica.scale is not None and self.replica.led and "scale" in message.meta:
             self.replica.scale.load_state_dict(message.meta["scale"])
 
     def _enter(self, welcome: Message) -> None:
-        """Take part from here on, with the server's state."""
+        """Become a member, with the server's state."""
         self._epoch = welcome.epoch
         count = welcome.meta.get("state")
         if count is None:
             return
         tensors = self._line.state(count)
-        if tensors is not None:  # or the line was lost again, and another welcome follows
+        if tensors is not None:  # else the link was lost, and another WELCOME follows
             state = State.unpacked(tensors, welcome.meta["numbers"])
             state.own = self.recall(welcome.step) if self.recall is not None else {}
             self.load_state(state)
 
     def lease(self) -> Lease | None:
-        """Return what this worker reads next; None when the run is over."""
+        """Return the next lease; None when the run is over."""
         while not self._over:
             self._check_stop()
             message = self._line.get(0)

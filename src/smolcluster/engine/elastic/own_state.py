@@ -1,7 +1,7 @@
-"""What a worker alone has, on its own disk: error feedback of a codec, after the steps that the run saves.
+"""Error feedback of a codec, saved on the worker's own disk after the steps that the run saves.
 
-It stays there: it is as large as the model, and codecs are for networks that are slow. A worker that is started again, and is
-welcomed with the state of such a step, goes on with it. Where it is lost the worker begins with none, as one that joins does.
+It is as large as the model, so it is not sent over a network that needs a codec. A restarted worker that is welcomed with the
+state of such a step loads it; without it the worker starts with none, like one that joins.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 class OwnState:
     def __init__(self, folder: Path, *, rank: int, keep: int) -> None:
-        """`keep`: how many steps, as of checkpoints."""
+        """`keep`: how many steps to keep, as for checkpoints."""
         self._folder, self._rank, self._keep = folder, rank, keep
         self._last = -1
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep it, if there is any. A disk that is full costs this state, and nothing else."""
+        """Save the tensors, if there are any. A full disk is only a warning."""
         if not tensors or step == self._last:
             return
         path = self._path(step)
@@ -36,7 +36,7 @@ class OwnState:
             for old in sorted(self._folder.glob(self._path_name("*")))[: -self._keep]:
                 old.unlink(missing_ok=True)
         except OSError as error:
-            log.warning("error feedback of step %d is not kept: %s", step, error)
+            log.warning("error feedback of step %d is not saved: %s", step, error)
         self._last = step
 
     def load(self, step: int) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ class OwnState:
         try:
             return dict(load_file(path)) if path.exists() else {}
         except (OSError, SafetensorError) as error:
-            log.warning("error feedback of step %d begins anew: %s", step, error)
+            log.warning("error feedback of step %d cannot be read and starts at zero: %s", step, error)
             return {}
 
     def _path(self, step: int) -> Path:

@@ -1,7 +1,7 @@
-"""What parameter servers share: the checks of what workers push, the mean, the record of every step.
+"""The base of parameter servers: it checks pushed gradients, averages them, records and applies every step.
 
-The server has the model and its optimizer. When gradients count is the role's own: step by step (`synchronous.py`), or one by
-one (`asynchronous.py`).
+The server holds the model and its optimizer. `synchronous.py` collects the gradients of a step; `asynchronous.py` takes each as
+it arrives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.utils import get_total_norm
 from smolcluster.comm.codecs import CodecError
 from smolcluster.comm.codecs.base import numbers as as_numbers
 from smolcluster.comm.elastic.membership.roster import Member, MemberGone, MemberMessage
-from smolcluster.comm.elastic.transport.messages import Kind
+from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.rounds import put_gradients
 from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.claims import Claims
@@ -43,7 +43,7 @@ class Push:
     tensors: dict[str, Tensor]
     missing: set[int]
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    encoded: dict[int, Tensor] | None = None  # as it came, by channel, instead of `tensors` where that is smaller
+    encoded: dict[int, Tensor] | None = None  # by channel, as received; kept instead of `tensors` where it is smaller
     norm: float = 0.0
     weight: float = 1.0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Push:
 
     @property
     def count(self) -> float:
-        """What its loss is the mean over: its samples, or its targets where the task counts them."""
+        """Return what its loss is the mean over: its samples, or its targets where the task counts them."""
         return float(self.meta.get("count", self.samples))
 
     @property
@@ -83,15 +83,15 @@ class ParameterServer(ServerSide):
         self._roster.expect(Kind.PUSH, [*self._gradients.payloads(), *self._buffers.payloads()])
 
     def _first_step(self, member: Member) -> int:
-        """Of a member that is welcomed now."""
+        """Return the first step of a member that is welcomed now."""
         return self.replica.updates + 1
 
     def _first_waits(self) -> bool:
-        """Whether a newcomer begins only when it has read the state."""
+        """Return whether newcomers start only after they have read the state."""
         return False
 
     def _welcome(self) -> None:
-        """Newcomers take part from here on."""
+        """Welcome all newcomers: send them the state and leases."""
         if self._roster.newcomers:
             waits = self._first_waits()
             state, numbers = self.copied_state()
@@ -110,74 +110,85 @@ class ParameterServer(ServerSide):
         meta["counted"] = self.server_context.counted.get(str(member.rank), 0)
         send_state(member, tensors, step=self.replica.updates, epoch=member.epoch, meta=meta)
 
-    def _arrived(self, said: MemberMessage) -> Push | None:
-        """A bucket of a gradient has come; returns the push once it is whole and fit to count."""
-        member, message = said.member, said.message
+    def _arrived(self, event: MemberMessage) -> Push | None:
+        """Take one bucket of a gradient; return the push once it is whole and accepted."""
+        member, message = event.member, event.message
         key = (member.rank, message.step)
         if message.epoch != member.epoch:  # sent before the member was welcomed again
             if message.payload is not None:
                 self._roster.release(message.payload)
             return None
         if message.step not in self.server_context.leases.held(member.instance):
-            self._roster.evict(member, f"it pushed step {message.step}, of which it was lent nothing")
+            self._roster.evict(member, f"it pushed step {message.step} without holding a lease for it")
             return None
         if "skip" in message.meta:
             self._pushes.pop(key, None)
             self.refuse(member, message.step, str(message.meta["skip"]), scale=message.meta.get("scale"))
             return None
-        buffer = message.channel - len(self._gradients)
-        if message.payload is None or message.codec != ("fp32" if buffer >= 0 else self._gradients.codec.name):
-            self._roster.evict(member, "it pushed something that is not a gradient of this run")
+        is_buffer = message.channel >= len(self._gradients)
+        if message.payload is None or message.codec != ("fp32" if is_buffer else self._gradients.codec.name):
+            self._roster.evict(member, "it pushed a payload that is not a gradient of this run")
             return None
         push = self._pushes.get(key)
         if push is None:
             if message.channel != 0 or not sound(message.meta):
-                self._roster.evict(member, "its push does not begin at the beginning")
+                self._roster.evict(member, "its push does not start with bucket 0 and well-formed metadata")
                 return None
-            tensors = {} if self._keep_encoded else self._new_tensors()
-            missing = set(range(len(self._gradients) + len(self._buffers)))
-            push = self._pushes[key] = Push(member, message.step, message.meta, tensors, missing)
-            push.buffers = {n: torch.empty(s) for n, s in self._buffer_shapes.items()}
-            push.encoded = {} if self._keep_encoded else None
-        push.missing.discard(message.channel)
+            push = self._pushes[key] = self._new_push(member, message)
         try:
-            if buffer >= 0:
-                self._buffers.decode(buffer, message.payload, push.buffers)
-            elif push.encoded is not None:
-                push.encoded[message.channel] = message.payload
-            else:
-                self._gradients.decode(message.channel, message.payload, push.tensors)
-            if not push.missing:
-                push.norm = float(get_total_norm(list(self._decoded(push, self._scratch).values())))
+            self._take_bucket(push, message.channel, message.payload)
         except CodecError as why:
             del self._pushes[key]
             self._roster.evict(member, f"its push cannot be decoded: {why}")
             return None
-        if push.encoded is None or buffer >= 0:
+        if push.encoded is None or is_buffer:
             self._roster.release(message.payload)
         if push.missing:
             return None
         del self._pushes[key]
-        ranges = self.server_context.leases.held(member.instance).get(push.step, [])
-        lent = sum(count for _, count in ranges)
-        if lent != push.samples:
+        return push if self._accepts(push) else None
+
+    def _new_push(self, member: Member, message: Message) -> Push:
+        tensors = {} if self._keep_encoded else self._new_tensors()
+        missing = set(range(len(self._gradients) + len(self._buffers)))
+        push = Push(member, message.step, message.meta, tensors, missing)
+        push.buffers = {n: torch.empty(s) for n, s in self._buffer_shapes.items()}
+        push.encoded = {} if self._keep_encoded else None
+        return push
+
+    def _take_bucket(self, push: Push, channel: int, payload: Tensor) -> None:
+        """Decode or keep one bucket. Raises CodecError."""
+        push.missing.discard(channel)
+        if channel >= len(self._gradients):
+            self._buffers.decode(channel - len(self._gradients), payload, push.buffers)
+        elif push.encoded is not None:
+            push.encoded[channel] = payload
+        else:
+            self._gradients.decode(channel, payload, push.tensors)
+        if not push.missing:
+            push.norm = float(get_total_norm(list(self._decoded(push, self._scratch).values())))
+
+    def _accepts(self, push: Push) -> bool:
+        """Check a whole push against its lease and the gate; evict or refuse its member otherwise."""
+        member, ranges = push.member, self.server_context.leases.held(push.member.instance).get(push.step, [])
+        leased = sum(count for _, count in ranges)
+        if leased != push.samples:
             self._roster.evict(
-                member, f"it pushed {push.samples} samples of step {push.step}, and {lent} were lent to it"
+                member, f"it pushed {push.samples} samples of step {push.step}, and its lease has {leased}"
             )
-            return None
-        if (objection := self._claims.objection(ranges, push.count)) is not None:
-            self._roster.evict(member, objection)
-            return None
+            return False
+        if (overclaim := self._claims.objection(ranges, push.count)) is not None:
+            self._roster.evict(member, overclaim)
+            return False
         objection = self.gate.objection(push.norm)
         if objection is None and (broken := not_finite(push.buffers)):
             objection = f"its buffer {broken} has NaN or infinite values"
         if objection is not None:
-            self.refuse(member, message.step, objection)
-            return None
-        return push
+            self.refuse(member, push.step, objection)
+        return objection is None
 
     def _decoded(self, push: Push, out: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return its gradient; in `out`, where it is kept encoded."""
+        """Return its gradient, decoded into `out` where it was kept encoded."""
         if push.encoded is None:
             return push.tensors
         for channel, payload in push.encoded.items():
@@ -188,13 +199,13 @@ class ParameterServer(ServerSide):
         return {n: torch.empty(s) for n, s in self._shapes.items()}
 
     def _gone(self, gone: MemberGone) -> None:
-        """What a lost member was lent comes back. A step counts its members only: what it has pushed does not count either."""
+        """Take back the leases of a lost member and drop what it pushed: a step counts current members only."""
         self.server_context.leases.give_back(gone.member.instance)
         for key in [key for key, push in self._pushes.items() if push.member is gone.member]:
             del self._pushes[key]
 
     def _average(self, pushes: Sequence[Push]) -> dict[str, Tensor]:
-        """By count and weight, in the order given."""
+        """Average by count and weight, in the order given."""
         average: dict[str, Tensor] = {}
         for push, share in zip(pushes, _shares(pushes), strict=True):
             out = self._scratch if average or not self._keep_encoded else self._new_tensors()
@@ -204,7 +215,7 @@ class ParameterServer(ServerSide):
     def _record(
         self, pushes: Sequence[Push], average: dict[str, Tensor], *, encoded: Sequence[Tensor] | None = None
     ) -> None:
-        """The next step counts, from here on and whatever happens. `encoded`: record the average as the workers get it."""
+        """Record the next step: from here on it counts. `encoded`: record the average as the workers receive it."""
         step = self.replica.updates + 1
         contributors = []
         for push in pushes:
@@ -220,7 +231,7 @@ class ParameterServer(ServerSide):
                     "ranges": [list(r) for r in ranges],
                 }
             )
-        # Buffers are those of the first worker, as on the mesh plane.
+        # Buffers are those of the lowest rank, as on the mesh plane.
         buffers = min(pushes, key=lambda push: push.member.rank).buffers
         self.server_context.scale.committed(push.member.instance for push in pushes)
         numbers, parts = self._smallest_form(pushes, average, encoded)
@@ -230,7 +241,7 @@ class ParameterServer(ServerSide):
         self._note_step_time(time.monotonic())
 
     def _note_step_time(self, now: float) -> None:
-        """Pause no member that is silent for less than a usual step: it would lose its gradient, and get the whole state."""
+        """Keep the median step time as patience: a member paused earlier would lose its gradient and reload the state."""
         if self._recorded_at is not None:
             self._step_times.append(now - self._recorded_at)
             self._roster.patience_s = statistics.median(self._step_times)
@@ -239,7 +250,7 @@ class ParameterServer(ServerSide):
     def _smallest_form(
         self, pushes: Sequence[Push], average: dict[str, Tensor], encoded: Sequence[Tensor] | None
     ) -> tuple[dict[str, Any], list[Tensor]]:
-        """What `replay` makes exactly this average of, in the fewest bytes that are at hand."""
+        """Return the smallest payload at hand from which `replay` reproduces exactly this average, and its metadata."""
         if encoded is not None:
             return {"form": "encoded", "shares": None}, list(encoded)
         kept = [push.encoded for push in pushes if push.encoded is not None]
@@ -249,12 +260,12 @@ class ParameterServer(ServerSide):
         return {"form": "dense"}, [average[n] for n in self._gradients.names]
 
     def _take_step(self, pushes: Sequence[Push], average: dict[str, Tensor]) -> Tensor:
-        """Returns the norm of its gradient."""
+        """Apply the average; return its norm."""
         self._set_buffers(min(pushes, key=lambda push: push.member.rank).buffers)
         return self._apply(average)
 
     def _set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        weights = self.replica.weights() if buffers else {}  # once: it walks through the whole model
+        weights = self.replica.weights() if buffers else {}  # once: it walks the whole model
         for name, buffer in buffers.items():
             weights[name].copy_(buffer)
 
@@ -287,11 +298,11 @@ class ParameterServer(ServerSide):
         self._apply(average)
 
     def _as_sent(self, average: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what is applied of an average: as the workers decode it, where it is sent to them."""
+        """Return the average that is applied: as workers decode it, where it is sent to them."""
         return average
 
     def _decode_all(self, row: Tensor, shares: Sequence[float] | None) -> dict[str, Tensor]:
-        """The average that was sent; with `shares`, that of the pushes that came."""
+        """Decode a recorded average; with `shares`, average the recorded pushes."""
         average: dict[str, Tensor] = {}
         offset = 0
         for number in range(len(shares or [1.0])):
@@ -305,17 +316,17 @@ class ParameterServer(ServerSide):
 
 
 def mean_loss(pushes: Sequence[Push]) -> Tensor:
-    """Of all that counted in them."""
+    """Return the mean loss, weighted by count."""
     return torch.tensor(sum(p.loss * p.count for p in pushes) / (sum(p.count for p in pushes) or 1.0))
 
 
 def _shares(pushes: Sequence[Push]) -> list[float]:
-    total = sum(p.count * p.weight for p in pushes) or 1.0  # or nothing counts, and all of them are zero
+    total = sum(p.count * p.weight for p in pushes) or 1.0  # 1 where nothing counts: all gradients are zero
     return [p.count * p.weight / total for p in pushes]
 
 
 def _add(average: dict[str, Tensor], tensors: dict[str, Tensor], *, share: float) -> dict[str, Tensor]:
-    """In place, into the first of them: replayed in the same order, it gives the same bits."""
+    """Add in place, into the first: a replay in the same order gives the same bits."""
     if not average:
         return {n: t.mul_(share) for n, t in tensors.items()}
     for name, tensor in average.items():
@@ -324,7 +335,7 @@ def _add(average: dict[str, Tensor], tensors: dict[str, Tensor], *, share: float
 
 
 def _split(row: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Bytes of float32 numbers as the tensors that were written there, one behind the other."""
+    """Split a row of float32 bytes into tensors of these shapes."""
     flat, ends = as_numbers(row, torch.float32), accumulate(shape.numel() for shape in shapes.values())
     return {
         name: flat[end - shape.numel() : end].view(shape)
@@ -333,7 +344,7 @@ def _split(row: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
 
 
 def sound(meta: dict[str, Any]) -> bool:
-    """Return whether the first message of a push has its numbers."""
+    """Return whether the first message of a push has all its numbers."""
     try:
         float(meta["loss"]), float(meta.get("compute_s", 0.0))
         count = float(meta.get("count", 0.0))

@@ -1,10 +1,10 @@
-"""Rounds with a parameter server: this worker pushes its gradients, and hears what the server makes of them.
+"""The rounds of a worker with a parameter server: it pushes gradients and applies what the server sends.
 
 PUSH     buckets of the encoded gradient of one step, then the buffers (running means)
-AVERAGE  synchronous: the mean of a step, which all workers apply in order, also those that added nothing to it
-ACK      as they arrive: my push was taken, or refused; synchronous: it came too late
-WEIGHTS  the server's, asked for with PULL or every few steps
-WELCOME  take part, with the server's state: what was in flight came to nothing
+AVERAGE  synchronous: the mean of a step, which all workers apply in order, also those that contributed nothing
+ACK      asynchronous: the push was taken or refused; synchronous: it was too late
+WEIGHTS  the server's weights, requested with PULL or sent every few steps
+WELCOME  join with the server's state: pushes in flight are discarded
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from smolcluster.engine.elastic.member_side import MemberSide
 from smolcluster.strategies.base import State
 from smolcluster.strategies.base.replicated import Pushing
 
-SLOTS = 1  # the memory for a mean
+SLOTS = 1  # memory for one mean
 
 
 class ModelParcels:
-    """What of a model travels to the server and back, in which buckets: alike on both sides."""
+    """The packing of a model's gradients, weights and buffers into buckets, identical on both sides."""
 
     def __init__(self, replica: Replica, options: ServedOptions) -> None:
         self.codec = chosen_codec(options)
         bucket_bytes, plain = int(options.bucket_mb * 2**20), make_codec("fp32")
         weights, model = replica.weights(), replica.model
         self.shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
-        parameters = dict(model.named_parameters(remove_duplicate=False))  # also those that are there twice
+        parameters = dict(model.named_parameters(remove_duplicate=False))  # with tied parameters under each name
         self.buffer_shapes = {n: t.shape for n, t in weights.items() if n not in parameters}
         floats = {n: t.shape for n, t in weights.items() if t.is_floating_point()}
         self.dense_bytes = 4 * sum(map(math.prod, self.shapes.values()))
@@ -67,9 +67,9 @@ class PushedRounds(ServerRounds, MemberSide):
             self._line.expect(Kind.AVERAGE, parcels.gradients.payloads())
         self._feedback = Feedback() if parcels.codec.feedback else None
         self._server_weights = {n: torch.empty(t.shape) for n, t in self.replica.weights().items()}
-        self._version = 0  # of the server's weights that mine descend from
-        self._counted = False  # the weight is of targets
-        self._anew = False  # I was welcomed since the last step began
+        self._version = 0  # of the server's weights that this worker's derive from
+        self._counted = False  # weights count targets
+        self._rejoined = False  # since the last step began
 
     def ends(self, step: int) -> bool:
         return True
@@ -78,7 +78,7 @@ class PushedRounds(ServerRounds, MemberSide):
         self._line.send(Kind.PULL, epoch=self._epoch)
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        while not (self._over or self._anew or done()):
+        while not (self._over or self._rejoined or done()):
             message = self._line.get()
             assert message is not None
             self._handle(message)
@@ -96,16 +96,16 @@ class PushedRounds(ServerRounds, MemberSide):
         if self._feedback is not None:
             self._feedback.load_state_dict(under(f"{self._parcels.codec.name}/", tensors))
 
-    # My gradient
+    # Pushing a gradient
 
     def _starter(self, mine: Contribution, *, counted: bool) -> Callable[[], None]:
-        self._counted, self._anew = counted, False
+        self._counted, self._rejoined = counted, False
         return lambda: None
 
     def _contributed(self, mine: Contribution, started: float) -> None:
-        """Send the gradients on the parameters; buckets leave while the next is encoded."""
+        """Push the gradients; each bucket is sent while the next is encoded."""
         assert mine.loss is not None
-        mine.said_loss = float(mine.loss)  # a GPU is done only then
+        mine.said_loss = float(mine.loss)  # waits for the GPU
         said: dict[str, Any] = {"samples": mine.samples, "loss": repr(mine.said_loss)}  # as text: JSON has no NaN
         said |= {"compute_s": time.perf_counter() - started, "version": self._version}
         if self._counted:
@@ -131,10 +131,10 @@ class PushedRounds(ServerRounds, MemberSide):
                 self._feedback.undo()
             self._line.send(Kind.PUSH, step=mine.step, epoch=self._epoch, meta={"skip": str(why), **said})
         if self._one_by_one and self._feedback is not None:
-            self._feedback.commit()  # several pushes are on their way: what is refused is lost
+            self._feedback.commit()  # several pushes are in flight: what a refused one carried is lost
 
     def _take_gradients(self) -> dict[str, Tensor] | None:
-        """The gradients by name, unscaled; zero where there is none. None: they overflowed in fp16."""
+        """Return the unscaled gradients by name, zeros where there is none; None when they overflowed in fp16."""
         replica = self.replica
         named = {n: p for n, p in replica.model.named_parameters() if p.requires_grad}
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
@@ -145,7 +145,7 @@ class PushedRounds(ServerRounds, MemberSide):
             gradients = {n: g / replica.loss_scale for n, g in gradients.items()}
         return gradients
 
-    # What the server says
+    # Messages of the server
 
     def _handle(self, message: Message) -> None:
         super()._handle(message)
@@ -163,12 +163,12 @@ class PushedRounds(ServerRounds, MemberSide):
                 pass
 
     def _rejoin(self, *, counted: int) -> None:
-        """`counted`: the last step that counted a gradient of mine, though I may not have heard of it."""
+        """Discard what is in flight. `counted`: the last step that counted a gradient of this worker."""
         if self._feedback is not None:
             taken = self.flights and self.flights[0].step == counted
             self._feedback.commit() if taken else self._feedback.undo()
         self.flights.clear()
-        self._version, self._anew = self.replica.updates, True
+        self._version, self._rejoined = self.replica.updates, True
         self._strategy.rejoined()
 
     def _take_average(self, message: Message, payload: Tensor) -> None:
@@ -185,7 +185,7 @@ class PushedRounds(ServerRounds, MemberSide):
                 self._feedback.commit() if counted else self._feedback.undo()
 
     def _drop_leases_before(self, step: int) -> None:
-        """Steps that were committed without me are not mine to compute any more; the server must not wait for them."""
+        """Return leases of steps that were committed without this worker, so that the server does not wait for them."""
         while self._line.leases and self._line.leases[0].step < step:
             dropped = self._line.leases.popleft().step
             self._line.send(Kind.PUSH, step=dropped, epoch=self._epoch, meta={"skip": "late"})
@@ -206,4 +206,4 @@ class PushedRounds(ServerRounds, MemberSide):
             age = int(message.meta.get("staleness", 0))
             self._strategy.apply(Committed(mine.step, slot=0, age=age, empty=refused))
             if refused and self._feedback is not None:
-                self._feedback = Feedback()  # what it left out goes with it
+                self._feedback = Feedback()  # it belongs to the refused gradient

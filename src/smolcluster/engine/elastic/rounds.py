@@ -1,25 +1,25 @@
-"""Rounds where members come and go: views, leases and the agreement on each round.
+"""The rounds of a worker on the elastic plane: views, leases and the agreement on each round.
 
-Contributions travel between the workers. A coordinator, which holds no weights, says who takes part and which rounds count:
+Contributions travel between the workers. A coordinator decides who is a member and which rounds are committed:
 
-    worker                                        coordinator (`coordinator.py`)
+    worker                                        coordinator (`coordination/`)
       combine round s with the members of the view
-      DONE(s): I hold the result          ----->  when all members of the view have said so, and no gradient is absurd:
-                                                  record that round s counts, with these samples
+      DONE(s): has the result             ----->  when all members of the view have sent DONE and no gradient is refused:
+                                                  record the commit of round s and its samples
       apply round s                       <-----  COMMIT(s), and the lease of a later step
 
-A result is applied only after its COMMIT, so that all replicas apply the same sequence, whatever is lost. When a member dies
-or joins there is a new VIEW: results without a COMMIT are thrown away and those rounds are combined again, from what the
-survivors still hold. A contribution that does not count (not finite, absurd) is left out in the same way. Messages of an
-older view are dropped. Only the side of a cut network that has the coordinator can commit.
+A result is applied only after its COMMIT, so that all replicas apply the same sequence, whatever fails. When a member leaves or
+joins there is a new VIEW: results without a COMMIT are discarded, and those rounds are combined again from the contributions
+that the remaining members still hold. A refused contribution (not finite, far too large) is left out in the same way. Messages
+of an older view are dropped. In a partitioned network only the side with the coordinator can commit.
 
-A newcomer gets weights and optimizer state from a member, or from the coordinator at the start of a run, and adds nothing to
-the rounds that the others have already computed. Where every member holds the whole result it follows first, outside the view,
-while the others train: it gets a state by way of the coordinator, then the results of the rounds since, and applies them as
-they did (`followers.py`).
+A newcomer gets weights and optimizer state from a member, or from the coordinator at the start of a run. It contributes nothing
+to rounds that the others have computed. Where every member holds the whole result it first follows outside the view,
+while the others train: it gets a state through the coordinator, then the results of the rounds since, and applies them
+(`coordination/followers.py`).
 
-The coordinator's record survives it. When it is started again the workers come back with what they hold; a round whose COMMIT
-was recorded and not heard is applied from the result they kept.
+The coordinator's record survives a restart. The workers reconnect and report what they hold; a round whose COMMIT was recorded
+and not received is applied from the result that they kept.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from smolcluster.strategies.base.replicated import Exchanging
 log = logging.getLogger(__name__)
 
 STATE_POLL_S = 0.2
-CONNECT_S = 5.0  # within which workers connect to each other, if silence is not allowed to last longer
+CONNECT_S = 5.0  # for workers to connect to each other, unless cluster.silence_timeout is longer
 
 
 class ElasticRounds(Rounds, MemberSide):
@@ -62,7 +62,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._strategy, self.context, self.replica = strategy, strategy.context, strategy.replica
         self.init_member()
         state_bytes = 8 * sum(t.nbytes for t in self.replica.weights().values())
-        # However long another one computes: who is dead is the transport's to find out, and the coordinator's to say.
+        # No timeout: the transport detects dead peers, and the coordinator decides who is evicted.
         self._peers = Peers(
             self._line.transport,
             limit_bytes=max(256 << 20, state_bytes),
@@ -76,18 +76,17 @@ class ElasticRounds(Rounds, MemberSide):
         self._peers.on_lost(lambda member, reason: self._suspect(member.rank, reason))
         self._peers.on_waiting(self._report_waiting)
         self._reported_waiting = 0.0
-        # Nobody waits any longer for members that are gone, or for a step that nobody can commit.
-        self._newest = 0  # epoch of the newest view that was announced; older ones are over
-        self._away = False  # the coordinator is: no view holds
-        self._settled = False  # I have what is mine in the present view
-        self._donated: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # a state for a view that is to come
+        self._newest = 0  # epoch of the newest view that was announced; older views are over
+        self._disconnected = False  # from the coordinator: no view holds
+        self._settled = False  # this worker holds what it owns in the current view
+        self._donated: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # a state for a later view
         self._line.at_once(Kind.VIEW, self._announced)
-        self._line.at_once(Kind.WELCOME, lambda _: self._abort("this worker was put out, and comes again"))
+        self._line.at_once(Kind.WELCOME, lambda _: self._abort("this worker was evicted and rejoins"))
         self._line.at_once(None, self._on_disconnected)
-        self._apply_s = 0.0  # what the last step took to apply
-        self._round = 0  # that I have begun: the step it ends with
-        self._shares: dict[int, list[Tensor]] = {}  # of the next round that I follow, in slices
-        self._pull: Message | None = None  # the coordinator wants the state, as soon as no round is under way here
+        self._apply_s = 0.0  # time to apply the last result
+        self._round = 0  # the last step of the round that was begun
+        self._shares: dict[int, list[Tensor]] = {}  # of the next round to follow, in slices
+        self._pull: Message | None = None  # an upload that was requested, until no round is under way here
 
     def introduction(self) -> dict[str, Any]:
         held = [[flight.step, flight.epoch] for flight in self.flights if flight.reported]
@@ -118,26 +117,26 @@ class ElasticRounds(Rounds, MemberSide):
 
     def _contributed(self, mine: Contribution, started: float) -> None:
         assert mine.loss is not None
-        mine.said_loss = float(mine.loss)  # a GPU is done only then
+        mine.said_loss = float(mine.loss)  # waits for the GPU
         mine.compute_s += time.perf_counter() - started
 
     def _advance(self, *, wait: bool) -> None:
-        """Report the oldest result, and act on what the coordinator says. With `wait`, until something has happened."""
+        """Report the oldest result and handle messages of the coordinator. With `wait`, block until something has happened."""
         flight = next((flight for flight in self.flights if not flight.reported), None)
         if flight is not None:
             try:
-                # Only the oldest is waited for: another may need what the others do after the commit of the oldest.
+                # Wait only for the oldest: a later one may need what the others do after its commit.
                 if self._combined(flight, wait=wait and flight is self.flights[0]):
                     self._report(flight)
                     wait = False
             except ViewChanged:
-                wait = True  # the next view is on its way
+                wait = True  # for the next view
             except UnreadableContribution as fault:
                 assert self._group is not None
                 member = self._group.view.members[fault.place]
                 log.warning("%s: %s", member.name, fault)
                 self._suspect(member.rank, str(fault))
-                wait = True  # for a view without it
+                wait = True  # for a view without that member
         while (message := self._next_message(wait=wait)) is not None:
             self._handle(message)
             wait = False
@@ -154,7 +153,7 @@ class ElasticRounds(Rounds, MemberSide):
         return message
 
     def _report_waiting(self) -> None:
-        """On the thread that trains: while it computes, or hangs, nothing is reported."""
+        """Send WAITING from the training thread, so that a worker that hangs sends none."""
         now = time.monotonic()
         if now - self._reported_waiting >= WAITING_S:
             self._reported_waiting = now
@@ -164,11 +163,11 @@ class ElasticRounds(Rounds, MemberSide):
         mine, held = self.combination.norms(flight.slot)
         mine /= flight.weight or 1.0
         flight.reported = True
-        # As text: JSON has no NaN, and all must read the same number.
+        # As text: JSON has no NaN, and all must parse the same number.
         meta: dict[str, Any] = {"mine": repr(mine), "held": repr(held), "loss": repr(flight.said_loss)}
         meta |= {"compute_s": flight.compute_s, "apply_s": self._apply_s, "weight": flight.weight}
         meta["scale"] = flight.scale
-        log.debug("hold the result of step %d in view %d", flight.step, self._epoch)
+        log.debug("have the result of step %d in view %d", flight.step, self._epoch)
         self._line.send(Kind.DONE, step=flight.step, epoch=self._epoch, meta=meta)
 
     def _handle(self, message: Message) -> None:
@@ -178,7 +177,7 @@ class ElasticRounds(Rounds, MemberSide):
                 self._keys |= read_keys(message.meta["keys"])
             case Kind.VIEW:
                 self._regroup(message)
-                self._use_scale(message)  # a state that was donated came with its donor's
+                self._use_scale(message)  # a donated state carries the donor's scale
             case Kind.STATE if message.payload is not None:
                 self._shares.setdefault(message.channel, []).append(message.payload)
             case Kind.COMMIT if "members" in message.meta:
@@ -187,20 +186,20 @@ class ElasticRounds(Rounds, MemberSide):
                 if message.meta.get("share"):
                     self._share(self.flights[0])
                 self._take_step(weight=float(message.meta["weight"]), norm=float(message.meta["norm"]))
-            case Kind.PULL if self._settled:  # or it is asked again in the next view
+            case Kind.PULL if self._settled:  # else the next view repeats it
                 self._pull = message
             case _:
                 pass
-        # Local steps have changed the optimizer's state, and the round they belong to may be under way.
+        # With local steps the optimizer's state has moved on: answer only between rounds.
         asked, updates = self._pull, self.replica.updates
         if asked is not None and updates >= asked.step and not (self.local_steps > 1 and self.flights):
             self._pull = None
             self._upload(updates if self.local_steps > 1 else asked.step, first=bool(asked.meta["first"]))
 
     def _take_step(self, *, weight: float, norm: float) -> None:
-        """Apply the oldest round in flight, which is committed."""
+        """Apply the oldest round in flight after its commit."""
         flight = self.flights.popleft()
-        if weight == 0:  # no gradient of it was fit to count
+        if weight == 0:  # all its gradients were refused
             self._strategy.apply(Committed(flight.step, flight.slot, empty=True))
             return
         started = time.perf_counter()
@@ -209,10 +208,10 @@ class ElasticRounds(Rounds, MemberSide):
         try:
             self.combination.complete()
         except ViewChanged:
-            pass  # completed when the next view is formed
+            pass  # the next view completes it
 
     def _share(self, flight: Contribution) -> None:
-        """Send my share of a committed result to the coordinator, for those who follow."""
+        """Send this worker's share of a committed result to the coordinator, for newcomers that follow."""
         shares = self.combination.shares(flight.slot)
         parts = [(number, part) for number, share in shares.items() for part in _slices(share)]
         last = Message(kind=Kind.STATE, step=flight.step, meta={"share": "last"})
@@ -223,7 +222,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._line.send_beside([*more, last])
 
     def _follow(self, message: Message) -> None:
-        """Apply a round of the others, whose result has come."""
+        """Apply a committed round of the others, as a follower."""
         meta, slot = message.meta, self.slot_of(message.step)
         shares, self._shares = {number: torch.cat(parts) for number, parts in self._shares.items()}, {}
         if meta["weight"]:
@@ -232,24 +231,24 @@ class ElasticRounds(Rounds, MemberSide):
         self._take_step(weight=float(meta["weight"]), norm=float(meta["norm"]))
 
     def _announced(self, epoch: int) -> None:
-        """On the transport's thread, long before the message has its turn."""
+        """Abort the current view. Runs on the transport's thread, before the message is handled."""
         self._newest = max(self._newest, epoch)
         self._abort("there is a new view")
 
     def _on_disconnected(self, _: int) -> None:
-        """On the transport's thread."""
-        self._away = True
-        self._abort("the coordinator is away")
+        """Abort the current view. Runs on the transport's thread."""
+        self._disconnected = True
+        self._abort("the connection to the coordinator is lost")
 
     def _abort(self, reason: str) -> None:
         if self._group is not None:
             self._group.abort(ViewChanged(reason))
 
     def _is_over(self, view: View) -> bool:
-        return self._away or view.epoch < self._newest
+        return self._disconnected or view.epoch < self._newest
 
     def _enter(self, welcome: Message) -> None:
-        """Take part again: with what I hold if it leads to the committed step, else with somebody's state."""
+        """Rejoin: apply the commits that were missed, where their results are still here; discard other rounds in flight."""
         for step, (epoch, weight, norm) in sorted((int(s), v) for s, v in welcome.meta.get("recent", {}).items()):
             flight = self.flights[0] if self.flights else None
             if flight is not None and flight.reported and (flight.step, flight.epoch) == (step, epoch):
@@ -259,12 +258,12 @@ class ElasticRounds(Rounds, MemberSide):
             self.context.stale_rejected += computed
             self.flights.clear()
             if computed and self._strategy.stops_when_stale:
-                raise SmolclusterError("this worker's gradients came too late to count, and on_stale is stop")
-        self._away, self._pull, self._shares = False, None, {}
+                raise SmolclusterError("this worker's gradients were too late to count, and strategy.on_stale is stop")
+        self._disconnected, self._pull, self._shares = False, None, {}
         super()._enter(welcome)
 
     def _regroup(self, message: Message) -> None:
-        """Start again, in this view, what was not committed in the last."""
+        """Enter a new view: form its group and combine again what was not committed in the last."""
         meta, me = message.meta, self.context.seat.rank
         view = View.from_meta(meta["view"])
         ranks, steps = [member.rank for member in view.members], [flight.step for flight in self.flights]
@@ -279,15 +278,15 @@ class ElasticRounds(Rounds, MemberSide):
             if donor == me and not self._is_over(view):
                 self._donate(next(member for member in view.members if member.rank == joiner))
         if me in donations and not self._receive_state(view):
-            return  # the next view names another donor
+            return  # the next view assigns another donor
         try:
-            # After the donation, which replaces all that is here: what is handed out now must stay.
+            # After the donation, which replaces the whole state of this worker.
             self.combination.formed(self._group, view, meta["established"])
         except ViewChanged:
-            return  # the next view is on its way
+            return  # superseded by the next view
         self._settled = True
         if me in meta["idle"]:
-            # The others have computed these steps, or hold the samples for them.
+            # The others have computed these steps or hold their leases.
             coming = [int(step) for step in meta["rounds"]][: self.num_slots]
             self.flights = deque(Contribution(step, self.slot_of(step)) for step in coming)
         left_out = {int(step): ranks for step, ranks in meta["left_out"].items()}
@@ -296,7 +295,7 @@ class ElasticRounds(Rounds, MemberSide):
             self.combination.again(flight.slot, zero=flight.samples == 0 or me in left_out.get(flight.step, ()))
 
     def _receive_state(self, view: View) -> bool:
-        """From the member that the coordinator chose; False when that has come to nothing, and a new view follows."""
+        """Load the state that a donor sends. Return False when a new view follows instead."""
         while not self._is_over(view):
             self._check_stop()
             self._report_waiting()
@@ -306,7 +305,7 @@ class ElasticRounds(Rounds, MemberSide):
                 continue
             epoch = said.get("epoch")
             if isinstance(epoch, int) and epoch > view.epoch:
-                # Its sender has heard of the next view before me, and sends it only once.
+                # Its sender is in the next view already, and sends it only once.
                 self._donated = said, tensors
                 return False
             self._donated = None
@@ -322,7 +321,7 @@ class ElasticRounds(Rounds, MemberSide):
         self._peers.send_state(joiner, tensors, {"numbers": state.numbers, "epoch": self._epoch})
 
     def _upload(self, step: int, *, first: bool) -> None:
-        """The coordinator wants to evaluate or save this step."""
+        """Send this worker's part of the state to the coordinator."""
         state = self._strategy.state()
         mine = set(self.combination.owned(list(state.optimizer)))
         part = {f"w/{n}": t for n, t in state.weights.items() if first}
@@ -342,7 +341,9 @@ class ElasticRounds(Rounds, MemberSide):
                     for name, tensor in part.items()
                     for piece in _slices(tensor)
                 ),
-                Message(kind=Kind.STATE, step=step, epoch=self._epoch, meta=last),  # also who has nothing is waited for
+                Message(
+                    kind=Kind.STATE, step=step, epoch=self._epoch, meta=last
+                ),  # sent also by members that own nothing
             ]
         )
 
@@ -354,11 +355,11 @@ class ElasticRounds(Rounds, MemberSide):
 
 
 def connect_s(context: Context) -> float:
-    """Return within how many seconds workers must have connected to each other."""
+    """Return the timeout for workers to connect to each other."""
     return max(CONNECT_S, context.config.cluster.silence_timeout)
 
 
 def _slices(tensor: Tensor) -> Sequence[Tensor]:
-    """Return a copy of it on the host, as parts of one row."""
+    """Return a copy on the host, flat, in slices."""
     row = tensor.detach().to("cpu", copy=True).reshape(-1)
     return torch.split(row, SLICE_BYTES // row.itemsize)

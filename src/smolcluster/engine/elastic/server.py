@@ -45,7 +45,8 @@ from smolcluster.engine.elastic.server_state import ServerState
 from smolcluster.engine.elastic.server_summary import replicas_agree, server_summary
 from smolcluster.engine.elastic.step_outputs import StepOutputs
 from smolcluster.engine.elastic.synchronous import SynchronousServer
-from smolcluster.engine.elastic.wal.journal import Journal, JournalFull, Recovered
+from smolcluster.engine.elastic.wal.journal import Journal, JournalFull
+from smolcluster.engine.elastic.wal.recovery import Recovered
 from smolcluster.engine.identity import new_peer, new_run_id
 from smolcluster.engine.record import RunRecord
 from smolcluster.engine.role import INTERRUPTED, Role

@@ -19,10 +19,10 @@ from smolcluster.compute.replica import Replica
 from smolcluster.strategies.base import Commit, Context, ServerContext
 from smolcluster.strategies.base.replicated import replica_state
 
-MUSTER_S = 60.0  # a start waits so long for the last worker
-LEAST_S, MOST_S = 1e-6, 1e6  # what a member may say that a step took it
-MAX_LOGGED_REFUSALS = 100  # refusals of a worker that are all logged; of further ones the 128th, the 256th, ...
-RETURN_S = 3.0  # a restarted server waits so long for those it knew
+START_WAIT_S = 60.0  # for the remaining workers, after the first has joined
+LEAST_S, MOST_S = 1e-6, 1e6  # step times that are believed
+MAX_LOGGED_REFUSALS = 100  # per worker; of further refusals only the 128th, the 256th, ... are logged
+RETURN_S = 3.0  # a restarted server waits so long for its workers to reconnect
 
 
 class ServerSide(ABC):
@@ -32,13 +32,13 @@ class ServerSide(ABC):
     tokens_per_sample: int
 
     def init_serving(self) -> None:
-        """Once, before anybody joins."""
+        """Call once, before any worker joins."""
         self.gate = GradientGate()
         self.stale_rejected = 0
-        self._shares: tuple[int, dict[Member, int]] | None = None  # the roster's epoch, and batch sizes by speed
+        self._shares: tuple[int, dict[Member, int]] | None = None  # the roster's epoch, and the batch sizes in it
         self.replica.led = True
         if self.replica.scale is not None:
-            self.replica.scale = self.server_context.scale  # what is saved, and handed to newcomers
+            self.replica.scale = self.server_context.scale  # it is saved, and sent to newcomers
 
     @abstractmethod
     def serve(self) -> None:
@@ -46,14 +46,14 @@ class ServerSide(ABC):
 
     @abstractmethod
     def replay(self, commit: Commit) -> None:
-        """Do a committed step again, after a restart."""
+        """Apply a recorded step again, after a restart."""
 
     def shared_state(self) -> Mapping[str, Tensor]:
-        """Of the state that is here: what only this strategy can use (`State.shared`)."""
+        """Return the tensors of `State.shared` that this process holds."""
         return {}
 
     def load_shared(self, tensors: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Go on with what `shared_state` gave."""
+        """Restore what `shared_state` returned."""
 
     @property
     def server_context(self) -> ServerContext:
@@ -65,8 +65,8 @@ class ServerSide(ABC):
         return self.server_context.roster
 
     def wait_for_workers(self) -> None:
-        """Wait for the workers that are expected; after a while go on with those that came."""
-        patience_s = MUSTER_S if self.server_context.fresh else RETURN_S
+        """Wait for the expected workers; after a timeout start with those that joined."""
+        patience_s = START_WAIT_S if self.server_context.fresh else RETURN_S
         deadline: float | None = None
         while len(self._roster.newcomers) < self.server_context.expected and not self.context.stop_requested():
             if self._roster.newcomers and deadline is None:
@@ -76,17 +76,17 @@ class ServerSide(ABC):
             self._roster.get(0.1)
 
     def copied_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Copies: they are on their way while training goes on."""
+        """Return a copy of the state on the host, to be sent while training continues."""
         state = replica_state(self.replica)
         return {n: t.to("cpu", copy=True).contiguous() for n, t in state.packed().items()}, state.numbers
 
     def grant_lease(self, member: Member, step: int, *, steps: int = 1) -> dict[str, Any]:
-        """Grant the samples of a round of so many steps, which ends with `step`."""
+        """Lease samples for the round of `steps` steps that ends with `step`."""
         ranges = self.server_context.leases.grant(member.instance, step, self._batch_size(member) * steps)
         return {"step": step, "steps": steps, "ranges": [list(r) for r in ranges]}
 
     def _batch_size(self, member: Member) -> int:
-        """What the member said, or its share by speed of what all automatic members have together."""
+        """Return the member's fixed batch size, or its share by speed of the total of all automatic members."""
         if not member.automatic:
             return member.batch_size
         if self._shares is None or self._shares[0] != self._roster.epoch:
@@ -94,7 +94,7 @@ class ServerSide(ABC):
         return self._shares[1].get(member, member.batch_size)
 
     def _share_out(self) -> dict[Member, int]:
-        """Once for all members: they hold until somebody comes, goes, or is measured again."""
+        """Share out the total batch of the automatic members by their speeds; {} while a speed is unknown."""
         automatic = [m for m in self._roster.in_order() if m.automatic]
         total, unit = sum(m.batch_size for m in automatic), self.context.config.training.grad_accumulation
         if any(m.speed == 0 for m in automatic) or total % unit:
@@ -103,7 +103,7 @@ class ServerSide(ABC):
         return dict(zip(automatic, share_out(total, speeds, fixed_s, unit=unit), strict=True))
 
     def note_speed(self, member: Member, *, samples: int, compute_s: float, fixed_s: float | None) -> None:
-        """`fixed_s`: what its step took beside computing, up to its gradient; None: not known this time."""
+        """Update the measured speed. `fixed_s`: time of a step beside computing; None: unknown."""
         if samples > 0 and LEAST_S < compute_s < MOST_S:
             self._shares = None
             member.speed = smoothed(member.speed, samples / compute_s)
@@ -111,11 +111,10 @@ class ServerSide(ABC):
                 member.fixed_s = smoothed(member.fixed_s, max(0.0, fixed_s))
 
     def refuse(self, member: Member, step: int, reason: str, *, again: bool = False, scale: object = None) -> None:
-        """Refuse a gradient. Its samples are set aside: the next worker that tried them might fail in the same way.
+        """Refuse a gradient. Its samples are set aside, since another worker might fail on them too.
 
-        They are leased again where they are not the cause: with `again`, when this member alone is refused again and again,
-        or when the loss scale was too high, which is then lowered for all. `scale` is the one that the worker reports for a
-        gradient that is not finite.
+        They are leased again where they are not the cause: with `again`, when only this member is refused repeatedly, or when
+        the loss scale was too high, which is then lowered for all. `scale`: what the worker reports for an overflowed gradient.
         """
         before = self.server_context.scale.value
         if self.server_context.scale.overflowed(member.instance, scale):
@@ -123,14 +122,12 @@ class ServerSide(ABC):
         if self.server_context.scale.value < before:
             self.gate.start_over()
         again = again or self.gate.refused(member.instance)
-        reason = printable(reason, limit=MAX_REASON)  # it may quote what the worker sent
+        reason = printable(reason, limit=MAX_REASON)  # may quote the worker
         self.stale_rejected += 1
         self._roster.refused[member.name] += 1
         count = self._roster.refused[member.name]
-        if (
-            count <= MAX_LOGGED_REFUSALS or count & (count - 1) == 0
-        ):  # a worker that is refused without end does not fill the log
-            times = f" ({count} times by now)" if count > MAX_LOGGED_REFUSALS else ""
+        if count <= MAX_LOGGED_REFUSALS or count & (count - 1) == 0:  # do not let one worker fill the log
+            times = f" ({count} refusals so far)" if count > MAX_LOGGED_REFUSALS else ""
             self.context.warn(f"the gradient of {member.name} for step {step} is refused: {reason}{times}")
         self.gate.last_refusal = f"the last, of {member.name}: {reason}"
         put = self.server_context.leases.give_back if again else self.server_context.leases.set_aside
@@ -138,7 +135,7 @@ class ServerSide(ABC):
 
 
 def send_state(member: Member, tensors: dict[str, Tensor], *, step: int, epoch: int, meta: dict[str, Any]) -> None:
-    """A welcome, and the state that it announces."""
+    """Send WELCOME and the state that it announces."""
     meta = {"state": len(tensors), **meta}
     member.link.send(Message(kind=Kind.WELCOME, step=step, epoch=epoch, meta=meta))
     for message in server_messages(tensors, step=step, epoch=epoch):

@@ -12,7 +12,8 @@ from smolcluster.engine.checkpoint.snapshot import Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.checks import check_server_disk
 from smolcluster.engine.durable_files import size_on_disk
-from smolcluster.engine.elastic.wal.journal import Recovered, disk_bound, least_disk
+from smolcluster.engine.elastic.wal.journal import disk_bound, least_disk
+from smolcluster.engine.elastic.wal.recovery import Recovered
 from smolcluster.engine.run_dir import RunDir
 from smolcluster.engine.run_length import last_step, more_of, samples_read
 from smolcluster.errors import UserError

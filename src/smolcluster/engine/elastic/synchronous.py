@@ -1,10 +1,10 @@
-"""The server of synchronous workers: a step counts the gradients of all members, or of those that came in time.
+"""The synchronous parameter server: a step averages the gradients of all members, or of those that arrive before its timeout.
 
-A worker that was late is a straggler: it costs the others one timeout, not one per step. It sits out until its late gradient
-has come, then starts with the others on the next step. Its gradients count if they come before the server is done, but the
-server waits for it again only once it has delivered one within the timeout of the first of its step.
+A worker that misses a timeout is a straggler: it costs the others one timeout, not one per step. It skips steps until its late
+gradient has arrived, then starts the next step with the others. Its gradients count if they arrive before the step is complete,
+but the server waits for it again only after it has delivered one in time.
 
-A newcomer gets the state, and the averages behind it, while the others train. It starts on a step when it has read them.
+A newcomer gets the state and the averages since while the others train, and starts a step when it has read them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Late:
-    """A gradient that the server went on without, and that is still to come."""
+    """A gradient that missed its step and has not arrived yet."""
 
     step: int
-    due: float  # by then it would have been in time, on the clock of time.monotonic
+    due: float  # the deadline of its step, on the clock of time.monotonic
     samples: int  # of its lease
     sent: float | None  # when its lease was sent, on the clock of time.perf_counter
     compute_s: float = 0.0
@@ -44,15 +44,15 @@ class SynchronousServer(ParameterServer):
         super().__init__(context, strategy, tokens_per_sample=tokens_per_sample)
         self._average_feedback = Feedback() if self._gradients.codec.feedback else None
         self._codec_prefix = f"codec/{self._gradients.codec.name}/"
-        self._behind: set[Member] = set()  # have not read what they were sent
-        self._late: dict[Member, Late] = {}  # compute a step that is over
-        self._idle: set[Member] = set()  # have delivered it, and start on the next step with the others
-        self._coming: set[Member] = set()  # newcomers that have not read the state
-        self._stragglers: set[Member] = set()  # are not waited for
-        self._sent: dict[Member, float] = {}  # who got the last average, and when
+        self._behind: set[Member] = set()  # with unread data; they get no more
+        self._late: dict[Member, Late] = {}  # still compute a step that is over
+        self._idle: set[Member] = set()  # wait for the next step
+        self._joining: set[Member] = set()  # newcomers that have not read the state yet
+        self._stragglers: set[Member] = set()  # not waited for
+        self._sent: dict[Member, float] = {}  # receivers of the last average, and when it was sent
 
     def shared_state(self) -> Mapping[str, Tensor]:
-        """What the codec has left out of the averages so far."""
+        """Return the error feedback of the averages: what the codec has left out so far."""
         if self._average_feedback is None:
             return {}
         own = self._average_feedback.state_dict(committed=True)
@@ -69,7 +69,7 @@ class SynchronousServer(ParameterServer):
             self._welcome()
             pushes = self._collect(step)
             if not pushes:
-                continue  # nobody is left, or it is time to stop
+                continue  # no member is left, or a stop was requested
             average = self._average(pushes)
             try:
                 encoded, sent = self._encode_average(average)
@@ -79,28 +79,28 @@ class SynchronousServer(ParameterServer):
                 self._begin_again(step, f"the average cannot be encoded: {why}")
                 continue
             rate = self.replica.learning_rate
-            # With error feedback what was left out must follow from the record too.
+            # With error feedback record the average itself: a replay must restore the feedback too.
             self._record(pushes, average, encoded=encoded if self._average_feedback is None else None)
             reached = self._send_average(step, encoded, counted=[push.member.rank for push in pushes])
-            norm = self._take_step(pushes, sent)  # while the workers read it
+            norm = self._take_step(pushes, sent)  # while workers receive the average
             self._send_weights(step, reached)
             self._bring_up()
             self.server_context.committed(self._report(pushes, norm=norm, rate=rate))
 
     def _collect(self, step: int) -> list[Push]:
-        """Return the gradients of this step, in rank order: of all members, or of those that came in time."""
+        """Return the gradients of this step in rank order: of all members, or of those in time; [] when asked to stop."""
         arrived: dict[int, Push] = {}
-        done: set[Member] = set()  # those that have answered, refused ones included
+        done: set[Member] = set()  # have answered, also with a refused gradient
         deadline: float | None = None
         counts: tuple[int, ...] = ()
         while not self.context.stop_requested():
-            if counts != (counts := self._counts()):  # as a rule no: a gradient of one does not move the others
+            if counts != (counts := self._counts()):  # rarely: recompute only when membership changed
                 present = self._present()
                 awaited = present - self._stragglers or present
             if arrived and (done >= awaited or (deadline and time.monotonic() >= deadline)):
                 break
-            if not present:  # nobody is here, has read what it was sent, or holds a lease of this step
-                self._bring_up((self._idle | self._coming) - self._behind)
+            if not present:  # no member holds a lease of this step
+                self._bring_up((self._idle | self._joining) - self._behind)
                 self._welcome()
             elif not arrived and done >= present:  # all were refused
                 done.clear()
@@ -122,7 +122,7 @@ class SynchronousServer(ParameterServer):
                     arrived[push.member.rank] = push
                     deadline = deadline or time.monotonic() + self.strategy.collect_timeout
         else:
-            return []  # asked to stop: half a step is none
+            return []  # asked to stop
         assert deadline is not None
         missing = self._present() - done
         for member in filter(missing.__contains__, self._roster.in_order()):
@@ -130,29 +130,29 @@ class SynchronousServer(ParameterServer):
         return [arrived[rank] for rank in sorted(arrived)]
 
     def _counts(self) -> tuple[int, ...]:
-        """Return what changes whenever other members are present, or waited for."""
-        return self._roster.epoch, *map(len, (self._behind, self._coming, self._idle, self._late, self._stragglers))
+        """Return numbers that change whenever the members change that are present or waited for."""
+        return self._roster.epoch, *map(len, (self._behind, self._joining, self._idle, self._late, self._stragglers))
 
     def _present(self) -> set[Member]:
         """Return the members that hold a lease of the current step, or have answered it."""
-        out = self._behind | self._coming | self._idle | self._late.keys()
+        out = self._behind | self._joining | self._idle | self._late.keys()
         return {member for member in self._roster.members.values() if member not in out}
 
     def _gone(self, gone: MemberGone) -> None:
         super()._gone(gone)
-        self._takes_part(gone.member)
+        self._reset_member(gone.member)
         self._behind.discard(gone.member)
         self._stragglers.discard(gone.member)
 
     def _first_waits(self) -> bool:
-        """Where others train, they need not wait for it."""
+        """Return True while others train: they need not wait for newcomers."""
         waits = bool(self._present())
-        self._coming.update(self._roster.newcomers if waits else ())
+        self._joining.update(self._roster.newcomers if waits else ())
         return waits
 
-    def _takes_part(self, member: Member) -> None:
-        """Forget what it was late with."""
-        self._coming.discard(member)
+    def _reset_member(self, member: Member) -> None:
+        """Clear its late, idle and joining states."""
+        self._joining.discard(member)
         self._late.pop(member, None)
         self._idle.discard(member)
 
@@ -163,14 +163,16 @@ class SynchronousServer(ParameterServer):
         self._late[member] = late = Late(step=step, due=due, samples=samples, sent=self._sent.get(member))
         if member not in self._stragglers:
             self._stragglers.add(member)
-            self.context.warn(f"{member.name} is late with step {step}: it is not waited for until it keeps up again")
+            self.context.warn(
+                f"{member.name} is late with step {step}: the server waits for it again once it delivers in time"
+            )
         half = self._pushes.pop((member.rank, step), None)
-        if half is not None:  # the rest of it comes too late
+        if half is not None:  # the rest arrives too late
             late.compute_s = float(half.meta.get("compute_s", 0.0))
             self._too_late(member, step)
 
     def _take_late(self, member: Member, message: Message) -> None:
-        """Note a bucket of a step that is over."""
+        """Handle a bucket of a step that is over."""
         if message.channel == 0 and "skip" not in message.meta:
             self._too_late(member, message.step)
         late = self._late.get(member)
@@ -179,21 +181,21 @@ class SynchronousServer(ParameterServer):
         if message.channel == 0 and sound(message.meta) and message.meta["samples"] == late.samples:
             late.compute_s = float(message.meta.get("compute_s", 0.0))
         if "skip" not in message.meta and message.channel < len(self._gradients) + len(self._buffers) - 1:
-            return  # there is more to come
+            return  # not the last bucket
         del self._late[member]
         self._idle.add(member)
         fixed_s = time.perf_counter() - late.sent - late.compute_s if late.sent is not None else None
         self.note_speed(member, samples=late.samples, compute_s=late.compute_s, fixed_s=fixed_s)
         if time.monotonic() <= late.due:
-            self._keeps_pace(member)
+            self._is_in_time(member)
 
-    def _keeps_pace(self, member: Member) -> None:
+    def _is_in_time(self, member: Member) -> None:
         if member in self._stragglers:
             self._stragglers.discard(member)
-            log.info("%s keeps up again: it is waited for", member.name)
+            log.info("%s delivers in time again", member.name)
 
     def _again(self, said: MemberMessage, step: int) -> None:
-        """More from a member whose gradient of this step is here."""
+        """Release a further push of a member whose gradient is complete; evict it for a second one of this step."""
         if said.message.payload is not None:
             self._roster.release(said.message.payload)
         if said.message.step == step and said.message.epoch == said.member.epoch:
@@ -211,7 +213,7 @@ class SynchronousServer(ParameterServer):
         push = self._arrived(said)
         if push is not None or self.stale_rejected > refused:
             done.add(member)
-            self._keeps_pace(member)
+            self._is_in_time(member)
         if push is not None:
             compute_s = float(push.meta.get("compute_s", 0.0))
             sent = self._sent.get(member)
@@ -224,7 +226,7 @@ class SynchronousServer(ParameterServer):
         member.link.send(Message(kind=Kind.ACK, step=step, meta={"refused": "late"}))
 
     def _begin_again(self, step: int, why: str) -> None:
-        """Nothing came of a step: let everybody try it again."""
+        """Restart a step in which no gradient counted: send all members the state and a new lease."""
         members = [member for member in self._roster.in_order() if member not in self._behind]
         if members:
             self.gate.nothing_counted(step)
@@ -238,13 +240,13 @@ class SynchronousServer(ParameterServer):
             self._send_state(member, state, numbers, leases=[self.grant_lease(member, step)])
 
     def _renew(self, member: Member) -> None:
-        """It is to begin this step anew: nothing that it has pushed of it counts, nor what is on its way."""
-        self._takes_part(member)
+        """Discard what it has pushed of this step, and what is still in transit."""
+        self._reset_member(member)
         self._roster.renew(member)
         self._pushes.pop((member.rank, self.replica.updates + 1), None)
 
     def _encode_average(self, average: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The payloads for the workers, and what they will decode."""
+        """Return the payloads for the workers, and the tensors that they will decode."""
         key = self.replica.updates + 1
         encoded = [p for _, p in self._gradients.encode(average, key=key, feedback=self._average_feedback)]
         if self._average_feedback is not None:
@@ -260,13 +262,13 @@ class SynchronousServer(ParameterServer):
         return self._encode_average(average)[1]
 
     def _send_average(self, step: int, encoded: Sequence[Tensor], *, counted: Sequence[int]) -> list[Member]:
-        """To those who keep up. They go on with it, and push again."""
+        """Send the average and the next lease to all members that are not behind."""
         reached = [member for member in self._roster.in_order() if self._keeps_up(member)]
         for member in reached:
             meta: dict[str, object] = {"counted": counted, "scale": self.server_context.scale.state_dict()}
-            if member.link.queued_bytes <= self._gradients.nbytes:  # it is at the last average, or before it
-                self._coming.discard(member)
-            if step < self.context.total_steps and member not in self._late and member not in self._coming:
+            if member.link.queued_bytes <= self._gradients.nbytes:  # it has read all but the last average
+                self._joining.discard(member)
+            if step < self.context.total_steps and member not in self._late and member not in self._joining:
                 meta["leases"] = [self.grant_lease(member, step + 1)]
                 self._idle.discard(member)
             self._send_buckets(member, Kind.AVERAGE, step, encoded, meta)
@@ -282,7 +284,7 @@ class SynchronousServer(ParameterServer):
     def _send_buckets(
         self, member: Member, kind: Kind, step: int, payloads: Sequence[Tensor], meta: dict[str, object] | None = None
     ) -> None:
-        """`meta` is said with the last of them."""
+        """Send all buckets, `meta` with the last."""
         for channel, payload in enumerate(payloads):
             last = channel == len(payloads) - 1
             member.link.send(
@@ -298,7 +300,7 @@ class SynchronousServer(ParameterServer):
             )
 
     def _keeps_up(self, member: Member) -> bool:
-        """A member with several steps unread gets no more."""
+        """Return whether it may get more data: not with several steps unread."""
         if member in self._behind:
             return False
         if member.link.queued_bytes > 4 * (self._gradients.nbytes + self._weights.nbytes):
@@ -307,7 +309,7 @@ class SynchronousServer(ParameterServer):
         return True
 
     def _bring_up(self, others: Iterable[Member] = ()) -> None:
-        """Members that were behind, and have read all they were sent, get the whole state and a lease; `others` too."""
+        """Send the state and a lease to members that were behind and have read everything, and to `others`."""
         for member in [*(member for member in self._behind if member.link.queued_bytes == 0), *others]:
             self._behind.discard(member)
             self._renew(member)

@@ -1,6 +1,6 @@
-"""A worker on the elastic plane: it joins a server's run, takes part while it lives, and may come back.
+"""A worker on the elastic plane: it joins a server's run, trains, and rejoins after a lost connection.
 
-What is trained comes from the server; what touches this machine's files, network or code from its owner (`adopted_config.py`).
+The server decides what is trained; the owner of this machine decides about its files, network and code (`adopted_config.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ElasticWorker(Role):
         return self._finish()
 
     def _connect(self) -> None:
-        """Find the server and ask what is trained there."""
+        """Connect to the server, request its plan and adopt its configuration."""
         spec = self.spec
         mine = self.config.cluster
         keyring = load_keyring(mine.token, os.environ)
@@ -124,7 +124,7 @@ class ElasticWorker(Role):
         self.own = (
             OwnState(self.run_dir.own, rank=spec.rank, keep=training.max_checkpoints_to_keep) if spec.run_dir else None
         )
-        self._kept = 0  # updates, when it was kept last
+        self._kept = 0  # updates, when own state was saved last
         if self.own is not None:
             self.membership.recall = self.own.load
         self.reader = LeaseReader(Sampler(len(self.train_data), seed=training.seed or 0), self.membership.lease)
@@ -148,7 +148,7 @@ class ElasticWorker(Role):
         )
 
     def _keep_own(self, *, now: bool = False) -> None:
-        """Where the server saves, which is when a round has ended."""
+        """Save own state (error feedback) after the rounds where the server saves."""
         every, updates = self.config.training.checkpoint_steps or self.total_steps + 1, self.strategy.replica.updates
         if (
             self.own is not None
@@ -159,7 +159,7 @@ class ElasticWorker(Role):
             self._kept = updates
 
     def _open_rounds(self, strategy: Exchanging[Any], combination: Combination) -> Rounds:
-        """The strategy's exchange with the others is also this worker's membership."""
+        """Return the rounds of the strategy, which are also this worker's membership."""
         if isinstance(strategy, Pushing):
             assert isinstance(combination, AtServer)
             self.membership = pushed = PushedRounds(strategy, combination)
@@ -190,16 +190,16 @@ class ElasticWorker(Role):
         )
         self._add_trackers(started, self.run_dir.path if self.spec.run_dir else Path())
         self.observer.emit(started)
-        self.observer.add(_LineSink(self.line))
+        self.observer.add(_ServerSink(self.line))
         self.line.join = ready
         self.line.send(Kind.JOIN, meta=ready())
 
     def _finish(self) -> int:
-        """Say good-bye, with what this worker counted."""
+        """Send the final report and leave."""
         if self.loop.step < self.total_steps:
             self._keep_own(now=True)
         report = self.loop.record.report(self.loop.step, batch_samples=self.batch_size)
-        if isinstance(self.strategy, Exchanging) and self.strategy.combined == "workers":  # or replicas may differ
+        if isinstance(self.strategy, Exchanging) and self.strategy.combined == "workers":  # else replicas may differ
             report["weights_sha256"] = replica_sha256(self.strategy)
         self.line.send(Kind.REPORT, meta=plain(report))  # a loss is NaN before the first step
         self.line.close()
@@ -209,8 +209,8 @@ class ElasticWorker(Role):
         return 0
 
 
-class _LineSink:
-    """Rows of this worker go to the server, which keeps the run's record."""
+class _ServerSink:
+    """Send metric rows to the server, which writes the run's metrics.jsonl."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -220,4 +220,4 @@ class _LineSink:
             self._line.send(Kind.EVENT, meta={"event": to_json(event)})
 
     def close(self) -> None:
-        """The line is closed by its owner."""
+        """Do nothing: the worker closes the link."""

@@ -1,8 +1,8 @@
 """The interface of a strategy: how several machines train one model.
 
-A strategy is one file that reads like its paper. It says in advance who sits where and what a step costs (`plan`), cuts or
-wraps the model (`setup`) and takes one training step (`step`). It talks to other ranks through a `Group` and never sees a
-socket. The loop in `engine/` calls these methods and knows no strategy by name.
+A strategy is one file that reads like its paper. `plan` places the ranks and states the cost of a step in advance, `setup`
+builds, partitions or wraps the model, `step` takes one training step. It reaches other ranks through a `Group`, never through a
+socket. The loop in `engine/` calls these methods and names no strategy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from smolcluster.tasks.base import Task
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 Scope = Literal["run", "weights", "rank"]
-IN_FLIGHT = "in_flight/"  # names of `State.shared`: results of rounds that are not applied; a coordinator has none
+IN_FLIGHT = "in_flight/"  # prefix in `State.shared`: results of rounds that are not applied; a coordinator has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +46,14 @@ class Share:
 
     index: int
     count: int
-    counts: bool = True  # or another rank tells the same numbers
-    lockstep: bool = False  # one batch takes several ranks: all have equally many
-    replicas: Group | None = (
-        None  # ranks that have the same part of the model: all measure with the buffers of the first
-    )
+    counts: bool = True  # False: another rank reports the same numbers
+    lockstep: bool = False  # a batch takes several ranks: all get the same number of batches
+    replicas: Group | None = None  # ranks with the same part of the model: all use the buffers of the first
 
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:
-    """What one step did. Tensors are read only when a row is logged, so that a GPU need not wait for every step."""
+    """The result of one step. Its tensors are read only when a row is logged, so that a GPU is not synchronized every step."""
 
     loss: Tensor
     grad_norm: Tensor | None  # None while no gradient was applied in this step
@@ -63,17 +61,17 @@ class StepReport:
     samples: int
     tokens: int
     staleness: int = 0
-    comm: Span | None = None  # waiting for other ranks, as far as computing did not hide it
+    comm: Span | None = None  # communication that computing did not hide
     stop: bool = False  # every rank leaves after this step
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Everything a strategy must save. Names are the model's own, so any strategy can load any other's.
+    """Everything that a strategy saves. Names are the model's, so that any strategy can load the state of any other.
 
-    `shared` and `own` are for this strategy alone: of all ranks together (what is in flight, an outer optimizer's state), and
-    of this rank (its own buffers, local optimizer state). On the elastic plane `shared` goes to who joins. A strategy that
-    loads the checkpoint of another one, or of another number of ranks, gets none of what has no meaning there.
+    `shared` and `own` are private to a strategy: `shared` is one for all ranks (rounds in flight, an outer optimizer) and goes
+    to workers that join; `own` belongs to this rank (its buffers, local optimizer state). A strategy that loads the checkpoint
+    of another strategy, or of another number of ranks, gets only what has a meaning there.
     """
 
     weights: Mapping[str, Tensor]
@@ -81,10 +79,10 @@ class State:
     numbers: dict[str, Any]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     own: Mapping[str, Tensor] = field(default_factory=dict)
-    wholes: dict[str, dict[str, list[int]]] | None = None  # where tensors are boxes: the shapes of the whole ones
+    wholes: dict[str, dict[str, list[int]]] | None = None  # where tensors are boxes: the shapes of the whole tensors
 
     def packed(self) -> dict[str, Tensor]:
-        """Return what goes to another process: weights `w/<name>`, optimizer state `o/<name>`, shared `s/<name>`."""
+        """Return the tensors for another process: weights `w/<name>`, optimizer state `o/<name>`, shared `s/<name>`."""
         kinds = {"w": self.weights, "o": self.optimizer, "s": self.shared}
         return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
 
@@ -99,39 +97,39 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A step that counts: who contributed, and what is needed to do it again."""
+    """A committed step: its contributors, and what a replay needs."""
 
     step: int
     steps: int = 1  # of the round that ends with this one
     contributors: Sequence[dict[str, Any]]  # rank, instance, seq, samples, ranges
-    # What the step applied, where a server does: tensors to be written in a row; when it is replayed, one row of bytes.
+    # What a parameter server applied: tensors to write one after the other; in a replay, one row of bytes.
     gradient: Tensor | Sequence[Tensor] | None = None
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    """What the engine hands to a seat that serves: the members, the samples to lend, a record that outlives it."""
+    """What the engine provides to a server or coordinator: members, leases and a durable record."""
 
     roster: Roster
     leases: Leases
     expected: int  # members to wait for before the first step
-    fresh: bool = True  # False for a server that was started again: its workers are on their way back
-    first_step: int = 0  # steps that were committed before
-    recent: dict[int, tuple[int, float, float]] = field(default_factory=dict)  # of the last ones: view, weight, norm
-    established: Sequence[str] = ()  # instances of the members that committed the last of them
-    counted: Mapping[str, int] = field(default_factory=dict)  # rank -> the last step that counted a gradient of it
-    scale: AgreedScale = field(default_factory=AgreedScale)  # the loss scale of members that train in fp16
-    record: Callable[[Commit], None]  # the step is committed when this returns: a restart will know of it
-    committed: Callable[[StepReport], None]  # told of every step, so that it can log, evaluate and save
-    wants: Callable[[int], bool]  # whether the state after this step is needed, to evaluate or save
-    arrived: Callable[[int], None]  # the state after this step is here: `state()` gives it
-    count: Count = lambda _: None  # targets that count in leased samples, by the server's own data; None: samples do
+    fresh: bool = True  # False after a restart: workers reconnect with what they hold
+    first_step: int = 0  # the last step that is committed already
+    recent: dict[int, tuple[int, float, float]] = field(default_factory=dict)  # last steps: view, weight, norm
+    established: Sequence[str] = ()  # instances of the view that committed the last of them
+    counted: Mapping[str, int] = field(default_factory=dict)  # rank -> the last step that counted its gradient
+    scale: AgreedScale = field(default_factory=AgreedScale)  # of members that train in fp16
+    record: Callable[[Commit], None]  # makes a step durable: it is committed when this returns
+    committed: Callable[[StepReport], None]  # called after every step, to log, evaluate and save
+    wants: Callable[[int], bool]  # whether the state after this step is needed
+    arrived: Callable[[int], None]  # call when `state()` is the state after this step
+    count: Count = lambda _: None  # targets in leased samples; None: the task weighs samples alike
 
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """What the engine hands to a strategy."""
+    """What the engine provides to a strategy."""
 
     config: Config
     seat: Seat
@@ -142,28 +140,28 @@ class Context:
     samples_per_step: Sequence[int]  # of every data shard
     stop_requested: Callable[[], bool]
     warn: Callable[[str], None]
-    tell: Callable[[str], None] = lambda _: None  # a line that is no warning
-    draw: Callable[[Drawing], None] = lambda _: None  # keep a picture of how this run worked, on the lead rank
-    example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, to measure with
-    line: Line | None = None  # elastic plane: a worker's line to its server
-    server_context: ServerContext | None = None  # elastic plane: a server's
-    # elastic plane: for a strategy that exchanges in rounds
+    tell: Callable[[str], None] = lambda _: None  # show a message that is no warning
+    draw: Callable[[Drawing], None] = lambda _: None  # on the lead rank: save a drawing of the schedule
+    example: Callable[[int], Any] = lambda _: None  # a batch of so many samples, for measurements
+    line: Line | None = None  # elastic plane: the worker's link to its server
+    server_context: ServerContext | None = None  # elastic plane, on the server
+    # elastic plane, on a worker: joins the rounds of a strategy
     open_rounds: Callable[[Any, Combination], Rounds] | None = None
     stale_rejected: int = 0  # gradients of this rank that came too late to count
 
     @property
     def tells(self) -> bool:
-        """Of the seats that share a data shard, the first counts its samples."""
+        """Whether this rank reports the samples of its data shard: the first of the ranks that share it does."""
         return self.seat.rank == min(s.rank for s in self.seats if s.shard == self.seat.shard)
 
     @property
     def part_sizes(self) -> list[int]:
-        """Samples of one part of a step, of every data shard: steps are cut into `training.grad_accumulation` parts."""
+        """Samples of a micro-batch, by data shard: a step has `training.grad_accumulation` of them."""
         return [samples // self.config.training.grad_accumulation for samples in self.samples_per_step]
 
     @property
     def fixed_group(self) -> Group | None:
-        """The ranks, where they stay; None where members come and go, and each view names them."""
+        """The group of all ranks; None on the elastic plane, where each view has a group."""
         return self.group if self.line is None else None
 
     @property
@@ -172,14 +170,14 @@ class Context:
 
     @property
     def traffic(self) -> Traffic:
-        """What this process has moved: over all its links, to the server and to other workers."""
+        """Bytes that this process has sent and received, over all its links."""
         return self.group.traffic if self.line is None else self.line.transport.traffic
 
 
 class Strategy(ABC, Generic[OptionsT]):
-    Config: ClassVar[type[Options]] = Options  # what it is generic in: `class Mine(Strategy[MyOptions])` has MyOptions
+    Config: ClassVar[type[Options]] = Options  # the type argument: MyOptions for `class Mine(Strategy[MyOptions])`
 
-    replica: Replica  # this rank's model, or its part of it; made by `setup`
+    replica: Replica  # this rank's model or part of it; made by `setup`
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -195,11 +193,11 @@ class Strategy(ABC, Generic[OptionsT]):
     @classmethod
     @abstractmethod
     def plan(cls, options: OptionsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
-        """Say who sits where, what a step costs each, and what stands against it. Without a shape: no costs."""
+        """Return the placement of ranks, the costs of a step and reasons to refuse; without a shape no costs."""
 
     @abstractmethod
     def setup(self, task: Task) -> None:
-        """Make the model and its optimizer; bring every rank to the same start."""
+        """Build the model and its optimizer, with the same initial weights on every rank."""
 
     @abstractmethod
     def step(self, batch: Batch) -> StepReport:
@@ -207,19 +205,19 @@ class Strategy(ABC, Generic[OptionsT]):
 
     @abstractmethod
     def state(self, of: Scope = "run") -> State:
-        """Return what to save, not copied. Asking changes nothing: what is in flight is a part of it.
+        """Return the state to save, not copied, with what is in flight. Has no side effects; all ranks call it together.
 
-        The lead rank gets the whole, and the others take part where it must be gathered. With `of="weights"` without the
-        optimizer. With `of="rank"`, where ranks have parts of the model: this rank's boxes of tensors
-        (`comm.sharded.box_name`), which together are the whole, every element once (`State.wholes`).
+        The lead rank gets the whole state. `of="weights"`: without the optimizer. `of="rank"`, where ranks hold parts of the
+        model: this rank's boxes of tensors (`comm.sharded.box_name`), which cover every element once over all ranks
+        (`State.wholes`).
         """
 
     @abstractmethod
     def load_state(self, state: State) -> None:
-        """Go on from a state, perhaps of another strategy."""
+        """Continue from a state, perhaps of another strategy."""
 
     def drain(self) -> None:
-        """Apply what is in flight, after the last step of a run. Every rank calls it."""
+        """Apply what is in flight after the last step. Every rank calls it."""
 
     def measure(self, task: Task, part: Any) -> dict[str, Tensor]:
         """Return the task's metrics on one validation batch."""
@@ -238,24 +236,14 @@ def build_replica(
     arrange: Callable[[nn.Module], nn.Module] | None = None,
     loss: Loss | None = None,
 ) -> Replica:
-    """A whole model on this rank's device, alike on every rank that calls it; `arrange` keeps this rank's part of it.
+    """Build the model, alike on every rank, with its optimizer and schedule.
 
-    `loss`: where it is not the task's own.
+    `arrange` cuts the model down to this rank's part. `loss` replaces that of the task.
     """
     config = context.config.training
     seed_everything(config.seed or 0, "weights", device=context.device)
     model = task.model()
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model() of {task.name} must return a torch.nn.Module, not {type(model).__name__}")
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        raise UserError(f"model() of {task.name} has lazy layers; give them their input size")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UserError(f"model() of {task.name} has no parameters to train")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UserError(
-                f"model() of {task.name}: gradients are exchanged dense; make {name or 'it'} without sparse=True"
-            )
+    check_model(task, model)
     model = model.to(context.device)
     layout = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -269,25 +257,16 @@ def build_replica(
         model = arrange(model)
         if not any(p.requires_grad for p in model.parameters()):
             raise UserError(
-                f"rank {context.seat.rank} would have layers without parameters to train only; use fewer ranks for the "
-                "pipeline, or deal the layers out with strategy.layer_distribution"
+                f"the layers of rank {context.seat.rank} have no trainable parameters; use fewer ranks for the pipeline, or "
+                "assign layers with strategy.layer_distribution"
             )
     if config.compile and context.seat.rank == 0:
         context.tell("compiling the model: the first step takes seconds to minutes longer")
-    optimizer = task.optimizer(model)
-    for group in optimizer.param_groups:
-        group.setdefault("lr_scale", group["lr"] / config.learning_rate)
-    schedule = context.config.lr_schedule
     return Replica(
         model=model,
         loss=loss or task.loss,
-        optimizer=optimizer,
-        learning_rate=warmup_cosine(
-            peak=config.learning_rate,
-            floor=config.learning_rate / 10 if schedule.min_lr is None else schedule.min_lr,
-            warmup=schedule.warmup_iters,
-            steps=context.total_steps,
-        ),
+        optimizer=_make_optimizer(task, model, learning_rate=config.learning_rate),
+        learning_rate=_make_schedule(context),
         device=context.device,
         precision=config.precision,
         grad_clip_norm=config.grad_clip_norm,
@@ -297,3 +276,31 @@ def build_replica(
         num_parameters=num_parameters,
         whole=arrange is None,
     )
+
+
+def check_model(task: Task, model: Any) -> None:
+    """Raise UserError for a model that cannot be trained."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model() of {task.name} must return a torch.nn.Module, not {type(model).__name__}")
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise UserError(f"model() of {task.name} has lazy layers; give them their input size")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(f"model() of {task.name} has no parameters to train")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UserError(
+                f"model() of {task.name}: gradients are exchanged dense; make {name or 'it'} without sparse=True"
+            )
+
+
+def _make_optimizer(task: Task, model: nn.Module, *, learning_rate: float) -> torch.optim.Optimizer:
+    optimizer = task.optimizer(model)
+    for group in optimizer.param_groups:
+        group.setdefault("lr_scale", group["lr"] / learning_rate)
+    return optimizer
+
+
+def _make_schedule(context: Context) -> Callable[[int], float]:
+    peak, schedule = context.config.training.learning_rate, context.config.lr_schedule
+    floor = peak / 10 if schedule.min_lr is None else schedule.min_lr
+    return warmup_cosine(peak=peak, floor=floor, warmup=schedule.warmup_iters, steps=context.total_steps)

@@ -26,15 +26,10 @@ from smolcluster.compute.buffers import not_finite
 from smolcluster.compute.claims import Claims
 from smolcluster.compute.gate import TRIES
 from smolcluster.compute.replica import Replica
+from smolcluster.engine.elastic.coordination import results
 from smolcluster.engine.elastic.coordination.evictions import Evictions
 from smolcluster.engine.elastic.coordination.followers import Followers
-from smolcluster.engine.elastic.coordination.results import (
-    RoundTotals,
-    find_difference,
-    is_well_formed,
-    odd_one_out,
-    sum_norm,
-)
+from smolcluster.engine.elastic.coordination.rejoining import can_reach, weights_lost
 from smolcluster.engine.elastic.coordination.state_upload import StateUploads, UnusableState
 from smolcluster.engine.elastic.deadline import ComputeWatch
 from smolcluster.engine.elastic.rounds import CONNECT_S
@@ -85,7 +80,7 @@ class Coordinator(ServerSide):
         self._uploads = StateUploads(
             self._roster,
             whole=whole,
-            holders=self._holders,
+            holders=self._upload_sources,
             accept=self._accept_state,
             arrived=self.server_context.arrived,
             warn=context.warn,
@@ -171,11 +166,15 @@ class Coordinator(ServerSide):
             meta = {"numbers": numbers, "scale": self.server_context.scale.state_dict()}
             self._followers.start(tensors, meta, step=self._state_step, epoch=self._roster.epoch)
         elif self._followers.lack_state and not self._uploads.is_active:
-            self._request_state(self._committed)
+            self._uploads.request(self._committed, wanted=True)
         self._followers.send(epoch=self._roster.epoch)
 
     def _has_holder(self) -> bool:
         return any(rank not in self._without_state for rank in self._roster.members)
+
+    def _holders(self) -> list[Member]:
+        """Return the members that have the state."""
+        return [member for member in self._roster.in_order() if member.rank not in self._without_state]
 
     # Views
 
@@ -186,10 +185,7 @@ class Coordinator(ServerSide):
         self._evictions.complaints.clear()
         if not self._whole:
             self._uploads.abandon()  # its parts would come from two views
-        before, staying = (
-            self._view_instances,
-            [member for member in roster.in_order() if member.rank not in self._without_state],
-        )
+        before, staying = self._view_instances, self._holders()
         newcomers = sorted(filter(self._may_enter_view, roster.newcomers), key=lambda member: member.rank)
         for member in newcomers:
             roster.welcome(member)
@@ -270,9 +266,8 @@ class Coordinator(ServerSide):
 
     def _holder_may_return(self) -> bool:
         """Return True while no member has the weights and one that held them may still reconnect."""
-        holders = [member for member in self._roster.in_order() if member.rank not in self._without_state]
-        holders += filter(self._is_current, self._roster.newcomers)
-        if holders or self._state_step == self._committed:
+        has_holder = self._has_holder() or any(map(self._is_current, self._roster.newcomers))
+        if has_holder or self._state_step == self._committed:
             self._no_holder_since = None
             return False
         if any(map(self._is_current, self._roster.paused)):
@@ -287,18 +282,18 @@ class Coordinator(ServerSide):
 
     def _surviving(self) -> list[str | None]:
         """Return the instances of the last view that committed, with None for those that are gone."""
-        knowing = {m.instance for m in self._roster.in_order() if m.rank not in self._without_state}
+        knowing = {member.instance for member in self._holders()}
         return [instance if instance in knowing else None for instance in self._established]
 
     def _welcome_all(self, newcomers: list[Member]) -> dict[int, int]:
         """Welcome newcomers, send the state to those without it, or return which member donates it: {joiner: donor}."""
-        donors = [member.rank for member in self._roster.in_order() if member.rank not in self._without_state]
+        donors = [member.rank for member in self._holders()]
         here = self._without_state and self._state_step == self._committed and (self._whole or not donors)
         tensors, numbers = self.copied_state() if here else ({}, {})
         if here and not donors:
             self._established = []  # all members start from the state of this process
         if self._without_state and not here and not donors:
-            raise self._lost()
+            raise weights_lost(self._roster.in_order(), self._committed)
         donations: dict[int, int] = {}
         arrived = {member.rank for member in newcomers}
         for member in self._roster.in_order():
@@ -314,41 +309,13 @@ class Coordinator(ServerSide):
                 donations[member.rank] = donors[0]
         return donations
 
-    def _lost(self) -> SmolclusterError:
-        ahead = [
-            member
-            for member in self._roster.in_order()
-            if member.rank in self._without_state and self._is_ahead(member)
-        ]
-        if ahead:
-            member, updates = ahead[0], ahead[0].said["updates"]
-            return SmolclusterError(
-                f"the record of this run ends at step {self._committed} and {member.name} has applied {updates} steps: "
-                "the disk has lost the last records, as in a power cut; continue from the last checkpoint with --resume"
-            )
-        return SmolclusterError(
-            f"every worker that held the weights of step {self._committed} is gone; "
-            "continue from the last checkpoint with --resume"
-        )
-
     def _is_current(self, member: Member) -> bool:
         """Return whether a newcomer holds the committed state, or the results that lead to it."""
         if self._followers.is_current(member, committed=self._committed):
             return True
-        updates, held = member.said.get("updates"), member.said.get("held")
-        if self._state_step == self._committed or not isinstance(updates, int) or not isinstance(held, list):
-            return False
-        if updates <= 0 or self._is_ahead(member):
-            return False
-        missing = sorted(step for step in self._recent if step > updates)
-        if not missing or missing[0] > (updates // self._local_steps + 1) * self._local_steps:
-            return updates == self._committed
-        return all([step, self._recent[step][0]] in held for step in missing)
-
-    def _is_ahead(self, member: Member) -> bool:
-        """Return whether it has applied steps that the record lacks, which it cannot undo."""
-        updates = member.said.get("updates")
-        return isinstance(updates, int) and updates > self._committed
+        recent, local_steps = self._recent, self._local_steps
+        has_state = self._state_step == self._committed  # then it gets the state from here
+        return not has_state and can_reach(member, self._committed, recent=recent, local_steps=local_steps)
 
     def _on_lost(self, member: Member) -> None:
         self.server_context.leases.give_back(member.instance)
@@ -383,7 +350,7 @@ class Coordinator(ServerSide):
 
     def _take_done(self, member: Member, message: Message) -> None:
         step, meta = message.step, message.meta
-        if not is_well_formed(meta):
+        if not results.is_well_formed(meta):
             self._roster.evict(member, "its DONE message is malformed")
             return
         ranges = self.server_context.leases.held(member.instance).get(step, [])
@@ -412,7 +379,7 @@ class Coordinator(ServerSide):
             return False  # the result includes a member that is gone, whose samples are leased again
         if not members or not done.keys() >= members.keys() or self._waits_for_newcomer():
             return False
-        difference = find_difference(step, done, whole=self._whole)
+        difference = results.find_difference(step, done, whole=self._whole)
         if not difference:
             return True
         # All members must hold the same sum; else hardware or software is broken, and nothing is applied.
@@ -423,7 +390,7 @@ class Coordinator(ServerSide):
             raise SmolclusterError(
                 f"the results of step {step} differ between workers, {TRIES} times in a row: one of the machines is broken"
             )
-        if (odd := odd_one_out(done)) is not None:
+        if (odd := results.odd_one_out(done)) is not None:
             self._roster.evict(members[odd], "its result differs from those of all others")
         return False
 
@@ -436,7 +403,7 @@ class Coordinator(ServerSide):
         done = self._done.pop(step)
         self._left_out.pop(step, None)
         totals = self._settle(step, done)
-        norm = sum_norm(done, whole=self._whole) / (totals.weight or 1.0)
+        norm = results.sum_norm(done, whole=self._whole) / (totals.weight or 1.0)
         self._recent[step] = (roster.epoch, totals.weight, norm)
         self._recent = dict(sorted(self._recent.items())[-2 * self._rounds_ahead :])
         self._established = [member.instance for member in roster.in_order()]
@@ -450,19 +417,15 @@ class Coordinator(ServerSide):
         roster.patience_s = self._watch.usual_s
         self._watch.commit(instances, now=time.monotonic())
         self._announce_commit(step, totals, norm)
+        loss, rate = torch.tensor(totals.loss / (totals.weight or 1.0)), self.replica.rate_of(step - 1)
+        samples, tokens = totals.samples, totals.samples * self.tokens_per_sample
         self.server_context.committed(
-            StepReport(
-                loss=torch.tensor(totals.loss / (totals.weight or 1.0)),
-                grad_norm=torch.tensor(norm),
-                learning_rate=self.replica.rate_of(step - 1),
-                samples=totals.samples,
-                tokens=totals.samples * self.tokens_per_sample,
-            )
+            StepReport(loss=loss, grad_norm=torch.tensor(norm), learning_rate=rate, samples=samples, tokens=tokens)
         )
 
-    def _settle(self, step: int, done: dict[int, dict[str, Any]]) -> RoundTotals:
+    def _settle(self, step: int, done: dict[int, dict[str, Any]]) -> results.RoundTotals:
         """Settle the leases of a round and add up what its members reported."""
-        totals, leases = RoundTotals(), self.server_context.leases
+        totals, leases = results.RoundTotals(), self.server_context.leases
         for member in self._roster.in_order():
             if step not in leases.held(member.instance):
                 continue
@@ -475,7 +438,7 @@ class Coordinator(ServerSide):
         totals.weight = totals.weight or float(totals.samples > 0)  # no target counts: all gradients are zero
         return totals
 
-    def _announce_commit(self, step: int, totals: RoundTotals, norm: float) -> None:
+    def _announce_commit(self, step: int, totals: results.RoundTotals, norm: float) -> None:
         """Send COMMIT to all members, with leases of the rounds that they may begin next."""
         self._rounds.remove(step)
         more = self._next_rounds(self._rounds)  # one, or several where the run has become longer
@@ -484,9 +447,8 @@ class Coordinator(ServerSide):
         scale = self.server_context.scale.state_dict()
         result = {"samples": totals.samples, "weight": totals.weight, "norm": norm, "scale": scale}
         self._followers.committed(step, result, self._roster.members)
-        if self.server_context.wants(step):
-            self._uploads.want(step)
-        self._uploads.request(step)  # before COMMIT, so that members answer before they begin another round
+        # Before COMMIT, so that members answer before they begin another round.
+        self._uploads.request(step, wanted=self.server_context.wants(step))
         for member in self._roster.in_order():
             meta: dict[str, Any] = {**result, "share": bool(self._followers)}
             if more:
@@ -495,7 +457,7 @@ class Coordinator(ServerSide):
 
     # The state, from the workers that hold it
 
-    def _holders(self, attempt: int) -> list[Member]:
+    def _upload_sources(self, attempt: int) -> list[Member]:
         """Return the members whose parts make up the whole state; [] while that is not known.
 
         A part is what a member owns in its view. When a member is gone, nobody owns its part until the next view, where its
@@ -503,12 +465,8 @@ class Coordinator(ServerSide):
         """
         if not self._whole:
             return [] if self._view_due or self._view_epoch != self._roster.epoch else self._roster.in_order()
-        holders = [member for member in self._roster.in_order() if member.rank not in self._without_state]
+        holders = self._holders()
         return holders[attempt % len(holders) :][:1] if holders else []  # after a rejected state ask another member
-
-    def _request_state(self, step: int) -> None:
-        self._uploads.want(step)
-        self._uploads.request(self._committed)
 
     def _accept_state(self, step: int, state: State) -> None:
         if "loss_scale" in state.numbers:
@@ -524,7 +482,7 @@ class Coordinator(ServerSide):
         """Wait until this process holds the final state."""
         while self._state_step != self._committed:
             if not self._uploads.is_active:
-                self._request_state(self._committed)
+                self._uploads.request(self._committed, wanted=True)
             if not self._roster.members and not self._roster.newcomers and not self._holder_may_return():
-                raise self._lost()
+                raise weights_lost(self._roster.in_order(), self._committed)
             self._iterate()

@@ -52,21 +52,19 @@ class StateUploads:
         self._roster, self._whole, self._holders = roster, whole, holders
         self._accept, self._arrived, self._warn = accept, arrived, warn
         self._upload: _Upload | None = None
-        self._wanted: set[int] = set()  # steps whose state is needed; a later one will do
+        self._wanted = False
         self._rejected = 0  # states in a row
 
     @property
     def is_active(self) -> bool:
         return self._upload is not None
 
-    def want(self, step: int) -> None:
-        self._wanted.add(step)
-
-    def request(self, committed: int) -> None:
-        """Ask for the state of the last committed step, where one is wanted: it is what the workers hold now."""
+    def request(self, committed: int, *, wanted: bool = False) -> None:
+        """Ask for the state of the last committed step, if it or an earlier one is wanted: it is what workers hold now."""
+        self._wanted |= wanted
         if self._upload is not None or not self._wanted or not (holders := self._holders(self._rejected)):
             return
-        self._wanted.clear()
+        self._wanted = False
         self._upload = _Upload(committed, self._roster.epoch, list(holders))
         for number, member in enumerate(holders):
             meta = {"first": number == 0}
@@ -75,7 +73,7 @@ class StateUploads:
     def abandon(self) -> None:
         """Drop the upload under way; its step is requested again."""
         if self._upload is not None:
-            self._wanted.add(self._upload.step)
+            self._wanted = True
             self._upload = None
 
     def waits_for(self, member: Member) -> bool:
@@ -116,4 +114,4 @@ class StateUploads:
         if self._rejected > TRIES:
             raise SmolclusterError(f"{what}, {TRIES} times in a row; continue from the last checkpoint with --resume")
         self._warn(f"{what}: it is not used")
-        self._wanted.add(step)
+        self._wanted = True

@@ -1,21 +1,20 @@
-"""The write-ahead log of a server: what it has committed outlives it, however it dies.
+"""The write-ahead log of a server: committed steps survive its death.
 
     journal/
         log-00000007, log-00000008    the records, in order; the last file is being written
         snapshots/step-00000007/      the state before the first record of log-00000007 (its files: see snapshot.py)
-        .lock                         whose journal this is
+        .lock                         held by the server that writes
 
-`log_files.py` has the format of a log file.
+`log_files.py` has the format of a log file, `recovery.py` what is kept when they are read.
 
-**What survives what.** A killed process loses nothing that `append` returned from: the kernel has it. The disk gets it a
-little later: a thread flushes the log and then seals it, about every `sync_s`, so a power cut loses at most the records of
-the last `sync_s` and of the flush under way.
+**Durability.** When `append` returns, the kernel has the record: killing the process loses nothing. A thread flushes the log to
+the disk and then seals it, about every `sync_s`, so a power cut loses at most the records of the last `sync_s` and of the flush
+under way.
 
-**Recovery** starts from the newest good snapshot and reads on for as long as every frame is whole and in turn. What comes
-after that point and before no seal was in flight when the machine stopped; it is cut off. A record that is missing before
-a seal was safe once: then the disk is damaged, committed steps would be lost, and DamagedJournal says where. Writing goes
-on in a new file. Its `open` frame makes void what earlier files hold from that number on, so that what was cut off stays
-so, as does a record that a full disk left half written.
+**Recovery** starts from the newest good snapshot and reads records while every frame is whole and in sequence. Unsealed records
+behind a broken frame were in flight when the machine stopped: they are dropped. A missing record before a seal was on the disk
+once: the disk is damaged, and DamagedJournal says where. Writing continues in a new file, whose `open` frame voids all records
+of earlier files from its number on: dropped and half-written records stay dropped.
 """
 
 from __future__ import annotations
@@ -39,17 +38,18 @@ from smolcluster.engine.checkpoint.safetensors_writer import tensor_bytes
 from smolcluster.engine.checkpoint.snapshot import Others, Snapshot
 from smolcluster.engine.checkpoint.store import CheckpointStore
 from smolcluster.engine.durable_files import Closing, Files, OutputFile, ensure_folder
-from smolcluster.engine.elastic.wal.log_files import OPEN, RECORD, SEAL, JournalRecord, LogFile, make_frame, read_log
+from smolcluster.engine.elastic.wal.log_files import OPEN, RECORD, SEAL, make_frame, read_log
+from smolcluster.engine.elastic.wal.recovery import Recovered, damaged, records_in_turn
 from smolcluster.errors import DamagedCheckpoint, SmolclusterError, UserError
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved
 
 logger = logging.getLogger(__name__)
 
-# A snapshot follows when the log has as many bytes as the first, or so many times the state, or as many records.
+# A snapshot is due when the log exceeds the larger of SNAPSHOT_BYTES and SNAPSHOT_RATIO times the state, or SNAPSHOT_RECORDS.
 SNAPSHOT_BYTES, SNAPSHOT_RATIO, SNAPSHOT_RECORDS = 64 << 20, 4.0, 500
-BESIDE = 0.5  # of that many bytes may be logged while the snapshot is written; then appends wait for it
-MOST_BETWEEN_TRIES = 64  # records, while snapshots fail
-_RECORD_BYTES = 4096  # of a record beside its tensors, about
+BESIDE = 0.5  # of the log limit may be logged while a snapshot is written; then appends wait for it
+MOST_BETWEEN_TRIES = 64  # records between two attempts while snapshots fail
+_RECORD_BYTES = 4096  # of a record without its tensors, roughly
 
 
 def disk_bound(*, state_bytes: int, record_bytes: int) -> int:
@@ -60,29 +60,16 @@ def disk_bound(*, state_bytes: int, record_bytes: int) -> int:
 
 
 def least_disk(*, state_bytes: int, record_bytes: int) -> int:
-    """Return the fewest bytes with which it works: two records, then a snapshot."""
+    """Return the fewest bytes with which a journal works: two records, then a snapshot."""
     return 2 * state_bytes + int((1 + BESIDE) * 2 * (record_bytes + _RECORD_BYTES)) + (1 << 20)
 
 
-class DamagedJournal(SmolclusterError):
-    """Committed records were on the disk and cannot be read any more."""
-
-
 class JournalFull(SmolclusterError):
-    """Nothing could be written: the disk is full or failing. What was there before is untouched."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """The newest good snapshot, None when there was none yet, and every record after it."""
-
-    state: dict[str, Tensor] | None
-    meta: dict[str, Any] | None
-    records: list[JournalRecord]
+    """The disk is full or failing: nothing was written, and the journal is as before."""
 
 
 class Journal(Closing):
-    """One server's log. `recover` comes first, once; `append` and `snapshot` belong to one thread."""
+    """The log of one server. Call `recover` first, once; `append` and `snapshot` from one thread."""
 
     def __init__(
         self,
@@ -93,7 +80,7 @@ class Journal(Closing):
         snapshot_bytes: int = SNAPSHOT_BYTES,
         snapshot_ratio: float = SNAPSHOT_RATIO,
     ) -> None:
-        """Raises UserError when another process has this journal. `sync_s` None: only `sync` flushes."""
+        """Raises UserError when another process has the journal open. `sync_s` None: only `sync` flushes."""
         self.folder = folder
         self._files = files or Files()
         self._sync_s, self._snapshot_bytes, self._snapshot_ratio = sync_s, snapshot_bytes, snapshot_ratio
@@ -102,21 +89,20 @@ class Journal(Closing):
         self._store = _Snapshots(folder / "snapshots", self, files=self._files)
         self._saver = Saver(self._store, on_saved=self._snapshot_saved, on_failed=self._snapshot_failed)
 
-        self._lock = threading.Lock()  # guards what the three threads share: the caller, the flusher, the saver
-        self._current: _Segment | None = None  # None: the next append begins one
-        self._retired: list[_Segment] = []  # written to their end, not yet flushed
+        self._lock = threading.Lock()  # shared by three threads: the caller, the flusher, the saver
+        self._current: _Segment | None = None  # None: the next append creates one
+        self._retired: list[_Segment] = []  # complete, not yet flushed
         self._number = -1  # of the newest log file or snapshot
         self._records = 0  # appended since the run began
         self._sealed = 0
         self._unflushed_name = False
-        self._unsure = -1  # the newest log file whose flush failed: nothing is sealed until a snapshot replaces it
+        self._unsure = -1  # the newest log file whose flush failed: no seal until a snapshot replaces it
 
-        self._log_bytes = 0  # since the last snapshot that was not given up was begun
+        self._log_bytes = 0  # since the start of the last snapshot that was not abandoned
         self._log_records = 0
-        # What these were when it was begun, and whether it was wanted for another reason.
-        self._replaced = (0, 0, False)
-        self._failures = 0  # snapshots in a row
-        self._retry_at = 0  # records: no other is begun before
+        self._replaced = (0, 0, False)  # the two before it was started, and _snapshot_wanted
+        self._failures = 0  # failed snapshots in a row
+        self._retry_at = 0  # no snapshot before this many records
         self._state_bytes = 0  # of the last snapshot
         self._snapshot_wanted = False
         self._snapshot_running = False
@@ -130,23 +116,23 @@ class Journal(Closing):
     # Recovery
 
     def recover(self) -> Recovered:
-        """What was committed; makes the journal ready for `append`.
+        """Return what was committed; make the journal ready for `append`.
 
-        Tensors of records are views of the files: pages come in when they are read. Raises DamagedJournal.
+        Tensors of records are memory-mapped. Raises DamagedJournal.
         """
         assert self._number < 0, "recover once"
         first, base, state, meta = self._load_snapshot()
         paths = self._log_files()
         segments = [read_log(path) for number, path in paths.items() if number >= first]
         if state is not None and (first not in paths or segments[0].start != base):
-            raise self._damaged(self._log_path(first), "missing, or not the one that follows the snapshot")
-        records = self._in_turn(segments, base)
+            raise damaged(self.folder, self._log_path(first), "missing, or not the file that follows the snapshot")
+        records = records_in_turn(self.folder, segments, base)
 
         self._records = base + len(records)
         self._number = max(paths, default=-1)
         self._log_bytes, self._state_bytes = sum(s.whole for s in segments), _nbytes(state or {})
         self._log_records = len(records)
-        self._begin_anew([s.path for s in segments])
+        self._start_file([s.path for s in segments])
         self._forget(first)
         if self._sync_s is not None:
             self._thread.start()
@@ -156,39 +142,14 @@ class Journal(Closing):
         try:
             loaded = self._store.load_latest()
         except DamagedCheckpoint as error:
-            raise self._damaged(self._store.folder, str(error)) from error
+            raise damaged(self.folder, self._store.folder, str(error)) from error
         if loaded is None:
             return 0, 0, None, None
         snapshot = loaded[1]
         return snapshot.step, snapshot.state["records"], dict(snapshot.weights), snapshot.state["meta"]
 
-    def _in_turn(self, segments: list[LogFile], base: int) -> list[JournalRecord]:
-        """The records from number `base` on, as far as they go without a gap."""
-        records: list[JournalRecord] = []
-        broken: Path | None = None  # the first of the files since which nothing was added
-        for segment in segments:
-            follows = segment.start is not None and base <= segment.start <= base + len(records)
-            if segment.start is not None and follows:
-                records[segment.start - base :] = segment.records
-                broken = None
-            if segment.trouble or not follows:
-                broken = broken or segment.path
-                bad = segment.trouble == "damaged" or (segment.records and not follows)
-                logger.log(
-                    logging.ERROR if bad else logging.WARNING,
-                    "%s: %s; %d records kept of its %d bytes",
-                    segment.path,
-                    segment.trouble or "does not follow the records before it",
-                    len(segment.records) if follows else 0,
-                    segment.size,
-                )
-        lost = max((s.sealed for s in segments), default=0) - base - len(records)
-        if lost > 0:
-            raise self._damaged(broken or self.folder, f"{lost} records that were safe on the disk cannot be read")
-        return records
-
-    def _begin_anew(self, old: list[Path]) -> None:
-        """Begins a log file. An earlier process may have left the rest to the kernel: safe first, then sealed."""
+    def _start_file(self, old: list[Path]) -> None:
+        """Create a new log file, after the old ones are flushed: the process before may have left that to the kernel."""
         try:
             for path in old:
                 self._files.fsync_file(path)
@@ -198,21 +159,15 @@ class Journal(Closing):
         except OSError as error:
             raise self._full("the journal cannot be opened for writing", error) from error
 
-    def _damaged(self, path: Path, what: str) -> DamagedJournal:
-        return DamagedJournal(
-            f"the journal is damaged: {path}: {what}; restore it from a copy, or move {self.folder} away and resume from "
-            "the last checkpoint"
-        )
-
     # Appending
 
     def append(self, meta: dict[str, Any], payload: Tensor | Sequence[Tensor] | None = None) -> None:
-        """One record, `meta` as JSON. When this returns, kill -9 cannot undo it; a power cut can, for about `sync_s`.
+        """Append one record, `meta` as JSON. It then survives kill -9, and a power cut after about `sync_s`.
 
-        Several tensors are written one behind the other, without a copy, and come back as one row of bytes.
+        Several tensors are written one after the other, without a copy, and are recovered as one row of bytes.
 
-        Raises JournalFull when it could not be written whole: then it is not there, the step must not be committed, and
-        a later `append` may be tried.
+        Raises JournalFull when it could not be written whole: the record is not in the journal, the step must not be
+        committed, and `append` may be retried.
         """
         views = [tensor_bytes(t) for t in ([payload] if isinstance(payload, Tensor) else payload or [])]
         num_bytes = sum(view.nbytes for view in views)
@@ -224,7 +179,7 @@ class Journal(Closing):
         for view in views:
             crc = zlib.crc32(view, crc)
         if self._snapshot_running and self._log_bytes > BESIDE * self._log_limit:
-            self._saver.wait()  # the disk is slower than training, which must not fill it
+            self._saver.wait()  # keep training from filling a disk that is slower
         with self._lock:
             self._check_ready()
             fresh: _Segment | None = None
@@ -239,14 +194,14 @@ class Journal(Closing):
         self._dirty.set()
 
     def sync(self) -> None:
-        """Returns when all records are on the disk itself. Raises JournalFull."""
+        """Return when all records are on the disk itself. Raises JournalFull."""
         try:
             self._flush()
         except OSError as error:
             raise self._full("records cannot be flushed to the disk", error) from error
 
     def _open_segment(self) -> _Segment:
-        """Appends go to a new file from now on. Call with the lock."""
+        """Create the file that appends go to from now on. Call with the lock."""
         self._number += 1
         path = self._log_path(self._number)
         file = self._files.create(path)
@@ -265,7 +220,7 @@ class Journal(Closing):
         return self._current
 
     def _write(self, segment: _Segment, *parts: bytes | memoryview, records: int = 0) -> None:
-        """All of it or none: nothing may follow a frame that is not whole. Call with the lock."""
+        """Write all parts or none: no frame may follow an incomplete one. Call with the lock."""
         try:
             for part in parts:
                 segment.file.write(part)
@@ -274,14 +229,14 @@ class Journal(Closing):
         except BaseException:
             self._retire()
             with contextlib.suppress(OSError):
-                os.truncate(segment.path, segment.size)  # only for the space: reading would stop there in any case
+                os.truncate(segment.path, segment.size)  # only to free the space: reading stops there anyway
             raise
         num_bytes = sum(memoryview(part).nbytes for part in parts)
         segment.size += num_bytes
         self._log_bytes += num_bytes
 
     def _remove_empty(self, segment: _Segment) -> None:
-        """Remove a file that was begun for a record that did not fit: retries would leave one each. Call with the lock."""
+        """Remove a file whose first record did not fit, so that retries leave no empty files. Call with the lock."""
         segment.void = True
         self._discard([segment])
         with contextlib.suppress(OSError):
@@ -308,12 +263,14 @@ class Journal(Closing):
                 failing = False
             except OSError as error:
                 if not failing:
-                    logger.error("%s: a power cut could lose committed steps, flushing fails: %s", self.folder, error)
+                    logger.error(
+                        "%s: flushing fails, so a power cut could lose committed steps: %s", self.folder, error
+                    )
                 failing = True
             self._stopping.wait(self._sync_s)
 
     def _flush(self, *, since: int = 0) -> None:
-        """To the disk itself: log files from number `since` on, and their names. Seals what is safe then."""
+        """Flush log files from number `since` on, and their names, to the disk; then seal them."""
         with self._flushing:
             with self._lock:
                 retired = [s for s in self._retired if s.number >= since]
@@ -329,7 +286,7 @@ class Journal(Closing):
                     self._unflushed_name |= unflushed_name
                 raise
             with self._lock:
-                self._discard(retired)  # and not what has been retired since: it may have grown meanwhile
+                self._discard(retired)  # not those retired since: they may have grown after their flush
                 if self._current is not None and not self._retired and self._unsure < 0 and records > self._sealed:
                     self._write(self._current, make_frame(SEAL, records))
                     self._sealed = records
@@ -341,14 +298,14 @@ class Journal(Closing):
             if not segment.void:
                 raise
         except OSError:
-            # The kernel may have given these pages up, and a second fsync would succeed: only a snapshot helps now.
+            # The kernel may have dropped the pages, and a second fsync would succeed: only a snapshot helps.
             with self._lock:
                 self._unsure = max(self._unsure, segment.number)
                 self._snapshot_wanted = True
             raise
 
     def _discard(self, segments: list[_Segment]) -> None:
-        """Lets go of files that need no more flushing. Call with the lock."""
+        """Close files that are flushed. Call with the lock."""
         self._retired = [s for s in self._retired if s not in segments]
         for segment in segments:
             with contextlib.suppress(OSError):
@@ -358,14 +315,13 @@ class Journal(Closing):
 
     @property
     def should_snapshot(self) -> bool:
-        """Return whether the log has reached its bound: in bytes, so that a snapshot costs little beside it and the disk
-        does not fill; in records, so that replaying them is quick and takes little memory."""
+        """Return whether the log has reached its bound in bytes, which limits disk use, or in records, which limits replay."""
         if self._snapshot_running or self._records < self._retry_at:
             return False
         return self._snapshot_wanted or self._log_bytes > self._log_limit or self._log_records >= SNAPSHOT_RECORDS
 
     def bound_disk(self, num_bytes: int) -> None:
-        """Take no more than so many bytes: a shorter log, more snapshots."""
+        """Limit the journal to so many bytes, with a shorter log and more snapshots."""
         self._disk_bytes = num_bytes
 
     @property
@@ -376,11 +332,10 @@ class Journal(Closing):
         return max(0.0, limit)
 
     def snapshot(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], *, wait: bool = False) -> None:
-        """The state that all records so far have led to; they are forgotten once it is on the disk.
+        """Save the state after all records so far; they are deleted once it is on the disk.
 
-        Returns when the tensors are copied. When the snapshot cannot be written that is an error in the log, the records are
-        kept, training goes on, and another is due a few records later. With `wait` it returns when all is done and raises
-        JournalFull instead.
+        Returns when the tensors are copied. A snapshot that cannot be written is logged as an error and retried a few records
+        later; its records are kept. With `wait` returns when it is on the disk, or raises JournalFull.
         """
         with self._lock:
             self._check_ready()
@@ -390,11 +345,11 @@ class Journal(Closing):
             try:
                 number, records = self._open_segment().number, self._records
             except OSError as error:
-                self._give_up_snapshot()
-                failure = self._full("a snapshot cannot be begun", error)
+                self._abandon_snapshot()
+                failure = self._full("a snapshot cannot be started", error)
                 if wait:
                     raise failure from error
-                logger.error("%s; the log goes on growing", failure)
+                logger.error("%s; the log keeps growing", failure)
                 return
         copies = self._saver.snapshot_tensors(tensors)
         self._snapshot_running, self._snapshot_error = True, ""
@@ -404,8 +359,8 @@ class Journal(Closing):
             if self._snapshot_error:
                 raise JournalFull(self._snapshot_error)
 
-    def _give_up_snapshot(self) -> None:
-        """Count the log that it would have replaced, and try again: soon at first, then less often. Call with the lock."""
+    def _abandon_snapshot(self) -> None:
+        """Count the log that it would have replaced, and schedule a retry with back-off. Call with the lock."""
         num_bytes, records, wanted = self._replaced
         self._log_bytes += num_bytes
         self._log_records += records
@@ -421,12 +376,12 @@ class Journal(Closing):
     def _snapshot_failed(self, event: CheckpointFailed) -> None:
         self._snapshot_error = f"{self.folder}: a snapshot cannot be written: {event.reason}"
         with self._lock:
-            self._give_up_snapshot()
+            self._abandon_snapshot()
         self._snapshot_running = False
-        logger.error("%s; the log goes on growing", self._snapshot_error)
+        logger.error("%s; the log keeps growing", self._snapshot_error)
 
     def _forget(self, number: int) -> None:
-        """Removes the log files that snapshot `number` replaces. One that stays costs space, and the next time it goes."""
+        """Remove the log files that snapshot `number` replaces. One that cannot be removed is retried with the next."""
         with self._flushing, self._lock:
             self._discard([s for s in self._retired if s.number < number])
             if self._unsure < number:
@@ -441,7 +396,7 @@ class Journal(Closing):
     # The end
 
     def close(self) -> None:
-        """Waits for a snapshot under way, flushes, and lets another process have the journal."""
+        """Wait for a snapshot under way, flush, and release the lock."""
         self._stopping.set()
         self._dirty.set()
         with self._closing:
@@ -467,7 +422,7 @@ class Journal(Closing):
                 f"another server is using the journal {self.folder}; stop it, or choose another --run-dir"
             ) from error
         if not alone:
-            logger.warning("%s: no locks on this file system; make sure that only one server runs", self.folder)
+            logger.warning("%s: this file system has no locks; make sure that only one server runs", self.folder)
 
     def _check_ready(self) -> None:
         assert self._number >= 0, "recover first"
@@ -477,12 +432,12 @@ class Journal(Closing):
         return self.folder / f"log-{number:08d}"
 
     def _log_files(self) -> dict[int, Path]:
-        """By number, lowest first."""
+        """Return the log files by number, lowest first."""
         names = [p.name for p in self.folder.iterdir() if re.fullmatch(r"log-[0-9]{8,18}", p.name)]
         return {number: self._log_path(number) for number in sorted(int(name[4:]) for name in names)}
 
     def _full(self, what: str, error: OSError) -> JournalFull:
-        return JournalFull(f"{self.folder}: {what}: {error}; make room there, or mend the disk")
+        return JournalFull(f"{self.folder}: {what}: {error}; free space there, or repair the disk")
 
 
 class _Snapshots(CheckpointStore):
@@ -493,7 +448,7 @@ class _Snapshots(CheckpointStore):
         self._journal = journal
 
     def save(self, snapshot: Snapshot, *, best: bool = False, others: Others | None = None) -> Path:
-        # In this order: a snapshot on the disk promises that the log file after it is there, too.
+        # In this order: a snapshot on the disk implies that the log file after it is there too.
         self._journal._flush(since=snapshot.step)
         path = super().save(snapshot)
         self._journal._forget(snapshot.step)

@@ -1,15 +1,15 @@
-"""The files of a write-ahead log: frames, and how they are read again.
+"""The files of a write-ahead log: how their frames are written and read.
 
-A log file is written front to back by one process and never changed. It is a row of frames:
+A log file is written front to back by one process and never changed. It is a sequence of frames:
 
-    open      always first: how many records came before this file
-    record    JSON, then the little-endian bytes of at most one tensor, or of several in a row
-    seal      records before this number are on the disk itself, not only in the kernel's memory
+    open      always first: the number of records before this file
+    record    JSON, then the little-endian bytes of its tensors
+    seal      records before this number are on the disk itself, not only in the page cache
 
     frame = kind (4) | length of the JSON (4) | length of the tensor (8) | number (8) | crc of tensor and JSON (4)
             | crc of all this (4) | JSON, padded with spaces so that the tensor is aligned | tensor
 
-Never pickle: JSON and raw tensors, every byte under a checksum, and no length is believed before its own was right.
+Every byte is covered by a checksum, and a length is used only after its checksum was right.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class JournalRecord(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class LogFile:
-    """A log file as it was found. `trouble`: empty, `torn` (the end of a frame is missing) or `damaged`."""
+    """A log file as read. `trouble`: empty, `torn` (the end of a frame is missing) or `damaged`."""
 
     path: Path
     size: int
@@ -53,7 +53,7 @@ class LogFile:
 def make_frame(
     kind: bytes, number: int, *, text: bytes = b"", payload_bytes: int = 0, crc: int = 0, at: int = 0
 ) -> bytes:
-    """All of a frame but its tensor, whose checksum is `crc`. `at`: where in the file it will be."""
+    """Return a frame without its tensor, whose checksum is `crc`. `at`: its offset in the file."""
     if payload_bytes:
         text += b" " * (-(at + _HEAD_BYTES + len(text)) % _ALIGNMENT)
     head = _HEAD.pack(kind, len(text), payload_bytes, number, zlib.crc32(text, crc))
@@ -76,12 +76,12 @@ def _head_at(view: memoryview, offset: int) -> _Head | None:
 
 
 def read_log(path: Path) -> LogFile:
-    """Reads on for as long as frames are whole and in turn; behind that point it looks for seals only."""
+    """Read frames while they are whole and in sequence; behind the first bad one look for seals only."""
     found = LogFile(path=path, size=path.stat().st_size)
     if not found.size:
         return found
     with path.open("rb") as file:
-        # Copy on write: tensors over it may be changed, the file is not.
+        # Copy on write: changing a tensor does not change the file.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     view = memoryview(data)
     while found.whole < found.size:
@@ -107,7 +107,7 @@ def read_log(path: Path) -> LogFile:
 
 
 def _take(found: LogFile, head: _Head, data: mmap.mmap, text_at: int, payload_at: int) -> bool:
-    """Adds one whole frame to what was found; False when it is not the one that must come here."""
+    """Add a whole frame; return False when it is out of sequence."""
     if head.kind == OPEN and found.start is None:
         found.start = head.number
     elif found.start is None:
@@ -130,7 +130,7 @@ def _tensor(data: mmap.mmap, offset: int, num_bytes: int, dtype: str, shape: lis
 
 
 def _last_seal(data: mmap.mmap, view: memoryview, offset: int) -> int:
-    """The highest seal anywhere behind `offset`."""
+    """Return the highest seal behind `offset`."""
     sealed = 0
     while (offset := data.find(SEAL, offset)) >= 0:
         head = _head_at(view, offset)
