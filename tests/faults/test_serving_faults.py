@@ -296,7 +296,7 @@ def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
         for holder, _, _ in made.stages.values():
             for message in (tokens, numbers):
-                assert "no place for" in told_by_a_guest(holder.address, message)
+                assert "no buffer for" in told_by_a_guest(holder.address, message)
             assert "without tokens" in told_by_a_guest(holder.address, Message(kind=Kind.ROWS))
             assert "no business" in told_by_a_guest(holder.address, role="worker")
             assert holder._part is not None
