@@ -5,7 +5,7 @@
     python -m tools.fuzz meta --replay FILE ...                 inputs that an earlier run wrote
     python -m tools.fuzz --distil FOLDER                        keep the smallest input of each outcome found there
 
-    parser      frames.Parser, in any pieces, before and after the handshake, with and without checksums
+    parser      parser.Parser, in any pieces, before and after the handshake, with and without checksums
     meta        the decoder of meta
     handshake   both sides of it hear arbitrary messages between those of an honest peer
     view        View.from_meta
@@ -78,10 +78,11 @@ with (
     from smolcluster.comm.elastic.membership.view import ViewMember as Seated
     from smolcluster.comm.elastic.transport import frames, payloads
     from smolcluster.comm.elastic.transport.api import Link
-    from smolcluster.comm.elastic.transport.frames import FrameError, Parser
+    from smolcluster.comm.elastic.transport.frames import FrameError
     from smolcluster.comm.elastic.transport.handshake import MAX_HOST, MAX_RANK, ROLES, Handshake
     from smolcluster.comm.elastic.transport.handshake import Refusal as HandshakeRefusal
     from smolcluster.comm.elastic.transport.messages import Head, Kind, Message, Peer
+    from smolcluster.comm.elastic.transport.parser import Parser
     from smolcluster.comm.elastic.transport.security import NoToken
     from smolcluster.comm.group import PeerLost
     from smolcluster.config import load_config, public_dict, resolve
@@ -335,7 +336,7 @@ def handshake(data: bytes) -> str:
             message = Message(kind=KINDS[how % 4], meta=source.meta())
         heard.append(message.kind.name)
         try:
-            answers = subject.hear(message, cluster=_Key.cluster if how & 0x20 == 0 else bytes(8))
+            answers = subject.handle(message, cluster=_Key.cluster if how & 0x20 == 0 else bytes(8))
         except HandshakeRefusal as error:
             return " ".join([*heard[-2:], words(error)])
         for answer in answers:
@@ -358,7 +359,7 @@ def _tell(honest: Handshake, messages: Sequence[Message], answers: list[Message]
     with contextlib.suppress(HandshakeRefusal):
         for message in messages:
             if honest.peer is None:
-                answers += honest.hear(message, cluster=_Key.cluster)
+                answers += honest.handle(message, cluster=_Key.cluster)
 
 
 def _peer(role: str, number: int) -> Peer:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from smolcluster.comm.elastic.transport import frames
 from smolcluster.comm.elastic.transport.api import LEFT, Dialer, Handler, Head, Kind, Link, Message, Peer, Transport
+from smolcluster.comm.elastic.transport.parser import checked_place
 from smolcluster.comm.elastic.transport.payloads import memory
 from smolcluster.comm.group import Done, PeerLost, Traffic, Work
 from smolcluster.errors import UserError
@@ -265,7 +266,7 @@ class MemoryLink(Link):
     def _copy_to_its_place(self, message: Message, payload: Tensor) -> Tensor:
         dtype = str(payload.dtype).removeprefix("torch.")
         head = Head.of(message, dtype=dtype, shape=tuple(payload.shape), nbytes=payload.nbytes)
-        place = frames.checked_place(self._handler.place(self, head), head)
+        place = checked_place(self._handler.place(self, head), head)
         memory(place)[:] = memory(payload)
         return place
 

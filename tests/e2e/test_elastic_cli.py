@@ -359,7 +359,7 @@ def test_who_may_not_join_is_told_why_and_nobody_else_is_disturbed(smol: Smol, f
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("train", "--strategy", "edp", "--override", "cluster.bind=0.0.0.0"), "listening on '0.0.0.0' lets other machines in"),
+        (("train", "--strategy", "edp", "--override", "cluster.bind=0.0.0.0"), "listening on '0.0.0.0' accepts connections"),
         (("server", "--strategy", "syncps", "--bind", "0.0.0.0"), "there is no cluster token"),
         (("server", "--strategy", "single"), "strategy single does not run on the elastic plane"),
         (("train", "--strategy", "edp", "--plane", "mesh"), "strategy edp does not run on the mesh plane"),

@@ -27,11 +27,11 @@ from torch import Tensor
 from smolcluster.comm.elastic.transport import frames, payloads
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer
 from smolcluster.comm.elastic.transport.connection import TcpLink
-from smolcluster.comm.elastic.transport.frames import Parser
 from smolcluster.comm.elastic.transport.handshake import Handshake
+from smolcluster.comm.elastic.transport.parser import Parser
 from smolcluster.comm.elastic.transport.security import Keyring, new_token, open_credentials
 from smolcluster.comm.elastic.transport.sockets import split_address
-from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
+from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 
 COUNT = int(os.environ.get("SMOLCLUSTER_FUZZ_FRAMES", "2500"))
 WAIT_S = 20.0
@@ -141,7 +141,7 @@ class Field:
         self.transport = TcpTransport(
             make_peer("server"),
             keyring=keyring,
-            limits=Limits(**limits),  # type: ignore[arg-type]
+            limits=LinkLimits(**limits),  # type: ignore[arg-type]
             uvloop=uvloop,
         )
         self.address = self.transport.listen("127.0.0.1", 0, self.server)
@@ -181,7 +181,7 @@ class RawMember:
             self.say(to_bytes(message))
         while self._handshake.peer is None:
             for message in self.hear():
-                for answer in self._handshake.hear(message, cluster=frames.NO_CLUSTER):
+                for answer in self._handshake.handle(message, cluster=frames.NO_CLUSTER):
                     self.say(to_bytes(answer))
         self._parser.authenticated = True
         return self
@@ -330,7 +330,7 @@ class TestStrangers:
     def test_what_is_no_handshake_ends_at_once(self, field: Field, data: bytes) -> None:
         began = time.monotonic()
         provoke(field.connect(), data)
-        assert time.monotonic() - began < Limits().handshake_s
+        assert time.monotonic() - began < LinkLimits().handshake_s
         assert len(field.server.linked_ones) == 1  # the witness
 
     @pytest.mark.parametrize(
@@ -489,8 +489,8 @@ class TestMembers:
         member.say(to_bytes(PUSH) + damaged + to_bytes(PUSH))
         *_, bye = member.last_words()
         assert bye.kind is Kind.BYE
-        assert "the payload of a PUSH was damaged on the way" in bye.meta["reason"]
-        assert field.server.end_of(member.me.instance) == "the payload of a PUSH was damaged on the way"
+        assert "the checksum of the payload of a PUSH does not match" in bye.meta["reason"]
+        assert field.server.end_of(member.me.instance) == "the checksum of the payload of a PUSH does not match"
         assert len(field.server.messages[member.me.instance]) == 1  # only what came before
 
     def test_half_a_frame_and_then_nothing(self, field: Field) -> None:

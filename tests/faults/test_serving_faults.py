@@ -298,7 +298,7 @@ def test_a_guest_cannot_compute_on_a_stage(source: RandomSource) -> None:
         assert made.text(PROMPT, 12) == source.greedy(PROMPT, 12)
         for worker, _, _ in made.stages.values():
             for message in (tokens, numbers):
-                assert "no place for" in told_by_a_guest(worker.address, message)
+                assert "no buffer for" in told_by_a_guest(worker.address, message)
             assert "without tokens" in told_by_a_guest(worker.address, Message(kind=Kind.ROWS))
             assert "cannot connect" in told_by_a_guest(worker.address, role="worker")
             assert worker._stage_model is not None

@@ -25,7 +25,7 @@ from smolcluster.comm.elastic.membership.proofs import PairKeys, proof, read_key
 from smolcluster.comm.elastic.membership.view import View, ViewChanged, ViewMember
 from smolcluster.comm.elastic.transport.api import Head, Kind, Link, Message, Peer, Transport
 from smolcluster.comm.elastic.transport.connection import TcpLink
-from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
+from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.comm.group import Group, PeerLost, broadcast_tensors, gather_json
 from smolcluster.comm.memory_group import MemoryGroup
 
@@ -638,7 +638,7 @@ class HalfWayOut:
 
 @pytest.fixture
 def half_way_out() -> Iterator[HalfWayOut]:
-    with contextlib.closing(World("tcp", buffer_size=65536, limits=Limits(silence_s=SECONDS))) as world:
+    with contextlib.closing(World("tcp", buffer_size=65536, limits=LinkLimits(silence_s=SECONDS))) as world:
         made = HalfWayOut(world)
         yield made
         made.let_go()
@@ -1035,7 +1035,7 @@ def test_a_large_state_goes_in_slices_and_sums_pass_between_them(world: World) -
 
 
 def test_ten_thousand_tensors_and_one_beyond_the_largest_payload_arrive() -> None:
-    with contextlib.closing(World("tcp", limits=Limits(payload_bytes=1 << 20, silence_s=60.0))) as world:
+    with contextlib.closing(World("tcp", limits=LinkLimits(payload_bytes=1 << 20, silence_s=60.0))) as world:
         donor, joiner = world.add(0), world.add(1)
         state = {
             f"layers.{i}.a_name_as_long_as_those_of_large_models.weight": torch.full((3,), i) for i in range(10_000)

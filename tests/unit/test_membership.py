@@ -16,7 +16,7 @@ from tests.unit.test_transport import Recorder, has_ipv6, make_peer
 
 from smolcluster.comm.elastic.membership import heartbeats as membership
 from smolcluster.comm.elastic.membership.heartbeats import CLOSED, SILENT, Fields, MembershipClient, MembershipServer
-from smolcluster.comm.elastic.transport.connection import Limits, TcpLink
+from smolcluster.comm.elastic.transport.connection import LinkLimits, TcpLink
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from smolcluster.comm.elastic.transport.tcp import TcpTransport
@@ -49,7 +49,7 @@ class Roster:
 
     def peer(self, role: str = "member", **limits: Any) -> tuple[TcpTransport, Recorder]:
         """Somebody who speaks the protocol of the transport, and does what a test wants."""
-        transport = TcpTransport(make_peer(role), limits=Limits(**{"silence_s": 1e9, **limits}), uvloop=False)
+        transport = TcpTransport(make_peer(role), limits=LinkLimits(**{"silence_s": 1e9, **limits}), uvloop=False)
         self._stack.callback(transport.close)
         return transport, Recorder()
 
@@ -232,7 +232,7 @@ def test_without_the_token_there_is_no_membership(roster: Roster) -> None:
     sees(known, {"name": "a"})
     other = roster.dial({"name": "b"}, keyring=Keyring([new_token()]))
     assert not other.wait(lambda: False, within_s=WAIT_S)
-    assert other.refusal == "the other side does not have our token"
+    assert other.refusal == "the peer does not have our token"
     plain = roster.dial({"name": "plain"})
     assert plain.wait(lambda: bool(plain.problem), within_s=1.0) or plain.number < 0
     known.say(step=1)

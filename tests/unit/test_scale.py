@@ -20,7 +20,7 @@ from smolcluster.comm.elastic.membership.server_state import ServerState
 from smolcluster.comm.elastic.transport import frames
 from smolcluster.comm.elastic.transport.api import Link
 from smolcluster.comm.elastic.transport.messages import Kind, Message, Peer
-from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
+from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.compute.optim import make_optimizer
 from smolcluster.compute.replica import Replica
 from smolcluster.config.schema import TrainingConfig
@@ -212,7 +212,7 @@ def test_the_work_of_a_newcomer_does_not_grow_with_the_square_of_members() -> No
 
 
 def test_a_server_sends_ten_thousand_tensors_and_one_beyond_the_largest_payload() -> None:
-    limits = Limits(payload_bytes=1 << 20, silence_s=60.0)
+    limits = LinkLimits(payload_bytes=1 << 20, silence_s=60.0)
     server, worker = (
         TcpTransport(Peer(role=role, rank=0, host="here", instance=f"{i:016x}"), limits=limits)
         for i, role in enumerate(("server", "worker"))

@@ -26,7 +26,7 @@ from smolcluster.comm.elastic.transport.connection import TcpLink
 from smolcluster.comm.elastic.transport.handshake import NOT_A_MEMBER, Handshake, Refusal, describe, read_peer
 from smolcluster.comm.elastic.transport.security import Credentials, Keyring, new_token, open_credentials
 from smolcluster.comm.elastic.transport.sockets import INSTEAD_OF_BBR, join_address, set_options, split_address
-from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
+from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.comm.group import PeerLost
 from smolcluster.errors import UserError
 
@@ -125,7 +125,7 @@ class World:
             transport = self.network.transport(me)
         else:
             keyring = Keyring([self.token]) if self.token else None
-            transport = TcpTransport(me, keyring=keyring, limits=Limits(**limits), uvloop=self.sort != "asyncio")
+            transport = TcpTransport(me, keyring=keyring, limits=LinkLimits(**limits), uvloop=self.sort != "asyncio")
         self._transports.append(transport)
         return transport
 
@@ -251,7 +251,7 @@ class TestLinks:
         at_worker.link().send(Message(kind=Kind.PUSH, channel=9, payload=torch.zeros(100_000)))
         at_worker.wait(lambda r: r.ends)
         at_server.wait(lambda r: r.ends)
-        assert "PUSH of step 0: no place for float32 of shape [100000]" in at_server.ends[0]
+        assert "PUSH of step 0: no buffer for float32 of shape [100000]" in at_server.ends[0]
         at_other.link().send(Message(kind=Kind.PUSH, payload=torch.zeros(10)))
         at_server.wait(lambda r: r.messages)
         assert not at_other.ends
@@ -443,7 +443,7 @@ class TestTcp:
                     worker_link.send(Message(kind=Kind.WEIGHTS, step=7, channel=channel, payload=part))
             at_worker.wait(lambda r: r.ends)
         assert "too slow" in at_worker.ends[0]
-        assert "at most 480" in at_worker.ends[0]  # four times 12 MB, and the headers
+        assert "the limit is 480" in at_worker.ends[0]  # four times 12 MB, and the headers
 
     def test_a_peer_that_takes_nothing_is_given_up(self, world: World) -> None:
         """Little waits for it, but nothing leaves."""
@@ -451,7 +451,7 @@ class TestTcp:
         with hold(server_link):
             work = worker_link.send(Message(kind=Kind.PUSH, payload=torch.zeros(10_000_000)))
             at_worker.wait(lambda r: r.ends)
-            assert "none has left for 0." in at_worker.ends[0]
+            assert "none was sent for 0." in at_worker.ends[0]
             with pytest.raises(PeerLost, match="too slow"):
                 work.wait()
 
@@ -730,14 +730,17 @@ class TestTokens:
         caplog.set_level(logging.INFO)
         with self.meeting([new_token()], []) as (at_server, _):
             wait_until(
-                lambda: "it hung up without a word; does it want a token? (smolcluster token add)" in caplog.text
+                lambda: (
+                    "the peer closed the connection without an answer; does it need a token? (smolcluster token add)"
+                    in caplog.text
+                )
             )
             assert not at_server.links
 
     def test_a_token_where_none_is_used(self) -> None:
         with self.meeting([], [new_token()]) as (at_server, at_worker):
             at_worker.wait(lambda r: r.refusals)
-            assert "has it no token?" in at_worker.refusals[0][1]
+            assert "it may have no token" in at_worker.refusals[0][1]
             assert not at_server.links
 
     def test_during_a_change_of_tokens_either_will_do(self) -> None:
@@ -752,7 +755,7 @@ class TestTokens:
         self, uvloop: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO)
-        monkeypatch.setattr(tcp, "TELL_AFTER_S", 0.0)
+        monkeypatch.setattr(tcp, "LOG_AFTER_S", 0.0)
         token = new_token()
         server = TcpTransport(make_peer("server"), keyring=Keyring([token]))
         worker = TcpTransport(make_peer(), keyring=Keyring([token]), uvloop=uvloop)
@@ -807,7 +810,7 @@ class TestVersions:
         ("says", "words"),
         [
             (b"SMOL\x07\x00" + bytes(100), "version 7 of the protocol and this side version 1"),
-            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the peer speaks something else: it begins with b'HTTP'"),
+            (b"HTTP/1.1 400 Bad Request\r\n\r\n", "the peer speaks another protocol: its first bytes are b'HTTP'"),
         ],
     )
     def test_a_listener_of_another_kind(self, says: bytes, words: str) -> None:
@@ -831,10 +834,10 @@ class TestHandshake:
         to_server, to_client = client.begin(), server.begin()
         while to_server or to_client:
             for message in to_server:
-                to_client += server.hear(message, cluster=cluster)
+                to_client += server.handle(message, cluster=cluster)
             to_server = []
             for message in to_client:
-                to_server += client.hear(message, cluster=cluster)
+                to_server += client.handle(message, cluster=cluster)
             to_client = []
 
     def server(self, credentials: Credentials | None = None, **options: Any) -> Handshake:
@@ -852,7 +855,7 @@ class TestHandshake:
 
     def test_the_server_says_nothing_of_itself_before_the_proof(self) -> None:
         client, server = self.client(), self.server()
-        (answer,) = server.hear(client.begin()[0], cluster=bytes(8))
+        (answer,) = server.handle(client.begin()[0], cluster=bytes(8))
         assert set(answer.meta) == {"nonce"}
 
     @pytest.mark.skipif(not _installed("cryptography"), reason="a token needs cryptography")
@@ -868,36 +871,36 @@ class TestHandshake:
     def test_a_recorded_handshake_cannot_be_played_again(self) -> None:
         client, server = self.client(), self.server()
         (hello,) = client.begin()
-        (answer,) = server.hear(hello, cluster=bytes(8))
-        (proof,) = client.hear(answer, cluster=bytes(8))
-        server.hear(proof, cluster=bytes(8))
+        (answer,) = server.handle(hello, cluster=bytes(8))
+        (proof,) = client.handle(answer, cluster=bytes(8))
+        server.handle(proof, cluster=bytes(8))
         assert server.peer is not None
         again = self.server()
-        again.hear(hello, cluster=bytes(8))
+        again.handle(hello, cluster=bytes(8))
         with pytest.raises(Refusal, match=NOT_A_MEMBER):
-            again.hear(proof, cluster=bytes(8))
+            again.handle(proof, cluster=bytes(8))
 
     def test_a_servers_proof_does_not_pass_for_a_clients(self) -> None:
         """Whoever sends our own words back to us proves nothing."""
         server = self.server()
-        (answer,) = server.hear(
+        (answer,) = server.handle(
             Message(kind=Kind.HELLO, meta={"nonce": "00" * 32, **describe(make_peer())}), cluster=bytes(8)
         )
         nonce = bytes.fromhex(answer.meta["nonce"])
         reflected = open_credentials().prove("server", mine=nonce, theirs=bytes(32))
         with pytest.raises(Refusal, match=NOT_A_MEMBER):
-            server.hear(Message(kind=Kind.PROOF, meta={"proof": reflected.hex()}), cluster=bytes(8))
+            server.handle(Message(kind=Kind.PROOF, meta={"proof": reflected.hex()}), cluster=bytes(8))
 
     @pytest.mark.parametrize("kind", [Kind.PROOF, Kind.ACCEPT, Kind.BEAT])
     def test_out_of_order(self, kind: Kind) -> None:
         for side in (self.client(), self.server()):
-            with pytest.raises(Refusal, match=f"{kind.name} where HELLO was due"):
-                side.hear(Message(kind=kind), cluster=bytes(8))
+            with pytest.raises(Refusal, match=f"received {kind.name}, expected HELLO"):
+                side.handle(Message(kind=kind), cluster=bytes(8))
 
     def test_refused_by_the_other_side(self) -> None:
         client = self.client()
         with pytest.raises(Refusal, match="go away  really") as refusal:
-            client.hear(Message(kind=Kind.REFUSE, meta={"reason": "go away\n\x1breally"}), cluster=bytes(8))
+            client.handle(Message(kind=Kind.REFUSE, meta={"reason": "go away\n\x1breally"}), cluster=bytes(8))
         assert not refusal.value.tell
 
     @pytest.mark.parametrize(
@@ -924,7 +927,7 @@ class TestHandshake:
     @pytest.mark.parametrize("nonce", [None, "", "00" * 31, "zz" * 32, 5, ["00"]])
     def test_nonces(self, nonce: Any) -> None:
         with pytest.raises(Refusal, match="nonce must be 64 hex digits"):
-            self.server().hear(
+            self.server().handle(
                 Message(kind=Kind.HELLO, meta={**describe(make_peer()), "nonce": nonce}), cluster=bytes(8)
             )
 

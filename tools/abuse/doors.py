@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.comm.elastic.transport import frames
-from smolcluster.comm.elastic.transport.frames import Parser
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
+from smolcluster.comm.elastic.transport.parser import Parser
 from smolcluster.comm.elastic.transport.security import Credentials, Keyring, open_credentials
 
 GONE_S, TO_NOTICE_S = 5.0, 0.5  # the second: for us to see it, on a machine that is busy with the attack

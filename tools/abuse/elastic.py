@@ -23,8 +23,9 @@ from zlib import crc32
 import torch
 
 from smolcluster.comm.elastic.transport import frames
-from smolcluster.comm.elastic.transport.frames import FrameError, Parser
+from smolcluster.comm.elastic.transport.frames import FrameError
 from smolcluster.comm.elastic.transport.messages import Kind, Message
+from smolcluster.comm.elastic.transport.parser import Parser
 from smolcluster.comm.elastic.transport.security import Keyring, new_token
 from tools.abuse.doors import (
     HANG_S,

@@ -22,7 +22,7 @@ from smolcluster.comm.elastic.membership.mailbox import Mailbox
 from smolcluster.comm.elastic.membership.roster import Member, Roster
 from smolcluster.comm.elastic.transport.messages import Kind, Message
 from smolcluster.comm.elastic.transport.security import check_bind, load_keyring
-from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
+from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.compute.buffers import not_finite
 from smolcluster.config import public_dict
@@ -104,7 +104,7 @@ class Server(Role):
             self.me,
             keyring=keyring,
             buffer_size=cluster.buffer_size.get(spec.host),
-            limits=Limits(silence_s=cluster.silence_timeout, stall_s=cluster.stall_timeout),
+            limits=LinkLimits(silence_s=cluster.silence_timeout, stall_s=cluster.stall_timeout),
         )
         self.address = (host, int(port))
 

@@ -14,7 +14,7 @@ from typing import Any
 from smolcluster.comm.elastic.membership.server_link import Line, Stopped
 from smolcluster.comm.elastic.transport.messages import Kind
 from smolcluster.comm.elastic.transport.security import check_dial, load_keyring
-from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
+from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 from smolcluster.comm.memory_group import MemoryGroup
 from smolcluster.comm.rounds import AtServer, Combination, Rounds
 from smolcluster.data.sampler import Sampler
@@ -72,7 +72,7 @@ class ElasticWorker(Role):
             dataclasses.replace(me, instance=instance_of(self._secret)),
             keyring=keyring,
             buffer_size=mine.buffer_size.get(spec.host),
-            limits=Limits(silence_s=mine.silence_timeout, stall_s=mine.stall_timeout),
+            limits=LinkLimits(silence_s=mine.silence_timeout, stall_s=mine.stall_timeout),
         )
         self.line = Line(self.transport, spec.server, stop_requested=self.channel.stop_requested)
         plan: ServerPlan | None = None

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.comm.elastic.transport.api import Link, Transport
-from smolcluster.comm.elastic.transport.connection import Limits as LinkLimits
+from smolcluster.comm.elastic.transport.connection import LinkLimits
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.observe.text import printable

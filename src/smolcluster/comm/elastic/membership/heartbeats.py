@@ -29,7 +29,7 @@ from smolcluster.comm.elastic.transport.frames import META_BYTES, encode_meta, s
 from smolcluster.comm.elastic.transport.messages import Head, Kind, Message, Peer
 from smolcluster.comm.elastic.transport.security import Keyring
 from smolcluster.comm.elastic.transport.sockets import split_address
-from smolcluster.comm.elastic.transport.tcp import Limits, TcpTransport
+from smolcluster.comm.elastic.transport.tcp import LinkLimits, TcpTransport
 
 REPORT_BYTES = 1 << 17  # of one member
 VIEW_BYTES = META_BYTES - (1 << 12)  # of all reports together, with their numbers
@@ -245,7 +245,7 @@ class MembershipClient:
 
 def _transport(silent_s: float, keyring: Keyring | None, secret: bytes) -> TcpTransport:
     me = Peer(role="member", rank=0, host=socket.gethostname(), instance=secrets.token_hex(8))
-    limits = Limits(
+    limits = LinkLimits(
         unauthenticated=MOST_PENDING,
         handshake_s=CONNECT_S,
         beat_s=min(1.0, silent_s / 6),

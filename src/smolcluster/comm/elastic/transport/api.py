@@ -1,7 +1,7 @@
-"""How typed messages move between processes of the elastic plane.
+"""The interface of the elastic plane's transport: links that carry typed messages.
 
-A `Transport` owns links. It works on a thread of its own, beside training; everything above it is notified through a
-`Handler`, whose methods run on that thread and must not block. `Link.send` may be called from any thread.
+A `Transport` owns links and runs on a thread of its own. It calls a `Handler`, whose methods run on that thread and must not
+block. `Link.send` may be called from any thread.
 
     worker                                         server
       dial(address) ---- connect, handshake ---->  listen(address)
@@ -10,8 +10,8 @@ A `Transport` owns links. It works on a thread of its own, beside training; ever
                                                    Handler.received(link, message)
       Handler.unlinked(link, reason)  <-- end -->  Handler.unlinked(link, reason)
 
-`tcp.TcpTransport` implements it: asyncio, TLS 1.3 when there is a token. `tools/memory_transport.py` does so inside one
-process, for tests. `frames.py` has the bytes. torch is imported with the first payload.
+`tcp.TcpTransport` implements it with asyncio, and TLS 1.3 when there is a token. `tools/memory_transport.py` implements it
+inside one process, for tests. torch is imported with the first payload.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 
 __all__ = ["LEFT", "Dialer", "Handler", "Head", "Kind", "Link", "Message", "Peer", "Transport"]
 
-LEFT = "it has left"  # the reason that a peer gives which closes its transport
+LEFT = "it has left"  # the reason in the BYE of a peer that closes its transport; the dashboard compares with it
 
 
 class Link(ABC):
     """One authenticated connection."""
 
     peer: Peer
-    traffic: Traffic  # bytes that crossed the socket, headers included; with TLS, before encryption
-    binding: bytes  # both ends know it, and no other connection has the same
-    open: bool  # `send` still accepts messages
-    stalled: bool = False  # the peer is silent, but may only be stopped or busy: its link is kept for a while
+    traffic: Traffic  # bytes sent and received, headers included; with TLS, before encryption
+    binding: bytes  # the same at both ends, unique to this connection
+    open: bool  # `send` accepts messages
+    stalled: bool = False  # the peer is silent, but may only be stopped or busy: the link is kept for a while
 
     @abstractmethod
     def send(self, message: Message, *, sent: Callable[[bool], None] | None = None) -> Work:
-        """Queue a message; returns at once. The work is done when the payload's memory may be changed again.
+        """Queue a message and return at once. The work is done when the payload's memory may be reused.
 
-        On a link that has ended nothing happens, and `wait` raises PeerLost: the handler was notified by `unlinked`.
+        On a link that has ended the message is dropped and `wait` raises PeerLost; the handler received `unlinked`.
 
-        `sent` is called once, on the transport's thread and never from within `send`, when nobody reads that memory any
-        more: with True when all of the message has left, with False when the link ended first (before `unlinked`).
+        `sent` is called once, on the transport's thread and never from within `send`, when the payload's memory may be
+        reused: with True after the whole message was sent, with False if the link ended first (before `unlinked`).
         """
 
     @property
     @abstractmethod
     def queued_bytes(self) -> int:
-        """Bytes accepted by `send` that have not left yet: how far the peer is behind."""
+        """Bytes accepted by `send` and not sent yet."""
 
     @property
     @abstractmethod
@@ -62,36 +62,36 @@ class Link(ABC):
 
     @abstractmethod
     def close(self, reason: str) -> None:
-        """End the link; tells the peer why, if it still listens. `unlinked` follows on both sides. From any thread."""
+        """Send the reason to the peer and end the link. `unlinked` follows on both sides. From any thread."""
 
 
 class Handler(Protocol):
-    """What a transport tells. Called on the transport's thread, one call at a time."""
+    """Callbacks of a transport, on its thread, one call at a time."""
 
     def linked(self, link: Link) -> None:
-        """A peer is here, with handshake and versions in order."""
+        """Handle a new link: the handshake succeeded."""
 
     def place(self, link: Link, head: Head) -> Tensor | None:
-        """The tensor to receive this payload into, of exactly its dtype and size.
+        """Return the tensor to receive this payload into, of exactly its dtype and size.
 
-        None ends the link, and so does `frames.NotWanted`, which says why.
+        None ends the link; so does raising `frames.NotWanted`, with a reason.
         """
 
     def received(self, link: Link, message: Message) -> None: ...
 
     def unlinked(self, link: Link, reason: str) -> None:
-        """The link has ended: closed, broken, silent or refused."""
+        """Handle the end of a link: closed, broken or silent."""
 
     def refused(self, address: str, reason: str) -> None:
-        """A peer would not have us, or is not one we would have. A dialled address is not tried again."""
+        """Handle a handshake that either side refused. A dialled address is not retried."""
 
 
 class Dialer(ABC):
-    """Keeps one link to an address: connects, and connects again after a loss, with growing pauses and jitter."""
+    """Keeps one link to an address: connects, and reconnects after a loss, with backoff and jitter."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop trying; an open link stays open."""
+        """Stop reconnecting; an open link stays open."""
 
 
 class Transport(ABC):
@@ -100,20 +100,20 @@ class Transport(ABC):
     @property
     @abstractmethod
     def traffic(self) -> Traffic:
-        """Of all links there are and were."""
+        """Total of all links, ended ones included."""
 
     @abstractmethod
     def listen(self, host: str, port: int, handler: Handler) -> str:
-        """Accept peers from now on. Port 0: any. Returns `host:port`. Raises UserError when it cannot be had."""
+        """Start to accept peers. Port 0: any free one. Returns `host:port`. Raises UserError if it cannot listen there."""
 
     @abstractmethod
     def dial(self, address: str, handler: Handler) -> Dialer:
-        """Connect to `host:port`; retries until it is there or the dialer is closed."""
+        """Connect to `host:port`; retries until the peer answers or the dialer is closed."""
 
     @abstractmethod
     def call_later(self, delay_s: float, callback: Any) -> Any:
-        """Run `callback()` on the transport's thread. Returns something with `cancel()`. From any thread."""
+        """Run `callback()` on the transport's thread. Returns an object with `cancel()`. From any thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """End every link with a BYE and stop the thread."""
+        """Send BYE on every link and stop the thread."""

@@ -1,19 +1,19 @@
-"""The bytes of a message.
+"""Encode a message as a frame. `parser.py` is the other direction.
 
-A frame is a header of 128 bytes, then meta (a JSON object in UTF-8; none is no bytes), then the payload as it lies in
-memory, then the payload's checksum. Everything is little-endian.
+A frame is a header of 128 bytes, then meta (a JSON object in UTF-8; empty: no bytes), then the payload's memory, then the
+payload's checksum. Everything is little-endian.
 
     offset  size  field
     0       4     magic           "SMOL"
-    4       2     version         of this layout; these first six bytes stay where they are in every version
-    6       1     kind            transport.Kind
-    7       1     dtype           0: no payload; else 1 + its place in DTYPES
-    8       1     codec           its place in CODECS
+    4       2     version         of this layout; these first six bytes are the same in every version
+    6       1     kind            messages.Kind
+    7       1     dtype           0: no payload; else 1 + its index in DTYPE_NAMES
+    8       1     codec           its index in CODECS
     9       1     ndim            0 to 8
     10      2     flags           bit 0: a checksum of 4 bytes follows the payload
     12      4     epoch           of the sender's view
     16      8     cluster         public id of the token; zeros: no token
-    24      8     run             zeros: the sender does not know it yet
+    24      8     run             id of the run; zeros: the sender does not know it yet
     32      8     step
     40      4     channel
     44      4     meta length
@@ -22,19 +22,19 @@ memory, then the payload's checksum. Everything is little-endian.
     120     4     crc32 of the meta
     124     4     crc32 of the 124 bytes before it
 
-A frame is believed step by step, and nothing is allocated for a part before everything ahead of it was checked. What does not
-pass ends the link:
+The parser validates a frame part by part and allocates nothing for a part before all parts ahead of it passed. An invalid
+frame ends the link:
 
     FrameError
-    ├── ForeignBytes      this is not our protocol at all
-    ├── WrongVersion      it is, but another version; names both
-    ├── Malformed         a field that no sender of ours would write
+    ├── ForeignBytes      not our protocol
+    ├── WrongVersion      another version of it; names both
+    ├── Malformed         an invalid field
     ├── TooLarge          beyond a limit
-    ├── Corrupt           a checksum does not fit
-    ├── Unexpected        in order, but not now or not here: before the handshake, of another cluster or run
-    └── NotWanted         the receiver has no place for this payload
+    ├── Corrupt           a checksum does not match
+    ├── Unexpected        valid, but not in this state: before the handshake, of another cluster or run
+    └── NotWanted         the receiver has no buffer for this payload
 
-`payloads.py` has what concerns tensors; it is imported with the first payload, so that launchers do without torch.
+`payloads.py` handles tensors; it is imported with the first payload, so that launchers work without torch.
 """
 
 from __future__ import annotations
@@ -43,18 +43,16 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 from zlib import crc32
 
-from smolcluster.comm.elastic.transport.messages import ITEM_BYTES, Head, Kind, Message
+from smolcluster.comm.elastic.transport.messages import ITEM_BYTES, Kind, Message
 from smolcluster.errors import SmolclusterError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from smolcluster.comm.elastic.transport.payloads import Checksum
+    pass
 
 VERSION = 1
 MAGIC = b"SMOL"
@@ -82,22 +80,19 @@ ONLY_IN_THE_HANDSHAKE = frozenset({Kind.HELLO, Kind.PROOF, Kind.ACCEPT})
 META_BYTES = 1 << 20
 HANDSHAKE_META_BYTES = 4096
 META_DEPTH = 32
-META_BRACKETS = 1 << 16  # lists and objects: more of them, all empty, would keep a thread busy for half a second
+META_BRACKETS = 1 << 16  # lists and objects: parsing a megabyte of empty ones takes half a second
 PAYLOAD_BYTES = 1 << 32
-
-STAGING_BYTES = 1 << 14  # what is read ahead while the next part's place is not known
-READ_BYTES = 1 << 20  # of a payload at once: it is still in the cache when its checksum is taken
 
 NO_CLUSTER = bytes(8)
 NO_RUN = bytes(8)
 
 
 class FrameError(SmolclusterError):
-    """Bytes that are not a message for us; the link they came from has to end."""
+    """The received bytes are not a valid message; the link ends."""
 
 
 class ForeignBytes(FrameError):
-    """Not our protocol."""
+    """The peer does not speak our protocol."""
 
 
 class WrongVersion(FrameError):
@@ -109,27 +104,27 @@ class WrongVersion(FrameError):
 
 
 class Malformed(FrameError):
-    """A field that no sender of ours would write."""
+    """A field is invalid."""
 
 
 class TooLarge(FrameError):
-    """Beyond a limit."""
+    """A size is beyond its limit."""
 
 
 class Corrupt(FrameError):
-    """A checksum does not fit."""
+    """A checksum does not match."""
 
 
 class Unexpected(FrameError):
-    """Not now, or not here."""
+    """The message is valid, but not in this state of the connection."""
 
 
 class NotWanted(FrameError):
-    """The receiver has no place for this payload."""
+    """The receiver has no buffer for this payload."""
 
 
 def run_bytes(run: str) -> bytes:
-    """A run id (16 hex digits, or empty) as the header has it."""
+    """Return a run id (16 hex digits, or empty) as the header stores it."""
     return bytes.fromhex(run) if run else NO_RUN
 
 
@@ -137,38 +132,38 @@ def run_bytes(run: str) -> bytes:
 
 
 def encode_meta(meta: Mapping[str, Any]) -> bytes:
-    """Raises ValueError for what JSON cannot say, NaN and infinity among it."""
+    """Encode meta as JSON. Raises ValueError for values that JSON does not have, such as NaN and infinity."""
     return json.dumps(meta, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode() if meta else b""
 
 
 def shared(message: Message) -> Message:
-    """Encode its meta now, for a message that goes to many."""
+    """Encode the meta once, for a message with many receivers. Returns the message."""
     message.encoded = encode_meta(message.meta)
     return message
 
 
 def decode_meta(data: bytes) -> dict[str, Any]:
-    """An object of bounded depth whose numbers are finite and fit 64 bits, and whose strings can be written anywhere."""
+    """Parse meta. Depth is bounded, numbers are finite and fit 64 bits, strings can be encoded as UTF-8."""
     if not data:
         return {}
     _check_depth(data)
     try:
         meta = json.loads(data.decode(), parse_int=_integer, parse_float=_finite, parse_constant=_no_constant)
-        if b"\\u" in data:  # half a surrogate pair makes a string that nothing can print
+        if b"\\u" in data:  # a lone surrogate cannot be encoded
             json.dumps(meta, ensure_ascii=False).encode()
     except ValueError as error:
-        raise Malformed(f"meta is not the JSON that is spoken here: {error}") from error
+        raise Malformed(f"meta is not valid JSON: {error}") from error
     if not isinstance(meta, dict):
         raise Malformed(f"meta is a JSON {type(meta).__name__}, not an object")
     return meta
 
 
-# A string, even one that does not end, or a bracket. Goes over every byte once.
+# A string, even an unterminated one, or a bracket. Linear: visits every byte once.
 _BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def _check_depth(data: bytes) -> None:
-    """Before the parser goes down with it."""
+    """Limit nesting before json.loads, which recurses."""
     if data.count(b"[") + data.count(b"{") <= META_DEPTH:
         return
     depth = brackets = 0
@@ -207,10 +202,10 @@ def _no_constant(name: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A message ready to be written."""
+    """An encoded message."""
 
-    head: bytes  # header and meta; of a small frame all of it
-    payload: memoryview | None  # what follows, as it lies in the sender's tensor
+    head: bytes  # header and meta; the whole frame if it is small
+    payload: memoryview | None  # the sender's tensor, not a copy
     checked: bool
 
     @property
@@ -218,7 +213,7 @@ class Frame:
         return len(self.head) + (0 if self.payload is None else len(self.payload) + 4 * self.checked)
 
     def chunks(self) -> Iterator[bytes | memoryview]:
-        """In order, none larger than a block but perhaps the head. A checksum is taken while the block before is on its way."""
+        """Yield the head, then blocks of the payload. A block's checksum is taken while the one before is being sent."""
         yield self.head
         if self.payload is None:
             return
@@ -242,7 +237,7 @@ def encode(
     checked: bool = True,
     meta_bytes: int = META_BYTES,
 ) -> Frame:
-    """`checked`: with a checksum of the payload, for a channel that has none of its own."""
+    """Encode a message. `checked`: append a checksum of the payload, for a channel without integrity (no TLS)."""
     meta = message.encoded or encode_meta(message.meta)
     if len(meta) > meta_bytes:
         raise ValueError(f"{message.kind.name} with {len(meta)} bytes of meta; at most {meta_bytes} are allowed")
@@ -280,224 +275,3 @@ def encode(
         return Frame(head, payload, checked)
     tail = crc32(payload).to_bytes(4, "little") if checked else b""
     return Frame(b"".join((head, payload, tail)), None, checked)
-
-
-# Reading
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What a header says: of a message that has no meta and no payload yet, and of these two."""
-
-    message: Message
-    meta_bytes: int
-    meta_crc: int
-    dtype: str = ""  # empty: no payload
-    shape: tuple[int, ...] = ()
-    payload_bytes: int = 0
-    checked: bool = False
-
-
-def _nowhere(_: Head) -> None:
-    """Where payloads belong that nobody wants."""
-
-
-class Parser:
-    """Messages out of a stream of bytes, whatever pieces it comes in.
-
-    The reader asks for `buffer`, puts bytes there, and reports how many with `fed`, which gives the messages that are
-    complete now. While a payload is under way `buffer` is the rest of the tensor that `place` named; otherwise a small
-    buffer that may take in several small frames at once. After a FrameError the stream is of no use any more.
-    """
-
-    def __init__(
-        self,
-        *,
-        place: Callable[[Head], Tensor | None],
-        run: Callable[[], bytes] = lambda: NO_RUN,
-        cluster: bytes | None = NO_CLUSTER,
-        meta_bytes: int = META_BYTES,
-        payload_bytes: int = PAYLOAD_BYTES,
-        checked: bool = True,
-    ) -> None:
-        """`cluster` None: whatever the first frame says. `checked`: payloads without a checksum are refused."""
-        self.cluster = cluster
-        self.authenticated = False  # before that, only the handshake is listened to
-        self._place, self._run = place, run
-        self._meta_bytes, self._payload_bytes, self._checked = meta_bytes, payload_bytes, checked
-        self._staging: memoryview | None = None  # made when the first byte comes: most idle connections never send one
-        self._start = self._end = 0  # what of it is read and not yet used
-        self._target: memoryview | None = None
-        self._filled = 0
-        self._frames: Iterator[Message | None] = self._parse()
-
-    def buffer(self) -> memoryview:
-        """Where the next bytes belong. Never empty."""
-        if self._target is not None:
-            return self._target[self._filled : self._filled + READ_BYTES]
-        if self._staging is None:
-            self._staging = memoryview(bytearray(STAGING_BYTES))
-        if self._start > 0:
-            left = self._end - self._start
-            self._staging[:left] = bytes(self._staging[self._start : self._end])
-            self._start, self._end = 0, left
-        return self._staging[self._end :]
-
-    def close(self) -> None:
-        """Nothing more will come: let go of everything now, not when the garbage collector finds the circle we are in."""
-        self._frames, self._place = iter(()), _nowhere
-        self._staging = self._target = None
-
-    @property
-    def due_bytes(self) -> int:
-        """What is still to come of the payload that is under way; 0 between payloads."""
-        return 0 if self._target is None else len(self._target) - self._filled
-
-    def fed(self, count: int) -> Iterator[Message]:
-        """So many bytes were put into `buffer`. A message is given before the next one is looked at."""
-        if self._target is not None:
-            self._filled += count
-        else:
-            self._end += count
-        for message in self._frames:
-            if message is None:
-                return
-            yield message
-
-    def _parse(self) -> Iterator[Message | None]:
-        """Frame after frame; None where more bytes are needed."""
-        while True:
-            yield from self._wait_for(PREFIX.size)
-            magic, version = PREFIX.unpack(self._peek(PREFIX.size))
-            if magic != MAGIC:
-                raise ForeignBytes(f"the peer speaks something else: it begins with {magic!r}")
-            if version != VERSION:
-                raise WrongVersion(version)
-
-            yield from self._wait_for(HEADER.size)
-            header = self._check(self._take(HEADER.size))
-
-            if header.meta_bytes <= STAGING_BYTES:
-                yield from self._wait_for(header.meta_bytes)
-                data = self._take(header.meta_bytes)
-            else:
-                large = bytearray(header.meta_bytes)
-                yield from self._fill(memoryview(large))
-                data = bytes(large)
-            message = header.message
-            if crc32(data) != header.meta_crc:
-                raise Corrupt(f"the meta of a {message.kind.name} was damaged on the way")
-            message.meta = decode_meta(data)
-            if header.dtype:
-                head = Head.of(message, dtype=header.dtype, shape=header.shape, nbytes=header.payload_bytes)
-                message.payload = checked_place(self._place(head), head)
-                yield from self._receive_payload(header, message.payload)
-            yield message
-
-    def _receive_payload(self, header: _Header, payload: Tensor) -> Iterator[None]:
-        from smolcluster.comm.elastic.transport import payloads
-
-        target, checksum = payloads.memory(payload), payloads.Checksum() if header.checked else None
-        yield from self._fill(target, checksum)
-        if checksum is not None:
-            yield from self._wait_for(4)
-            rest = target[len(target) - len(target) % payloads.BLOCK_BYTES :]
-            if checksum.value(rest) != int.from_bytes(self._take(4), "little"):
-                raise Corrupt(f"the payload of a {header.message.kind.name} was damaged on the way")
-        if header.dtype == "bool" and not payloads.are_booleans(target):
-            raise Malformed("a boolean that is neither true nor false")
-
-    def _check(self, data: bytes) -> _Header:
-        """Everything a header can be wrong about."""
-        # Magic and version were checked before the rest was read.
-        kind, dtype, codec, ndim, flags, epoch, cluster, run, step, channel, meta_bytes, payload_bytes, *rest = (
-            HEADER.unpack(data)[2:]
-        )
-        shape, meta_crc, header_crc = tuple(rest[:ndim]), rest[-2], rest[-1]
-        if crc32(data[:-4]) != header_crc:
-            raise Corrupt("a header was damaged on the way")
-        try:
-            kind = Kind(kind)
-        except ValueError:
-            raise Malformed(f"there is no message of kind {kind}") from None
-        name = kind.name
-        if not self.authenticated and kind not in OF_THE_HANDSHAKE:
-            raise Unexpected(f"{name} before the handshake")
-        if self.authenticated and kind in ONLY_IN_THE_HANDSHAKE:
-            raise Unexpected(f"{name} after the handshake")
-        if self.cluster is None:
-            self.cluster = cluster
-        if cluster != self.cluster:
-            raise Unexpected(f"{name} of another cluster")
-        if self.authenticated and NO_RUN not in (run, ours := self._run()) and run != ours:
-            raise Unexpected(f"{name} of run {run.hex()}; this is run {ours.hex()}")
-
-        most = self._meta_bytes if self.authenticated else HANDSHAKE_META_BYTES
-        if meta_bytes > most:
-            raise TooLarge(f"{name} with {meta_bytes} bytes of meta; at most {most} are allowed")
-        if codec >= len(CODECS):
-            raise Malformed(f"{name} with codec number {codec}")
-        if ndim > MAX_DIMS or any(rest[ndim:MAX_DIMS]):
-            raise Malformed(f"{name} with a shape that says {ndim} dimensions and has others")
-        message = Message(kind=kind, step=step, channel=channel, epoch=epoch, codec=CODECS[codec])
-        if dtype == 0:
-            if payload_bytes or ndim or flags:
-                raise Malformed(f"{name} with a payload of no type")
-            return _Header(message, meta_bytes, meta_crc)
-
-        if kind not in WITH_PAYLOAD:
-            raise Malformed(f"{name} with a payload")
-        if dtype > len(DTYPE_NAMES):
-            raise Malformed(f"{name} with type number {dtype}")
-        if payload_bytes > self._payload_bytes:
-            raise TooLarge(f"{name} with a payload of {payload_bytes} bytes; at most {self._payload_bytes} are allowed")
-        dtype_name = DTYPE_NAMES[dtype - 1]
-        itemsize = ITEM_BYTES[dtype_name]
-        # An empty tensor can be too large too.
-        if math.prod(size or 1 for size in shape) * itemsize > self._payload_bytes:
-            raise TooLarge(f"{name} of shape {list(shape)}")
-        if math.prod(shape) * itemsize != payload_bytes:
-            raise Malformed(f"{name}: {dtype_name} of shape {list(shape)} does not take {payload_bytes} bytes")
-        if flags & ~CHECKED or (self._checked and not flags & CHECKED):
-            raise Malformed(f"{name} with flags {flags:#x}")
-        return _Header(message, meta_bytes, meta_crc, dtype_name, shape, payload_bytes, bool(flags & CHECKED))
-
-    # Bytes
-
-    def _wait_for(self, count: int) -> Iterator[None]:
-        while self._end - self._start < count:
-            yield None
-
-    def _peek(self, count: int) -> bytes:
-        assert self._staging is not None
-        return bytes(self._staging[self._start : self._start + count])
-
-    def _take(self, count: int) -> bytes:
-        data = self._peek(count)
-        self._start += count
-        return data
-
-    def _fill(self, target: memoryview, checksum: Checksum | None = None) -> Iterator[None]:
-        """What is there already, then straight from the socket. Whole blocks go into the checksum."""
-        assert self._staging is not None
-        staged = min(len(target), self._end - self._start)
-        target[:staged] = self._staging[self._start : self._start + staged]
-        self._start += staged
-        self._target, self._filled = target, staged
-        folded = 0
-        while True:
-            if checksum is not None:
-                folded += checksum.fold(target[folded : self._filled])
-            if self._filled == len(target):
-                break
-            yield None
-        self._target = None
-
-
-def checked_place(tensor: Tensor | None, head: Head) -> Tensor:
-    """What a handler answered to `place`, if the payload fits there."""
-    if tensor is None:
-        raise NotWanted(f"{head.kind.name} of step {head.step}: no place for {head.dtype} of shape {list(head.shape)}")
-    fits = str(tensor.dtype) == f"torch.{head.dtype}" and tensor.nbytes == head.nbytes and tensor.is_contiguous()
-    assert fits, f"place gave {tensor.dtype} of {tensor.nbytes} bytes for {head.dtype} of {head.nbytes}"
-    return tensor

@@ -1,14 +1,14 @@
-"""The handshake of two peers: a state machine that takes what was received and returns what to send.
+"""The handshake of two peers: a state machine that takes received messages and returns those to send.
 
     client (dialled)                              server (listened)
-      HELLO  who I am, a nonce            ---->     finds the token that the header's cluster id names
-                                          <----   HELLO  a nonce, and nothing about itself yet
-      PROOF  over both nonces             ---->     checks it
-                                          <----   PROOF  over both nonces;  ACCEPT  who I am
-      checks it: the link is up                     the link is up
+      HELLO  identity, a nonce            ---->     finds the token with the header's cluster id
+                                          <----   HELLO  a nonce, no identity yet
+      PROOF  over both nonces             ---->     verifies it
+                                          <----   PROOF  over both nonces;  ACCEPT  identity
+      verifies it: the link is up                   the link is up
 
-A proof is good for one connection only, since both nonces are new: a recorded handshake cannot be played again. A peer that
-fails receives REFUSE with a reason that is the same for a wrong token, an unknown one and none.
+Both nonces are new for every connection, so a recorded handshake cannot be replayed. A peer that fails receives REFUSE with
+the same reason for a wrong token, an unknown one and none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOT_A_MEMBER = "the cluster token is missing or not the one used here"
 
 
 class Refusal(SmolclusterError):
-    """There will be no link. `tell`: the other side does not know why yet."""
+    """The handshake failed. `tell`: send the peer the reason."""
 
     def __init__(self, reason: str, *, tell: bool = True) -> None:
         super().__init__(reason)
@@ -49,7 +49,7 @@ class Refusal(SmolclusterError):
 
 
 class Handshake:
-    """One side of it. `begin` is what to send first; `hear` takes a message and gives the answers; then `peer` is there."""
+    """One side. `begin` returns the first messages, `handle` the answers to one; `peer` is set when it is done."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class Handshake:
         credentials: Credentials | None = None,
         find: Callable[[bytes], Credentials | None] | None = None,
     ) -> None:
-        """A client knows its `credentials`; a server finds those that the client's cluster id names."""
+        """A client passes its `credentials`, a server a function from the client's cluster id to them."""
         assert (credentials is None) != (find is None), "a client has credentials, a server looks for them"
         self.peer: Peer | None = None
         self._me, self._credentials, self._find = me, credentials, find
         self._mine, self._theirs = secrets.token_bytes(NONCE_BYTES), b""
-        self._claimed: Peer | None = None  # what the client reports of itself
+        self._claimed: Peer | None = None  # the client's identity, before its proof
         self._next = Kind.HELLO
 
     @property
     def binding(self) -> bytes:
-        """What both ends know of this connection: both have put something new into it."""
+        """Return a value that both ends know and that no other connection shares: a hash over both nonces."""
         client, server = (self._mine, self._theirs) if self._find is None else (self._theirs, self._mine)
         return hashlib.sha256(client + server).digest()
 
@@ -77,12 +77,12 @@ class Handshake:
             return []
         return [Message(kind=Kind.HELLO, meta={"nonce": self._mine.hex(), **describe(self._me)})]
 
-    def hear(self, message: Message, *, cluster: bytes) -> list[Message]:
-        """`cluster` is the id in the frame's header. Raises Refusal."""
+    def handle(self, message: Message, *, cluster: bytes) -> list[Message]:
+        """Return the answers to a message. `cluster`: the id in the frame's header. Raises Refusal."""
         if message.kind is Kind.REFUSE:
             raise Refusal(printable(message.meta.get("reason"), limit=MAX_REASON) or "no reason given", tell=False)
         if message.kind is not self._next:
-            raise Refusal(f"{message.kind.name} where {self._next.name} was due")
+            raise Refusal(f"received {message.kind.name}, expected {self._next.name}")
         return self._as_client(message) if self._find is None else self._as_server(message, cluster)
 
     def _as_server(self, message: Message, cluster: bytes) -> list[Message]:
@@ -97,7 +97,7 @@ class Handshake:
 
         self._verify(message.meta, role="client")
         assert self._claimed is not None
-        self._meet(self._claimed)
+        self._accept(self._claimed)
         return [self._proof("server"), Message(kind=Kind.ACCEPT, meta=describe(self._me))]
 
     def _as_client(self, message: Message) -> list[Message]:
@@ -109,7 +109,7 @@ class Handshake:
             self._verify(message.meta, role="server")
             self._next = Kind.ACCEPT
         else:
-            self._meet(read_peer(message.meta))
+            self._accept(read_peer(message.meta))
         return []
 
     def _proof(self, role: str) -> Message:
@@ -123,22 +123,22 @@ class Handshake:
         if not self._credentials.verify(proof, role=role, mine=self._mine, theirs=self._theirs):
             raise Refusal(NOT_A_MEMBER)
 
-    def _meet(self, peer: Peer) -> None:
+    def _accept(self, peer: Peer) -> None:
         if peer.run and self._me.run and peer.run != self._me.run:
             raise Refusal(f"{peer.name} belongs to run {peer.run}, {self._me.name} to run {self._me.run}")
         self.peer = peer
 
 
 def describe(me: Peer) -> dict[str, Any]:
-    """A peer as HELLO and ACCEPT carry it."""
+    """Return a peer as the meta of HELLO and ACCEPT."""
     return asdict(me)
 
 
 def read_peer(meta: Mapping[str, Any]) -> Peer:
-    """The other way round, believing nothing. Raises Refusal."""
+    """Parse and validate a peer from the meta of HELLO or ACCEPT. Raises Refusal."""
     role, rank, host = meta.get("role"), meta.get("rank"), meta.get("host")
     if role not in ROLES:
-        raise Refusal(f"the role must be {' or '.join(ROLES)}")
+        raise Refusal(f"the role must be one of {', '.join(ROLES)}")
     if type(rank) is not int or not 0 <= rank < MAX_RANK:
         raise Refusal(f"the rank must be a number from 0 to {MAX_RANK - 1}")
     if not isinstance(host, str) or not 0 < len(host) <= MAX_HOST or not host.isprintable():
@@ -154,7 +154,7 @@ def read_peer(meta: Mapping[str, Any]) -> Peer:
 
 
 def printable(text: object, *, limit: int) -> str:
-    """What a peer wrote, fit for a log: one line, no control characters, not too long."""
+    """Return a peer's text for the log: one line of at most `limit` characters, without control characters."""
     if not isinstance(text, str):
         return ""
     return "".join(c if c.isprintable() else " " for c in text[:limit])
@@ -162,10 +162,10 @@ def printable(text: object, *, limit: int) -> str:
 
 def _versions(value: object) -> dict[str, str]:
     if not isinstance(value, dict) or len(value) > MAX_VERSIONS:
-        raise Refusal(f"versions must be at most {MAX_VERSIONS} names with a version each")
+        raise Refusal(f"versions must be a mapping of at most {MAX_VERSIONS} names to versions")
     for text in (*value.keys(), *value.values()):
         if not isinstance(text, str) or len(text) > MAX_VERSION or not text.isprintable():
-            raise Refusal(f"versions must be texts of at most {MAX_VERSION} characters")
+            raise Refusal(f"versions must be strings of at most {MAX_VERSION} printable characters")
     return value
 
 

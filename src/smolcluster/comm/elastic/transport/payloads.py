@@ -1,4 +1,4 @@
-"""Payloads: the bytes of tensors and their checksum, for `frames.py`."""
+"""Payloads: the memory of tensors, and its checksum."""
 
 from __future__ import annotations
 
@@ -15,31 +15,28 @@ from smolcluster.comm.elastic.transport.messages import ITEM_BYTES
 from smolcluster.errors import UserError
 
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
-BLOCK_BYTES = 1 << 18  # of the checksum, and of a slice that is written at once
-JOINED_BYTES = 1 << 14  # a payload up to here is copied behind its header: one write instead of three
+BLOCK_BYTES = 1 << 18  # of the checksum, and of one write
+JOINED_BYTES = 1 << 14  # payloads up to this size are copied behind their header: one write instead of three
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     if sys.byteorder != "little":
-        raise UserError(
-            "this machine is big-endian; tensors travel little-endian, as they lie in memory, so it cannot take part"
-        )
+        raise UserError("this machine is big-endian, which is not supported: tensors are sent as little-endian memory")
     assert tensor.is_cpu, "a payload is a CPU tensor"
     assert tensor.is_contiguous(), "a payload is contiguous"
-    if tensor.dtype is torch.bfloat16:  # numpy has no such thing
+    if tensor.dtype is torch.bfloat16:  # numpy has no bfloat16
         tensor = tensor.view(torch.int16)
     return tensor.detach().numpy().reshape(-1).view(np.uint8).data
 
 
 class Checksum:
-    """Of a payload, taken while it passes by.
+    """Incremental checksum of a payload, at memory speed (a crc32 of all bytes would be slower than loopback).
 
-    Whole blocks of 256 KB are folded at the speed of memory, where a crc32 would take longer than the loopback itself: their
-    64-bit words are added up in 512 columns, and what the blocks before gave is multiplied by an odd number, so that
-    their order counts. So are the rows of a last block that is not whole, unless it is small. The checksum is the crc32 of
-    these sums and of the rest. Whatever happens to the bytes of one row of 4 KB changes a sum; what goes unnoticed is
-    a change in one row of a block that another row makes up for, as when the two have changed places.
+    The 64-bit words of each block of 256 KB are added up in 512 columns; the sums of earlier blocks are multiplied by an odd
+    number first, so that the order of blocks counts. The rows of an incomplete last block are treated alike, unless it is
+    small. The checksum is the crc32 of these sums and of the remaining bytes. Any change within one row of 4 KB is
+    detected; changes in two rows of a block that cancel out, such as swapped rows, are not.
     """
 
     _COLUMNS = 512
@@ -50,7 +47,7 @@ class Checksum:
         self._sums: np.ndarray[Any, np.dtype[np.uint64]] | None = None
 
     def fold(self, part: memoryview) -> int:
-        """Add the whole blocks at the beginning of this part. Return their bytes."""
+        """Add the whole blocks at the start of this part. Returns their bytes."""
         whole = len(part) - len(part) % BLOCK_BYTES
         for start in range(0, whole, BLOCK_BYTES):
             self._add(part[start : start + BLOCK_BYTES])
@@ -61,7 +58,7 @@ class Checksum:
         self._sums = sums if self._sums is None else self._sums * self._FACTOR + sums
 
     def value(self, rest: memoryview) -> int:
-        """After all whole blocks, with what is left of the payload."""
+        """Return the checksum. `rest`: what follows the last whole block."""
         if len(rest) > JOINED_BYTES:
             rows_bytes = len(rest) - len(rest) % self._ROW_BYTES
             self._add(rest[:rows_bytes])

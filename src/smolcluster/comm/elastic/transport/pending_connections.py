@@ -1,10 +1,10 @@
-"""Connections to a listening socket that have not proved themselves yet. Nothing here imports torch.
+"""Accept connections and keep them until they are authenticated. Nothing here imports torch.
 
-    silent         sent nothing so far, and costs a file descriptor and little else
-    proving        has sent something, and is in the middle of TLS and the handshake
+    silent         has sent nothing yet; costs little more than a file descriptor
+    proving        is in the TLS or our handshake
 
-Both have `within_s`, counted from the moment they connected, and compete for a limited number of places: when there is
-none left the oldest is dropped, the silent ones first. All of it happens on the thread of the event loop.
+Both must finish within `within_s` of connecting, and their number is limited: a new connection evicts the oldest one, silent
+ones first. Everything runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from smolcluster.comm.elastic.transport.sockets import join_address
 
 log = logging.getLogger(__name__)
 
-ACCEPT_AT_ONCE = 64  # then others have a turn
-NO_FILES_PAUSE_S = 0.05
+ACCEPT_AT_ONCE = 64  # per turn of the event loop
+NO_FILES_PAUSE_S = 0.05  # out of file descriptors
 WARN_EVERY_S = 10.0
 
 
 class Candidate(asyncio.BaseProtocol, ABC):
-    """The protocol of a connection that is to prove itself."""
+    """The protocol of a connection that has to authenticate."""
 
     address: str
-    linked: bool  # it has
+    linked: bool  # authenticated
     decided: asyncio.Future[None]  # linked, or over
 
     @abstractmethod
@@ -41,8 +41,8 @@ class Candidate(asyncio.BaseProtocol, ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """A listening socket, and what makes the protocol of a connection to it from the peer's address."""
+class Listener:
+    """A listening socket. `make` returns the protocol for a peer's address."""
 
     sock: socket.socket
     make: Callable[[str], Candidate]
@@ -59,72 +59,72 @@ class PendingConnections:
         within_s: float,
         tls: dict[str, Any],
     ) -> None:
-        """`start` makes a task, which is its owner's to end. `tls`: asyncio's options beside the context."""
+        """`start` makes a task, which its owner cancels. `tls`: asyncio's options beside the context."""
         self._loop, self._start = loop, start
         self._most, self._within_s, self._tls = most, within_s, tls
-        self._doors: list[Door] = []
-        self._silent: dict[socket.socket, float] = {}  # since when; oldest first
+        self._listeners: list[Listener] = []
+        self._silent: dict[socket.socket, float] = {}  # time of connecting; oldest first
         self._proving: dict[Candidate, asyncio.Task[None]] = {}  # oldest first
-        self._unclaimed: set[socket.socket] = set()  # of tasks that have not begun
-        self._noted, self._told_at = 0, -WARN_EVERY_S
+        self._unclaimed: set[socket.socket] = set()  # of tasks that have not started
+        self._noted, self._warned_at = 0, -WARN_EVERY_S
 
     def listen(
         self, listeners: Sequence[socket.socket], make: Callable[[str], Candidate], context: ssl.SSLContext | None
     ) -> None:
         for sock in listeners:
-            door = Door(sock, make, context)
-            self._doors.append(door)
-            self._loop.add_reader(sock, self._accept, door)
+            listener = Listener(sock, make, context)
+            self._listeners.append(listener)
+            self._loop.add_reader(sock, self._accept, listener)
 
     def close(self) -> None:
-        """Accept no more. Tasks are the owner's to end."""
-        for door in self._doors:
-            self._loop.remove_reader(door.sock)
-            door.sock.close()
-        self._doors.clear()
+        """Stop accepting. The owner cancels the tasks."""
+        for listener in self._listeners:
+            self._loop.remove_reader(listener.sock)
+            listener.sock.close()
+        self._listeners.clear()
         for sock in list(self._silent):
             self._forget(sock).close()
 
     def note(self, address: str, problem: str) -> None:
-        """Count a peer that sent no handshake, and warn now and then only: there may be a million of them."""
+        """Count a peer that failed before our handshake. Warnings are rate-limited: there may be a million of them."""
         self._noted += 1
         now = time.monotonic()
-        if now - self._told_at >= WARN_EVERY_S:
-            log.warning("refused %s: %s (%d of this kind so far)", address, problem, self._noted)
-            self._told_at = now
+        if now - self._warned_at >= WARN_EVERY_S:
+            log.warning("refused %s: %s (%d connections refused before the handshake)", address, problem, self._noted)
+            self._warned_at = now
 
     def expire(self, now: float) -> None:
-        """Close those that have been silent for too long; called every beat."""
+        """Close silent connections that are older than `within_s`."""
         for sock, since in list(self._silent.items()):
             if now - since < self._within_s:
                 break
             self._forget(sock).close()
 
-    def _accept(self, door: Door) -> None:
+    def _accept(self, listener: Listener) -> None:
         for _ in range(ACCEPT_AT_ONCE):
             try:
-                sock, _ = door.sock.accept()
+                sock, _ = listener.sock.accept()
             except (BlockingIOError, ConnectionError, InterruptedError):
                 return
             except OSError as error:
-                # Out of file descriptors, most likely: make room and go on.
+                # Most likely out of file descriptors: evict one and retry.
                 log.warning("cannot accept a connection: %s", error.strerror)
                 self._drop_one()
-                self._loop.remove_reader(door.sock)
-                self._loop.call_later(NO_FILES_PAUSE_S, self._reopen, door)
+                self._loop.remove_reader(listener.sock)
+                self._loop.call_later(NO_FILES_PAUSE_S, self._reopen, listener)
                 return
             if len(self._silent) + len(self._proving) >= self._most:
                 self._drop_one()
             sock.setblocking(False)
             self._silent[sock] = time.monotonic()
-            self._loop.add_reader(sock, self._heard, sock, door)
+            self._loop.add_reader(sock, self._readable, sock, listener)
 
-    def _reopen(self, door: Door) -> None:
-        if door in self._doors:
-            self._loop.add_reader(door.sock, self._accept, door)
+    def _reopen(self, listener: Listener) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener.sock, self._accept, listener)
 
     def _forget(self, sock: socket.socket) -> socket.socket:
-        """It is not a silent one any more."""
+        """Remove a socket from the silent ones."""
         del self._silent[sock]
         self._loop.remove_reader(sock)
         return sock
@@ -135,8 +135,8 @@ class PendingConnections:
         elif self._proving:
             self._proving.pop(next(iter(self._proving))).cancel()
 
-    def _heard(self, sock: socket.socket, door: Door) -> None:
-        """The first bytes are there, or the end."""
+    def _readable(self, sock: socket.socket, listener: Listener) -> None:
+        """Start the handshake when the first bytes have arrived."""
         since = self._silent[sock]
         self._forget(sock)
         try:
@@ -147,14 +147,16 @@ class PendingConnections:
         if hung_up:
             sock.close()
             return
-        link = door.make(join_address(name[0], name[1]))
+        link = listener.make(join_address(name[0], name[1]))
         self._unclaimed.add(sock)
-        task = self._proving[link] = self._start(self._meet(sock, link, door.context, since))
-        task.add_done_callback(lambda _: self._met(sock, link))
+        task = self._proving[link] = self._start(self._authenticate(sock, link, listener.context, since))
+        task.add_done_callback(lambda _: self._finished(sock, link))
 
-    async def _meet(self, sock: socket.socket, link: Candidate, context: ssl.SSLContext | None, since: float) -> None:
-        """From a connected socket to a link, or to nothing."""
-        problem = "it had to make room for others"
+    async def _authenticate(
+        self, sock: socket.socket, link: Candidate, context: ssl.SSLContext | None, since: float
+    ) -> None:
+        """Run the handshakes. The link is up afterwards, or over."""
+        problem = "evicted: too many pending connections"
         self._unclaimed.discard(sock)  # from here on asyncio closes it
         left_s = since + self._within_s - time.monotonic()
         tls = self._tls if context is not None else {}
@@ -163,20 +165,20 @@ class PendingConnections:
                 await self._loop.connect_accepted_socket(lambda: link, sock, ssl=context, **tls)
                 await asyncio.wait([link.decided])
         except TimeoutError:
-            problem = "the handshake took too long"
+            problem = f"the handshake took longer than {self._within_s:g} s"
         except ssl.SSLError as error:
             problem = explain(error)
             self.note(link.address, problem)
         except OSError as error:
-            problem = error.strerror or str(error) or "hung up"
+            problem = error.strerror or str(error) or "the peer closed the connection"
             if context is not None:
-                self.note(link.address, f"{problem} in the TLS handshake: it may have another token, or none")
+                self.note(link.address, f"{problem} in the TLS handshake: the peer may have no token, or another one")
         finally:
             if not link.linked:
                 link.end(problem)
 
-    def _met(self, sock: socket.socket, link: Candidate) -> None:
+    def _finished(self, sock: socket.socket, link: Candidate) -> None:
         self._proving.pop(link, None)
-        if sock in self._unclaimed:  # the task was called off before it began
+        if sock in self._unclaimed:  # the task was cancelled before it started
             self._unclaimed.discard(sock)
             sock.close()

@@ -1,4 +1,4 @@
-"""Addresses and socket options: what TCP needs from the operating system, where it has it."""
+"""Addresses, sockets and socket options."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from smolcluster.comm.addresses import refuse_itself
 from smolcluster.errors import UserError
 
 BACKLOG = 1024
-# A peer that vanished without a word is noticed by the kernel too. macOS has its own name for the first.
+# TCP_KEEPALIVE is the macOS name of TCP_KEEPIDLE.
 KEEPALIVE_S = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-UNSENT_BYTES = 1 << 19  # what the kernel may hold back unsent: more would only hide how far the peer is behind
+UNSENT_BYTES = 1 << 19  # TCP_NOTSENT_LOWAT: a larger kernel buffer would only hide how far the peer is behind
 
 
-# BBR sends at the rate it has seen. Sums come in bursts and both ways at once: it sees too little, and leaves a part of a local
-# line idle (`benchmarks p1`). To a private address, which is most often of the same network, these take its place.
+# BBR underestimates the bandwidth of bursty, bidirectional collectives and leaves a part of a local link idle
+# (`benchmarks p1`). Connections to private addresses use the first of these that is available instead.
 INSTEAD_OF_BBR = (b"cubic", b"reno")
 
 
@@ -32,22 +32,22 @@ def join_address(host: str, port: int) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port`."""
+    """Split `host:port` or `[v6]:port`."""
     host, _, port = address.rpartition(":")
-    if not _may_be_a_name(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not _is_valid_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UserError(f"'{address}' is not an address; write HOST:PORT, for example 192.168.1.10:5555")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _may_be_a_name(host: str) -> bool:
+def _is_valid_host(host: str) -> bool:
     try:
         return bool(host.encode("idna"))
-    except UnicodeError:  # a label is empty, or too long
+    except UnicodeError:  # a label is empty or too long
         return False
 
 
 def set_options(sock: socket.socket, *, buffer_size: int | None) -> None:
-    """A system that lacks one of these does without."""
+    """Set those options that this system has."""
     options = [(socket.IPPROTO_TCP, "TCP_NODELAY", 1), (socket.IPPROTO_TCP, "TCP_NOTSENT_LOWAT", UNSENT_BYTES)]
     options += [(socket.SOL_SOCKET, "SO_KEEPALIVE", 1)]
     options += [(socket.IPPROTO_TCP, name, value) for name, value in KEEPALIVE_S.items()]
@@ -72,13 +72,13 @@ def _replace_bbr(sock: socket.socket) -> None:
     if sys.platform != "linux":
         return
     for algorithm in INSTEAD_OF_BBR:
-        with contextlib.suppress(OSError):  # it is not there, or not for everybody
+        with contextlib.suppress(OSError):  # not available, or not permitted
             if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm)
 
 
 def wake_at(sock: socket.socket, *, nbytes: int) -> bool:
-    """Wake the reader only when so much has come, or the peer has hung up. False: this system cannot."""
+    """Wake the reader only when `nbytes` have arrived or the peer has closed. Returns False if this system cannot."""
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
     except (AttributeError, OSError):
@@ -87,11 +87,10 @@ def wake_at(sock: socket.socket, *, nbytes: int) -> bool:
 
 
 def unanswered_s(sock: socket.socket) -> float | None:
-    """Return for how long the peer's kernel has not acknowledged what was sent, infinity if it was sent again in vain.
+    """Return for how long the peer's kernel has not acknowledged sent data; infinity after repeated retransmissions.
 
-    None: this system does not say.
-
-    The kernel answers for a process that is stopped or busy, and not when its machine or the network is gone.
+    None where the system does not report it (only Linux does). The kernel acknowledges for a stopped or busy process, not
+    when its machine or the network is gone.
     """
     if sys.platform != "linux":
         return None
@@ -105,12 +104,12 @@ def unanswered_s(sock: socket.socket) -> float | None:
         *struct.unpack_from("=I", info, 56),
     )
     if retransmits > 1:
-        return math.inf  # although packets may still come from there, as behind a link that is cut in one direction
+        return math.inf  # although packets may still arrive, as when the network is cut in one direction
     return last_ack_ms / 1000 if unacked else 0.0
 
 
 def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[socket.socket]:
-    """A listening socket for every address that `host` stands for, IPv4 and IPv6, all on one port. Port 0: any."""
+    """Listen on every address that `host` resolves to, IPv4 and IPv6, all on one port. Port 0: any free one."""
     where = join_address(host, port)
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -126,14 +125,14 @@ def listen_on(host: str, port: int, *, buffer_size: int | None) -> list[socket.s
             sockets.append(_listener(family, kind, protocol, (name[0], port, *name[2:]), buffer_size))
         except OSError as error:
             problem = error.strerror or str(error)
-            absent = error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as IPv6: do without
+            absent = error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as IPv6: skip it
             if not absent:
                 for sock in sockets:
                     sock.close()
                 sockets.clear()
                 break
     if not sockets:
-        busy = "is another run using it? Choose another port, or 0 for any that is free"
+        busy = "another process may be using it; choose another port, or 0 for any free one"
         remedy = f"'{host}' is no address of this machine" if absent else busy
         raise UserError(f"cannot listen on {where}: {problem}; {remedy}")
     return sockets
@@ -144,12 +143,12 @@ def _listener(family: int, kind: int, protocol: int, name: Any, buffer_size: int
     try:
         if os.name == "posix":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        elif hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # there SO_REUSEADDR would let others take the port from us
+        elif hasattr(socket, "SO_EXCLUSIVEADDRUSE"):  # on Windows SO_REUSEADDR would let other processes take the port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         if buffer_size is not None:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_size)  # a peer learns it when it connects
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_size)  # before listen: sets the window scale
         sock.bind(name)
         sock.listen(BACKLOG)
         sock.setblocking(False)
@@ -160,7 +159,7 @@ def _listener(family: int, kind: int, protocol: int, name: Any, buffer_size: int
 
 
 async def dial(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
-    """Connect to the first of the addresses of `host` that accepts."""
+    """Connect to the first address of `host` that accepts."""
     problem: OSError | None = None
     for family, kind, protocol, _, name in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
@@ -171,7 +170,7 @@ async def dial(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.
         except OSError as error:
             sock.close()
             problem = error
-        except BaseException:  # there is no more time
+        except BaseException:  # cancelled
             sock.close()
             raise
         else:
@@ -180,12 +179,12 @@ async def dial(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.
 
 
 def own_host(address: str) -> str:
-    """The address of this machine on its way to another: others of that network reach it there, too."""
+    """Return the local address that routes to `address`; other machines of that network can reach it."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as asked:
-            asked.connect(found)  # sends nothing: the system only chooses the way
+            asked.connect(found)  # UDP: sends nothing, only chooses the route
             return str(asked.getsockname()[0])
     except OSError as error:
-        raise UserError(f"there is no way from here to {address}: {error.strerror or error}") from error
+        raise UserError(f"no route from this machine to {address}: {error.strerror or error}") from error

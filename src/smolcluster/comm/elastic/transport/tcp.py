@@ -1,11 +1,11 @@
 """The transport over TCP: asyncio on a thread of its own, TLS 1.3 when there is a keyring.
 
-Life. Every `beat_s` a link that was quiet sends a BEAT. Any byte from the peer is a sign of life; a link that gives none for
-`silence_s` ends. Time in which this process itself stood still does not count. With `stall_s` it is kept for longer while the
-peer's kernel still answers: then only its process is stopped or busy, as in a call that holds the GIL.
+Liveness. Every `beat_s` an idle link sends a BEAT. A link ends when no byte has arrived for `silence_s`. Time in which this
+process itself was suspended does not count. With `stall_s` a link is kept longer while the peer's kernel still answers:
+then only the process is stopped or busy, for example in a call that holds the GIL.
 
-Dialing. Pauses between attempts grow to a second and are drawn at random, so that a hundred workers do not come back to a
-restarted server all at once. A refusal is final; a TLS handshake that was damaged on the way is none.
+Dialing. Retries have exponential backoff up to a second, with full jitter, so that a hundred workers do not reconnect to a
+restarted server all at once. A refusal is final; a corrupted TLS handshake is retried.
 
 `pending_connections.py` keeps incoming connections until they are authenticated; `connection.py` is one connection.
 """
@@ -27,24 +27,24 @@ from typing import Any
 
 from smolcluster.comm.elastic.transport import frames
 from smolcluster.comm.elastic.transport.api import LEFT, Dialer, Handler, Peer, Transport
-from smolcluster.comm.elastic.transport.connection import LINGER_S, Limits, TcpLink
+from smolcluster.comm.elastic.transport.connection import LINGER_S, LinkLimits, TcpLink
 from smolcluster.comm.elastic.transport.pending_connections import PendingConnections
-from smolcluster.comm.elastic.transport.security import Keyring, explain, will_stay
+from smolcluster.comm.elastic.transport.security import Keyring, explain, is_permanent
 from smolcluster.comm.elastic.transport.sockets import dial, join_address, listen_on, split_address
 from smolcluster.comm.work import Traffic
 
-__all__ = ["Limits", "TcpTransport"]
+__all__ = ["LinkLimits", "TcpTransport"]
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-TELL_AFTER_S = 4.0  # both may have been started just now
-TELL_EVERY_S = 10.0
+LOG_AFTER_S = 4.0  # not at once: both sides may just be starting
+LOG_EVERY_S = 10.0
 LONGEST_LINGER_S = 10.0
 
 
 class _Timer:
-    """Something that may be called off from any thread until it runs."""
+    """A callback that any thread may cancel until it runs."""
 
     def __init__(self, callback: Callable[[], object]) -> None:
         self._callback: Callable[[], object] | None = callback
@@ -61,8 +61,8 @@ class TcpDialer(Dialer):
     def __init__(self, owner: TcpTransport, address: str, handler: Handler) -> None:
         self._owner, self._handler, self.address = owner, handler, address
         self._host, self._port = split_address(address)
-        self._told_at = time.monotonic() + TELL_AFTER_S - TELL_EVERY_S
-        self.problem = ""  # why the last attempt made no link
+        self._logged_at = time.monotonic() + LOG_AFTER_S - LOG_EVERY_S
+        self.problem = ""  # why the last attempt failed
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -92,13 +92,13 @@ class TcpDialer(Dialer):
                     failures = 0
             else:
                 self.problem = link.reason
-                self._tell()
+                self._log()
             longest_s = min(FIRST_PAUSE_S * 2.0 ** min(failures, 16), LONGEST_PAUSE_S)
             failures += 1
             await asyncio.sleep(random.uniform(0, longest_s))
 
     async def _connect(self) -> TcpLink:
-        """A link that is up, or that is over and knows why. With several tokens each has its turn, the current one first."""
+        """Return a link that is up, or over with its reason. Tries every token, the current one first."""
         for tls in self._owner.client_tls:
             link = TcpLink(self._owner, self._handler, address=self.address, dialing=True)
             if not await self._attempt(link, tls):
@@ -106,8 +106,8 @@ class TcpDialer(Dialer):
         return link
 
     async def _attempt(self, link: TcpLink, tls: dict[str, Any]) -> bool:
-        """Connect. Whether another token may do better."""
-        owner, problem = self._owner, "given up"
+        """Connect. Return whether another token may succeed."""
+        owner, problem = self._owner, "cancelled"
         try:
             async with asyncio.timeout(owner.limits.handshake_s):
                 sock = await dial(owner.loop, self._host, self._port)
@@ -116,14 +116,14 @@ class TcpDialer(Dialer):
         except TimeoutError:
             problem = "no answer"
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-            problem = "hung up in the middle of the TLS handshake"
+            problem = "the peer closed the connection during the TLS handshake"
         except ssl.SSLError as error:
             problem = explain(error)
-            if will_stay(error):
+            if is_permanent(error):
                 link.refusal = problem
             return isinstance(error, ssl.SSLCertVerificationError)
         except ConnectionError as error:
-            # asyncio puts its own words into strerror.
+            # asyncio replaces strerror by text of its own.
             problem = os.strerror(error.errno) if error.errno else str(error)
         except OSError as error:
             problem = error.strerror or str(error)
@@ -132,15 +132,15 @@ class TcpDialer(Dialer):
                 link.end(problem)
         return False
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         now = time.monotonic()
-        if now - self._told_at >= TELL_EVERY_S:
+        if now - self._logged_at >= LOG_EVERY_S:
             log.info("waiting for a peer at %s: %s", self.address, self.problem)
-            self._told_at = now
+            self._logged_at = now
 
 
 class TcpTransport(Transport):
-    """Without a keyring nothing is encrypted, and peers prove only that they know `secret`. With neither: for loopback only."""
+    """Without a keyring nothing is encrypted and peers authenticate with `secret` only. With neither: loopback only."""
 
     def __init__(
         self,
@@ -149,18 +149,18 @@ class TcpTransport(Transport):
         keyring: Keyring | None = None,
         secret: bytes = b"",
         buffer_size: int | None = None,
-        limits: Limits = Limits(),  # noqa: B008 - it is frozen
+        limits: LinkLimits = LinkLimits(),  # noqa: B008 - it is frozen
         uvloop: bool = True,
     ) -> None:
-        """`buffer_size`: of the sockets, in bytes; None leaves it to the system. `uvloop`: use it where it is installed."""
+        """`buffer_size`: of the sockets, in bytes; None: the system's default. `uvloop`: use it where it is installed."""
         self.me = me
         self.keyring, self.secret, self.buffer_size, self.limits = keyring, secret, buffer_size, limits
         self.links: set[TcpLink] = set()
-        self.connections: set[TcpLink] = set()  # these, pending ones, and what is not quite closed yet
+        self.connections: set[TcpLink] = set()  # `links`, and those that are pending or closing
         self.past = Traffic()  # of connections that have ended
-        self.waste = memoryview(bytearray(1 << 16))  # for what nobody wants to read
+        self.waste = memoryview(bytearray(1 << 16))  # for input that is ignored
         self.tls: dict[str, Any] = {}
-        self.client_tls: list[dict[str, Any]] = [{}]  # one for each token
+        self.client_tls: list[dict[str, Any]] = [{}]  # one per token
         if keyring is not None:
             self.tls = {"ssl_handshake_timeout": limits.handshake_s, "ssl_shutdown_timeout": LINGER_S}
             self.client_tls = [
@@ -179,7 +179,7 @@ class TcpTransport(Transport):
 
     @property
     def run(self) -> bytes:
-        """The run id in frames. A worker that learns its run sets `me`; from then on frames of other runs are refused."""
+        """Return the run id for frames. A worker that learns its run sets `me`; then frames of other runs are refused."""
         return frames.run_bytes(self.me.run)
 
     @property
@@ -215,7 +215,7 @@ class TcpTransport(Transport):
             self._thread.join()
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
-        """Run it on the transport's thread, soon. After the end nothing happens."""
+        """Run a callback on the transport's thread. After `close` it is dropped."""
         if threading.get_ident() == self._thread.ident:
             self.loop.call_soon(callback, *args)
         else:
@@ -232,11 +232,11 @@ class TcpTransport(Transport):
 
     def _work(self) -> None:
         try:
-            self.loop.run_until_complete(self._live())
+            self.loop.run_until_complete(self._run_until_stopped())
         finally:
             self.loop.close()
 
-    async def _live(self) -> None:
+    async def _run_until_stopped(self) -> None:
         self._due = time.monotonic()
         self._tick()
         await self._stop.wait()
@@ -254,15 +254,15 @@ class TcpTransport(Transport):
         await _all_done([link.gone for link in self.connections], timeout_s=LINGER_S)
 
     def _tick(self) -> None:
-        """Every beat: say that we are alive, and see who is."""
+        """Every `beat_s`: send heartbeats, and end links and pending connections that timed out."""
         now = time.monotonic()
-        stood_still_s = now - self._due
+        suspended_s = now - self._due
         self._due = now + self.limits.beat_s
         self.loop.call_later(self.limits.beat_s, self._tick)
         self.pending.expire(now)
         for link in list(self.links):
             link.beat()
-            link.check_life(now, stood_still_s=stood_still_s)
+            link.check_liveness(now, suspended_s=suspended_s)
 
 
 async def _all_done(futures: list[asyncio.Future[None]], *, timeout_s: float) -> None:
@@ -276,5 +276,5 @@ def _new_loop(uvloop: bool) -> asyncio.AbstractEventLoop:
             from uvloop import new_event_loop
 
             return new_event_loop()
-    # Also on Windows: the other kind there cannot watch a socket that is not its own.
+    # On Windows too: the proactor loop there has no add_reader.
     return asyncio.SelectorEventLoop()
