@@ -126,7 +126,7 @@ def test_a_killed_worker_returns_and_the_controller_may_go_away(two: Lab) -> Non
     was = config.read_text()
     other = two.run("up", file, "--detach", "--override", "training.learning_rate=0.01")
     assert other.status == 2
-    assert "run already, with another configuration or other code; `smolcluster down` first" in other.err
+    assert "already run, with another configuration or other code; `smolcluster down` first" in other.err
     assert config.read_text() == was
 
     server = states(two)["processes"]["server"]["pid"]  # the command itself, not the process it has started
@@ -252,12 +252,12 @@ def script(path: Path, text: str) -> Path:
 
 def test_machines_that_cannot_be_used(two: Lab, tmp_path: Path) -> None:
     """All in one set of machines, since each attempt must change nothing."""
-    refused(two, "refuses connections", "is ssh switched on there", port=free_port())
-    refused(two, "no machine is called nowhere.invalid", "give its address", address="nowhere.invalid")
+    refused(two, "refuses connections", "start an ssh server there", port=free_port())
+    refused(two, "the name nowhere.invalid does not resolve", "give its address", address="nowhere.invalid")
     refused(two, "there is no Python", "no-such-python", "install Python 3.11", python="/no-such-python")
     old = script(tmp_path / "old-python", "echo 3 9 2 50922224; cat > /dev/null")
     refused(two, f"{old} is Python 3.9.2 there, and 3.11 or newer is needed", python=str(old))
-    refused(two, "there is no key /no/key", key="/no/key")
+    refused(two, "the key /no/key does not exist", key="/no/key")
     (tmp_path / "not-a-key").write_text("hello")
     refused(two, "is no private key", key=str(tmp_path / "not-a-key"))
     refused(two, "does not accept your key", "ssh-copy-id", key=str(other_key(tmp_path)))
@@ -267,7 +267,7 @@ def test_machines_that_cannot_be_used(two: Lab, tmp_path: Path) -> None:
     wrapper = script(tmp_path / "late-python", f'PYTHONPATH={late} exec {sys.executable} "$@"')
     refused(two, "its clock is 1 h 1 min ahead of this machine's", "timedatectl set-ntp", python=str(wrapper))
     if os.geteuid() != 0:
-        refused(two, "cannot be written", "hosts.pi5.folder", folder="/proc/nowhere")
+        refused(two, "is not writable", "hosts.pi5.folder", folder="/proc/nowhere")
 
 
 def other_key(folder: Path) -> Path:
@@ -302,7 +302,7 @@ def test_init_writes_a_file_of_what_answers(two: Lab) -> None:
     text = (two.home.parent / "made.yaml").read_text()
     meant = rf"address: 127.0.0.1, port: {box.port}, server_address: 127.0.0.1"
     assert re.search(rf"^  pi5: \{{{meant}\}}  # Linux", text, re.M)
-    assert re.search(r"^  # gone: .*  # .*refuses connections.*is ssh switched on", text, re.M)
+    assert re.search(r"^  # gone: .*  # .*refuses connections.*start an ssh server", text, re.M)
     assert "smolcluster cluster check made.yaml" in ended.out
     again = two.run("cluster", "init", "--out", "made.yaml")
     assert (again.status, "is there already" in again.err) == (2, True)
@@ -328,7 +328,7 @@ def test_host_keys_are_checked(two: Lab) -> None:
     known = two.home / ".ssh" / "known_hosts"
     lines = known.read_text().splitlines()
     known.write_text(lines[0] + "\n")
-    refused(two, "is not in", "it shows the key SHA256:", "--accept-new")
+    refused(two, "is not in", "its key is SHA256:", "--accept-new")
     name, kind, _ = lines[1].split()
     known.write_text(f"{lines[0]}\n{name} {kind} {lines[0].split()[2]}\n")
     refused(two, "the host key of 127.0.0.1 port", "has CHANGED", "ssh-keygen -R")
@@ -360,7 +360,7 @@ def test_a_port_that_is_taken_and_a_file_that_is_wrong(two: Lab) -> None:
 
 def test_a_full_disk_is_named(two: Lab, tmp_path: Path) -> None:
     with small_disk(tmp_path, kilobytes=512) as disk:
-        refused(two, "only 0 MiB of disk are free", "hosts.pi5.folder", folder=str(disk / "smol"))
+        refused(two, "0 MiB of disk are free", "hosts.pi5.folder", folder=str(disk / "smol"))
 
 
 @pytest.mark.slow

@@ -261,7 +261,7 @@ def test_what_is_taken_down_while_it_is_brought_up_is_not_started(
     os.utime(tmp_path / "clusters/lab/processes/w/order.json", (1, 1))  # long ago, and its keeper never came
     processes.begin(str(tmp_path), "lab", "second")
     processes.stop(str(tmp_path), "lab")
-    with pytest.raises(base.AgentError, match="taken down while it was brought up"):
+    with pytest.raises(base.AgentError, match="a `down` stopped this `up`"):
         processes.start(str(tmp_path), "lab", [SEAT], "python3", "c0", "p", False, "second")
     assert len(started) == 1
     assert processes.states(str(tmp_path), "lab") == {}
@@ -571,7 +571,7 @@ def test_a_line_that_means_nothing_is_left_out_and_told_once(
         for name in "ab":
             assert known.trusted(name, "", None)[0], "its neighbours are as good as ever"
     told = capsys.readouterr().err.splitlines()
-    assert told == [f"smolcluster: {known_hosts}, line {n} is no host and its key: it is left out" for n in (2, 4, 5)]
+    assert told == [f"smolcluster: {known_hosts}, line {n} is not a host key: skipped" for n in (2, 4, 5)]
     assert refused().layer == "port", "a connection is tried"
 
 
@@ -588,7 +588,7 @@ def test_a_key_that_cannot_be_read_is_not_a_machine_that_is_away(known_hosts: Pa
     for key, what in (
         (str(tmp_path), f"the key {tmp_path} cannot be read: Is a directory"),
         ("~/.ssh", "the key ~/.ssh cannot be read: Is a directory"),
-        ("~nobody-we-know/key", "there is no key ~nobody-we-know/key"),
+        ("~nobody-we-know/key", "the key ~nobody-we-know/key does not exist"),
     ):
         error = refused(key=key)
         assert (error.layer, str(error)) == ("login", f"pi5: {what}; check hosts.pi5.key")

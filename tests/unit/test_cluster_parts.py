@@ -109,7 +109,7 @@ def test_without_a_strategy_several_workers_are_several(tmp_path: Path) -> None:
     for hosts in ("{a: 10.0.0.1, b: 10.0.0.2}", "{a: {address: 10.0.0.1, workers: 2}}"):
         assert laid_out(f"hosts: {hosts}\n", tmp_path).config.strategy.name == "allreduce"
     assert laid_out("hosts: {a: 10.0.0.1}\n", tmp_path).config.strategy.name == "single"
-    with pytest.raises(UserError, match="strategy single has one worker, not 2; leave it out"):
+    with pytest.raises(UserError, match="strategy single has one worker, not 2; remove it"):
         laid_out("hosts: {a: 10.0.0.1, b: 10.0.0.2}\nstrategy: single\n", tmp_path)
 
 
@@ -157,9 +157,12 @@ def test_on_loopback_nothing_is_opened_to_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("strategy: edp\n", "there are no machines in this file"),
+        ("strategy: edp\n", "this file has no hosts; add them"),
         ("hosts: {a: {workers: 0}}\nstrategy: edp\n", "no host has a worker"),
-        ("hosts: {a: local, b: 10.0.0.2}\nserver: a\nstrategy: edp\n", "say where b finds it"),
+        (
+            "hosts: {a: local, b: 10.0.0.2}\nserver: a\nstrategy: edp\n",
+            "which b cannot reach: set hosts.b.server_address",
+        ),
         ("hosts: {a: 10.0.0.1}\nserver: b\n", "lab.yaml:2: cluster.server 'b' is not in hosts; known: a"),
         ("hosts: {a: {via: c}}\n", "cluster.hosts.a.via 'c' is not in hosts"),
         ("hosts: {a: {via: b}, b: {via: a}}\n", "leads back to itself"),
@@ -287,11 +290,11 @@ def test_the_server_is_reached_over_the_link_that_both_have(tmp_path: Path) -> N
         ({"disk_free": 600 << 20}, ""),
         (
             {"disk_free": 600 << 20, "lacks_environment": True},
-            "only 600 MiB of disk are free, and an environment with torch",
+            "600 MiB of disk are free, 2048 MiB are needed to make an environment with torch",
         ),
-        ({"disk_free": 1 << 20}, "only 1 MiB of disk are free;"),
+        ({"disk_free": 1 << 20}, "1 MiB of disk are free, 500 MiB are needed;"),
         ({"time": 1000.0 - 3700}, "its clock is 1 h 1 min behind this machine's"),
-        ({"writable": False}, "cannot be written"),
+        ({"writable": False}, "is not writable"),
         ({"port_problem": "Address already in use"}, "cannot be used: Address already in use"),
         ({"port_problem": "in use", "processes": {"server": {"alive": True}}}, ""),
     ],
@@ -333,7 +336,7 @@ def test_the_users_files_go_along(tmp_path: Path) -> None:
         file = archive.extractfile("config.yaml")
         assert file is not None
         assert yaml.safe_load(file.read())["task"] == "tasks/mine.py:Mine"
-    for wrong, said in ((["../x"], "is not below"), (["gone"], "there is no such file")):
+    for wrong, said in ((["../x"], "is not below"), (["gone"], "no such file")):
         with pytest.raises(UserError, match=said):
             pack_user_files(load_config([], sets={"run.files": wrong}), tmp_path)
 
@@ -551,7 +554,7 @@ def test_init_says_what_it_cannot_read_or_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "--ssh-config gone: there is no such file" in init("--ssh-config", "gone", capsys=capsys)
+    assert "--ssh-config gone: no such file" in init("--ssh-config", "gone", capsys=capsys)
     assert "there is no folder gone; choose another" in init("--out", "gone/cluster.yaml", capsys=capsys)
 
     def full(*_: Any, **__: Any) -> None:
@@ -646,7 +649,7 @@ def test_to_go_on_nothing_need_be_said_again(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert dry("--resume", capsys=capsys).endswith(": server, worker-0, worker-1, worker-2\n")
-    before = UpArguments.load_record("lab")
+    before = UpArguments.recorded("lab")
     assert before is not None
     now = UpArguments(file=None, folder=str(Path.cwd()), overrides=["cluster.port=7002"], steps=9).after(before)
     config = now.read().config

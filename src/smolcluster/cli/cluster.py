@@ -42,7 +42,7 @@ def init(
     if not out.resolve().parent.is_dir():
         raise UserError(f"{out}: there is no folder {out.parent}; choose another place with --out")
     if ssh_config is not None and not ssh_config.is_file():
-        raise UserError(f"--ssh-config {ssh_config}: there is no such file")
+        raise UserError(f"--ssh-config {ssh_config}: no such file")
     found = find_machines(ssh_config, accept_new=accept_new, report=print_text)
     try:
         out.write_text(write_file(found), encoding="utf-8")

@@ -105,10 +105,10 @@ def _resumed(said: UpArguments, *, local: bool) -> UpArguments:
     from smolcluster.launch.cluster.request import UpArguments
 
     if said.file is None and not local:
-        before = UpArguments.load_record(None)
+        before = UpArguments.recorded(None)
     else:
         with contextlib.suppress(UserError):  # that there is no run is reported later, with the cluster's name
-            before = UpArguments.load_record(said.read().name)
+            before = UpArguments.recorded(said.read().name)
             return said if before is None else said.after(before)
         return said
     if before is None:

@@ -97,7 +97,7 @@ def run_scaling(request: ScalingRequest, *, on_event: Callable[[str, Event | Non
 
 
 def plan(request: ScalingRequest) -> tuple[Scaling, dict[int, dict[str, Any]]]:
-    """Who works on how much at every size; sizes that cannot be are on_event why. Wrong input raises."""
+    """Plan every size: its shards and batch; sizes that cannot run get a reason. Raises UserError if none can."""
     base = request.prepared(request.sizes[0], "unused")
     config = base.config
     batch, name = config.training.batch_size or 1, config.strategy.name

@@ -1,13 +1,16 @@
 """A run on many machines, from one file: `smolcluster up`, `status`, `logs`, `down`.
 
-    layout.py     from the file to who runs what where: pure
-    links.py      which address leads from one machine to another: pure
-    parcel.py     what is sent to a machine: this package, the user's files, the configuration
-    host.py       a machine: connected over ssh, or this one; its agent is asked, and answers
-    agent/        runs on the machine as long as we are connected: looks, unpacks, starts, stops
-    keeper.py     runs there beside each process, also when we are gone: its output, its state, its restarts
-    control.py    what `up`, `status`, `logs` and `down` do, on all machines at once
-    record.py     which clusters this machine has started
+    request.py    parse the arguments of `up`
+    layout.py     place processes on machines (pure)
+    links.py      find the address by which one machine reaches another (pure)
+    archive.py    pack what a machine is sent: this package, the user's files, the configuration
+    host.py       connect to a machine, over ssh or locally, and call its agent
+    agent/        on the machine during a connection: inspect, unpack, start, stop
+    keeper.py     on the machine beside each process: its output, state and restarts
+    control.py    `up`, `status`, `logs` and `down` on all machines at once
+    mirror.py     copy a running run here, for `dashboard` and `top`
+    inventory.py  find machines for `cluster init`
+    record.py     remember which clusters this machine has started
 
 Nothing here imports torch; agent and keeper need the standard library alone.
 """

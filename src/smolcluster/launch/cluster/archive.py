@@ -1,8 +1,7 @@
-"""What a machine is sent: this package as it is here, the user's files, the configuration.
+"""Pack what a machine is sent: this package, the user's files, the configuration.
 
-Every machine so runs the same code as this one, whatever is installed there; only what the package needs (torch and the rest)
-must be there, or is installed. Archives are made the same, byte for byte, from the same files: what is there already is not
-sent again.
+So every machine runs the same code as this one, whatever version is installed there; only the package's requirements must be
+there, or are installed. The same files give the same archive, byte for byte, so it is sent only once.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ class Archive:
 
 
 def pack_package() -> Archive:
-    """This package, with its ready configurations."""
+    """Pack this package and its built-in configurations."""
     files = {f"smolcluster/{path.relative_to(PACKAGE).as_posix()}": path for path in _below(PACKAGE)}
     files |= {f"smolcluster/configs/{path.name}": path for path in builtin_configs().values()}
     return Archive(_pack((name, path.read_bytes()) for name, path in sorted(files.items())))
 
 
 def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] | None = None) -> Archive:
-    """The configuration, the task's file with the Python files around it, and `run.files`; all relative to `base`.
+    """Pack the configuration, the Python files in the task's folder, and `run.files`, relative to `base`.
 
     `tokenizer`: files for the folder TOKENIZER.
     """
@@ -56,7 +55,7 @@ def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] |
         file, name = split_task(config.task)
         task = Path(file).resolve()
         if not task.is_file():
-            raise UserError(f"{file}: there is no such file; a task is path/to/file.py:ClassName")
+            raise UserError(f"{file}: no such file; a task is path/to/file.py:ClassName")
         inside = base if task.is_relative_to(base) else task.parent
         found |= {path.relative_to(inside).as_posix(): path for path in _below(task.parent) if path.suffix == ".py"}
         config.task = f"{task.relative_to(inside).as_posix()}{name}"
@@ -65,8 +64,8 @@ def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] |
     total = sum(path.stat().st_size for path in found.values())
     if total > MOST_BYTES:
         raise UserError(
-            f"the files of run.files are {total / 2**20:.0f} MiB together, more than {MOST_BYTES >> 20}: put large data onto "
-            "the machines yourself, and name it in data.root"
+            f"run.files: {total / 2**20:.0f} MiB exceed the limit of {MOST_BYTES >> 20} MiB: copy large data to the machines "
+            "yourself, and set data.root"
         )
     contents = {name: path.read_bytes() for name, path in found.items()}
     contents |= {f"{TOKENIZER}/{name}": data for name, data in (tokenizer or {}).items()}
@@ -77,17 +76,17 @@ def pack_user_files(config: Config, base: Path, tokenizer: Mapping[str, bytes] |
 def _asked(said: str, base: Path) -> Iterator[tuple[str, Path]]:
     path = (base / said).resolve()
     if not path.is_relative_to(base):
-        raise UserError(f"run.files: {said} is not below {base}, where the cluster file is")
+        raise UserError(f"run.files: {said} is not below {base}, the folder of the cluster file")
     if path.is_file():
         yield path.relative_to(base).as_posix(), path
     elif path.is_dir():
         yield from ((file.relative_to(base).as_posix(), file) for file in _below(path))
     else:
-        raise UserError(f"run.files: {said}: there is no such file or folder in {base}")
+        raise UserError(f"run.files: {said}: no such file or folder in {base}")
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Plain files, but for caches, environments, runs and what is hidden."""
+    """Yield plain files, except caches, environments, runs and hidden files."""
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(
             name
@@ -101,7 +100,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _pack(contents: Iterable[tuple[str, bytes]]) -> bytes:
-    """The same archive for the same contents: no times, no owners."""
+    """Return a reproducible archive: without times and owners."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, data in contents:
@@ -112,7 +111,7 @@ def _pack(contents: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def requirements(*, extras: Iterable[str]) -> list[str]:
-    """What the package needs, with these extras, as pip takes it."""
+    """Return the package's requirements with these extras, for pip."""
     wanted = []
     for line in importlib.metadata.requires("smolcluster") or []:
         text, _, marker = (part.strip() for part in line.partition(";"))

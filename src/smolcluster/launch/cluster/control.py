@@ -1,11 +1,11 @@
-"""What `up`, `status`, `logs` and `down` do, on all machines at once.
+"""`up`, `status`, `logs` and `down` on all machines at once.
 
-    up      connect to all; look at all; if anything is wrong, say all of it and change nothing
-            send the package and the user's files; make environments where they are missing; hand out the token
-            start the lead, then the others; if one cannot be started, those that were are stopped again
-    down    ask the lead to end, so that the run is saved; then the others; nothing is left running
+    up      connect to all and inspect all; report every problem and stop before anything is changed
+            send the package and the user's files, make missing environments, distribute the token
+            start the lead, then the others; if one fails to start, stop those that did
+    down    ask the lead to save and end, then stop the others
 
-The machines know what runs, not this one: it may go away and come back.
+The machines hold the state of what runs: this one may disconnect and come back.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from smolcluster.launch.cluster.host import Agent, Host, HostError, connect
 from smolcluster.launch.cluster.layout import ClusterLayout, ClusterMachine, ClusterProcess, ClusterRecord, with_run
 from smolcluster.observe.events import StepLogged, restore, restore_fields
 
-CLOCK_S = 120.0  # machines whose clocks differ by more are reported
-ROOM_BYTES = 500 << 20  # free disk without which nothing is started
-# And where an environment is to be made: torch for CPUs takes about one GiB, for GPUs about five.
-ENVIRONMENT_BYTES = 2 << 30
+CLOCK_S = 120.0  # larger clock differences are reported
+ROOM_BYTES = 500 << 20  # free disk needed to start
+ENVIRONMENT_BYTES = 2 << 30  # to make an environment, too: torch for CPUs takes about one GiB, for GPUs about five
 RECONNECT_S = 2.0
 
 T = TypeVar("T")
-Report = Callable[[str, str], None]  # host, what happens there
+Report = Callable[[str, str], None]  # host, progress there
 
 
 class ClusterError(UserError):
-    """What is wrong with some of the machines, a line for each."""
+    """Problems of some machines, one line each."""
 
     def __init__(self, problems: Iterable[HostError], *, also: str = "") -> None:
         super().__init__("\n".join([*map(str, problems), *([also] if also else [])]))
@@ -48,7 +47,7 @@ class ClusterError(UserError):
 async def connected(
     machines: Mapping[str, ClusterMachine], *, accept_new: bool = False
 ) -> AsyncIterator[tuple[dict[str, Host], dict[str, HostError]]]:
-    """All machines that can be reached, and why the others cannot."""
+    """Connect to all machines. Yield those that can be reached, and the errors of the others."""
     hosts: dict[str, Host] = {}
     problems: dict[str, HostError] = {}
     pending: dict[str, asyncio.Task[Host]] = {}
@@ -60,7 +59,7 @@ async def connected(
             try:
                 through = await pending[machine.via]
             except HostError as error:
-                raise HostError(name, f"{machine.via}, the way there, cannot be reached", layer="route") from error
+                raise HostError(name, f"its jump host {machine.via} cannot be reached", layer="route") from error
         return await connect(machine, through=through, accept_new=accept_new)
 
     for name in machines:
@@ -82,7 +81,7 @@ async def connected(
 
 
 def jump_chain(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, ClusterMachine]:
-    """A machine, and those that ssh passes on the way."""
+    """Return a machine and the jump hosts on the way to it."""
     found = {name: machines[name]}
     while (via := found[name].via) is not None:
         name = via
@@ -92,7 +91,7 @@ def jump_chain(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, C
 
 @contextlib.asynccontextmanager
 async def connected_agent(machines: Mapping[str, ClusterMachine], name: str) -> AsyncIterator[tuple[Host, Agent]]:
-    """One machine, and an agent on it. Raises HostError."""
+    """Connect to one machine and start an agent on it. Raises HostError."""
     async with connected(jump_chain(machines, name)) as (hosts, problems):
         if name in problems:
             raise problems[name]
@@ -101,7 +100,7 @@ async def connected_agent(machines: Mapping[str, ClusterMachine], name: str) -> 
 
 
 async def on_all_hosts(hosts: Iterable[Host], work: Callable[[Host], Awaitable[T]]) -> dict[str, T]:
-    """The same on every machine, at once. Raises ClusterError with all that went wrong, when all are done."""
+    """Do the same on every host at once. When all are done, raise ClusterError with every problem."""
     hosts = list(hosts)
     done = await asyncio.gather(*(work(host) for host in hosts), return_exceptions=True)
     problems = [result for result in done if isinstance(result, HostError)]
@@ -120,31 +119,31 @@ async def on_all_hosts(hosts: Iterable[Host], work: Callable[[Host], Awaitable[T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What is to be brought up."""
+    """What `up` starts."""
 
     layout: ClusterLayout
     package: Archive
     files: Archive
     requirements: list[str]
     token: str | None = None
-    panes: bool = False  # one tmux window for all, as on this machine
-    resume: bool = False  # the lead goes on with the run that is there
+    panes: bool = False  # one tmux window with a pane for each process
+    resume: bool = False  # the lead resumes the existing run
 
     @property
     def fingerprint(self) -> str:
-        """Name all that the machines are sent, and how they are to use it."""
+        """Return a digest of code, files, processes and machines, to detect a running cluster that differs."""
         processes = [
             (s.name, s.host, s.arguments, sorted(s.environment.items())) for s in with_run(self.layout, "").processes
         ]
         hosts = [(m.name, m.python, sorted(m.environment.items())) for m in self.layout.machines.values()]
-        told = hashlib.sha256(json.dumps([processes, hosts]).encode()).hexdigest()[:16]
-        return f"{self.package.key}-{self.files.key}-{told}"
+        settings = hashlib.sha256(json.dumps([processes, hosts]).encode()).hexdigest()[:16]
+        return f"{self.package.key}-{self.files.key}-{settings}"
 
 
 async def up(
     deployment: Deployment, hosts: Mapping[str, Host], *, report: Report, on_begin: Callable[[], None] = lambda: None
 ) -> dict[str, list[str]]:
-    """Start what does not run yet. Returns what was started, by machine. `on_begin` is called before anything is changed."""
+    """Start what does not run yet. Return what was started, by machine. `on_begin` is called before anything is changed."""
     layout = deployment.layout
     facts = await on_all_hosts(hosts.values(), lambda host: look(host, layout, deployment))
     check_facts(layout, facts)
@@ -178,7 +177,7 @@ def _location(host: Host, layout: ClusterLayout | ClusterRecord) -> dict[str, An
 
 
 async def look(host: Host, layout: ClusterLayout, deployment: Deployment | None = None) -> dict[str, Any]:
-    """What a machine is and has, and when it was asked. `deployment`: also whether it needs an environment for that."""
+    """Return facts about a machine and when it was asked. `deployment`: also whether it lacks an environment for it."""
     needs = None if deployment is None else wanted(host, deployment.requirements)
     listens = list(layout.listens) if layout.lead.host == host.name else None
     asked = time.time()
@@ -187,19 +186,19 @@ async def look(host: Host, layout: ClusterLayout, deployment: Deployment | None 
 
 
 def wanted(host: Host, requirements: list[str]) -> dict[str, Any]:
-    """Which environment a machine needs, as its agent is asked for it."""
+    """Return the environment that a machine needs, as arguments for its agent."""
     return {"requirements": requirements, "key": requirements_key(requirements), "python": host.machine.python}
 
 
 def check_facts(layout: ClusterLayout, facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Everything that would go wrong later, for all machines at once."""
+    """Raise ClusterError with every problem of every machine."""
     problems = [problem for name, seen in facts.items() for problem in problems_of(layout, name, seen)]
     if problems:
         raise ClusterError(problems, also="nothing was changed on any machine")
 
 
 def _check_same(deployment: Deployment, facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """What runs was started with this code and these files. Others would become theirs when they are started again."""
+    """Refuse to add to processes that run with other code or files: their restarts would use ours."""
     others = [
         process
         for seen in facts.values()
@@ -208,8 +207,8 @@ def _check_same(deployment: Deployment, facts: Mapping[str, Mapping[str, Any]]) 
     ]
     if others:
         raise UserError(
-            f"{', '.join(sorted(others))} of {deployment.layout.name} run already, with another configuration or other code; "
-            "`smolcluster down` first, then up (with --resume: the same run goes on); nothing was changed on any machine"
+            f"{', '.join(sorted(others))} of {deployment.layout.name} already run, with another configuration or other code; "
+            "`smolcluster down` first, then up (--resume continues the run); nothing was changed on any machine"
         )
 
 
@@ -223,21 +222,21 @@ def problems_of(layout: ClusterLayout, name: str, seen: Mapping[str, Any]) -> It
         yield wrong(what, remedy, layer="clock")
     if not seen["writable"]:
         folder = layout.machines[name].folder
-        yield wrong(f"{folder} cannot be written", f"set hosts.{name}.folder to one you may write", layer="disk")
+        yield wrong(f"{folder} is not writable", f"set hosts.{name}.folder to a writable folder", layer="disk")
     need = ENVIRONMENT_BYTES if seen.get("lacks_environment") else ROOM_BYTES
     if seen["disk_free"] < need:
-        why = ", and an environment with torch is to be made there" if need > ROOM_BYTES else ""
-        what = f"only {seen['disk_free'] >> 20} MiB of disk are free{why}"
-        yield wrong(what, f"make room, or set hosts.{name}.folder to another disk", layer="disk")
+        why = " to make an environment with torch" if need > ROOM_BYTES else ""
+        what = f"{seen['disk_free'] >> 20} MiB of disk are free, {need >> 20} MiB are needed{why}"
+        yield wrong(what, f"free some, or set hosts.{name}.folder to another disk", layer="disk")
     if seen.get("port_problem") and layout.lead.name not in running:
         bind, port = layout.listens
         key = "cluster.port" if layout.plane == "elastic" else "the port"
-        remedy = f"is another run using it? Choose another, as {key}"
+        remedy = f"stop the program that uses it (another run?), or choose another port with {key}"
         yield wrong(f"port {port} on {bind} cannot be used: {seen['port_problem']}", remedy, layer="port")
 
 
 def clock_off(seen: Mapping[str, Any]) -> float:
-    """By how much a machine's clock is ahead of ours, less what the question took."""
+    """Return by how many seconds a machine's clock is ahead of ours, beyond the round trip's uncertainty."""
     middle = (seen["asked"] + seen["answered"]) / 2
     off = float(seen["time"]) - middle
     slack = (seen["answered"] - seen["asked"]) / 2
@@ -298,7 +297,7 @@ async def _start(host: Host, deployment: Deployment, python: str, chosen: list[C
 
 
 async def _roll_back(hosts: Mapping[str, Host], layout: ClusterLayout, mark: str) -> None:
-    """What this call has started, and nothing else."""
+    """Stop what this `up` has started, and nothing else."""
 
     async def end(host: Host) -> None:
         with contextlib.suppress(HostError):
@@ -311,7 +310,7 @@ async def _roll_back(hosts: Mapping[str, Host], layout: ClusterLayout, mark: str
 
 
 async def states(cluster: ClusterLayout | ClusterRecord, hosts: Mapping[str, Host]) -> dict[str, dict[str, Any]]:
-    """Of every process, by its name: its machine, its state as the keeper tells it."""
+    """Return the keeper's state and the host of every process, by name."""
     found = await on_all_hosts(hosts.values(), lambda host: host.ask("states", **_location(host, cluster)))
     return {
         process: state | {"host": name} for name, processes in found.items() for process, state in processes.items()
@@ -319,7 +318,7 @@ async def states(cluster: ClusterLayout | ClusterRecord, hosts: Mapping[str, Hos
 
 
 async def progress(cluster: ClusterRecord, hosts: Mapping[str, Host]) -> dict[str, Any]:
-    """The last row of the run, of all workers where there is a server, and the summary if there is one."""
+    """Return the last row of metrics.jsonl (the server's, if there is one), and the summary if there is one."""
     host = hosts.get(cluster.hosts[cluster.lead])
     if host is None:
         return {}
@@ -329,7 +328,7 @@ async def progress(cluster: ClusterRecord, hosts: Mapping[str, Host]) -> dict[st
         summary = await agent.ask("read", folder=folder, place=f"{base}/summary.json")
         rows = await agent.ask("tail", folder=folder, place=f"{base}/metrics.jsonl")
     found: dict[str, Any] = {}
-    # Training that has diverged is written as "nan": it is a number again here, as those who print it expect.
+    # A diverged loss is stored as the string "nan"; `restore` makes it a float again.
     with contextlib.suppress(ValueError, TypeError, AttributeError, IndexError):
         read = [restore_fields(StepLogged, json.loads(row)) for row in rows]
         found["row"] = ([row for row in read if row.get("role") == "server"] or read)[-1]
@@ -349,16 +348,16 @@ async def follow(
     show: Callable[[str, str, str], None],
     report: Report,
 ) -> None:
-    """Call `show` with host, process and line of all that is printed. A machine that is cut off is dialled until it answers."""
+    """Call `show` with host, process and line for all output. With `on`, reconnect to a machine that is lost."""
 
     async def one(name: str) -> None:
-        read: dict[str, list[int]] = {}  # how far, of each process
+        read: dict[str, list[int]] = {}  # position in the output of each process
         cut_off = False
         while True:
             try:
                 async with connected_agent(machines, name) as (host, agent):
                     if cut_off:
-                        report(name, "connected again")
+                        report(name, "reconnected")
                         cut_off = False
                     where = _location(host, cluster)
                     async for said in agent.talk("follow", processes=processes, past=past, on=on, at=read, **where):
@@ -371,7 +370,7 @@ async def follow(
                 if not on:
                     raise
                 if not cut_off:
-                    report(name, f"{error.what}; trying again")
+                    report(name, f"{error.what}; reconnecting")
                     cut_off = True
                 await asyncio.sleep(RECONNECT_S)
 
@@ -382,7 +381,7 @@ async def follow(
 
 
 async def down(cluster: ClusterRecord, hosts: Mapping[str, Host], *, now: bool, report: Report) -> dict[str, list[str]]:
-    """End everything. Returns what was running, by machine."""
+    """Stop all processes, the lead first. Return what was running, by machine."""
     lead = cluster.hosts[cluster.lead]
     stopped: dict[str, list[str]] = {}
 

@@ -1,7 +1,7 @@
-"""A machine of a cluster, and the agent on it: over ssh, or this machine itself.
+"""Connect to a machine of a cluster, over ssh or locally, and call the agent on it.
 
-`connect` says in one sentence what is wrong when it fails: the name, the way, the port, the host's key, the user's key, Python.
-Host keys are checked as ssh does, against ~/.ssh/known_hosts; one that is new is only taken where the user says so.
+When `connect` fails, its HostError names the layer: name, route, port, host key, login, Python. Host keys are checked as ssh
+does, against ~/.ssh/known_hosts; an unknown key is only accepted with --accept-new.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from smolcluster.observe.text import printable
 CONNECT_S = 10.0
 KNOWN_HOSTS = "~/.ssh/known_hosts"
 OLDEST_PYTHON = (3, 11)
-GREETING_LINES = 1000  # that a login may print
-GREETING_S = 30.0  # and so long may it take
-# What is sent to a machine, each after those that it imports.
+GREETING_LINES = 1000  # limits for what a login shell prints before Python starts
+GREETING_S = 30.0
+# The modules of the agent, each after those that it imports.
 _MODULES = (
     *("keeper", "agent.base", "agent.processes", "agent.files", "agent.environment", "agent.machine"),
     *("agent.following", "agent.main"),
 )
-# Tells its version before anything newer is parsed, twice, so that no greeting of a shell is taken for it; then runs what it is
-# given. No quotes inside, for any shell.
+# Prints its version in two forms, so that no shell greeting is taken for it, then runs the code it receives. No new syntax, for
+# old Pythons; no quotes inside, for any shell.
 _BOOT = (
     "import sys; print(*sys.version_info[:3], sys.hexversion); sys.stdout.flush(); "
     "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 )
-# What a Python may be called there; a shell without a login does not know where Homebrew keeps its own.
+# Names to try for Python; Homebrew's folder is not in the PATH of a non-login shell.
 _PYTHONS = (
     *("python3", "python3.13", "python3.12", "python3.11", "/opt/homebrew/bin/python3", "/usr/local/bin/python3"),
     *("python", "py"),
@@ -47,7 +47,7 @@ _PYTHONS = (
 
 
 class HostError(SmolclusterError):
-    """Something is wrong with one machine. `layer` names where: name, route, port, host key, login, python, disk, ..."""
+    """A problem of one machine. `layer`: name, route, port, host key, login, python, disk, ..."""
 
     exit_code = 2
 
@@ -119,7 +119,7 @@ class Host:
         return HostError(self.name, what, remedy, layer="python")
 
     async def _run(self, python: str) -> Stream:
-        """Start it. Raises OSError where this machine does not have it, HostError for a lost connection."""
+        """Start Python there. Raises OSError if this machine does not have it, HostError for a lost connection."""
         if self.connection is None:
             named = str(Path(python).expanduser()) if python.startswith("~") else python
             here = sys.executable if python in _PYTHONS else named
@@ -137,7 +137,7 @@ class Host:
 
 
 def _word(python: str) -> str:
-    """A path for whatever shell is there: quotes only where they are needed."""
+    """Quote a path for an unknown shell, only where needed."""
     if "\\" in python:  # of Windows
         return f'"{python}"' if " " in python else python
     home, slash, rest = python.partition("/")
@@ -147,7 +147,7 @@ def _word(python: str) -> str:
 
 
 async def _first_line(stream: Stream) -> tuple[tuple[int, ...] | None, str]:
-    """Which version of Python answers; before that a login may print what it likes. And the last that it printed."""
+    """Skip what a login shell prints. Return the version of the Python that answers, and the last line before it."""
     greeting, until = "", time.monotonic() + GREETING_S
     for _ in range(GREETING_LINES):
         try:
@@ -176,7 +176,7 @@ class Agent:
         self._host, self._stream = host, stream
 
     async def boot(self) -> None:
-        """Send the agent's own text, and the keeper's, as modules of the names that they have here."""
+        """Send the source of agent and keeper, as modules with the names that they have here."""
         here = Path(__file__).parent
         paths = {f"{__package__}.{name}": f"{name.replace('.', '/')}.py" for name in _MODULES}
         sent = [(name, path, (here / path).read_text(encoding="utf-8")) for name, path in paths.items()]
@@ -192,7 +192,7 @@ class Agent:
     async def ask(
         self, op: str, *, on_line: Callable[[str], None] | None = None, data: bytes | None = None, **said: Any
     ) -> Any:
-        """Send a question and return its answer. `on_line` is called with each line that reports progress."""
+        """Send a request and return its result. `on_line` is called with each line of progress."""
         async for answer in self.talk(op, data=data, **said):
             if "say" in answer and on_line is not None:
                 on_line(answer["say"])
@@ -201,7 +201,7 @@ class Agent:
         raise await self._lost(op)
 
     async def talk(self, op: str, *, data: bytes | None = None, **said: Any) -> AsyncIterator[dict[str, Any]]:
-        """Everything that is answered, to the end of it."""
+        """Send a request and yield all its replies."""
         request = {"op": op, **said, **({} if data is None else {"bytes": len(data)})}
         try:
             await self._stream.send(json.dumps(request).encode() + b"\n" + (data or b""))
@@ -227,7 +227,7 @@ class Agent:
 
 
 class Stream:
-    """The two ends of a process that runs somewhere. Those of asyncio and of asyncssh have the same methods."""
+    """The pipes of a process, local or remote: those of asyncio and asyncssh have the same methods."""
 
     _lost: tuple[type[Exception], ...] = ()  # what its library raises when the connection is lost
 
@@ -245,14 +245,13 @@ class Stream:
             return line
 
     async def complaint(self) -> str:
-        """Return what it wrote on standard error, once it has ended."""
+        """Return its standard error, once it has ended."""
         said = b""
         with contextlib.suppress(TimeoutError, OSError), self._as_oserror():
             said = await asyncio.wait_for(self._process.stderr.read(), 2.0)
         return bytes(said).decode("utf-8", "replace")
 
     async def close(self) -> None:
-        """End a process of this machine."""
         self._process.stdin.close()
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             try:
@@ -263,7 +262,7 @@ class Stream:
 
     @contextlib.contextmanager
     def _as_oserror(self) -> Iterator[None]:
-        """A lost connection is one error here, whatever the library raises."""
+        """Raise OSError for a lost connection, whatever the library raises."""
         try:
             yield
         except self._lost as error:
@@ -287,7 +286,7 @@ class _SshStream(Stream):
 
 
 async def connect(machine: ClusterMachine, *, through: Host | None = None, accept_new: bool = False) -> Host:
-    """Over ssh, or to this machine. Raises HostError with the layer that fails."""
+    """Connect over ssh, or to this machine. Raises HostError with the layer that fails."""
     if machine.local:
         return Host(machine, None)
     try:
@@ -329,13 +328,12 @@ def _known_hosts_file(machine: ClusterMachine, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         problem = f"{error.filename or KNOWN_HOSTS} cannot be {what}: {error.strerror or error}"
-        remedy = f"ssh keeps the keys of machines there: make it a file of yours (ls -ld {KNOWN_HOSTS})"
+        remedy = f"ssh keeps host keys there: make it a file that you own (ls -ld {KNOWN_HOSTS})"
         raise HostError(machine.name, problem, remedy, layer="host key") from error
 
 
 class KnownHosts:
-    """~/.ssh/known_hosts, as ssh keeps it: keys that were seen before, and what to do with others. Lines that mean nothing
-    are left out, as ssh does."""
+    """The host keys in ~/.ssh/known_hosts, and whether to accept new ones. Invalid lines are skipped, as ssh does."""
 
     def __init__(self, path: Path | None = None, *, accept_new: bool = False) -> None:
         import asyncssh
@@ -346,17 +344,17 @@ class KnownHosts:
             try:
                 self._known.load(line.decode("utf-8", "backslashreplace"))  # a comment may be in any encoding
             except ValueError:
-                _warn_once(f"{self.path}, line {number} is no host and its key: it is left out")
+                _warn_once(f"{self.path}, line {number} is not a host key: skipped")
         self._accept_new = accept_new
         self._taken: list[str] = []
-        self.changed = False  # the host showed another key than before
-        self.shown = ""  # the fingerprint of a key that is not known
+        self.changed = False  # the host's key differs from the known one
+        self.shown = ""  # fingerprint of an unknown key
 
     def trusted(self, host: str, address: str, port: int | None) -> Any:
         return self._known.match(host, address, port)
 
     def client(self) -> Any:
-        """Is asked about keys that are not among those."""
+        """Return an asyncssh client that decides about unknown keys."""
         import asyncssh
 
         outer = self
@@ -377,10 +375,10 @@ class KnownHosts:
         return True
 
     def remember(self) -> None:
-        """What was taken because the user said so."""
+        """Append the accepted keys to the file."""
         if self._taken:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            ended = self._lines()[-1] == b""  # else ours would become a part of the last line
+            ended = self._lines()[-1] == b""  # else complete the last line first
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in ([] if ended else [""]) + self._taken)
 
@@ -393,12 +391,11 @@ class KnownHosts:
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    """Every machine is looked up in the same file."""
     print("smolcluster:", printable(text), file=sys.stderr)
 
 
 def explain(machine: ClusterMachine, error: BaseException, known: KnownHosts) -> HostError:
-    """What went wrong, in which layer, and what to do."""
+    """Translate a connection error into a HostError with layer and remedy."""
     import asyncssh
 
     name, place = machine.name, machine.place
@@ -406,19 +403,19 @@ def explain(machine: ClusterMachine, error: BaseException, known: KnownHosts) ->
     wrong = functools.partial(HostError, name)
     match error:
         case socket.gaierror():
-            remedy = f"give its address, as hosts.{name}.address, or put it into ~/.ssh/config"
-            return wrong(f"no machine is called {machine.address}", remedy, layer="name")
+            remedy = f"give its address as hosts.{name}.address, or put it into ~/.ssh/config"
+            return wrong(f"the name {machine.address} does not resolve", remedy, layer="name")
         case ConnectionRefusedError():
-            remedy = "is ssh switched on there (macOS: Remote Login; Linux: apt install openssh-server), on this port?"
+            remedy = "start an ssh server there, on this port (macOS: Remote Login; Linux: apt install openssh-server)"
             what = f"{place} refuses connections" + ("" if machine.port else f" on port {port}")
             return wrong(what, remedy, layer="port")
         case asyncssh.HostKeyNotVerifiable() if known.changed:
             known_as = machine.address if port == 22 else f"'[{machine.address}]:{port}'"
-            remedy = f"if the machine was set up anew, delete_record the old key: ssh-keygen -R {known_as}"
+            remedy = f"if the machine was reinstalled, remove the old key: ssh-keygen -R {known_as}"
             return wrong(f"the host key of {place} has CHANGED since it was last seen", remedy, layer="host key")
         case asyncssh.HostKeyNotVerifiable():
             remedy = f"connect once by hand (ssh {_by_hand(machine)}), or use --accept-new"
-            what = f"{place} is not in {known.path}; it shows the key {known.shown}"
+            what = f"{place} is not in {known.path}; its key is {known.shown}"
             return wrong(what, remedy, layer="host key")
         case asyncssh.PermissionDenied():
             hand = _by_hand(machine)
@@ -428,25 +425,25 @@ def explain(machine: ClusterMachine, error: BaseException, known: KnownHosts) ->
             remedy = "add it to the agent first: ssh-add " + (machine.key or "")
             return wrong(f"the key {machine.key} has a passphrase", remedy.strip(), layer="login")
         case FileNotFoundError() if machine.key is not None:
-            return wrong(f"there is no key {machine.key}", f"check hosts.{name}.key", layer="login")
+            return wrong(f"the key {machine.key} does not exist", f"check hosts.{name}.key", layer="login")
         case OSError(filename=str() as path) if machine.key is not None and path == _full_path(machine.key):
             what = f"the key {machine.key} cannot be read: {error.strerror}"
             return wrong(what, f"check hosts.{name}.key", layer="login")
         case asyncssh.KeyImportError():
             return wrong(f"{machine.key} is no private key: {error}", f"check hosts.{name}.key", layer="login")
         case TimeoutError():
-            remedy = f"is it switched on, is the address right, does a firewall let port {port} through?"
+            remedy = f"check that it is on, the address, and that its firewall lets port {port} through"
             return wrong(f"{place} does not answer in {CONNECT_S:g} s", remedy, layer="route")
         case OSError():
-            remedy = "is it switched on, and on a network that this machine is on too?"
+            remedy = "check that it is on, and on a network that this machine is on, too"
             return wrong(f"{place} cannot be reached: {error.strerror or error}", remedy, layer="route")
-    remedy = f"see what it says: ssh -v {_by_hand(machine)}"
+    remedy = f"see its messages: ssh -v {_by_hand(machine)}"
     return wrong(f"ssh to {place} failed: {error}", remedy, layer="login")
 
 
 def _full_path(key: str) -> str:
     path = Path(key)
-    with contextlib.suppress(RuntimeError):  # `~` of an unknown user: then there is no such file
+    with contextlib.suppress(RuntimeError):  # `~` of an unknown user
         path = path.expanduser()
     return str(path.absolute())
 

@@ -1,7 +1,7 @@
-"""Which machines there are, for `smolcluster cluster init`: this one, those that ssh knows, those that offer themselves.
+"""Find machines for `smolcluster cluster init`: this one, the hosts of ~/.ssh/config, those that run `join`.
 
-A host of ~/.ssh/config is written as what is meant there (HostName, Port, User, IdentityFile, ProxyJump): other machines do not
-have that file, and the one that leads is found by its address. Where ssh says more than a cluster file can, its name stays.
+A host of ~/.ssh/config is written out (HostName, Port, User, IdentityFile, ProxyJump): other machines lack that file. A host
+with options that a cluster file lacks is written as its name alone.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from smolcluster.launch.cluster import control
 from smolcluster.launch.cluster.layout import LOCAL, ClusterMachine
 
 MOST_HOSTS = 64
-# Ways to a machine that only ssh knows how to go.
 _ONLY_SSH = ("proxycommand", "hostkeyalias")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundMachine:
     name: str
-    entry: dict[str, Any]  # as it stands in the file; nothing: ssh knows it by its name
+    entry: dict[str, Any]  # for the file; empty: ssh resolves its name
     facts: dict[str, Any]
     problem: str = ""
 
@@ -69,7 +68,7 @@ def find_machines(
 
 
 def hosts_of_ssh(text: str) -> list[str]:
-    """Names of single hosts in an ssh configuration; patterns are no machines."""
+    """Return the hosts of an ssh configuration, without patterns."""
     names: list[str] = []
     for key, words in _lines(text):
         for name in words if key == "host" else ():
@@ -79,7 +78,7 @@ def hosts_of_ssh(text: str) -> list[str]:
 
 
 def ssh_says(text: str, name: str) -> dict[str, str]:
-    """What an ssh configuration says of one host: of each key the first value counts. `Match` and `Include` are not read."""
+    """Return the options of one host: the first value of each key, as ssh does. `Match` and `Include` are ignored."""
     said: dict[str, str] = {}
     applies = True
     for key, words in _lines(text):
@@ -94,7 +93,7 @@ def ssh_says(text: str, name: str) -> dict[str, str]:
 
 
 def _lines(text: str) -> list[tuple[str, list[str]]]:
-    """Keys, in small letters, and their words, some of them in quotes."""
+    """Parse the lines into lower-case keys and their words, without quotes."""
     matches = (re.match(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.+)", line) for line in text.splitlines())
     return [
         (match[1].lower(), [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', match[2])])
@@ -104,7 +103,7 @@ def _lines(text: str) -> list[tuple[str, list[str]]]:
 
 
 def machines_of_ssh(text: str) -> dict[str, ClusterMachine]:
-    """The hosts of an ssh configuration, each by the address that is meant."""
+    """Return the hosts of an ssh configuration, each with its resolved address."""
     said = {name: ssh_says(text, name) for name in hosts_of_ssh(text)}
     asked = {name: words.get("proxyjump", "none") for name, words in said.items()}
     jumps = {name: None if jump in ("none", name) else jump for name, jump in asked.items()}
@@ -126,7 +125,7 @@ def _machine(name: str, said: Mapping[str, str], jumps: Mapping[str, str | None]
 
 
 def _listed(name: str, jumps: Mapping[str, str | None]) -> bool:
-    """Whether all machines on the way there are among the hosts, and none comes twice."""
+    """Return whether all its jump hosts are known, without a cycle."""
     passed = [name]
     while passed[-1] in jumps and (jump := jumps[passed[-1]]) is not None:
         if jump in passed:
@@ -136,7 +135,7 @@ def _listed(name: str, jumps: Mapping[str, str | None]) -> bool:
 
 
 def _twice(machines: Mapping[str, ClusterMachine]) -> dict[str, str]:
-    """Names that mean a machine which another name meant before."""
+    """Return aliases of machines that an earlier name has, with that name."""
     first: dict[tuple[str, int | None, str | None], str] = {}
     places = {name: (machine.address, machine.port, machine.via) for name, machine in machines.items()}
     return {name: other for name, place in places.items() if (other := first.setdefault(place, name)) != name}
@@ -155,7 +154,7 @@ def _offers() -> list[Any]:
 
 
 async def _ask(machines: Mapping[str, ClusterMachine], *, accept_new: bool) -> dict[str, tuple[dict[str, Any], str]]:
-    """Of each, what it is; or what is wrong with it, and the remedy."""
+    """Return facts, or the problem and its remedy, for each machine."""
     found: dict[str, tuple[dict[str, Any], str]] = {}
     async with control.connected(machines, accept_new=accept_new) as (hosts, problems):
         for name, machine in machines.items():
@@ -172,7 +171,7 @@ async def _ask(machines: Mapping[str, ClusterMachine], *, accept_new: bool) -> d
 
 
 def entry_of(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, Any]:
-    """A machine as the file has it, with the way back to this one, which leads."""
+    """Return a machine's entry for the file, with this machine's address as it sees it: this one leads."""
     machine = machines[name]
     if machine.local:
         return {"address": LOCAL}
@@ -182,12 +181,12 @@ def entry_of(machines: Mapping[str, ClusterMachine], name: str) -> dict[str, Any
 
 
 def _mine(first: ClusterMachine) -> str:
-    """Where this machine is found by one that it reaches, or by those behind it."""
+    """Return this machine's address on the connection to `first`."""
     from smolcluster.launch.join.discovery import own_addresses
 
     with contextlib.suppress(OSError, SmolclusterError):
         address = own_host(join_address(first.address, first.port or 22))
-        if not address.startswith("fe80:"):  # of one cable only, and without its name of no use
+        if not address.startswith("fe80:"):  # link-local: useless without its interface
             return address
     return own_addresses()[0]
 
@@ -199,7 +198,7 @@ def _describe(facts: Mapping[str, Any]) -> str:
 
 
 def write_file(found: list[FoundMachine]) -> str:
-    """The text of a cluster file. Machines that did not answer stand there as comments, with the reason."""
+    """Return the text of a cluster file, with unreachable machines as comments and the reason."""
     lines = [
         "# The machines of a cluster; `smolcluster up cluster.yaml` trains on them. See docs/cluster.md.",
         "hosts:",
@@ -213,10 +212,10 @@ def write_file(found: list[FoundMachine]) -> str:
         text = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=1000).strip()
         note = " ".join((machine.problem or _describe(machine.facts)).split())
         lines.append(f"  {'# ' if machine.problem else ''}{machine.name}: {text}  # {note}")
-    lines += ["", f"server: {lead.name if lead is not None else 'NAME'}  # it should be one that is always on"]
+    lines += ["", f"server: {lead.name if lead is not None else 'NAME'}  # choose a machine that is always on"]
     if any("server_address" in machine.entry for machine in found) and lead is not None:
         lines.append(
-            "# server_address is where that host finds this machine; take it away if another is to be the server."
+            "# server_address: this machine's address as that host sees it; remove it if another machine is the server."
         )
     lines += [
         f"strategy: {UNLIKE}  # machines may differ, come and go; see `smolcluster strategies`",

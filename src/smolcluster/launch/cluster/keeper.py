@@ -1,14 +1,14 @@
-"""Beside each process of a cluster, on its machine: starts it, keeps what it prints, starts it again when it dies.
+"""The keeper of one process on a machine of a cluster: starts it, logs its output, restarts it when it dies.
 
     python keeper.py FOLDER
 
-    FOLDER/order.json     what to run: argv, argv when it is started again, whether it is, folder, environment
-    FOLDER/state.json     what became of it; replaced as a whole at every change
-    FOLDER/output.log     what it printed; output.log.1 is the part before, when that was much
-    FOLDER/lock           locked as long as the keeper lives, so that other processes can tell
-    FOLDER/stop           appears when the process is to end; `now` in it: without saving
+    FOLDER/order.json     what to run: argv, argv of a restart, whether to restart, folder, environment
+    FOLDER/state.json     its state; replaced atomically at every change
+    FOLDER/output.log     its output; output.log.1 is the part before rotation
+    FOLDER/lock           locked as long as the keeper lives
+    FOLDER/stop           written to end the process; `now` in it: without saving
 
-It is a single file of the standard library, and needs no other process: the one that started it may be gone.
+A single file that needs only the standard library and no other process: the agent that started it may be gone.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LOOK_S = 0.1  # how often it looks for the wish to stop
-STEADY_S = 60.0  # a process that lived so long is not counted among those that die at once
-MOST_DEATHS = 10  # of those in a row
-LONGEST_WAIT_S = 30.0  # before it is started again
+LOOK_S = 0.1  # polling interval for the stop file
+STEADY_S = 60.0  # a process that lived so long resets the count of deaths
+MOST_DEATHS = 10  # in a row
+LONGEST_WAIT_S = 30.0  # before a restart
 LOG_BYTES = 16 << 20
-LINE_BYTES = 1 << 16  # of output that are kept as one line
-LOCK_S = 2.0  # another process may hold it to look whether a keeper lives
-DONE, MISTAKE, INTERRUPTED = 0, 2, 130  # exit statuses after which a process is not started again
+LINE_BYTES = 1 << 16  # longer lines are split
+LOCK_S = 2.0  # another process may hold the lock for a moment to test it
+DONE, USER_ERROR, INTERRUPTED = 0, 2, 130  # exit statuses after which a process is not restarted
 
 
 class Keeper:
@@ -60,16 +60,16 @@ class Keeper:
             status = self._live(again=self.state["restarts"] > 0)
             if self._stop_wanted():
                 return self._end("stopped", status)
-            if status in (DONE, MISTAKE, INTERRUPTED) or not self.order["restart"]:
+            if status in (DONE, USER_ERROR, INTERRUPTED) or not self.order["restart"]:
                 return self._end(
                     "finished" if status == DONE else "stopped" if status == INTERRUPTED else "failed", status
                 )
             deaths = 1 if time.monotonic() - began > STEADY_S else deaths + 1
             if deaths >= MOST_DEATHS:
-                self._say(f"died {deaths} times in a row, and is not started again")
+                self._say(f"died {deaths} times in a row; not restarting it")
                 return self._end("failed", status)
             wait_s = min(LONGEST_WAIT_S, 0.25 * 2**deaths)
-            self._say(f"ended with status {status}; it is started again in {wait_s:g} s")
+            self._say(f"ended with status {status}; restarting it in {wait_s:g} s")
             self._tell("waiting", status=status)
             until = time.monotonic() + wait_s
             while time.monotonic() < until:
@@ -79,7 +79,7 @@ class Keeper:
             self.state["restarts"] += 1
 
     def _live(self, *, again: bool) -> int:
-        """One life of the process; its exit status."""
+        """Run the process once. Return its exit status."""
         argv = self.order["again"] if again and self.order.get("again") else self.order["argv"]
         environment = {**os.environ, **self.order["environment"]}
         apart: dict[str, Any] = {"start_new_session": True}
@@ -97,20 +97,20 @@ class Keeper:
             )
         except OSError as error:
             self._say(f"cannot be started: {error}")
-            return MISTAKE
+            return USER_ERROR
         assert self.child.stdout is not None
         pid = self.child.pid
         self._tell("running", pid=pid, identity=identity(pid), started=time.time(), status=None)
         reader = threading.Thread(target=self._copy, args=(self.child.stdout,), daemon=True)
         reader.start()
         self._wait(self.child)
-        if self.child.returncode not in (DONE, MISTAKE, INTERRUPTED):
-            kill(pid)  # its children would be in the way of the next one, or report to others that all is over
+        if self.child.returncode not in (DONE, USER_ERROR, INTERRUPTED):
+            kill(pid)  # its children, too: they could hold ports, or report the end of the run
         reader.join(timeout=2.0)  # a grandchild may hold the pipe open
         return self.child.returncode
 
     def _wait(self, child: subprocess.Popen[bytes]) -> None:
-        """Until it has ended: by itself, or because it is asked to, or made to."""
+        """Wait for its exit; ask it to end or kill it when a stop is wanted."""
         asked: float | None = None
         while child.poll() is None:
             now = self._stop_wanted()
@@ -124,7 +124,7 @@ class Keeper:
                 child.wait(LOOK_S)
 
     def _stop_wanted(self) -> str | None:
-        """None: no. Else how: "" in order, "now" at once."""
+        """Return None, or how to stop: "" to save first, "now" to kill."""
         if self.signals > 1:
             return "now"
         try:
@@ -136,21 +136,21 @@ class Keeper:
         self.signals += 1
 
     def _copy(self, stream: BinaryIO) -> None:
-        while line := stream.readline(LINE_BYTES):  # one that never ends must not fill the memory
+        while line := stream.readline(LINE_BYTES):
             self._write(line)
 
     def _say(self, text: str) -> None:
         self._write(f"[keeper] {text}\n".encode())
 
     def _write(self, line: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or a folder that is gone, must not stop training
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a deleted folder must not stop training
             if self.log.tell() + len(line) > LOG_BYTES:
                 (self.folder / "output.log").replace(self.folder / "output.log.1")
                 self.log.close()
                 self.log = (self.folder / "output.log").open("ab")
             self.log.write(line)
             self.log.flush()
-        with contextlib.suppress(OSError, ValueError):  # no terminal any more
+        with contextlib.suppress(OSError, ValueError):  # the terminal is closed
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
 
@@ -175,7 +175,7 @@ def _ask_to_end(child: subprocess.Popen[bytes]) -> None:
 
 
 def kill(pid: int) -> None:
-    """It and, where there are groups of processes, its group."""
+    """Kill a process and, on POSIX, its group."""
     with contextlib.suppress(OSError):
         if sys.platform == "win32":
             os.kill(pid, signal.SIGTERM)
@@ -184,7 +184,7 @@ def kill(pid: int) -> None:
 
 
 def identity(pid: int) -> str | None:
-    """Return what tells a process from a later one of the same number: when it began. None: there is none, or it is unknown."""
+    """Return a process's start time, which tells it from a later one with the same pid; None if unknown."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     if platform.system() in ("Windows", "Linux"):
@@ -194,8 +194,8 @@ def identity(pid: int) -> str | None:
 
 
 def lock_file(path: Path, *, shared: bool = False, within_s: float = 0.0) -> Any:
-    """Lock a file for as long as the result is alive; None when another process has it and keeps it. `shared`: with
-    others who want no more than to look (where there is such a lock)."""
+    """Lock a file until the result is closed; None if another process holds it for `within_s`. `shared`: a shared lock,
+    where the system has one."""
     file = path.open("a+b")
     until = time.monotonic() + within_s
     while not _locked(file, shared=shared):
@@ -222,11 +222,11 @@ def _locked(file: BinaryIO, *, shared: bool) -> bool:
 
 
 def main() -> int:
-    os.umask(0o077)  # logs, and what the process writes, are its user's alone
+    os.umask(0o077)  # logs and files of the process are private
     folder = Path(sys.argv[1])
     lock = lock_file(folder / "lock", within_s=LOCK_S)
     if lock is None:
-        print("another keeper has this process", file=sys.stderr)
+        print("another keeper runs this process", file=sys.stderr)
         return 1
     return Keeper(folder).run()
 

@@ -1,11 +1,11 @@
-"""From a cluster file to who runs what where. Pure: nothing is contacted here.
+"""Place processes on the machines of a cluster file. Pure: nothing is contacted here.
 
     serving         `smolcluster serve` on one host, `smolcluster stage` for every worker
-    elastic plane   `smolcluster server` on one host, `smolcluster worker` for every worker; each is started again when it dies
+    elastic plane   `smolcluster server` on one host, `smolcluster worker` for every worker; each is restarted when it dies
     mesh plane      `smolcluster train --rank R` for every worker; with `run.elastic` one `train --elastic` for each host
 
-A file without `hosts` names its machines by `host_ip`, `workers` and `server`; there ssh knows each machine by its name, and
-`host_ip` is the address at which that machine finds the server.
+A file without `hosts` names its machines by `host_ip`, `workers` and `server`; ssh must know each machine by its name, and
+`host_ip` is the server's address as that machine sees it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from smolcluster.launch.join.worker import own_overrides
 from smolcluster.launch.prepare import choose_plane
 from smolcluster.launch.restart.plan import parse_elastic
 
-CONFIG = "config.yaml"  # as each machine gets it, in the folder its processes run in
-TOKENIZER = "tokenizer"  # the folder of the tokenizer's files, in the same place
+CONFIG = "config.yaml"  # in the working directory of processes
+TOKENIZER = "tokenizer"  # folder of tokenizer files, beside it
 LOCAL = "local"
 MESH_PORT = 29500
-SERVING = "serving"  # where a run would have a plane
+SERVING = "serving"  # `ClusterLayout.plane` of a served model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterMachine:
-    """How to reach a machine, and what is its own."""
+    """How to reach a machine, and its own settings."""
 
     name: str
     address: str
@@ -53,7 +53,7 @@ class ClusterMachine:
 
     @property
     def place(self) -> str:
-        """How a message names it."""
+        """Return its address for messages."""
         if self.local:
             return "this machine"
         user = f"{self.user}@" if self.user else ""
@@ -62,12 +62,12 @@ class ClusterMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterProcess:
-    """A process: what it is called, where it runs, and the arguments after `smolcluster`."""
+    """A process: its name, its host and the arguments after `smolcluster`."""
 
     name: str
     host: str
     arguments: tuple[str, ...]
-    again: tuple[str, ...] = ()  # the arguments when it is started again; none: as before
+    again: tuple[str, ...] = ()  # the arguments of a restart; empty: the same
     restart: bool = False  # when it dies
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -78,11 +78,10 @@ class ClusterLayout:
     run: str  # the name of its run directory, on the lead's machine
     plane: str
     machines: dict[str, ClusterMachine]
-    processes: list[ClusterProcess]  # in the order in which they start; the first leads
+    processes: list[ClusterProcess]  # in the order in which they start; the first is the lead
     config: Config  # as the processes read it
-    # From each machine to the lead's, where links say more than an address.
-    paths: list[NetworkPath] = field(default_factory=list)
-    addresses: dict[str, str] = field(default_factory=dict)  # where each machine finds the lead
+    paths: list[NetworkPath] = field(default_factory=list)  # from each machine to the lead's, where `links` give one
+    addresses: dict[str, str] = field(default_factory=dict)  # of the lead, as each machine sees it
     listens: tuple[str, int] = ("", 0)  # where the lead listens
     needs_token: bool = False
 
@@ -95,26 +94,26 @@ class ClusterLayout:
 
 
 def plan_layout(config: Config, *, name: str, run: str) -> ClusterLayout:
-    """Who runs what where, for a resolved configuration with hosts in it. `run`: the name of its run directory."""
+    """Place the processes of a resolved configuration with hosts. `run`: the name of its run directory."""
     hosts = hosts_of(config)
     if not hosts:
         raise UserError(
-            "there are no machines in this file; add hosts, for example:\n  hosts:\n    mini1: 192.168.1.10\n"
-            "    pi5: 192.168.1.20\nor let `smolcluster cluster init` write one"
+            "this file has no hosts; add them, for example:\n  hosts:\n    mini1: 192.168.1.10\n"
+            "    pi5: 192.168.1.20\nor write a file with `smolcluster cluster init`"
         )
     workers = [host for host, said in hosts.items() for _ in range(said.workers)]
     if not workers:
-        raise UserError("no host has a worker: give one of them workers: 1, or list them as workers")
+        raise UserError("no host has a worker: set workers: 1 for a host, or list hosts as workers")
     if config.run.elastic is not None:
-        parse_elastic(config.run.elastic, endpoint=f"lead:{MESH_PORT}")  # only whether it can be
+        parse_elastic(config.run.elastic, endpoint=f"lead:{MESH_PORT}")  # raises UserError
     here = [host for host, said in hosts.items() if said.address == LOCAL]
     if len(here) > 1:
         raise UserError(
-            f"cluster.hosts: {' and '.join(here)} are both this machine (address: local); give one of them workers"
+            f"cluster.hosts: {' and '.join(here)} are both this machine (address: local); keep one, with more workers"
         )
     if config.strategy.name == ALONE and len(workers) > 1 and config.run.serve is None:
         raise UserError(
-            f"strategy {ALONE} has one worker, not {len(workers)}; leave it out, or name another: `smolcluster strategies`"
+            f"strategy {ALONE} has one worker, not {len(workers)}; remove it, or choose another: `smolcluster strategies`"
         )
     config = _for_processes(config, hosts, workers)
     plane = SERVING if config.run.serve is not None else choose_plane(config)
@@ -178,7 +177,7 @@ def hosts_of(config: Config) -> dict[str, HostConfig]:
 
 
 def _for_processes(config: Config, hosts: Mapping[str, HostConfig], workers: list[str]) -> Config:
-    """The configuration of the run itself: workers in rank order, and what each host says of its own."""
+    """Return the run's configuration: workers in rank order, and the batch and buffer size of each host."""
     config = config.model_copy(deep=True)
     cluster = config.cluster
     cluster.workers, cluster.num_workers, cluster.host_ip = workers, len(workers), {}
@@ -198,7 +197,7 @@ def _lead(config: Config, hosts: Mapping[str, HostConfig], workers: list[str], p
 
 
 def _server_address(host: str, lead: str, hosts: Mapping[str, HostConfig], paths: list[NetworkPath]) -> str:
-    """Where this host finds the one that leads."""
+    """Return the lead's address as this host sees it."""
     said = hosts[host].server_address
     if said is not None:
         return said
@@ -210,8 +209,8 @@ def _server_address(host: str, lead: str, hosts: Mapping[str, HostConfig], paths
         return "127.0.0.1"
     if address == LOCAL:
         raise UserError(
-            f"cluster.hosts.{lead} is this machine (address: local) and leads: say where {host} finds it, as "
-            f"hosts.{host}.server_address, or give {lead} its address"
+            f"cluster.hosts.{lead} leads and has address: local, which {host} cannot reach: set hosts.{host}.server_address, "
+            f"or give {lead} its address"
         )
     return address
 
@@ -226,7 +225,7 @@ class _ProcessPlanner:
     lead: str
     workers: list[str]  # the host of each, in rank order
     hosts: Mapping[str, HostConfig]
-    addresses: Mapping[str, str]  # where each host finds the lead
+    addresses: Mapping[str, str]  # of the lead, as each host sees it
     port: int
 
     @property
@@ -235,7 +234,7 @@ class _ProcessPlanner:
 
     @property
     def bind(self) -> str:
-        """Where the lead listens: loopback if there is no other machine; its one address if all use that; else all of them."""
+        """Return the address that the lead binds: loopback for one machine; its address if all use the same; else 0.0.0.0."""
         others = {address for host, address in self.addresses.items() if host != self.lead}
         if not others or all(is_loopback(address) for address in others):
             return "127.0.0.1"
@@ -243,13 +242,13 @@ class _ProcessPlanner:
         return only if len(others) == 1 and is_address(only) else "0.0.0.0"
 
     def meeting_point(self, host: str) -> str:
-        """Where this host meets the lead, which itself uses an address that others use too, if there are any."""
+        """Return the lead's address as this host sees it; on the lead one that other hosts use, if there are any."""
         others = sorted({self.addresses[other] for other in self.workers if other != self.lead})
         return others[0] if host == self.lead and others else self.addresses[host]
 
     def _server_of(self, host: str) -> str:
-        """Where processes of this host dial the server. Those on its own machine do it as others do: they tell each other the
-        address that they have on that path."""
+        """Return the server's address for processes of this host. On the server's machine it is the one that others use:
+        workers give their peers the local address of that connection."""
         if host != self.lead:
             return self.addresses[host]
         return self.bind if self.bind != "0.0.0.0" else self.meeting_point(host)
@@ -274,7 +273,7 @@ class _ProcessPlanner:
         return processes
 
     def serving(self) -> list[ClusterProcess]:
-        """A front on the machine that leads, and a stage for every worker."""
+        """Return a front on the lead's machine, and a stage for every worker."""
         run = self.config.run
         stages = run.stages or max(1, len(self.workers) // run.replicas)
         serve = ["serve", str(run.serve), "--stages", str(stages), "--replicas", str(run.replicas), "--workers", "0"]
@@ -315,14 +314,14 @@ class _ProcessPlanner:
         return processes
 
     def needs_token(self, plane: str) -> bool:
-        """Where others could connect and be asked for it: servers, models, and launchers that start workers again."""
+        """Return whether other machines can connect to something that requires the token."""
         if plane == "mesh":
             meet = {self.meeting_point(host) for host in self.workers}
             return self.config.run.elastic is not None and not all(map(is_loopback, meet))
         return not is_loopback(self.bind)
 
     def _local(self, rank: int) -> dict[str, str]:
-        """Which of the workers of its machine it is: they share out its GPUs, its cores and the ports of metrics."""
+        """Return its local rank and world size, which divide a machine's GPUs, cores and metrics ports."""
         host = self.workers[rank]
         return {
             "LOCAL_RANK": str(self.workers[:rank].count(host)),
@@ -339,12 +338,12 @@ class _ProcessPlanner:
 
 
 def logs_of(directory: str) -> str:
-    """Where the workers of a run log: beside the runs, as theirs is on another machine, or not there yet."""
+    """Return the log folder of workers: outside the run directory, which is on the lead's machine."""
     return f"logs/{PurePosixPath(directory).name}"
 
 
 def with_run(layout: ClusterLayout, run: str) -> ClusterLayout:
-    """The same, for a run that is there already."""
+    """Return the same layout for an existing run."""
     old, new = f"runs/{layout.run}", f"runs/{run}"
     renamed = {old: new, logs_of(old): logs_of(new)}
 
@@ -359,14 +358,14 @@ def with_run(layout: ClusterLayout, run: str) -> ClusterLayout:
 
 
 def cluster_name(config: Config, file: Path | None) -> str:
-    """What the cluster is called: as its file says, or as its file is called, in letters that a folder and tmux may have."""
+    """Return the cluster's name: from its file, or the file's name in characters that folders and tmux allow."""
     if config.cluster.name is not None:
         return config.cluster.name
     return "local" if file is None else re.sub(r"[^A-Za-z0-9_-]+", "-", file.stem).strip("-") or "cluster"
 
 
 def describe(layout: ClusterLayout) -> list[str]:
-    """A line for each machine, as `up --dry-run` shows it."""
+    """Return the lines of `up --dry-run`."""
     lines: list[str] = []
     for name, machine in layout.machines.items():
         processes = ", ".join(process.name for process in layout.on(name)) or "nothing"
@@ -379,7 +378,7 @@ def describe(layout: ClusterLayout) -> list[str]:
 
 
 def as_record(layout: ClusterLayout) -> dict[str, Any]:
-    """What `status`, `logs` and `down` need to know later: no secrets, nothing of the run."""
+    """Return the record for `status`, `logs` and `down`, without secrets."""
     return {
         "name": layout.name,
         "run": layout.run,
@@ -394,7 +393,7 @@ def as_record(layout: ClusterLayout) -> dict[str, Any]:
 
 
 def _reachable(layout: ClusterLayout) -> str | None:
-    """Where another machine finds the server, if any could."""
+    """Return an address of the server for other machines; None without one."""
     bind, port = layout.listens
     if layout.plane != "elastic":
         return None
@@ -419,14 +418,14 @@ class ClusterRecord:
 
     @property
     def run_place(self) -> str:
-        """Where its run directory is."""
+        """Return its run directory, for messages."""
         machine = self.machines[self.hosts[self.lead]]
         place = f"{machine.folder}/clusters/{self.name}/runs/{self.run}"
         return place if machine.local else f"{machine.name}:{place}"
 
 
 def from_record(record: Mapping[str, Any]) -> ClusterRecord:
-    """Raises ValueError for what is no record."""
+    """Parse a record. Raises ValueError."""
     try:
         if not record["seats"]:
             raise ValueError("not the record of a cluster: it has no processes")

@@ -1,8 +1,8 @@
-"""Which address leads from one machine to another, when each physical link is a subnet of its own.
+"""Find the address by which one machine reaches another, when each physical link is a subnet of its own.
 
-mini1 ── thunderbolt 10.10.0.0/24 ── mini3         pi4 and mini1 have no link in common: pi4 sends through mini3,
-mini3 ── edge 192.168.51.0/24 ────── pi4           which must forward, to mini1's address on the link that those two have;
-                                                   and mini1 must know that pi4's link lies behind mini3
+mini1 ── thunderbolt 10.10.0.0/24 ── mini3         pi4 and mini1 share no link: pi4 sends through mini3, which must forward,
+mini3 ── edge 192.168.51.0/24 ────── pi4           to mini1's address on the thunderbolt link; mini1 needs a route back to
+                                                   pi4's subnet through mini3
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Links = Mapping[str, LinkConfig]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a machine must know to send there: `net` lies behind `hop`, an address on a link of its own."""
+    """A static route on `host`: to the subnet `net` via `hop`."""
 
     host: str
     net: str
@@ -27,16 +27,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class NetworkPath:
-    """From `source` to `target`: the address to use, and the machines between them that must forward."""
+    """A path from `source` to `target`: the address to use, and the machines in between that must forward."""
 
     source: str
     target: str
     address: str
     through: tuple[str, ...] = ()
-    routes: tuple[Route, ...] = ()  # there, and then back: an answer must find its way, too
+    routes: tuple[Route, ...] = ()  # in both directions
 
     def commands(self) -> list[str]:
-        """What makes this way possible where it is not yet, on Linux; the guide has the other systems."""
+        """Return the Linux commands that set up this path; the guide has the other systems."""
         if not self.through:
             return []
         return [
@@ -46,7 +46,7 @@ class NetworkPath:
 
 
 def find_path(links: Links, source: str, target: str) -> NetworkPath | None:
-    """The way with the fewest machines between, over the links that are named first. None: no way is known."""
+    """Return the path with the fewest hops, preferring links that are listed first; None without one."""
     paths: dict[str, list[tuple[LinkConfig, str]]] = {source: []}  # host -> the links to it, and where each leads
     queue = deque([source])
     while queue:
@@ -67,5 +67,5 @@ def find_path(links: Links, source: str, target: str) -> NetworkPath | None:
 
 
 def _net(link: LinkConfig, host: str) -> str:
-    """Where this host is on that link; itself alone, if the link does not say its subnet."""
+    """Return the link's subnet, or the host's own address as a subnet."""
     return link.subnet or f"{link.hosts[host]}/{128 if ':' in link.hosts[host] else 32}"

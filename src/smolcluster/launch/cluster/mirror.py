@@ -1,11 +1,11 @@
-"""A run on other machines as a run directory here: rows, history and the logs of all machines, while they are written.
+"""Mirror a run on other machines into a run directory here: rows, history and the logs of all machines, as they are written.
 
     mini1   clusters/NAME/runs/RUN/   ──┐
     mini1   clusters/NAME/logs/RUN/   ──┼── ssh ──>  .../mirrors/NAME/RUN/       for `dashboard` and `top`
     pi5     clusters/NAME/logs/RUN/   ──┘
 
-However many look at the page, each machine is asked once. A machine that is cut off is dialled until it answers; what is here
-already is not sent again. No weights are copied.
+One connection to each machine, whatever the number of viewers. A lost machine is reconnected; only missing bytes are sent. No
+weights are copied.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from smolcluster.launch.cluster.host import HostError
 from smolcluster.launch.cluster.layout import ClusterRecord
 from smolcluster.launch.cluster.record import state_folder, writable
 
-FIRST_S = 30.0  # until a machine was read
+FIRST_S = 30.0  # limit for the first read of all machines
 _PLACE = re.compile(r"(?:(?:logs|checkpoints/step-\d{8})/)?[\w.-]+\.(?:jsonl?|yaml|log)")
 
 
 @contextlib.contextmanager
 def mirrored(cluster: ClusterRecord) -> Iterator[Path]:
-    """The folder that the run is copied to for as long as this lasts. Raises UserError when no machine answers."""
+    """Copy the run while the context lasts; yield the folder. Raises UserError when no machine answers."""
     folder = state_folder().parent / "mirrors" / cluster.name / cluster.run
     with writable(folder):
-        pass  # that it is there
+        pass
     copying = _Copying(cluster, folder)
     try:
         copying.wait_for_all()
@@ -49,7 +49,7 @@ class _Copying:
         self._cluster, self._folder = cluster, folder
         self._names = list(dict.fromkeys(cluster.hosts.values()))
         self._all_said = threading.Event()
-        self._looked: set[str] = set()  # machines of which everything is here
+        self._looked: set[str] = set()  # machines that are fully copied
         self._problems: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._all())
@@ -57,11 +57,11 @@ class _Copying:
         self._thread.start()
 
     def wait_for_all(self) -> None:
-        """Until every machine was read or could not be."""
+        """Wait until every machine is copied or has failed."""
         self._all_said.wait(FIRST_S)
         if not self._looked:
             words = "; ".join(f"{name}: {why}" for name, why in self._problems.items())
-            raise UserError(f"nothing of {self._cluster.name} could be read: {words or 'no answer'}")
+            raise UserError(f"no machine of {self._cluster.name} could be read: {words or 'no answer'}")
 
     def stop(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -109,7 +109,7 @@ class _Copying:
 def put(folder: Path, update: Mapping[str, Any]) -> None:
     """Write what a machine sent of a file: the whole of it, or from byte `at` on.
 
-    Raises HostError for a file outside the folder, for fields that cannot be, and for an offset beyond what is here.
+    Raises HostError for a file outside the folder, invalid fields, or an offset beyond the end of the local file.
     """
     place, sent, at = update.get("file"), update.get("data"), update.get("at")
     if not isinstance(place, str) or not _PLACE.fullmatch(place):

@@ -1,7 +1,7 @@
-"""Which clusters this machine has started: so that `status`, `logs` and `down` need no file.
+"""Records of the clusters that this machine has started, so that `status`, `logs` and `down` need no cluster file.
 
-A JSON file for each, in the user's state folder. It says where the machines are and which processes they have; no secrets. What
-runs is known by the machines alone: a record that is lost costs a file name on the command line.
+One JSON file each, in the user's state folder: machines and process names, no secrets. The machines hold the actual state; if a
+record is lost, give the cluster file on the command line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 @contextlib.contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """A folder of ours, made if it is not there. What the file system refuses, as advice."""
+    """Make a folder. Turn an OSError inside into a UserError that names the environment variable to set."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield
@@ -42,7 +42,7 @@ def writable(folder: Path) -> Iterator[None]:
 def save_record(record: Mapping[str, Any], folder: Path | None = None) -> None:
     folder = folder or state_folder()
     path = folder / f"{record['name']}.json"
-    with contextlib.suppress(OSError, ValueError):  # workers that were taken later keep their numbers
+    with contextlib.suppress(OSError, ValueError):  # keep the next rank for `cluster accept`
         before = json.loads(path.read_text(encoding="utf-8"))
         if before.get("run") == record.get("run") and "next_rank" in before:
             record = {"next_rank": before["next_rank"], **record}
@@ -51,7 +51,7 @@ def save_record(record: Mapping[str, Any], folder: Path | None = None) -> None:
 
 
 def read_raw(name: str, folder: Path | None = None) -> tuple[bytes, float] | None:
-    """The record as it lies there, and since when; for `restore_record`."""
+    """Return a record's bytes and time, for `restore_record`."""
     path = (folder or state_folder()) / f"{name}.json"
     with contextlib.suppress(OSError):
         return path.read_bytes(), path.stat().st_mtime
@@ -59,7 +59,7 @@ def read_raw(name: str, folder: Path | None = None) -> tuple[bytes, float] | Non
 
 
 def restore_record(name: str, former: tuple[bytes, float] | None, folder: Path | None = None) -> None:
-    """As it was, also in which cluster was started last."""
+    """Restore a record and its time, by which the last cluster is found."""
     path = (folder or state_folder()) / f"{name}.json"
     if former is None:
         delete_record(name, folder)
@@ -74,11 +74,11 @@ def delete_record(name: str, folder: Path | None = None) -> None:
 
 
 def load_record(name: str | None, folder: Path | None = None) -> dict[str, Any]:
-    """The record of this cluster, or of the one that was started last."""
+    """Return the record of this cluster, or of the one started last."""
     folder = folder or state_folder()
     found = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
     if not found:
-        raise UserError("no cluster was started from this machine; start one with: smolcluster up cluster.yaml")
+        raise UserError("no cluster was started from this machine; start one: smolcluster up cluster.yaml")
     known = {path.stem: path for path in found}
     if name is not None and name not in known:
         raise unknown_name("cluster", name, known)
@@ -86,7 +86,7 @@ def load_record(name: str | None, folder: Path | None = None) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(record, dict):
-            raise ValueError("it is no record")
+            raise ValueError("not a record")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}; delete it, and give the cluster file instead") from error
+        raise UserError(f"{path} cannot be read: {error}; delete it and give the cluster file instead") from error
     return record

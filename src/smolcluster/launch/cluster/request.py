@@ -1,4 +1,4 @@
-"""From what the user said to a cluster that can be brought up. Nothing is contacted here."""
+"""Parse the arguments of `up` into a cluster that can be deployed. Nothing is contacted here."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from smolcluster.launch.cluster.layout import (
 from smolcluster.launch.cluster.record import load_record, state_folder, writable
 from smolcluster.launch.prepare import absolute_task, is_task, split_task, task_name, with_tokenizer
 
-_SECRET = ("cluster.token", "logging.loki_url")  # keys whose values are not written to records
+_SECRET = ("cluster.token", "logging.loki_url")  # keys that are not written to records
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterRequest:
-    """What `up` was asked for."""
+    """A parsed cluster file."""
 
     file: Path | None
     config: Config
-    base: Path  # what the file says is relative to
+    base: Path  # folder for relative paths
 
     @property
     def name(self) -> str:
@@ -50,10 +50,10 @@ class ClusterRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpArguments:
-    """The words of an `up`. They are kept with the cluster's record, so that `up --resume` need not repeat them."""
+    """The arguments of an `up`, kept in the cluster's record for `up --resume`."""
 
-    file: str | None  # none: this machine alone
-    folder: str  # where it was said
+    file: str | None  # None: this machine alone
+    folder: str  # working directory of the command
     train: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     strategy: str | None = None
@@ -71,7 +71,7 @@ class UpArguments:
         )
 
     def after(self, before: UpArguments) -> UpArguments:
-        """Those of before, and what is said now on top of them."""
+        """Return the earlier arguments, overridden by these."""
         return UpArguments(
             file=before.file if self.file is None else str(Path(self.folder, self.file)),
             folder=self.folder if self.train else before.folder,
@@ -83,13 +83,13 @@ class UpArguments:
         )
 
     def record(self) -> dict[str, Any]:
-        """Without secrets."""
+        """Return them for the record, without secrets."""
         kept = [text for text in self.overrides if text.partition("=")[0].strip() not in _SECRET]
         return asdict(replace(self, overrides=kept))
 
     @classmethod
-    def load_record(cls, name: str | None) -> UpArguments | None:
-        """Those of the cluster of this name, or of the one that was brought up last."""
+    def recorded(cls, name: str | None) -> UpArguments | None:
+        """Return those of the cluster of this name, or of the one started last."""
         with contextlib.suppress(KeyError, TypeError):
             return cls(**load_record(name)["said"])
         return None
@@ -104,8 +104,8 @@ def read_cluster(
     local_workers: int | None = None,
     folder: Path | None = None,
 ) -> ClusterRequest:
-    """The cluster file over what it trains, then overrides. `train` replaces `run.train`, and is found from `folder`, or from
-    the one that we are in. No file: this machine alone."""
+    """Merge what is trained, the cluster file and overrides, in this order. `train` replaces `run.train`, relative to `folder`
+    (default: the working directory). No file: this machine alone."""
     sets = {key: value for key, value in (sets or {}).items() if value is not None}
     folder = folder or Path.cwd()
     if file is None:
@@ -127,7 +127,7 @@ def read_cluster(
 
 
 def _find_model(config: Config, base: Path) -> None:
-    """Where this machine leads, a model beside the cluster file is meant: processes run in another folder."""
+    """Resolve a served model's path against the cluster file, if this machine leads: processes run in another folder."""
     hosts, model = config.cluster.hosts, config.run.serve
     lead = hosts.get(config.cluster.server or next(iter(hosts), ""))
     if model is not None and lead is not None and lead.address == LOCAL and (base / model).exists():
@@ -135,7 +135,7 @@ def _find_model(config: Config, base: Path) -> None:
 
 
 def _sources(said: Sequence[str], base: Path) -> tuple[list[str], str | None]:
-    """Built-in names and files, as this process finds them; and the task, if one is among them."""
+    """Return configuration sources with resolved paths, and the task, if there is one."""
     files: list[str] = []
     task: str | None = None
     for source in said:
@@ -150,7 +150,7 @@ def _sources(said: Sequence[str], base: Path) -> tuple[list[str], str | None]:
 def plan_deployment(
     wish: ClusterRequest, *, run: str | None = None, resume: bool = False, panes: bool = False
 ) -> Deployment:
-    """Everything that is needed to bring it up. `run`: the run to go on with."""
+    """Return all that `up` needs. `run`: an existing run to continue."""
     config, tokenizer = with_tokenizer(wish.config, TOKENIZER)
     layout = plan_layout(config, name=wish.name, run=run or new_run(config))
     return Deployment(
@@ -165,7 +165,7 @@ def plan_deployment(
 
 
 def requirements_of(layout: ClusterLayout) -> list[str]:
-    """What its machines must have, as pip takes it."""
+    """Return the requirements of its machines, for pip."""
     return requirements(extras={"elastic": ["cluster"], SERVING: ["cluster", "serve"]}.get(layout.plane, []))
 
 
@@ -174,7 +174,7 @@ def new_run(config: Config) -> str:
 
 
 def token_for(layout: ClusterLayout) -> str:
-    """This machine's token, or one of the cluster's own, kept beside its record."""
+    """Return this machine's token, or one made for this cluster and kept beside its record."""
     found = find_tokens(layout.config.cluster.token, os.environ)
     if found is not None:
         return found[1][0].token
@@ -186,21 +186,21 @@ def token_for(layout: ClusterLayout) -> str:
 
 
 def own_tokens(name: str) -> TokenFile:
-    """The token of a cluster that was brought up where this machine had none."""
+    """Return the token file of a cluster started without a token of this machine."""
     return TokenFile(state_folder() / f"{name}.token")
 
 
 def known_cluster(said: str | None) -> ClusterRecord:
-    """The cluster that was brought up last, or the one of this name or file."""
+    """Return the cluster of this name or file, or the one started last."""
     wish = read_cluster(Path(said)) if said is not None and said.endswith((".yaml", ".yml")) else None
     try:
         record = load_record(wish.name if wish is not None else said)
     except UserError:
         if wish is None:
             raise
-        # The record is lost, or another machine's. The file says where the machines are, and they know what runs.
+        # No record on this machine: the file has the machines, and they have the state.
         record = as_record(plan_layout(wish.config, name=wish.name, run=""))
     try:
         return from_record(record)
     except ValueError as error:
-        raise UserError(f"{record.get('name', said)}: {error}; bring it up again") from error
+        raise UserError(f"{record.get('name', said)}: {error}; start it again with `smolcluster up`") from error
