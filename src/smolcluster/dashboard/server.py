@@ -25,6 +25,7 @@ from smolcluster.dashboard.runs import Runs
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.local.processes import APART
 from smolcluster.web import server as web
+from smolcluster.web.connections import HttpLimits
 from smolcluster.web.guard import choose_token
 from smolcluster.web.server import url_of
 
@@ -88,7 +89,7 @@ def serve(place: Place, *, ready: Callable[[str], None], until: threading.Event 
             ready=lambda: ready(url_of(listener, place.token)),
             closing=hub.close,  # viewers get the last changes, and leave
             until=until,
-            patience=web.HttpLimits(request_s=REQUEST_S, most_connections=MOST_CONNECTIONS),
+            limits=HttpLimits(request_s=REQUEST_S, most_connections=MOST_CONNECTIONS),
         )
         asyncio.run(serving)
 
