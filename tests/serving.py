@@ -20,8 +20,8 @@ from smolcluster.models import GPT, GPTConfig, Qwen3Config
 from smolcluster.models.parts import part_of
 from smolcluster.serve.engine.front import LINKS, Front
 from smolcluster.serve.engine.layout import LayoutOptions
+from smolcluster.serve.engine.model_source import ModelSource
 from smolcluster.serve.engine.scheduler import SchedulerLimits
-from smolcluster.serve.engine.sources import ModelSource
 from smolcluster.serve.engine.stage import StageWorker
 from smolcluster.serve.engine.types import SamplingParams, SequenceRequest, Token
 from smolcluster.serve.text.conversation import ChatTokenizer

@@ -19,7 +19,8 @@ from smolcluster.compute.device import synchronize
 from smolcluster.models import GPT
 from smolcluster.models.hugging_face import export_config, export_weights
 from smolcluster.models.registry import build
-from smolcluster.serve.engine.sources import ModelSource, find_source
+from smolcluster.serve.engine.model_source import ModelSource
+from smolcluster.serve.engine.sources import find_source
 
 Generate = Callable[[Tensor, int], None]
 

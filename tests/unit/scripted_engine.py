@@ -16,7 +16,7 @@ from smolcluster.errors import UserError
 from smolcluster.serve.engine.types import SequenceRequest, Token
 from smolcluster.serve.http import server as http
 from smolcluster.serve.http.service import Service, ServiceLimits
-from smolcluster.web.server import HttpLimits
+from smolcluster.web.connections import HttpLimits
 
 END, BEGIN = 256, 257
 SAID = "The quick brown fox jumps over the lazy dog. "
@@ -135,10 +135,10 @@ def service_of(engine: ScriptedEngine, **limits: Any) -> Service:
 
 @contextlib.contextmanager
 def serving(
-    engine: ScriptedEngine, *, patience: HttpLimits | None = None, place: Any = None, **limits: Any
+    engine: ScriptedEngine, *, http_limits: HttpLimits | None = None, place: Any = None, **limits: Any
 ) -> Iterator[int]:
     """The service on a free port of loopback; ended with the block."""
-    said = {"port": 0, "static": None, "patience": patience or HttpLimits(ending_s=1), **(place or {})}
+    said = {"port": 0, "static": None, "limits": http_limits or HttpLimits(ending_s=1), **(place or {})}
 
     def serve(ready: Callable[[str], None], until: threading.Event) -> None:
         asyncio.run(http.serve(service_of(engine, **limits), http.HttpSettings(**said), ready=ready, until=until))

@@ -75,7 +75,7 @@ def test_processes_on_one_host_have_its_memory_once(distribution: Any) -> None:
     machines = {name: offer(name, host="box", memory=12 << 20) for name in "ab"}
     wish = LayoutOptions(stages=2, distribution=distribution)
     shared = {name: replace(one, shared_bytes=12 << 20) for name, one in machines.items()}
-    with pytest.raises(UserError, match=r"b and the stages beside it on one machine would take 0\.01 GB of its 0\.01"):
+    with pytest.raises(UserError, match=r"b and the other stages on its machine need 0\.01 GB of its 0\.01"):
         plan(wish, shared, sizes())
     for enough in (
         {name: replace(one, shared_bytes=24 << 20) for name, one in machines.items()},

@@ -189,7 +189,7 @@ def test_forgetting_frees_at_once() -> None:
     gc.collect()
     assert held() is None
     assert (cache_bytes(part), part.lengths()) == (STEP * per_token, {1: 3})
-    with pytest.raises(ValueError, match="send these again"):
+    with pytest.raises(ValueError, match="send them again"):
         part.run([one(2, 100, 1)], tokens(1))
 
 

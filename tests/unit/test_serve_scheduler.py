@@ -200,7 +200,7 @@ def test_limits() -> None:
         scheduler.submit(ask(number), Told())
     scheduler.next_batch(now=0.0)
     assert (scheduler.running, scheduler.waiting) == (2, 3)
-    with pytest.raises(Busy, match="3 requests wait"):
+    with pytest.raises(Busy, match="3 requests are queued"):
         scheduler.submit(ask(9), Told())
 
 

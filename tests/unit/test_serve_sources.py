@@ -28,7 +28,8 @@ from smolcluster.errors import UserError
 from smolcluster.models import GPT, GPTConfig
 from smolcluster.models.hugging_face import Folder, export_config, export_weights
 from smolcluster.serve.engine import sources
-from smolcluster.serve.engine.sources import ModelSource, find_source, open_source
+from smolcluster.serve.engine.model_source import ModelSource
+from smolcluster.serve.engine.sources import find_source, open_source
 
 pytest.importorskip("tokenizers", reason="pip install 'smolcluster[serve]'")
 
@@ -214,7 +215,7 @@ def test_the_newest_checkpoint_that_is_whole(tmp_path: Path, caplog: pytest.LogC
     with pytest.raises(UserError, match="cannot serve"):
         open_source({"kind": "run", "path": str(damaged.parent)})
     shutil.rmtree(run / "checkpoints/step-00000100")
-    with pytest.raises(UserError, match=r"no checkpoint of .* is whole"):
+    with pytest.raises(UserError, match=r"all checkpoints of .* are damaged"):
         find_source(str(run))
 
 
@@ -262,7 +263,7 @@ def test_names_that_mean_nothing(tmp_path: Path) -> None:
     write_gguf(folder / "b.gguf", config, make(config))
     with pytest.raises(UserError, match=r"holds 2 GGUF files; name one: a\.gguf, b\.gguf"):
         find_source(str(folder))
-    with pytest.raises(UserError, match="a model of the kind 'pickle' is not known here"):
+    with pytest.raises(UserError, match="unknown kind of model 'pickle'"):
         open_source({"kind": "pickle", "path": "x"})
 
 

@@ -50,7 +50,7 @@ from smolcluster.serve.engine.sources import find_source
 from smolcluster.serve.engine.stage_model import Row
 from smolcluster.serve.engine.types import SamplingParams, Token
 from smolcluster.serve.engine.wire import Assignment, HopTiming, SamplingState, StageBatch, StageOffer
-from smolcluster.web.server import HttpLimits
+from smolcluster.web.connections import HttpLimits
 from tools.abuse.doors import HANG_S, Door, Ended, Guest, alive, listening_ports, until_the_end
 from tools.abuse.elastic import Abuse, Speech, harm
 from tools.abuse.report import QUIET_S, Report, Result, Target, besiege, hold_times

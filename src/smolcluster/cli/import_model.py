@@ -30,7 +30,7 @@ def import_model(
     if not model.exists():
         raise UserError(f"there is no model at {model}; name a folder in Hugging Face's layout, or a *.gguf file")
     if model.is_file():
-        from smolcluster.serve.engine.sources import GGUFSource
+        from smolcluster.serve.engine.gguf_source import GGUFSource
 
         shape, tokenizer = import_gguf(model, run, GGUFSource.open(model).tokenizer_files())
     else:

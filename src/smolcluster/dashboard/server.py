@@ -24,6 +24,7 @@ from smolcluster.dashboard.runs import RunFolder
 from smolcluster.errors import SmolclusterError, UserError
 from smolcluster.launch.local.processes import NEW_GROUP
 from smolcluster.web import server as web
+from smolcluster.web.connections import HttpLimits
 from smolcluster.web.guard import choose_token
 from smolcluster.web.server import url_of
 
@@ -87,7 +88,7 @@ def serve(config: DashboardConfig, *, ready: Callable[[str], None], until: threa
             ready=lambda: ready(url_of(listener, config.token)),
             closing=hub.close,  # viewers get the last changes, and leave
             until=until,
-            patience=web.HttpLimits(request_s=REQUEST_S, most_connections=MOST_CONNECTIONS),
+            limits=HttpLimits(request_s=REQUEST_S, most_connections=MOST_CONNECTIONS),
         )
         asyncio.run(serving)
 

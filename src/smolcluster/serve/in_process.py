@@ -17,8 +17,8 @@ import torch
 
 from smolcluster.errors import UserError
 from smolcluster.serve.client.http import AnswerChunk, RequestOptions
+from smolcluster.serve.engine.model_source import ModelSource
 from smolcluster.serve.engine.sampling import Sampler
-from smolcluster.serve.engine.sources import ModelSource
 from smolcluster.serve.engine.stage_model import Row, StageModel
 from smolcluster.serve.engine.types import RetriesExhausted, SequenceRequest, Token
 from smolcluster.serve.http.api_types import read_completion

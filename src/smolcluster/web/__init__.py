@@ -1,8 +1,9 @@
-"""What every HTTP face of ours has in common: the dashboard's (`dashboard/`) and that of inference (`serve/`).
+"""What the HTTP servers of the dashboard (`dashboard/`) and of inference (`serve/`) share.
 
-guard.py      who may ask: Host, verb, Origin, key; the headers of every answer
-bodies.py     what was asked: a JSON body of bounded size, depth and patience
-pages.py      plain files with their tags; static/ has those that all pages share
-streams.py    answers that go on until the viewer leaves
-server.py     one port, with patience and room for so many and no more
+guard.py          access: Host, method, Origin, token; the security headers of every response
+bodies.py         JSON bodies of bounded size, depth and time
+pages.py          static files with ETags; static/ has those that all pages share
+streams.py        responses that end when the client disconnects
+connections.py    timeouts, and a limit of connections
+server.py         one port, served by uvicorn
 """

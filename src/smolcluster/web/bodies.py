@@ -1,8 +1,8 @@
-"""What was asked: one JSON object, of bounded size and depth, within bounded time.
+"""Request bodies: one JSON object, of bounded size and depth, within bounded time.
 
-Unreadable(400)    no UTF-8, no JSON, no object, NaN, a field twice, nested too deep
-Unreadable(408)    it did not come in time
-Unreadable(413)    too large; found out while reading, whatever Content-Length says
+BadBody(400)    not UTF-8, not JSON, not an object, NaN, a duplicate field, nested too deep
+BadBody(408)    not received in time
+BadBody(413)    too large, counted while reading
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from smolcluster.web.guard import Receive, Scope
 MOST_BYTES = 1 << 20
 MOST_DEPTH = 32
 BODY_S = 15.0
-_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also one without an end: each character is looked at once
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also unterminated: linear time
 _BRACKET = str.maketrans(dict.fromkeys(map(chr, range(128)), None) | {c: c for c in "[]{}"})
 
 
 class BadBody(SmolclusterError):
-    """A body that is not what it should be."""
+    """The body of a request is invalid."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -35,19 +35,19 @@ class BadBody(SmolclusterError):
 
 
 class ClientGone(SmolclusterError):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 class BodyReaders:
-    """The requests whose body is being read. Where there is no room for another, the slowest can be ended."""
+    """The bodies being read. If there is no room for another, the oldest can be timed out."""
 
     def __init__(self, *, least_s: float) -> None:
         self._least_s = least_s
-        self._reading: dict[asyncio.Timeout, float] = {}  # since when; the first came first
+        self._reading: dict[asyncio.Timeout, float] = {}  # start times, oldest first
 
     @contextlib.asynccontextmanager
     async def reading(self, body_s: float) -> AsyncIterator[None]:
-        """TimeoutError when there is no more time."""
+        """Raise TimeoutError after `body_s`, or when `hurry` needs the room."""
         async with asyncio.timeout(body_s) as timeout:
             self._reading[timeout] = time.monotonic()
             try:
@@ -56,7 +56,7 @@ class BodyReaders:
                 self._reading.pop(timeout, None)
 
     def hurry(self) -> bool:
-        """Whether the one that has been at it longest has had its `least_s`, and leaves."""
+        """Time out the oldest body if it has had `least_s`. Return whether it did."""
         timeout, since = next(iter(self._reading.items()), (None, math.inf))
         if timeout is None or time.monotonic() - since < self._least_s:
             return False
@@ -73,9 +73,9 @@ async def read_object(
     body_s: float = BODY_S,
     readers: BodyReaders | None = None,
 ) -> dict[str, Any]:
-    """Return the body of a request. Raises Unreadable as soon as it is too much or too late, Gone when the client leaves."""
-    told = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if not told.isdigit() or len(told) > 18 or int(told) > most_bytes:
+    """Return the body of a request. Raises BadBody or ClientGone."""
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if not declared.isdigit() or len(declared) > 18 or int(declared) > most_bytes:
         raise BadBody(f"the body is larger than {most_bytes} bytes", 413)
     parts, have, began = [], 0, time.monotonic()
     try:
@@ -83,7 +83,7 @@ async def read_object(
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientGone("in the middle of its request")
+                    raise ClientGone("while sending its request")
                 part = message.get("body", b"")
                 have += len(part)
                 if have > most_bytes:
@@ -93,49 +93,49 @@ async def read_object(
                     return parse_object(b"".join(parts))
     except TimeoutError:
         hurried = time.monotonic() - began < body_s
-        why = "has not come yet, and others wait" if hurried else f"did not come within {body_s:g} s"
+        why = "is too slow while other requests wait" if hurried else f"was not received within {body_s:g} s"
         raise BadBody(f"the body {why}", 408) from None
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """JSON, strictly: what two readers could take for two things is taken for nothing."""
+    """Parse JSON strictly: ambiguous input is refused."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise BadBody(f"the body is not UTF-8: byte {error.start}") from None
     if not text.strip():
-        raise BadBody("the body is empty; give JSON")
+        raise BadBody("the body is empty; send JSON")
     if too_deep(text):
         raise BadBody(f"the body is nested deeper than {MOST_DEPTH}")
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise BadBody(f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError) as error:
-        raise BadBody(f"the body is not JSON that can be read here: {error}") from None
+        raise BadBody(f"the body cannot be parsed as JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadBody("the body must be a JSON object")
     return value
 
 
 def too_deep(text: str) -> bool:
-    """Whether brackets stand in brackets more than MOST_DEPTH deep, without going down into them."""
+    """Whether brackets nest deeper than MOST_DEPTH. Not recursive."""
     if text.count("[") + text.count("{") <= MOST_DEPTH:
         return False
     brackets = _STRING.sub("", text).translate(_BRACKET)
-    for _ in range(MOST_DEPTH):  # each round takes the innermost pairs away
+    for _ in range(MOST_DEPTH):  # removes the innermost pairs
         brackets = brackets.replace("[]", "").replace("{}", "")
     return bool(brackets)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise BadBody(f"the field {name[:80]!r} is there twice")
+            raise BadBody(f"duplicate field {name[:80]!r}")
         found[name] = value
     return found
 
 
 def _no_number(name: str) -> NoReturn:
-    raise BadBody(f"{name} is no number in JSON")
+    raise BadBody(f"{name} is not a JSON number")

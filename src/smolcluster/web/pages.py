@@ -1,4 +1,4 @@
-"""Plain files: read once, kept with their tags. What is not among them cannot be asked for."""
+"""Static files: read once, served with their ETags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Files = dict[str, tuple[str, str, bytes]]
 
 
 def static_files(own: Path) -> Files:
-    """Everything that a page is made of, what all pages share among it, by its path below the folder: kind, tag, bytes."""
+    """Return content type, ETag and bytes of every file of a page, shared ones included, by relative path."""
     found = {}
     for folder in (SHARED, own):
         for path in sorted(folder.rglob("*")):
@@ -34,7 +34,7 @@ def static_files(own: Path) -> Files:
 
 
 def static_answer(files: Files, request: Request) -> Response | None:
-    """The file that is asked for, or that it has not changed; None where there is none."""
+    """Return the requested file or 304; None if there is none."""
     from starlette.responses import Response
 
     found = files.get(request.path_params.get("path", "index.html"))

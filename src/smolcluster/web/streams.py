@@ -1,7 +1,7 @@
-"""Answers that take their time, for as long as the client is connected.
+"""Responses that end when the client disconnects.
 
-event_stream    server-sent events: ends when the viewer leaves, takes nothing for `write_s`, or there is no more to tell
-while_there     one result: given up when the viewer leaves before it is there
+event_stream       server-sent events; also ends when the client takes nothing for `write_s`
+while_connected    one result; cancelled when the client disconnects
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from smolcluster.web.guard import Receive, Scope, Send
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-WRITE_S = 20.0  # a viewer that takes nothing for so long is let go
+WRITE_S = 20.0  # without progress
 T = TypeVar("T")
 
 
 def event_stream(
     frames: AsyncGenerator[bytes, None], *, source: AsyncGenerator[Any, None] | None = None, write_s: float = WRITE_S
 ) -> Response:
-    """The frames as an answer. Whatever becomes of it, they are closed, and after them what they are made of.
-
-    (A generator that was never started is closed without having run: it could not close its source itself.)
-    """
+    """Return a response of these frames. Closes them, and then `source`: a generator that never started cannot close it."""
     from starlette.responses import Response
 
     class EventStream(Response):
@@ -44,7 +41,7 @@ def event_stream(
                     await send({"type": "http.response.body"})
                     return
                 with contextlib.suppress(ClientGone, TimeoutError):
-                    await while_there(receive, self._send_all(send))
+                    await while_connected(receive, self._send_all(send))
 
         async def _send_all(self, send: Send) -> None:
             async for frame in frames:
@@ -55,13 +52,13 @@ def event_stream(
     return EventStream()
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. Raises Gone, with the work cancelled and ended, as soon as the client has left."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(until_gone(receive))
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Raises Gone, with the work cancelled, when the client disconnects."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(until_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone("before the answer was there")
+            raise ClientGone("before its answer was complete")
         return working.result()
     finally:
         for task in (working, leaving):
@@ -69,7 +66,7 @@ async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def until_gone(receive: Receive) -> None:
-    """Returns when the connection is lost or half of it closed. The request's body must have been read."""
+async def until_disconnected(receive: Receive) -> None:
+    """Return when the connection is lost or half closed. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -42,6 +42,7 @@ from smolcluster.serve.engine.layout import (
     remove_machine,
     replan,
 )
+from smolcluster.serve.engine.model_source import ModelSource
 from smolcluster.serve.engine.scheduler import (
     Routes,
     Scheduler,
@@ -51,7 +52,6 @@ from smolcluster.serve.engine.scheduler import (
     StreamItem,
     width_of,
 )
-from smolcluster.serve.engine.sources import ModelSource
 from smolcluster.serve.engine.types import MOST_NAME, Busy, SequenceRequest, Token, Unavailable
 from smolcluster.serve.engine.weight_sender import WeightSender
 from smolcluster.serve.engine.wire import Assignment, HopTiming, ServedModel, StageBatch, StageOffer

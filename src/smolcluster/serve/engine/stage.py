@@ -37,9 +37,9 @@ from smolcluster.models.protocols import DecoderConfig
 from smolcluster.models.registry import build
 from smolcluster.observe.text import printable
 from smolcluster.serve.engine import wire
+from smolcluster.serve.engine.model_source import ModelSource
 from smolcluster.serve.engine.next_stages import NextStages, handler_of
 from smolcluster.serve.engine.sampling import Sampler, sample
-from smolcluster.serve.engine.sources import ModelSource
 from smolcluster.serve.engine.stage_model import Row, StageModel, cache_bytes_per_token
 from smolcluster.serve.engine.stage_weights import StageWeights
 from smolcluster.serve.engine.types import Token

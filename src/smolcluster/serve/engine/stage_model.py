@@ -1,17 +1,15 @@
-"""Some layers of a model on one machine, and the keys and values of the sequences that pass through them.
+"""Some layers of a model on one machine, and the key-value caches of their sequences.
 
-    tokens or activations ──> [ embedding? | layers a..b | head? ] ──> activations, or logits where they were asked for
+    tokens or activations ──> [ embedding? | layers a..b | head? ] ──> activations, or logits of the rows with `answer`
                                              │
-                                             └ per sequence: a cache that grows with it
+                                             └ one growing cache for each sequence
 
-A step takes *rows*: pieces of different sequences, some tokens of a prompt or the one that was chosen last, side by side
-(`models/ragged.py`). The sender gives for each how many tokens came before. So nothing has to be undone after a failure:
-rows are sent again from any position that is held, and what was held beyond it is forgotten.
+A step takes *rows* of different sequences: chunks of prompts, or the token sampled last (`models/ragged.py`). Each row has its
+start position, so nothing has to be undone after a failure: rows are sent again from any cached position, and the cache is cut
+there.
 
-After an exception in `run` no cache is torn:
-
-    the rows were refused       (ValueError)                        every cache is as before
-    anything later              (out of memory, an interrupt)       each cache of the rows is as before, or cut to its `start`
+After an exception in `run` the caches are consistent: unchanged if the rows were refused (ValueError), else (out of memory, an
+interrupt) unchanged or cut to the `start` of their row.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ from smolcluster.models.protocols import DecoderConfig, Pipelined, Ragged
 from smolcluster.models.registry import build
 from smolcluster.serve.engine.types import Flag, Positive, Whole
 
-STEP = 64  # tokens; a cache has room for a multiple of it
+STEP = 64  # cache capacity is a multiple of this
 
 
 class Row(NamedTuple):
     """New tokens of one sequence."""
 
     sequence: Whole
-    start: Whole  # tokens of it that the cache must hold already; what it holds beyond that is forgotten
-    count: Positive  # type: ignore[assignment]  # new tokens; nobody asks a row for tuple.count
-    answer: Flag  # the last part gives the logits behind the last of them
+    start: Whole  # the cache must hold this many tokens, and is cut to them
+    count: Positive  # type: ignore[assignment]  # new tokens; shadows tuple.count
+    answer: Flag  # the last stage returns logits after its last token
 
     @property
     def end(self) -> int:
@@ -46,7 +44,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedRow:
-    """A row, and the keys and values before and of it, L x 2 x K x room x E."""
+    """A row, and the cache of its sequence, L x 2 x K x room x E."""
 
     start: int
     count: int
@@ -55,7 +53,7 @@ class CachedRow:
 
 @dataclass(slots=True)
 class KeyValueCache:
-    """Keys and values of one sequence, L x 2 x K x room x E. The first `length` tokens count."""
+    """Keys and values of one sequence, L x 2 x K x room x E; the first `length` tokens are valid."""
 
     kv: Tensor
     length: int = 0
@@ -65,7 +63,7 @@ class KeyValueCache:
         return self.kv.size(3)
 
     def cut(self, start: int, *, room: int) -> None:
-        """Keep the first `start` tokens, with room for so many."""
+        """Keep the first `start` tokens, and grow to `room`."""
         self.length = start
         if room > self.room:
             larger = self.kv.new_empty((*self.kv.shape[:3], room, self.kv.size(4)))
@@ -74,10 +72,10 @@ class KeyValueCache:
 
 
 def cache_capacity(tokens: int, *, room: int, limit: int) -> int:
-    """How large to make a cache that must hold `tokens`.
+    """Return the capacity of a cache for `tokens`.
 
-    At least a quarter more than it was: then all the copying of a cache that grows costs no more than five times its last
-    size, and no more than a fifth of it lies idle, and a step.
+    It grows by at least a quarter: all copies together are at most five times the final size, and at most a fifth of it (and
+    one step) is unused.
     """
     if tokens <= room:
         return room
@@ -86,12 +84,12 @@ def cache_capacity(tokens: int, *, room: int, limit: int) -> int:
 
 
 def cache_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Of each layer."""
+    """Return the bytes of one token in the cache of one layer."""
     return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 class StageModel:
-    """Layers of a model on one machine, and the caches of the sequences that pass through it. For one thread at a time."""
+    """Layers and caches. For one thread at a time."""
 
     def __init__(
         self,
@@ -105,10 +103,10 @@ class StageModel:
         dtype: torch.dtype,
     ) -> None:
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
-            raise ValueError(f"{layers} is no range of the {config.num_layers} layers of this model")
+            raise ValueError(f"{layers} is not a range of the {config.num_layers} layers of this model")
         self.config, self.layers, self.first, self.last = config, layers, first, last
         self.device, self.dtype = device, dtype
-        # Names and shapes only: the weights take the places of parameters that hold nothing.
+        # Names and shapes only: `assign` puts the weights in their place.
         with torch.device("meta"):
             whole = build(config)
         assert isinstance(whole, Pipelined)
@@ -119,7 +117,7 @@ class StageModel:
         self._caches: dict[int, KeyValueCache] = {}
 
     def _take(self, stage: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of this part. One that is in its place and of its type already is not copied."""
+        """Return the tensors of these layers; not copied if device and dtype match."""
         taken = {}
         for name, parameter in stage.named_parameters():
             if name not in weights:
@@ -132,9 +130,9 @@ class StageModel:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], x: Tensor) -> Tensor:
-        """Token ids (N,) on the first part, else activations (N, D); the tokens of the rows one after the other.
+        """Run token ids (N,) on the first stage, else activations (N, D), concatenated over the rows.
 
-        Gives activations (N, D); on the last part logits, one line for each row with `answer`, in fp32 at least.
+        Return activations (N, D); on the last stage logits of the rows with `answer`, in fp32 or wider.
         """
         self._check(rows, x)
         x = x.to(self.device) if self.first else x.to(self.device, self.dtype)
@@ -149,14 +147,14 @@ class StageModel:
         x = self._model.run_pieces(x, pieces)
         if self.last:
             x = self._answer(rows, x)
-        # All went well: now the new tokens count.
+        # Commit the new tokens.
         for row, cache in zip(rows, caches, strict=True):
             cache.length = row.end
             self._caches[row.sequence] = cache
         return x
 
     def _answer(self, rows: Sequence[Row], x_ND: Tensor) -> Tensor:
-        """Logits behind the last token of the rows that ask. The head is as wide as the vocabulary: it runs on these alone."""
+        """Return logits after the last token of each row with `answer`. The head is expensive: it runs on these alone."""
         ends = accumulate(row.count for row in rows)
         chosen = torch.tensor([end - 1 for row, end in zip(rows, ends, strict=True) if row.answer], dtype=torch.int64)
         logits = self._model.head(x_ND[chosen.to(x_ND.device)])
@@ -167,7 +165,7 @@ class StageModel:
         return KeyValueCache(torch.empty(shape, device=self.device, dtype=self.dtype))
 
     def _check(self, rows: Sequence[Row], x: Tensor) -> None:
-        """Refuse what cannot be run, before anything is touched."""
+        """Raise ValueError for rows that cannot be run, before any cache changes."""
         if not rows:
             raise ValueError("there are no rows")
         if len({row.sequence for row in rows}) < len(rows):
@@ -175,17 +173,17 @@ class StageModel:
         limit = self.config.max_seq_len
         for row in rows:
             if row.start < 0 or row.count < 1:
-                raise ValueError(f"sequence {row.sequence}: {row.count} tokens from position {row.start} make no sense")
+                raise ValueError(f"sequence {row.sequence}: {row.count} tokens from position {row.start} are not valid")
             if row.end > limit:
                 raise ValueError(f"sequence {row.sequence}: {row.end} tokens do not fit max_seq_len {limit}")
         held = self.lengths()
         lacking = [row for row in rows if row.start > held.get(row.sequence, 0)]
         if lacking:
             told = ", ".join(
-                f"sequence {row.sequence} goes on from {row.start}, {held.get(row.sequence, 0)} are held"
+                f"sequence {row.sequence} continues at {row.start}, but {held.get(row.sequence, 0)} tokens are cached"
                 for row in lacking
             )
-            raise ValueError(f"{told}: send these again from the first token")
+            raise ValueError(f"{told}: send them again from the first token")
         total = sum(row.count for row in rows)
         shape = (total,) if self.first else (total, self.config.model_dim)
         if x.shape != shape or (x.dtype != torch.int64 if self.first else not x.is_floating_point()):
@@ -195,7 +193,7 @@ class StageModel:
             self._check_tokens(rows, x)
 
     def _check_tokens(self, rows: Sequence[Row], tokens_N: Tensor) -> None:
-        # On a GPU an id outside the table ends the process's use of it.
+        # On a GPU an index error is fatal for the process.
         vocab_size = self.config.vocab_size
         tokens = tokens_N.tolist()
         wrong = next((place for place, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
@@ -206,9 +204,9 @@ class StageModel:
             raise ValueError(f"sequence {sequence}: token {token} is outside the vocabulary of {vocab_size}")
 
     def forget(self, sequence: int) -> None:
-        """Free what is held of it. One that is not known is nothing to do."""
+        """Free its cache, if it has one."""
         self._caches.pop(sequence, None)
 
     def lengths(self) -> dict[int, int]:
-        """How many tokens are held of each sequence."""
+        """Return the cached tokens of each sequence."""
         return {sequence: cache.length for sequence, cache in self._caches.items()}

@@ -12,7 +12,8 @@ from torch import Tensor
 from smolcluster.errors import SmolclusterError
 from smolcluster.models.parts import part_of
 from smolcluster.observe.text import printable
-from smolcluster.serve.engine.sources import ModelSource, open_source
+from smolcluster.serve.engine.model_source import ModelSource
+from smolcluster.serve.engine.sources import open_source
 from smolcluster.serve.engine.stage_model import StageModel
 from smolcluster.serve.engine.wire import Assignment, ServedModel
 

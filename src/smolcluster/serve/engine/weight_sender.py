@@ -10,7 +10,7 @@ import torch
 
 from smolcluster.comm.elastic.collectives.state_transfer import state_messages
 from smolcluster.comm.elastic.transport.api import Link, Transport
-from smolcluster.serve.engine.sources import ModelSource
+from smolcluster.serve.engine.model_source import ModelSource
 
 SLICES_AHEAD = 4  # queued on a link
 

@@ -1,30 +1,29 @@
-"""The messages between front and stages, as typed values; `comm/elastic` carries them.
+"""The messages between front and stages, as typed values. `comm/elastic` transports them.
 
     stage                                       front
       ASK                                ->
                                          <-       PLAN      the model's shape and where its weights are: `ServedModel`
       JOIN   memory, speed, address      ->                 `StageOffer`
-                                         <-       LAYERS    hold these: `Assignment`
-      HELD   room for so many tokens,    ->
-             or what is missing
-                                         <-       STATE     the weights, for one that has no files
+                                         <-       LAYERS    to load: `Assignment`
+      HELD   loaded, with room for n     ->
+             tokens; or what is missing
+                                         <-       STATE     the weights, for a stage without files
                                          <-       ROWS      a batch: tokens, and the way it goes: `StageBatch`
       ROWS -> the next stage ... the last one
       CHOSEN                             ->                 a `Token` for each sequence
       FAILED                             ->
-                                         <-       FORGET    sequences that are over
+                                         <-       FORGET    finished sequences
 
-Nothing that comes in is trusted: `read` gives a value or raises ValueError, which ends the link it came over. A batch is taken
-only from a peer that knows the secret of the front, which the front sends to those that hold layers: any other peer of a stage
-could write into the caches of sequences of others.
+Input is not trusted: the `read_` functions return a value or raise ValueError, which closes the link. A stage accepts a batch
+only with the front's secret, which the front sends to stages that hold layers; else any peer could write into the caches.
 
-Activations travel in a codec. What one number loses:
+Activations are sent in a codec. Error of one number:
 
-    fp32   nothing
-    bf16   2^-8 of itself                       fp16   2^-11 of itself, from 6e-5 to 65504; below, 3e-8
-    int8   1/254 of the largest of its token
+    fp32   none
+    bf16   2^-8 relative                        fp16   2^-11 relative from 6e-5 to 65504; below, 3e-8
+    int8   1/254 of the largest number of its token
 
-A batch whose activations do not fit fp16 goes as bf16: a model may have a few very large ones.
+Activations that exceed fp16 are sent as bf16: some models have a few very large ones.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ FP16_LARGEST = 65504.0
 
 T = TypeVar("T")
 Hop = tuple[Name, Name]  # instance and address of a stage
-Key = Annotated[int, Field(ge=0)]  # a sequence; JSON makes texts of keys
+Key = Annotated[int, Field(ge=0)]  # a sequence; not strict, since JSON keys are strings
 
 
 # Values
@@ -63,7 +62,7 @@ Key = Annotated[int, Field(ge=0)]  # a sequence; JSON makes texts of keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What is served, and how a machine that has the files opens them."""
+    """The model, and how a machine that has its files opens them."""
 
     name: str
     config: DecoderConfig
@@ -74,18 +73,18 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOffer:
-    """What a machine has for the layers of this model."""
+    """The resources of a machine for this model."""
 
     name: Name
-    host: Name  # several stages may be on one
-    address: Name  # where other stages find it
+    host: Name  # may be shared by several stages
+    address: Name  # that other stages dial
     device: Name
-    cores: Positive  # that it computes with at once
+    cores: Positive  # used
     host_cores: Positive
     memory_bytes: Whole
-    layer_s: Amount  # a token through one layer
-    weight_bytes: Positive = 4  # of one number, as it holds them
-    shared_bytes: Whole = 0  # built into its host, or its GPU: what all processes there have together; 0: unknown
+    layer_s: Amount  # time of one token through one layer
+    weight_bytes: Positive = 4  # of one number
+    shared_bytes: Whole = 0  # total memory of its host or GPU, shared by all processes; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +93,9 @@ class Assignment:
     num_layers: Positive
     first: Flag
     last: Flag
-    secret: Name = field(repr=False)  # of the front: what its batches carry
-    name: Name  # what this machine is called there: two may have come with the same
-    next: tuple[Hop, ...] = ()  # those that may come next: they are dialled early
+    secret: Name = field(repr=False)  # of the front: authenticates batches
+    name: Name  # unique name given by the front
+    next: tuple[Hop, ...] = ()  # stages to dial
 
     @property
     def layers(self) -> range:
@@ -104,17 +103,16 @@ class Assignment:
 
 
 class SamplingState(NamedTuple):
-    """How the tokens of a sequence are chosen, and what came before: the prompt, then what was generated. Tokens only where
-    the choice depends on them: a long prompt is long here, too."""
+    """How to sample a sequence. `tokens` (prompt, then generated) only if the result depends on them."""
 
     sampling: SamplingParams
-    position: Whole  # of the next one
+    position: Whole  # of the next token
     tokens: tuple[Whole, ...] = ()
-    prompt: Whole = 0  # so many of them
+    prompt: Whole = 0  # how many of `tokens` are the prompt
 
 
 class HopTiming(NamedTuple):
-    """Where a batch spent its time."""
+    """The time of a batch on one stage."""
 
     name: Name
     waited_s: Real
@@ -123,12 +121,12 @@ class HopTiming(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBatch:
-    """Rows of several sequences on their way through the same machines."""
+    """Rows of sequences with the same route."""
 
     rows: tuple[Row, ...]
     secret: Name = field(default="", repr=False)
     route: tuple[Hop, ...] = ()  # the stages still to come
-    samplings: Mapping[Key, SamplingState] = field(default_factory=dict)  # of sequences whose first answer this is
+    samplings: Mapping[Key, SamplingState] = field(default_factory=dict)  # of sequences that get their first token here
     spent: tuple[HopTiming, ...] = ()
 
     @property
@@ -136,7 +134,7 @@ class StageBatch:
         return sum(row.count for row in self.rows)
 
 
-# To meta and back
+# Conversion to and from message meta
 
 
 class _ModelMeta(BaseModel):
@@ -171,7 +169,7 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def _read(kind: type[T], meta: Mapping[str, Any]) -> T:
-    """Return a value of this class, or raise a ValueError that names the first field that does not fit."""
+    """Return a value of this class, or raise ValueError with the first invalid field."""
     try:
         found: T = _adapter(cast(Any, kind)).validate_python(meta)
         return found
@@ -199,7 +197,7 @@ def read_model(meta: Mapping[str, Any]) -> ServedModel:
 
 
 def meta_of(value: StageOffer | Assignment | StageBatch) -> dict[str, Any]:
-    """Return a value as it travels; named tuples travel as lists, without the names of their fields."""
+    """Return a value as meta; named tuples become lists."""
     meta: dict[str, Any] = _adapter(cast(Any, type(value))).dump_python(value, mode="json", exclude_defaults=True)
     return meta
 
@@ -236,15 +234,15 @@ def read_chosen(meta: Mapping[str, Any]) -> tuple[dict[int, Token], list[HopTimi
 
 
 def read_room(meta: Mapping[str, Any]) -> int:
-    """Tokens that a machine has room for, of HELD."""
+    """Read the room of HELD, in tokens."""
     return _read(_Room, meta).room
 
 
 def read_type(meta: Mapping[str, Any]) -> torch.dtype:
-    """Of the weights that a machine needs, of HELD."""
+    """Read the dtype of the weights that HELD asks for."""
     name = _read(_Need, meta).need
     if name not in TYPES:
-        raise ValueError(f"weights of the type {name[:20]!r}")
+        raise ValueError(f"unknown dtype of weights {name[:20]!r}")
     return TYPES[name]
 
 
@@ -256,17 +254,16 @@ def read_sequences(meta: Mapping[str, Any]) -> list[int]:
 
 
 def encode(x_ND: Tensor, codec: str) -> tuple[Tensor, str]:
-    """The payload for activations, and the codec that it is in: fp16 gives way to bf16 where a number does not fit."""
+    """Return the payload of activations and its codec: bf16 instead of fp16 if a number does not fit."""
     x_ND = x_ND.detach().to("cpu", torch.float32)
     if codec == "fp16":
-        numbers = x_ND.numpy()  # for so few of them it starts sooner than torch does
-        # A NaN is neither larger nor smaller than anything.
+        numbers = x_ND.numpy()  # faster than torch for few numbers
         if numbers.min() >= -FP16_LARGEST and numbers.max() <= FP16_LARGEST:
             return torch.from_numpy(numbers.astype(np.float16)), codec
         codec = "bf16"
     if codec == "int8":
         if not bool(x_ND.isfinite().all()):
-            raise CodecError("activations that are no numbers")
+            raise CodecError("activations are not finite")
         out = torch.empty(_int8(x_ND.shape[1]).nbytes(x_ND.shape), dtype=torch.uint8)
         _int8(x_ND.shape[1]).encode(x_ND.contiguous(), out, key=0)
         return out, codec
@@ -274,7 +271,7 @@ def encode(x_ND: Tensor, codec: str) -> tuple[Tensor, str]:
 
 
 def decode(payload: Tensor, codec: str, *, num_tokens: int, width: int) -> Tensor:
-    """Activations in fp32, N x D. Raises ValueError for what cannot be."""
+    """Return activations in fp32, N x D. Raises ValueError for an invalid payload."""
     if codec == "int8":
         out = torch.empty(num_tokens, width)
         try:
@@ -286,7 +283,7 @@ def decode(payload: Tensor, codec: str, *, num_tokens: int, width: int) -> Tenso
 
 
 def landing(head: Head, *, num_tokens: int, width: int | None) -> Tensor | None:
-    """Where a payload goes: tokens (`width` None) or activations. None for one that this batch cannot have."""
+    """Return a tensor for the payload: tokens (`width` None) or activations; None if the head does not match the batch."""
     shape: tuple[int, ...]
     if width is None:
         wanted, shape = torch.int64, (num_tokens,)
@@ -302,5 +299,5 @@ def landing(head: Head, *, num_tokens: int, width: int | None) -> Tensor | None:
 
 
 def _int8(width: int) -> Any:
-    """One scale for each token: what one of them holds does not touch the others."""
+    """Return the codec with one scale for each token."""
     return make_codec("int8", block=width)

@@ -49,7 +49,7 @@ from smolcluster.web.guard import (
     hardened,
 )
 from smolcluster.web.pages import static_answer, static_files
-from smolcluster.web.streams import WRITE_S, event_stream, while_there
+from smolcluster.web.streams import WRITE_S, event_stream, while_connected
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -75,12 +75,12 @@ def route_of(path: str) -> str:
     return next((start for start in ("/v1/models/", "/static/") if path.startswith(start)), "other")
 
 
-def told(status: int, text: str) -> tuple[str, bytes]:
-    """A refusal of the guard or the server."""
+def error_json(status: int, text: str) -> tuple[str, bytes]:
+    """Return content type and body of an error of the guard or the server."""
     return "application/json", _json(types.error_body(text, status=status, code=_CODES.get(status)))
 
 
-def _verbs(path: str) -> tuple[str, ...]:
+def _methods(path: str) -> tuple[str, ...]:
     if path in _POSTS:
         return ("POST",)
     return READ_ONLY if route_of(path) != "other" else (*READ_ONLY, "POST")  # what is not there is 404 to both
@@ -96,8 +96,8 @@ RULES = GuardRules(
     token="key",
     is_ours=lambda path: not _is_page(path),
     needs_token=lambda path: not _is_page(path) and path not in ("/health", "/login"),
-    verbs=_verbs,
-    told=told,
+    methods=_methods,
+    error_body=error_json,
 )
 
 
@@ -139,7 +139,7 @@ class Api:
         except asyncio.CancelledError:
             if not self._closing.is_set() or (status != LEFT and not streamed):
                 raise
-            kind, body = told(503, "the server is ending")
+            kind, body = error_json(503, "the server is ending")
             if streamed:  # and waits for a token that does not come
                 await counted({"type": "http.response.body", "body": _events_of([body])})
             else:
@@ -198,7 +198,7 @@ class Api:
             if asked.stream:
                 frames = _openai_frames(shape, head, job, logprobs=logprobs, include_usage=asked.include_usage)
                 return await self._streamed(request, job, frames)
-            choices = await while_there(request.receive, self.service.whole(job))
+            choices = await while_connected(request.receive, self.service.whole(job))
             return _answer(types.whole_body(shape, head, choices, usage=job.usage, seed=job.seed, logprobs=logprobs))
 
         return endpoint
@@ -208,7 +208,7 @@ class Api:
             asked, job = await self._prepared(request, read)
             if asked.stream:
                 return await self._streamed(request, job, _simple_frames(self.service.model_name, job))
-            (choice,) = await while_there(request.receive, self.service.whole(job))
+            (choice,) = await while_connected(request.receive, self.service.whole(job))
             ending = types.simple_ending(self.service.model_name, choice, job.usage, job.seed)
             return _answer({"response": choice.text, **ending})
 
@@ -242,7 +242,7 @@ class Api:
             return await anext(pieces)
 
         try:
-            piece = await while_there(request.receive, first())
+            piece = await while_connected(request.receive, first())
         except BaseException:
             await pieces.aclose()
             raise
@@ -398,7 +398,7 @@ async def _written(pieces: AsyncIterator[TextChunk], frames: Frames) -> AsyncGen
             if told:
                 yield _events_of(told)
     except Exception as error:  # noqa: BLE001 - sent as an event: the status has gone out
-        yield _events_of([_json(_told(error)[1])])
+        yield _events_of([_json(_error_response(error)[1])])
 
 
 def _events_of(datas: list[bytes]) -> bytes:
@@ -420,7 +420,7 @@ _ERRORS: tuple[tuple[type[SmolclusterError], int, str | None, str], ...] = (
 )
 
 
-def _told(error: Exception) -> tuple[int, Json, float | None]:
+def _error_response(error: Exception) -> tuple[int, Json, float | None]:
     """Status, body and when to come back."""
     for kind, usual, usual_code, words in _ERRORS:
         if isinstance(error, kind):
@@ -432,7 +432,7 @@ def _told(error: Exception) -> tuple[int, Json, float | None]:
 
 
 def _refused(_request: Request, error: Exception) -> Response:
-    status, body, retry_s = _told(error)
+    status, body, retry_s = _error_response(error)
     return _answer(body, status, retry_s=retry_s)
 
 

@@ -1,11 +1,10 @@
-"""Chat templates run in a process of their own, with a deadline: one that loops for ever ends that process and nothing else.
+"""Chat templates are rendered in child processes, with a deadline and, on Linux, a memory limit.
 
-A template comes with the weights, and Jinja's sandbox bounds neither its time nor its memory. So it runs where it can be
-killed, with none of this process's environment. The processes are kept and shared: a conversation costs one line of JSON
-there and one back.
+A template comes with the weights, and Jinja's sandbox bounds neither its time nor its memory. The children have none of this
+process's environment, and are reused: a conversation is one line of JSON there and one back.
 
     parent -> child    {"source", "messages", "names", "within_s"}
-    child  -> parent   {"text"}, or {"error"} for a template that refuses the conversation
+    child  -> parent   {"text"}, or {"error"}
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smolcluster.serve.text.chat_template import ChatTemplate, TemplateFailed
+from smolcluster.serve.text.chat_template import ChatTemplate, TemplateFailed, check_template
 
-RENDER_S = 5.0  # templates of models take milliseconds
-START_S = 60.0  # a process imports Jinja first, on a machine that may be busy
-KILL_S = 2.0  # the process ends itself at the deadline; so much later it is killed
+RENDER_S = 5.0  # usually milliseconds
+START_S = 60.0  # to import Jinja on a busy machine
+KILL_S = 2.0  # after the deadline, at which the child exits by itself
 MOST_PROCESSES = 4
-MEMORY_BYTES = 1 << 30  # beyond what the process has at its start, where the system can bound it
+MEMORY_BYTES = 1 << 30  # in addition to what the child has at its start
 _KEPT = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONUSERBASE"),
     *("SYSTEMROOT", "APPDATA", "USERPROFILE", "TEMP", "TMP"),
@@ -38,10 +37,10 @@ _KEPT = (
 
 
 class Renderer:
-    """A template that was compiled here, to find mistakes early, and is run elsewhere. Any thread may ask."""
+    """A template that is parsed here, to report syntax errors early, and rendered in a child. Thread-safe."""
 
     def __init__(self, source: str) -> None:
-        self.source = ChatTemplate(source).source
+        self.source = check_template(source)
 
     def render(
         self,
@@ -50,7 +49,7 @@ class Renderer:
         names: Mapping[str, str],
         within_s: float | None = None,
     ) -> str:
-        """The text of a conversation. Raises TemplateFailed when the template refuses it, or takes too long."""
+        """Return the prompt of a conversation. Raises TemplateFailed if the template refuses it or exceeds its limits."""
         within_s = RENDER_S if within_s is None else within_s
         asked = {
             "source": self.source,
@@ -65,10 +64,10 @@ class Renderer:
 
 
 class _Process:
-    """One child. It answers a line with a line, or ends."""
+    """One child process."""
 
     def __init__(self) -> None:
-        from smolcluster.launch.local.processes import NEW_GROUP  # not in the child, which imports this module too
+        from smolcluster.launch.local.processes import NEW_GROUP  # the child imports this module, and does not need it
 
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -78,12 +77,12 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            **NEW_GROUP,  # Ctrl-C is for the parent
+            **NEW_GROUP,  # Ctrl-C goes to the parent
         )
         self._started = False
 
     def ask(self, asked: dict[str, Any], *, within_s: float) -> dict[str, Any] | None:
-        """None when it ended instead."""
+        """Return the answer, None if the child died."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -115,10 +114,10 @@ class _Process:
 
 
 class _Pool:
-    """Idle processes, the one that worked last on top. More than MOST_PROCESSES conversations wait for each other."""
+    """At most MOST_PROCESSES children, the last used first."""
 
     def __init__(self) -> None:
-        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: a process that may be started
+        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # None: not started
         for _ in range(MOST_PROCESSES):
             self._idle.put(None)
 
@@ -133,7 +132,7 @@ class _Pool:
             if answer is None:
                 process.end()
                 process = None
-                raise TemplateFailed(f"it takes longer than {within_s:g} s, or more memory than it may have")
+                raise TemplateFailed(f"it takes longer than {within_s:g} s, or more than {MEMORY_BYTES >> 20} MB")
             return answer
         finally:
             self._idle.put(process)
@@ -173,7 +172,7 @@ def _bound_memory() -> None:
 
 
 def main() -> None:
-    """Until the parent closes the pipe. A watchdog that Python code cannot hold up ends the process at a deadline."""
+    """Serve until the parent closes the pipe. faulthandler's watchdog exits at the deadline, even while the GIL is held."""
     _compiled("")  # imports Jinja
     _bound_memory()
     with Path(os.devnull).open("w") as nowhere:
