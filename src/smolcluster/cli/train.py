@@ -145,7 +145,7 @@ def _describe(prepared: Prepared, again: Elastic | None) -> int:
 
 def _run(prepared: Prepared, place: Assigned | None, again: Elastic | None, *, dashboard: bool) -> int:
     from smolcluster.observe.console import ConsoleSink
-    from smolcluster.observe.summary import EndReport
+    from smolcluster.observe.summary import SummarySink
 
     if dashboard and (place is None or place.rank == 0):
         from smolcluster.dashboard.server import start_in_background
@@ -156,7 +156,7 @@ def _run(prepared: Prepared, place: Assigned | None, again: Elastic | None, *, d
         _be_rank(prepared, place)
     from smolcluster.launch.api import run_here
 
-    run_here(prepared, sinks=[ConsoleSink(), EndReport()], elastic=again)
+    run_here(prepared, sinks=[ConsoleSink(), SummarySink()], elastic=again)
     return 0
 
 
@@ -170,10 +170,10 @@ def _be_rank(prepared: Prepared, place: Assigned) -> NoReturn:
     from smolcluster.cli.ending import leave_after, tell
     from smolcluster.launch.environment import run_assigned
     from smolcluster.observe.console import ConsoleSink
-    from smolcluster.observe.observer import OnlyNotices, Sink
-    from smolcluster.observe.summary import EndReport
+    from smolcluster.observe.observer import NoticesOnly, Sink
+    from smolcluster.observe.summary import SummarySink
 
-    sinks: list[Sink] = [OnlyNotices(ConsoleSink())]
+    sinks: list[Sink] = [NoticesOnly(ConsoleSink())]
     if place.rank == 0:
-        sinks = [ConsoleSink(alone=place.world_size > 1), EndReport()]  # the header says whose rows these are
+        sinks = [ConsoleSink(alone=place.world_size > 1), SummarySink()]  # the header says whose rows these are
     leave_after(lambda: run_assigned(prepared, place, sinks=sinks, tell=tell))

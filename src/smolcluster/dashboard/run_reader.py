@@ -35,8 +35,8 @@ from smolcluster.dashboard.run_files import (
     shortened,
 )
 from smolcluster.dashboard.step_clock import StepClock
-from smolcluster.observe.board import counts_own_steps
 from smolcluster.observe.jsonl import json_object
+from smolcluster.observe.run_state import counts_own_steps
 
 MOST_RANKS = 1024
 MOST_EVENTS = 400

@@ -34,7 +34,7 @@ from smolcluster.launch.restart.plan import Elastic, ask_for_plans
 from smolcluster.launch.restart.rounds import Decree, Over, Rounds, largest
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.observe.jsonl import truncate_metrics
-from smolcluster.observe.observer import OnlyNotices, Sink
+from smolcluster.observe.observer import NoticesOnly, Sink
 
 SETTLE_S = 0.5  # a worker lost another: so long the other has to be found dead
 NEWS_S = 0.1  # what others said just before is heard first
@@ -57,7 +57,7 @@ def run_restarting(run: Prepared, elastic: Elastic, *, sinks: list[Sink]) -> dic
             check_nothing_is_lost(run.run_dir, run.resume)
             stack.enter_context(run.opened())
             stack.enter_context(run.run_dir.without_journal())
-        shown = sinks if leads else map(OnlyNotices, sinks)
+        shown = sinks if leads else map(NoticesOnly, sinks)
         supervisor = Supervisor(run.config, run.run_dir, shown, module=_PROCESS)
         return supervisor.run(RestartPolicy(supervisor, run, elastic, client=client, leads=leads))
 
