@@ -42,7 +42,7 @@ class RunCurve:
         self._pauses: dict[int, float] = {}  # and the pause between its rows
         self._latest: dict[int, dict[str, Any]] = {}
         self._closed = -1
-        self._began = math.inf  # time of the first row: ranks without one are not waited for for ever
+        self._began = math.inf  # time of the first row: how long ranks without one are waited for
         self.last: dict[str, Any] = {}  # the latest step drawn
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)  # the latest steps: a point may stand for thousands
         self.last_val: dict[str, Any] = {}

@@ -197,23 +197,23 @@ class RunState:
             [
                 first.task,
                 first.strategy,
-                self._crew(first),
+                self._workers_text(first),
                 f"{short(first.parameters)} parameters",
                 f"{first.steps} steps" + (f" from {first.first_step}" if first.first_step else ""),
             ]
         )
 
-    def _crew(self, first: RunStarted) -> str:
+    def _workers_text(self, first: RunStarted) -> str:
         """`2 workers on 2 x cpu`, `3 workers + server on cpu`, or `worker 1 of 3 on mps`."""
         if self._alone:
             return f"worker {first.rank} of {first.world_size} on {first.device}"
         num_workers = self.num_workers or 0
-        crew = f"{num_workers} worker{'s' * (num_workers != 1)}"
+        text = f"{num_workers} worker{'s' * (num_workers != 1)}"
         if self.server is not None:
-            return f"{crew} + server on {self.server.device}"
+            return f"{text} + server on {self.server.device}"
         devices = Counter(status.device for status in self.workers if status.device)
         where = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(devices.items()))
-        return crew + (f" on {where}" if where else "")
+        return text + (f" on {where}" if where else "")
 
     def _counts_own(self, started: RunStarted) -> bool:
         """Return whether this rank counts steps of its own and no row of the server gives those of the run."""
