@@ -1,4 +1,4 @@
-"""What a person sees: the board behind the console, plain lines, the live picture, the plot and the summary."""
+"""What a person sees: the state behind the console, plain lines, the live picture, the plot and the summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from smolcluster.observe import text
-from smolcluster.observe.board import Board, loss_curve
 from smolcluster.observe.console import ConsoleSink
 from smolcluster.observe.events import (
     CheckpointFailed,
@@ -33,6 +32,7 @@ from smolcluster.observe.events import (
 from smolcluster.observe.live import LiveScreen
 from smolcluster.observe.observer import Observer
 from smolcluster.observe.plot import loss_plot
+from smolcluster.observe.run_state import RunState, loss_curve
 from smolcluster.observe.summary import render_summary
 
 
@@ -74,7 +74,7 @@ BOTH = [started(0), started(1)]
 HEADER = "gpt | allreduce | 2 workers on 2 x cpu | 4.83M parameters | 300 steps"
 
 
-# The board and plain lines ------------------------------------------------------------------------------------------
+# The state and plain lines ------------------------------------------------------------------------------------------
 
 
 def test_one_line_per_step_not_per_rank() -> None:
@@ -89,11 +89,11 @@ def test_one_line_per_step_not_per_rank() -> None:
 @settings(deadline=None)
 @given(st.permutations([logged(rank, 10, loss=float(rank)) for rank in range(4)]))
 def test_a_step_closes_with_its_last_rank_in_any_order(rows: list[StepLogged]) -> None:
-    board = Board()
+    state = RunState()
     for rank in range(4):
-        board.apply(started(rank, world_size=4))
-    assert [board.apply(row) for row in rows[:3]] == [[], [], []]
-    (line,) = board.apply(rows[3])
+        state.apply(started(rank, world_size=4))
+    assert [state.apply(row) for row in rows[:3]] == [[], [], []]
+    (line,) = state.apply(rows[3])
     assert (line.step, line.loss, line.tokens_per_s) == (10, 1.5, 4 * 6150.0)
 
 
@@ -112,15 +112,15 @@ def test_a_rank_that_has_not_started_is_waited_for() -> None:
 
 
 def test_loss_is_weighted_by_the_samples_of_the_step() -> None:
-    board = Board()
+    state = RunState()
     for event in BOTH:
-        board.apply(event)
-    board.apply(logged(0, 10, loss=1.0, samples=300))
-    (first,) = board.apply(logged(1, 10, loss=2.0, samples=100))
+        state.apply(event)
+    state.apply(logged(0, 10, loss=1.0, samples=300))
+    (first,) = state.apply(logged(1, 10, loss=2.0, samples=100))
     assert first.loss == pytest.approx(1.25)
     # What counts is the growth since the last row: 100 each.
-    board.apply(logged(0, 20, loss=1.0, samples=400))
-    (second,) = board.apply(logged(1, 20, loss=2.0, samples=200))
+    state.apply(logged(0, 20, loss=1.0, samples=400))
+    (second,) = state.apply(logged(1, 20, loss=2.0, samples=200))
     assert second.loss == pytest.approx(1.5)
 
 
@@ -149,10 +149,10 @@ def test_where_there_is_a_server_its_rows_are_the_run() -> None:
         "step 10/300  loss 1.0000  6.15k tok/s  eta 0:46",
         "step 20/300  loss 0.5000  val 0.7000  6.15k tok/s  eta 0:56",
     ]
-    board = Board()
+    state = RunState()
     for event in events:
-        board.apply(event)
-    assert [(seat.rank, seat.last and seat.last.step) for seat in board.workers] == [(0, 17), (1, 1)]
+        state.apply(event)
+    assert [(status.rank, status.last and status.last.step) for status in state.workers] == [(0, 17), (1, 1)]
 
 
 def test_a_server_that_comes_back_goes_on_where_it_was() -> None:
@@ -201,26 +201,26 @@ def test_an_evaluation_is_shown_once_whoever_made_it_and_however_late() -> None:
 
 
 def test_a_dead_worker_is_not_waited_for_and_its_speed_does_not_count() -> None:
-    board = Board()
+    state = RunState()
     for event in [*BOTH, logged(0, 10), logged(1, 10), Failed(rank=1, kind="error", message="killed")]:
-        board.apply(event)
-    (line,) = board.apply(logged(0, 20))
+        state.apply(event)
+    (line,) = state.apply(logged(0, 20))
     assert (line.step, line.tokens_per_s) == (20, 6150.0)
     # It comes back.
-    board.apply(started(1, first_step=20))
-    assert board.apply(logged(0, 30)) == []
-    (line,) = board.apply(logged(1, 30))
+    state.apply(started(1, first_step=20))
+    assert state.apply(logged(0, 30)) == []
+    (line,) = state.apply(logged(1, 30))
     assert (line.step, line.tokens_per_s) == (30, 12300.0)
 
 
 def test_a_finished_rank_still_counts_in_the_last_step() -> None:
-    board = Board()
+    state = RunState()
     for rank in range(3):
-        board.apply(started(rank, world_size=3))
-    assert board.apply(logged(0, 300)) == []
-    assert board.apply(Phase(rank=0, name="finished")) == []
-    assert board.apply(logged(1, 300)) == []
-    (line,) = board.apply(logged(2, 300))
+        state.apply(started(rank, world_size=3))
+    assert state.apply(logged(0, 300)) == []
+    assert state.apply(Phase(rank=0, name="finished")) == []
+    assert state.apply(logged(1, 300)) == []
+    (line,) = state.apply(logged(2, 300))
     assert (line.loss, line.tokens_per_s) == (3.0, 3 * 6150.0)
 
 
@@ -232,12 +232,12 @@ def test_after_a_restart_of_all_workers_repeated_steps_are_shown_again() -> None
 
 
 def test_eta_follows_the_slowest_rank_by_its_own_clock() -> None:
-    board = Board()
-    board.apply(started(0))
-    board.apply(started(1))
+    state = RunState()
+    state.apply(started(0))
+    state.apply(started(1))
     rows = [logged(0, 100, time=0.0), logged(1, 100, time=5000.0), logged(0, 200, time=100.0)]
-    assert [line.eta_s for row in rows for line in board.apply(row)] == [200 * 0.16]  # one row each: its step time
-    (line,) = board.apply(logged(1, 200, time=5300.0))
+    assert [line.eta_s for row in rows for line in state.apply(row)] == [200 * 0.16]  # one row each: its step time
+    (line,) = state.apply(logged(1, 200, time=5300.0))
     assert line.eta_s == 300.0  # 100 steps left at 3 s
 
 
@@ -322,10 +322,10 @@ def live(events: list[Event], *, width: int = 90, height: int = 24, encoding: st
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
     console = Console(file=stream, force_terminal=True, record=True, width=width, height=height, legacy_windows=False)
-    board, ticks = Board(), itertools.count()
-    screen = LiveScreen(console, board, now=lambda: float(next(ticks) // 1000))
+    state, ticks = RunState(), itertools.count()
+    screen = LiveScreen(console, state, now=lambda: float(next(ticks) // 1000))
     for event in events:
-        for line in board.apply(event):
+        for line in state.apply(event):
             screen.step(line)
         screen.show(event)
     screen.close()
@@ -359,17 +359,17 @@ def test_val_loss_stays_in_the_picture_until_the_next_one() -> None:
 
 
 def test_the_eta_counts_down_between_steps_and_stops_at_zero() -> None:
-    stream, board, now = io.StringIO(), Board(), [0.0]
+    stream, state, now = io.StringIO(), RunState(), [0.0]
     console = Console(file=stream, force_terminal=True, width=90, height=24)
-    screen = LiveScreen(console, board, now=lambda: now[0])
+    screen = LiveScreen(console, state, now=lambda: now[0])
     shown: list[tuple[str, str]] = []
     for event in [*BOTH, logged(0, 50), logged(1, 50)]:
-        for line in board.apply(event):
+        for line in state.apply(event):
             screen.step(line)
         screen.show(event)
     for now[0] in (0.0, 15.0, 600.0):
         screen.show(Notice(level="INFO", message="time goes by"))
-        frame = "".join(segment.text for segment in console.render(screen._picture))
+        frame = "".join(segment.text for segment in console.render(screen._frame))
         shown += re.findall(r"elapsed (\S+)  eta (\S+)", frame)
     screen.close()
     assert shown == [("0:00", "0:40"), ("0:15", "0:25"), ("10:00", "0:00")]

@@ -35,9 +35,9 @@ from smolcluster.dashboard.snapshot_stream import SnapshotStream
 from smolcluster.dashboard.step_clock import StepClock
 from smolcluster.dashboard.terminal import frame
 from smolcluster.errors import UserError
-from smolcluster.observe.board import loss_curve
 from smolcluster.observe.jsonl import truncate_metrics
 from smolcluster.observe.machine import MachineFacts, describe_machine, parse_smi
+from smolcluster.observe.run_state import loss_curve
 from smolcluster.observe.text import number
 
 
@@ -194,7 +194,7 @@ def test_many_machines_share_the_room() -> None:
 def test_the_joined_curve_is_that_of_the_console(
     ranks: int, steps: int, chance: random.Random, with_server: bool
 ) -> None:
-    """`observe.board.loss_curve` sees all rows at once, in any order; we see them one by one and keep few."""
+    """`observe.run_state.loss_curve` sees all rows at once, in any order; we see them one by one and keep few."""
     rows = [row(s, r, samples=s * (r + 1), loss=chance.random()) for s in range(1, steps + 1) for r in range(ranks)]
     rows.sort(key=lambda r: r["step"] + chance.random() * 3)  # ranks are up to three steps apart, each in its own order
     for rank in range(ranks):

@@ -40,8 +40,7 @@ from smolcluster.observe.jsonl import MetricsFile, read_metrics, truncate_metric
 from smolcluster.observe.logs import LogSink, log_path, reset_logging, setup_logging, tail
 from smolcluster.observe.observer import Observer
 from smolcluster.observe.pipe import PipeSink
-from smolcluster.observe.tracking import TensorBoardSink, metrics_of, run_name
-from smolcluster.observe.wandb import WandbSink, has_login
+from smolcluster.observe.tracking import TensorBoardSink, WandbSink, has_login, metrics_of, run_name
 
 
 def started(**fields: Any) -> RunStarted:

@@ -32,7 +32,7 @@ from smolcluster.config.strategies import (
 from smolcluster.dashboard.links import shape_of
 from smolcluster.errors import UserError
 from smolcluster.launch import prepare
-from smolcluster.observe.board import counts_own_steps
+from smolcluster.observe.run_state import counts_own_steps
 from smolcluster.parallel.placement import Node, Shape
 from smolcluster.planner.candidates import choices
 from smolcluster.strategies.base import Strategy

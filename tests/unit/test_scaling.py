@@ -103,7 +103,7 @@ def test_the_chart_has_the_line_the_reasons_and_what_the_machine_lacks() -> None
     assert text[5].endswith("45%*  " + "#" * 11 + " " * 9 + "|")
     said = "\n".join(remarks(scaling))
     assert "at or above 80%: 1, 2 workers" in said
-    assert "4 workers share 2 cores: these figures tell about this machine" in said
+    assert "4 workers share 2 cores: these figures measure this machine" in said
     assert "█│" not in "".join(text)
     assert bar(1.0, unicode=True) == "█" * 20 + "│" + "█" * 4
     assert len(bar(9.0, unicode=True)) == 30

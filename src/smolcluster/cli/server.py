@@ -50,8 +50,8 @@ def server(
         addresses = set(cluster.host_ip.values())  # where the hosts find this server
         cluster.bind = addresses.pop() if len(addresses) == 1 else "0.0.0.0"
     from smolcluster.observe.console import ConsoleSink
-    from smolcluster.observe.summary import EndReport
+    from smolcluster.observe.summary import SummarySink
 
     alone = dataclasses.replace(prepared, workers=0)  # all of them come from elsewhere
-    run_elastic(alone, port=cluster.port, sinks=[ConsoleSink(), EndReport()], command="server")
+    run_elastic(alone, port=cluster.port, sinks=[ConsoleSink(), SummarySink()], command="server")
     return 0

@@ -145,7 +145,7 @@ def _describe(prepared: Prepared, again: ElasticRange | None) -> int:
 
 def _run(prepared: Prepared, place: AssignedRank | None, again: ElasticRange | None, *, dashboard: bool) -> int:
     from smolcluster.observe.console import ConsoleSink
-    from smolcluster.observe.summary import EndReport
+    from smolcluster.observe.summary import SummarySink
 
     if dashboard and (place is None or place.rank == 0):
         from smolcluster.dashboard.server import start_in_background
@@ -156,7 +156,7 @@ def _run(prepared: Prepared, place: AssignedRank | None, again: ElasticRange | N
         _be_rank(prepared, place)
     from smolcluster.launch.api import run_here
 
-    run_here(prepared, sinks=[ConsoleSink(), EndReport()], elastic=again)
+    run_here(prepared, sinks=[ConsoleSink(), SummarySink()], elastic=again)
     return 0
 
 
@@ -170,10 +170,10 @@ def _be_rank(prepared: Prepared, place: AssignedRank) -> NoReturn:
     from smolcluster.cli.ending import leave_after, tell
     from smolcluster.launch.environment import run_rank
     from smolcluster.observe.console import ConsoleSink
-    from smolcluster.observe.observer import OnlyNotices, Sink
-    from smolcluster.observe.summary import EndReport
+    from smolcluster.observe.observer import NoticesOnly, Sink
+    from smolcluster.observe.summary import SummarySink
 
-    sinks: list[Sink] = [OnlyNotices(ConsoleSink())]
+    sinks: list[Sink] = [NoticesOnly(ConsoleSink())]
     if place.rank == 0:
-        sinks = [ConsoleSink(alone=place.world_size > 1), EndReport()]  # the header says whose rows these are
+        sinks = [ConsoleSink(alone=place.world_size > 1), SummarySink()]  # the header says whose rows these are
     leave_after(lambda: run_rank(prepared, place, sinks=sinks, tell=tell))

@@ -10,8 +10,8 @@ from typing import Any
 
 from smolcluster.dashboard.downsample import Curve, finite
 from smolcluster.dashboard.ranks import SILENT_PAUSES
-from smolcluster.observe.board import BatchWeights, weighted_mean
 from smolcluster.observe.events import VAL_FIELDS
+from smolcluster.observe.run_state import BatchWeights, weighted_mean
 
 OPEN_STEPS = 64  # a step waits for the rows of all ranks, but for at most so many steps
 OPEN_S = 10.0  # and not for a rank that has been silent for so long, and for several of its pauses between rows
@@ -25,7 +25,7 @@ METRIC_POINTS = 240
 
 
 class RunCurve:
-    """The loss curve, by the rules of `observe.board.loss_curve`, row by row and in bounded memory.
+    """The loss curve, by the rules of `observe.run_state.loss_curve`, row by row and in bounded memory.
 
     It has the server's rows, or else the mean over the ranks of a step, weighted by samples. A step is drawn when every live
     rank is beyond it.
@@ -42,7 +42,7 @@ class RunCurve:
         self._pauses: dict[int, float] = {}  # and the pause between its rows
         self._latest: dict[int, dict[str, Any]] = {}
         self._closed = -1
-        self._began = math.inf  # time of the first row: ranks without one are not waited for for ever
+        self._began = math.inf  # time of the first row: how long ranks without one are waited for
         self.last: dict[str, Any] = {}  # the latest step drawn
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)  # the latest steps: a point may stand for thousands
         self.last_val: dict[str, Any] = {}

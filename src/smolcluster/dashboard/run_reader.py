@@ -35,8 +35,8 @@ from smolcluster.dashboard.run_files import (
     shortened,
 )
 from smolcluster.dashboard.step_clock import StepClock
-from smolcluster.observe.board import counts_own_steps
 from smolcluster.observe.jsonl import json_object
+from smolcluster.observe.run_state import counts_own_steps
 
 MOST_RANKS = 1024
 MOST_EVENTS = 400
@@ -192,8 +192,8 @@ class RunReader:
         if record.role == "server" or (rank == 0 and not self.run_curve.served):
             self._recorded = written
         self._elapsed = record.heard(when, elapsed=self._elapsed)
-        asked = self._stamps.get("config.yaml")
-        resumed = record.last is not None and asked is not None and record.last["time"] < asked[2] / 1e9 < when
+        config = self._stamps.get("config.yaml")
+        resumed = record.last is not None and config is not None and record.last["time"] < config[2] / 1e9 < when
         self._notice_divergence(row)
         if record.role == "server":
             self._step_clock.add(when, int(step))
@@ -390,20 +390,20 @@ class RunReader:
     @property
     def started(self) -> float | None:
         """When the configuration was written: data is loaded before the first row. Of a resumed run, the first row."""
-        asked = self._stamps.get("config.yaml")
-        if self.first_time is None or asked is None:
+        config = self._stamps.get("config.yaml")
+        if self.first_time is None or config is None:
             return self.first_time
-        return min(self.first_time, asked[2] / 1e9)
+        return min(self.first_time, config[2] / 1e9)
 
     @property
     def ended(self) -> bool:
         """True if there is a summary of this attempt: a resumed run has that of the attempt before."""
         if not self.summary:
             return False
-        told, asked = self._stamps.get("summary.json"), self._stamps.get("config.yaml")
+        summary, config = self._stamps.get("summary.json"), self._stamps.get("config.yaml")
         finished = moment(self.summary.get("finished"))
-        copied = finished is not None and told is not None and abs(told[2] / 1e9 - finished) > COPIED_S
-        if told and asked and asked[2] > told[2] and not copied:  # a resume rewrites the configuration
+        copied = finished is not None and summary is not None and abs(summary[2] / 1e9 - finished) > COPIED_S
+        if summary and config and config[2] > summary[2] and not copied:  # a resume rewrites the configuration
             return False
         return finished is None or self._recorded is None or self._recorded <= finished + 2.0
 

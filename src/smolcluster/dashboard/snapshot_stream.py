@@ -21,8 +21,8 @@ from smolcluster.dashboard.ranks import RankRecord, state_of, waiting_s
 from smolcluster.dashboard.run_curve import MOST_METRICS, task_metrics
 from smolcluster.dashboard.run_files import MOST_TEXT, shortened
 from smolcluster.dashboard.run_reader import RunEvent, RunReader
-from smolcluster.observe.board import counts_own_steps, remaining_s
 from smolcluster.observe.events import VAL_FIELDS
+from smolcluster.observe.run_state import counts_own_steps, remaining_s
 
 RATES_S = 5.0  # window of tokens per second
 _TAKING_PART = ("starting", "training", "silent", "finished", "stopped")

@@ -239,8 +239,7 @@ class Role(ABC):
 
             self.observer.add(TensorBoardSink(folder / "tensorboard", run_name(started)))
         if self.config.logging.wandb:
-            from smolcluster.observe.tracking import run_name
-            from smolcluster.observe.wandb import WandbSink
+            from smolcluster.observe.tracking import WandbSink, run_name
 
             self.observer.add(WandbSink(started.project_name, run_name(started), run_dir=folder, config=started.config))
         if self.config.logging.prometheus_port:

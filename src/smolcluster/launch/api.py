@@ -59,9 +59,9 @@ def train(
         check_restartable(prepared.config, prepared.plane)
     if sinks is None:
         from smolcluster.observe.console import ConsoleSink
-        from smolcluster.observe.summary import EndReport
+        from smolcluster.observe.summary import SummarySink
 
-        sinks = [ConsoleSink(), EndReport()]
+        sinks = [ConsoleSink(), SummarySink()]
     return run_here(prepared, sinks=list(sinks), elastic=again)
 
 

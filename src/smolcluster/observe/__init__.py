@@ -1,1 +1,1 @@
-"""What happens in a run (`events`), and the sinks that receive it: consoles, files and trackers. Nothing here imports torch."""
+"""The events of a run (`events`) and the sinks that receive them: consoles, files, trackers. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""The run on the launcher's console: a live picture on a terminal, plain lines anywhere else.
+"""Show the run on the launcher's console: live on a terminal, plain lines anywhere else.
 
 step 50/300  loss 2.3104  val 2.4012  12.3k tok/s  eta 0:41
 """
@@ -9,53 +9,53 @@ import os
 import sys
 from typing import Protocol, TextIO
 
-from smolcluster.observe.board import Board, StepLine, evaluation_words, message, quantity, rate
 from smolcluster.observe.events import Event, Notice, Progress, RunFinished, StepLogged
+from smolcluster.observe.run_state import RunState, StepLine, evaluation_words, message, quantity, rate
 from smolcluster.observe.text import clock, encodable, number, printable
 
 
 class Screen(Protocol):
-    """One way of showing a board."""
+    """A way to display the state."""
 
     def step(self, line: StepLine) -> None:
-        """A step was closed."""
+        """Show a closed step."""
 
     def show(self, event: Event) -> None:
-        """The board has taken this event."""
+        """Show an event that the state has taken."""
 
     def close(self) -> None:
-        """Give the terminal back as it was."""
+        """Restore the terminal."""
 
 
 class ConsoleSink:
-    """Shows the events of all ranks. `live` None: live on a terminal that can, unless NO_COLOR or TERM=dumb is set.
+    """Shows the events of all ranks. `live` None: live on a terminal, unless NO_COLOR or TERM=dumb is set.
 
-    `alone`: there are only those of one worker of many.
-    A `Failed` event only marks its worker: what became of the run is for the launcher to say, once.
+    `alone`: only the events of one worker of several arrive. A `Failed` event only marks its worker: the launcher reports the
+    outcome of the run.
     """
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None, alone: bool = False) -> None:
         stream = stream or sys.stdout
-        self._board = Board(alone=alone)
+        self._state = RunState(alone=alone)
         make = _live_screen if _wants_live(stream, live) else PlainScreen
-        self._screen: Screen | None = make(stream, self._board)
-        self._noticed: dict[str, int | None] = {}  # before the first step: what was said, and by which rank first
+        self._screen: Screen | None = make(stream, self._state)
+        self._noticed: dict[str, int | None] = {}  # before the first step: each notice, and the first rank that sent it
         self._training = False
 
     def handle(self, event: Event) -> None:
         if self._screen is None:
             return
-        if self._was_said_by_another(event):
+        if self._is_repeated(event):
             return
-        closed = self._board.apply(event)
+        closed = self._state.apply(event)
         if isinstance(event, RunFinished):
-            closed += self._board.flush()
+            closed += self._state.flush()
         for line in closed:
             self._screen.step(line)
         self._screen.show(event)
 
-    def _was_said_by_another(self, event: Event) -> bool:
-        """Ranks that begin have the same settings, and the same warnings about them: one is enough."""
+    def _is_repeated(self, event: Event) -> bool:
+        """Return True for a notice that another rank has sent: at the start all ranks have the same warnings."""
         self._training |= isinstance(event, StepLogged)
         if not isinstance(event, Notice) or event.rank is None or self._training:
             return False
@@ -66,7 +66,7 @@ class ConsoleSink:
         if screen is None:
             return
         try:
-            for line in self._board.flush():
+            for line in self._state.flush():
                 screen.step(line)
         finally:
             screen.close()
@@ -75,9 +75,9 @@ class ConsoleSink:
 class PlainScreen:
     """Lines of text without any escape codes."""
 
-    def __init__(self, stream: TextIO, board: Board) -> None:
+    def __init__(self, stream: TextIO, state: RunState) -> None:
         self._stream = stream
-        self._board = board
+        self._state = state
         self._headed = False
         self._announced: set[str] = set()
 
@@ -90,19 +90,19 @@ class PlainScreen:
             self._progress(event)
         elif text := message(event):
             self._print(text)
-        if self._board.all_started:
+        if self._state.all_started:
             self._head()
 
     def close(self) -> None:
-        """Every line is out already."""
+        """Lines are flushed as they are written."""
 
     def _head(self) -> None:
-        if not self._headed and (header := self._board.header()):
+        if not self._headed and (header := self._state.header()):
             self._headed = True
             self._print(header)
 
     def _progress(self, event: Progress) -> None:
-        """A line at the start and one at the end; the steps between are for terminals."""
+        """Print a line at the start and one at the end."""
         if event.total is not None and event.done >= event.total:
             self._announced.discard(event.name)
             self._print(f"{event.name}: done, {quantity(event.total, event.unit)}")
@@ -116,7 +116,7 @@ class PlainScreen:
 
 
 def fields_of(line: StepLine) -> list[str]:
-    """`step 50/300`, `loss 2.3104`, `val 2.4012`, `12.3k tok/s`, `eta 0:41`: those that are known."""
+    """Return `step 50/300`, `loss 2.3104`, `val 2.4012`, `12.3k tok/s`, `eta 0:41`, as far as known."""
     fields = [line.label, f"loss {number(line.loss)}"]
     fields += [*evaluation_words(line.evaluation), *rate(line)]
     if line.eta_s is not None:
@@ -131,11 +131,11 @@ def _wants_live(stream: TextIO, live: bool | None) -> bool:
     return stream.isatty() and not plain
 
 
-def _live_screen(stream: TextIO, board: Board) -> Screen:
-    # rich is imported only where it is used: a run in a pipe starts without it.
+def _live_screen(stream: TextIO, state: RunState) -> Screen:
+    # A run in a pipe starts without rich.
     from rich.console import Console
 
     from smolcluster.observe.live import LiveScreen
 
     console = Console(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
-    return LiveScreen(console, board)
+    return LiveScreen(console, state)

@@ -1,11 +1,10 @@
-"""What happens in a run, as typed values.
+"""The events of a run, as typed values.
 
-Every process emits events; sinks (console, files, trackers) receive them. An event is plain data, so that it can cross
-a pipe as one line of JSON: `to_json` and `from_json` are the only wire format. Nothing here imports torch.
+Every process emits events; sinks (console, files, trackers) receive them. An event crosses a pipe as one line of JSON
+(`to_json`, `from_json`). Nothing here imports torch.
 
-JSON has no NaN and no infinity. They travel as the strings "nan", "inf" and "-inf", on the pipe as in metrics.jsonl and
-summary.json, and come back as floats wherever the field holds numbers (`restore`). `RunStarted.config` may hold any
-string, so there they stay strings.
+JSON has no NaN and no infinity: they are the strings "nan", "inf" and "-inf", on the pipe as in metrics.jsonl and summary.json.
+`restore` makes them floats again in fields that hold numbers. In `RunStarted.config` they stay strings.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class RunStarted(Event):
     run_dir: str
     task: str
     strategy: str
-    algorithm: str  # the name users know, for run names: EDP, ClassicDP, ...
+    algorithm: str  # the name in run names: EDP, ClassicDP, ...
     world_size: int
     device: str
     parameters: int
@@ -74,13 +73,13 @@ class StepLogged(Event):
     staleness: float
     staleness_max: int = 0  # since the start of this process, like the next
     stale_rejected: int = 0
-    skipped: int = 0  # steps that changed nothing, as the gradient was not finite; since the start of training
+    skipped: int = 0  # steps not applied because the gradient was not finite; since the start of training
     val_loss: float | None = None
     val_accuracy: float | None = None
     val_ppl: float | None = None
     val_extra: dict[str, float] | None = None  # other metrics of an evaluation; `val_<name>` in metrics.jsonl
     gradient_norms: dict[str, float] | None = None
-    machine: dict[str, Any] | None = None  # of the host, now and then: see observe/machine.py
+    machine: dict[str, Any] | None = None  # facts of the host, on some rows: see observe/machine.py
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,7 @@ class CheckpointFailed(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Notice(Event):
-    """Something a person should read. Levels are those of the logging module."""
+    """A message for the user. Levels are those of the logging module."""
 
     level: str
     message: str
@@ -110,7 +109,7 @@ class Notice(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Event):
-    """Long work before training: a download, a token cache. `total` is None when unknown; done == total ends it."""
+    """Progress of work before training: a download, a token cache. `total` None: unknown; done == total ends it."""
 
     name: str
     done: int
@@ -120,7 +119,7 @@ class Progress(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Phase(Event):
-    """A rank entered a phase: `connected`, `training`, `finished`. Used by the launcher, rarely shown."""
+    """A rank entered a phase: `connected`, `training`, `finished`. For the launcher."""
 
     rank: int
     name: str
@@ -129,7 +128,7 @@ class Phase(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SampleText(Event):
-    """Text the model wrote at the end of training."""
+    """Text generated at the end of training."""
 
     prompt: str
     text: str
@@ -144,7 +143,7 @@ class RunFinished(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Event):
-    """The last words of a process. `kind` is user, peer (a lost connection, so probably not the culprit) or error."""
+    """The error that ended a process. `kind` is user, peer (a lost connection, so probably not the cause) or error."""
 
     rank: int
     kind: str
@@ -152,18 +151,18 @@ class Failed(Event):
     traceback: str = ""
 
 
-VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")  # results that a row has fields of its own for
+VAL_FIELDS = ("val_loss", "val_accuracy", "val_ppl")  # results with a field of their own in a row
 
 
 def evaluation_fields(evaluation: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of a row for the results of an evaluation, `val_<name>` each."""
+    """Return the fields of a row for the results of an evaluation, each `val_<name>`."""
     known = {name: evaluation[name] for name in VAL_FIELDS if name in evaluation}
     extra = {name.removeprefix("val_"): value for name, value in evaluation.items() if name not in known}
     return known | {"val_extra": extra or None}
 
 
 def evaluation_of(row: StepLogged) -> dict[str, float]:
-    """The results of an evaluation in a row, `val_<name>` each; empty: the row has none."""
+    """Return the results of an evaluation in a row, each `val_<name>`; empty without one."""
     known = {name: getattr(row, name) for name in VAL_FIELDS}
     extra = {f"val_{name}": value for name, value in (row.val_extra or {}).items()}
     return extra | {name: value for name, value in known.items() if value is not None}
@@ -173,7 +172,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """The value ready for JSON: numbers that are not finite become strings, tuples become lists."""
+    """Return a value ready for JSON: non-finite numbers become strings, tuples become lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, dict):
@@ -184,7 +183,7 @@ def plain(value: Any) -> Any:
 
 
 def restore(value: Any) -> Any:
-    """The inverse of `plain` for values that hold numbers: "nan", "inf" and "-inf" become floats again."""
+    """Invert `plain` for values that hold numbers: "nan", "inf" and "-inf" become floats."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
@@ -195,30 +194,30 @@ def restore(value: Any) -> Any:
 
 
 def restore_fields(kind: type[Event], fields: dict[str, Any]) -> dict[str, Any]:
-    """`restore` for those fields that hold numbers in this kind of event; a host called "inf" keeps its name."""
+    """Apply `restore` to the fields that hold numbers in this kind of event; a host called "inf" keeps its name."""
     numeric = {f.name for f in dataclasses.fields(kind) if "float" in str(f.type) or f.name == "summary"}
     return {k: restore(v) if k in numeric or k.startswith("val_") else v for k, v in fields.items()}
 
 
 def to_dict(event: Event) -> dict[str, Any]:
-    """The fields of an event, without those that are None, ready for JSON."""
+    """Return the fields of an event that are not None, ready for JSON."""
     fields = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
     return {k: plain(v) for k, v in fields.items() if v is not None}
 
 
 def to_json(event: Event) -> str:
-    """One line of ASCII, so that it survives any encoding on the way."""
+    """Return one line of JSON, in ASCII so that any encoding keeps it."""
     return json.dumps({"event": type(event).__name__, **to_dict(event)}, allow_nan=False)
 
 
 def from_json(line: str) -> Event:
-    """Raises ValueError for a line that is not an event."""
+    """Parse a line. Raises ValueError for one that is not an event."""
     fields = json.loads(line)
     name = fields.pop("event", None) if isinstance(fields, dict) else None
     kind = Event.kinds.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(f"not an event: {line[:80]!r}")
-    # Fields that are None were left out on the way here.
+    # `to_json` leaves fields out that are None.
     absent = {f.name: None for f in dataclasses.fields(kind) if f.name not in fields and "None" in str(f.type)}
     try:
         return kind(**absent, **restore_fields(kind, fields))

@@ -24,18 +24,18 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 
 
 class MetricsFile:
-    """The sink that writes metrics.jsonl. Open it after `truncate_metrics`, not before.
+    """The sink that writes metrics.jsonl. Open it after `truncate_metrics`.
 
-    A disk that is full costs the rows of that time and no more: `warn` is called for the first.
+    A full disk loses the rows of that time only: `warn` is called for the first.
     """
 
     def __init__(self, path: str | Path, *, warn: Callable[[str], None] = logger.warning) -> None:
         self.path = Path(path)
         self._warn, self._warned = warn, False
-        self._torn = False  # the last row that was written here is not whole
+        self._torn = False  # our last row was not written whole
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd: int | None = os.open(self.path, _APPEND, 0o644)
-        # A process that was killed while writing may have left half a line. End it, or the next row would join it.
+        # End the partial line of a process that was killed while writing.
         if _ends_torn(self.path):
             os.write(self._fd, b"\n")
 
@@ -58,10 +58,9 @@ class MetricsFile:
                 )
 
     def _append(self, fd: int, row: bytes) -> bool:
-        """Whether all of it was written.
+        """Write a row. Return False if it was cut short (full disk, signal).
 
-        A short write (the disk was full for a moment, a signal) leaves a fragment, which readers skip. Its rest might land
-        behind another process's row, so whatever comes next ends the fragment and is written whole.
+        Readers skip the fragment. Its rest could land behind another process's row, so the next write ends the line first.
         """
         data = b"\n" + row if self._torn else row
         self._torn = os.write(fd, data) != len(data)
@@ -74,10 +73,10 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, in the order they were written.
+    """Return the rows of a metrics file, in the order of the file; none without a file.
 
-    No file means no rows. Lines that are not whole (a process was killed while writing) are skipped and counted in a
-    warning; the last one is skipped silently, because it may be being written right now.
+    Partial lines (a process was killed while writing) are skipped and counted in a warning; the last one is skipped silently,
+    because it may be being written.
     """
     rows, num_torn = [], 0
     lines = _lines(Path(path))
@@ -93,17 +92,16 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: str | Path, *, after_step: int) -> int:
-    """Drop the rows of steps beyond `after_step`, atomically; how many were dropped.
+    """Drop the rows of steps beyond `after_step`, which a resumed run repeats. Return how many were dropped.
 
-    A resumed run repeats those steps. Call it before any process opens the file: a descriptor that is open already
-    would go on writing to the old file.
+    The file is replaced atomically. Call this before any process opens it: an open descriptor would write to the old file.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # another rank may be doing the same
     dropped = 0
     try:
         with path.open("rb") as rows, temporary.open("wb") as file:
-            for line in rows:  # one at a time: the file may be large
+            for line in rows:  # line by line: the file may be large
                 row = json_object(line)
                 if row is not None and not _beyond(row, after_step):
                     file.write(line.rstrip(b"\n") + b"\n")
@@ -127,7 +125,7 @@ def _beyond(row: dict[str, Any], step: int) -> bool:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines that are not empty; the last may be torn."""
+    """Return the lines that are not empty; the last may be partial."""
     try:
         return [line for line in path.read_bytes().split(b"\n") if line.strip()]
     except FileNotFoundError:
@@ -135,7 +133,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def json_object(text: bytes | str) -> dict[str, Any] | None:
-    """Return the object that a text is, None for any other text. A prefix of an object is none: a torn row cannot pass."""
+    """Parse a JSON object; None for any other text. A prefix of an object is not one, so partial rows are None."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):  # the first also for bytes that are not UTF-8
@@ -157,7 +155,7 @@ def _exclusive(fd: int) -> Iterator[None]:
     if sys.platform == "win32":
         import msvcrt
 
-        # One byte far beyond any row, so that readers of the file are not in its way.
+        # One byte far beyond any row, so that readers do not block.
         os.lseek(fd, 2**31 - 2, os.SEEK_SET)
         msvcrt.locking(fd, msvcrt.LK_LOCK, 1)
         try:

@@ -1,4 +1,4 @@
-"""The live picture on a terminal, drawn with rich.
+"""The live display on a terminal, drawn with rich.
 
     gpt | allreduce | 2 workers on 2 x cpu | 4.83M parameters | 300 steps
     step 50/300 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 17%
@@ -7,8 +7,8 @@
        0  mini  mps       50  2.3007  160 ms       4%          0
        1  pi5   cpu       50  2.3201  161 ms       4%          0
 
-A picture is a frozen value, made by the thread that brings the events and drawn by rich's refresh thread, so the two
-share no lock. What does not fit a small terminal is left out, least important first.
+A frame is a frozen value, made by the thread of the events and drawn by rich's refresh thread, so the two share no lock.
+What does not fit a small terminal is left out, least important first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.observe.board import Board, Seat, StepLine, evaluation_words, message, quantity, rate
 from smolcluster.observe.events import CheckpointSaved, Event, Progress
+from smolcluster.observe.run_state import RankStatus, RunState, StepLine, evaluation_words, message, quantity, rate
 from smolcluster.observe.text import clock, duration, encodable, number, printable
 
 COLUMNS = ("rank", "host", "device", "step", "loss", "step time", "comm", "staleness")
@@ -36,17 +36,17 @@ _STYLES = {"error": "bold red", "critical": "bold red", "warning": "yellow"}
 
 
 class LiveScreen:
-    """Draws the board in place, with notices scrolling above it."""
+    """Draws the state in place; notices scroll above it."""
 
-    def __init__(self, console: Console, board: Board, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, state: RunState, *, now: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._board = board
+        self._state = state
         self._now = now
         self._started_s = now()
         self._line: StepLine | None = None
         self._line_s = self._started_s
-        self._picture = self._draw()
-        self._live = Live(console=console, get_renderable=lambda: self._picture, vertical_overflow="crop")
+        self._frame = self._draw()
+        self._live = Live(console=console, get_renderable=lambda: self._frame, vertical_overflow="crop")
 
     def step(self, line: StepLine) -> None:
         if not line.late:
@@ -55,14 +55,14 @@ class LiveScreen:
     def show(self, event: Event) -> None:
         if not self._live.is_started:
             self._live.start()
-            atexit.register(self._stop)  # the cursor comes back even if `close` is never called
-        self._picture = self._draw()
-        # A saved checkpoint is as it should be; only trouble is worth a line here.
+            atexit.register(self._stop)  # restores the cursor even if `close` is never called
+        self._frame = self._draw()
+        # Only problems get a line here, so no saved checkpoints.
         if (text := message(event)) and not isinstance(event, CheckpointSaved):
             self._console.print(Text(self._clean(text), style=_STYLES.get(text.split(":")[0], "")))
 
     def close(self) -> None:
-        self._picture = self._draw()
+        self._frame = self._draw()
         self._stop()
 
     def _stop(self) -> None:
@@ -72,32 +72,32 @@ class LiveScreen:
     def _clean(self, text: str) -> str:
         return encodable(printable(text, keep="\t\n"), self._console.file)
 
-    def _draw(self) -> Picture:
-        board = self._board
-        return Picture(
-            header=self._clean(board.header()),
-            progress=tuple(dataclasses.replace(p, name=self._clean(p.name)) for p in board.progress.values()),
+    def _draw(self) -> LiveFrame:
+        state = self._state
+        return LiveFrame(
+            header=self._clean(state.header()),
+            progress=tuple(dataclasses.replace(p, name=self._clean(p.name)) for p in state.progress.values()),
             line=self._line,
-            evaluation=board.evaluation,
-            workers=tuple(tuple(self._clean(cell) for cell in _cells(seat)) for seat in board.workers),
-            failed=frozenset(i for i, seat in enumerate(board.workers) if seat.state == "failed"),
+            evaluation=state.evaluation,
+            workers=tuple(tuple(self._clean(cell) for cell in _cells(status)) for status in state.workers),
+            failed=frozenset(i for i, status in enumerate(state.workers) if status.state == "failed"),
             started_s=self._started_s,
             line_s=self._line_s,
             now=self._now,
         )
 
 
-def _cells(seat: Seat) -> tuple[str, ...]:
-    """One worker as the texts of COLUMNS."""
-    row = seat.last
+def _cells(status: RankStatus) -> tuple[str, ...]:
+    """Return the cells of one worker, by COLUMNS."""
+    row = status.last
     if row is None:
-        return (str(seat.rank), seat.host, seat.device, seat.state, "-", "-", "-", "-")
+        return (str(status.rank), status.host, status.device, status.state, "-", "-", "-", "-")
     comm = f"{row.comm_s / row.step_time_s:.0%}" if row.step_time_s > 0 else "-"
-    step = str(row.step) if seat.state == "training" else seat.state
+    step = str(row.step) if status.state == "training" else status.state
     return (
-        str(seat.rank),
-        seat.host,
-        seat.device,
+        str(status.rank),
+        status.host,
+        status.device,
         step,
         number(row.loss),
         duration(row.step_time_s),
@@ -107,8 +107,8 @@ def _cells(seat: Seat) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """Everything on the screen. Only the clocks move between two pictures."""
+class LiveFrame:
+    """The contents of the screen. Only clocks change between two frames."""
 
     header: str = ""
     progress: tuple[Progress, ...] = ()
@@ -144,8 +144,10 @@ class Picture:
         return numbers
 
     def _worker_lines(self, width: int, *, max_lines: int) -> RenderResult:
-        """One line per worker; columns and lines that do not fit are left out."""
-        fits = len(self.workers) if len(self.workers) < max_lines else max_lines - 2  # a line each for head and rest
+        """Yield a line per worker, without columns and lines that do not fit."""
+        fits = (
+            len(self.workers) if len(self.workers) < max_lines else max_lines - 2
+        )  # a line each for the header and the rest
         if not self.workers or fits < 1:
             return
         table = [COLUMNS, *self.workers]
@@ -165,7 +167,7 @@ class Picture:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """One line, cut at the edge: a wrapped line would push the others around."""
+    """Return a line that is cut at the edge and not wrapped."""
     return Text(text, style=style, no_wrap=True, overflow="crop")
 
 
@@ -179,7 +181,7 @@ def _amount(item: Progress) -> str:
 
 
 def bar(label: str, done: int, total: int | None, amount: str, width: int) -> Table | Text:
-    """`label ━━━━━━━━ amount`, without the bar where there is no room for it."""
+    """Return `label ━━━━━━━━ amount`, without the bar where it does not fit."""
     room = width - cell_len(label) - cell_len(amount) - 2
     if room < 6:
         return _line(f"{label} {amount}")

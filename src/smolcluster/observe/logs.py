@@ -3,9 +3,8 @@
     {"time": "2026-03-01T12:00:00.123Z", "level": "INFO", "logger": "smolcluster.engine.loop", "message": "...",
      "role": "worker", "rank": 1, "host": "pi5"}
 
-A row of the run's record is a line too, with its step and its loss as fields. An exception adds the field `exception`. What is
-not logged but printed (a crash inside the interpreter or C++) reaches the same file as it is, because the launcher appends the
-process's stderr to it; `tail` copes with both.
+Each logged step is a line too, with step and loss as fields. An exception adds the field `exception`. The launcher appends the
+process's stderr to the same file, so printed text (a crash in the interpreter or C++) is there as it is; `tail` reads both.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from smolcluster.observe.board import rate
 from smolcluster.observe.events import CheckpointSaved, Event, Notice, StepLogged, plain
 from smolcluster.observe.jsonl import json_object
+from smolcluster.observe.run_state import rate
 from smolcluster.observe.text import number, printable
 
 log = logging.getLogger(__name__)
@@ -47,20 +46,20 @@ class LogSink:
 
     def handle(self, event: Event) -> None:
         if isinstance(event, StepLogged):
-            said = [f"step {event.step}: loss {number(event.loss)}"]
-            said += [] if event.val_loss is None else [f"val {number(event.val_loss)}"]
+            parts = [f"step {event.step}: loss {number(event.loss)}"]
+            parts += [] if event.val_loss is None else [f"val {number(event.val_loss)}"]
             numbers = {name: getattr(event, name) for name in ("step", "loss", "val_loss", "lr", "grad_norm")}
             fields = {name: plain(value) for name, value in numbers.items() if value is not None}
-            log.info("%s", ", ".join([*said, *rate(event)]), extra={"fields": fields})
+            log.info("%s", ", ".join([*parts, *rate(event)]), extra={"fields": fields})
         elif isinstance(event, CheckpointSaved):
             log.info("checkpoint of step %d: %s", event.step, event.path)
 
     def close(self) -> None:
-        """The log is open for longer."""
+        """The log stays open: `reset_logging` closes it."""
 
 
-class LauncherLog:
-    """A sink that writes the launcher's warnings to `logs/launcher-<host>.log`: which process died, and how."""
+class LauncherLogSink:
+    """Writes the launcher's warnings to `logs/launcher-<host>.log`: which process died, and how."""
 
     def __init__(self, run_dir: str | Path, *, host: str) -> None:
         self._path = log_path(run_dir, "launcher", None, host)
@@ -76,11 +75,11 @@ class LauncherLog:
                 file.write(self._formatter.format(record) + "\n")
 
     def close(self) -> None:
-        """The file is opened for each line: there are few."""
+        """The file is opened for each of its few lines."""
 
 
 class LineFormatter(logging.Formatter):
-    """A record for a person."""
+    """A record as readable text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(_render(_fields(self, record)))
@@ -96,20 +95,20 @@ def _fields(formatter: logging.Formatter, record: logging.LogRecord) -> dict[str
 
 def log_path(run_dir: str | Path, role: str, rank: int | None, host: str) -> Path:
     """`logs/server-<host>.log` or `logs/worker-rank<R>-<host>.log` inside the run directory."""
-    seat = role if role == "server" or rank is None else f"{role}-rank{rank}"
-    return Path(run_dir) / "logs" / re.sub(r"[^\w.-]", "_", f"{seat}-{host}.log", flags=re.ASCII)
+    process = role if role == "server" or rank is None else f"{role}-rank{rank}"
+    return Path(run_dir) / "logs" / re.sub(r"[^\w.-]", "_", f"{process}-{host}.log", flags=re.ASCII)
 
 
 def setup_logging(path: Path | None, *, level: str | int, role: str, rank: int | None, host: str) -> None:
     """Send everything logged in this process, and every warning, to the file.
 
-    May be called again: it replaces what it set up before. Handlers of others (a notebook's, a test's) stay.
+    A second call replaces the first. Handlers of others (a notebook's, a test's) stay.
     """
     reset_logging()
     handler: logging.Handler = logging.NullHandler()  # with no handler at all, Python would print warnings
     if path is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A lone surrogate becomes \udcXX, which is what JSON would write for it anyway.
+        # A lone surrogate becomes \udcXX, as in JSON.
         handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
         handler.setFormatter(JsonFormatter(role=role, rank=rank, host=host))
     root = logging.getLogger()
@@ -120,7 +119,7 @@ def setup_logging(path: Path | None, *, level: str | int, role: str, rank: int |
 
 
 def reset_logging() -> None:
-    """Undo `setup_logging`: close its files and let warnings go where they went before."""
+    """Undo `setup_logging`: close its files and restore warnings."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if h.get_name() == _OURS]:
         root.removeHandler(handler)
@@ -129,7 +128,7 @@ def reset_logging() -> None:
 
 
 def log_to_terminal(level: int = logging.INFO) -> None:
-    """For commands that run until they are ended and keep no file: a line on standard error for whatever is worth knowing."""
+    """Log to standard error, for commands that run until they are stopped and keep no file."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
     logger = logging.getLogger("smolcluster")
@@ -138,7 +137,7 @@ def log_to_terminal(level: int = logging.INFO) -> None:
 
 
 def tail(path: str | Path, lines: int = 20) -> list[str]:
-    """The end of a log for a person: at most `lines` lines, of which a traceback may be many. No file, no lines."""
+    """Return the last `lines` lines of a log as readable text; none without a file."""
     rendered: list[str] = []
     for raw in _last_lines(Path(path), lines):
         fields = json_object(raw)
@@ -158,7 +157,7 @@ def _render(fields: dict[str, Any]) -> list[str]:
 
 
 def _last_lines(path: Path, count: int) -> list[str]:
-    """Reads from the end, so that a log of gigabytes costs no more than a short one."""
+    """Return the last lines of a file, read from its end."""
     block = b""
     try:
         with path.open("rb") as file:

@@ -1,11 +1,11 @@
-"""What is known of the machine this process runs on: device, memory, temperature, load.
+"""Facts of the machine this process runs on: device, memory, temperature, load.
 
     {"device": "cuda:0", "device_name": "NVIDIA H200", "cores": 16, "load": 0.31,
      "memory_used_bytes": ..., "memory_total_bytes": ..., "temperature_c": 51.0,
      "device_memory_used_bytes": ..., "device_memory_total_bytes": ..., "device_temperature_c": 44.0}
 
-Read from /proc and /sys, from psutil where it is installed, and for GPUs from torch if this process has imported it already,
-else from nvidia-smi. What is not known is left out: nothing here is guessed, and nothing here raises.
+Read from /proc and /sys, from psutil if installed, and for GPUs from torch if this process has imported it, else from
+nvidia-smi. Unknown facts are left out. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any
 
 _SMI_FIELDS = "name,memory.used,memory.total,temperature.gpu"
 _SMI_WITHIN_S = 3.0
-_HOTTEST_C = 150.0  # sensors that are not there tell anything
+_HOTTEST_C = 150.0  # missing sensors report arbitrary values
 
 
 class MachineFacts:
-    """The facts of a training process's machine, for some of its rows: reading them takes half a millisecond."""
+    """The facts for some rows of a training process: reading them takes half a millisecond."""
 
     def __init__(self, device: str, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._device, self._every_s, self._clock = device, every_s, clock
         self._next_s = clock()
 
     def due(self) -> dict[str, Any] | None:
-        """Return the facts, or None within `every_s` of the last time."""
+        """Return the facts, or None within `every_s` of the last ones."""
         now = self._clock()
         if now < self._next_s:
             return None
@@ -45,8 +45,8 @@ class MachineFacts:
 
 
 def describe_machine(device: str | None = None, *, ask_nvidia: bool = False) -> dict[str, Any]:
-    """`device` is what this process computes on, where it does. `ask_nvidia`: run nvidia-smi where torch is not loaded,
-    which takes a moment: not for a process that trains."""
+    """Return the facts. `device`: the one that this process computes on. `ask_nvidia`: run nvidia-smi where torch is not
+    loaded, which is too slow for a training process."""
     known: dict[str, Any] = {
         "device": device,
         "device_name": processor_name(),
@@ -65,8 +65,8 @@ def describe_machine(device: str | None = None, *, ask_nvidia: bool = False) -> 
 
 @functools.cache
 def processor_name() -> str | None:
-    """`Raspberry Pi 5 Model B`, `Apple M2`, `AMD Ryzen 9 7950X`; None where the system does not say."""
-    with contextlib.suppress(OSError):  # on small boards
+    """Return `Raspberry Pi 5 Model B`, `Apple M2`, `AMD Ryzen 9 7950X`; None where unknown."""
+    with contextlib.suppress(OSError):  # on single-board computers
         return Path("/proc/device-tree/model").read_text(encoding="utf-8", errors="replace").strip("\0 \n") or None
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -79,7 +79,7 @@ def processor_name() -> str | None:
 
 
 def _load() -> float | None:
-    """Processes that want to compute, for each core, over the last minute."""
+    """Return the load average of the last minute for each core."""
     with contextlib.suppress(AttributeError, OSError):
         return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
     return None
@@ -101,7 +101,7 @@ def _memory() -> dict[str, int]:
 
 
 def _temperature() -> float | None:
-    """Of the hottest sensor that the system has."""
+    """Return the temperature of the hottest sensor."""
     found = []
     for pattern in ("thermal/thermal_zone*/temp", "hwmon/hwmon*/temp*_input"):
         for path in Path("/sys/class").glob(pattern):
@@ -151,7 +151,7 @@ def _gpu_by_smi(index: int) -> dict[str, Any]:
 
 
 def parse_smi(text: str) -> dict[str, Any]:
-    """One line of `NVIDIA H200, 1024, 143771, 35`; memory in MiB."""
+    """Parse `NVIDIA H200, 1024, 143771, 35`; memory in MiB."""
     parts = [part.strip() for part in text.partition("\n")[0].split(",")]
     if len(parts) != 4:
         return {}

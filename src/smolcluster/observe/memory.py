@@ -1,6 +1,6 @@
-"""What every strategy would hold, for a person: a table, a bar for each, and what to take.
+"""Print a memory estimate of every strategy: a table, a bar for each, and a recommendation.
 
-It is drawn from plain values, those that `plan --memory --json` prints.
+The input is what `plan --memory --json` prints.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PARTS = (
     ("o", "magenta", "optimizer"),
     ("a", "green", "other"),
 )
-WAYS = ((False, "fused"), (True, "fused"), (False, "plain"))
+ACTIVATIONS = ((False, "fused"), (True, "fused"), (False, "plain"))
 
 
 def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
-    """Write it to a terminal or a file. Without colours the letters of the bars say as much."""
+    """Print the estimate to a terminal or a file. Bars use letters, so colours are not needed."""
     stream = stream or sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else 144, highlight=False, soft_wrap=False)
     rows = [row for row in plan["strategies"] if row["runs"]]
@@ -45,7 +45,7 @@ def show_memory(plan: Mapping[str, Any], stream: IO[str] | None = None) -> None:
             console.print(Text(f"cannot run: {row['name']}: {row['reason']}"))
     notes: dict[str, list[str]] = {}
     for row in rows:
-        notes.setdefault(worst(row)["note"], []).append(row["name"])
+        notes.setdefault(largest_worker(row)["note"], []).append(row["name"])
     for note, names in notes.items():
         if note:
             console.print(Text(f"{note}: {'; '.join(names)}", style="dim"))
@@ -70,13 +70,13 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for row in rows:
-        seat = worst(row)
+        seat = largest_worker(row)
         sent = max(row["bytes_sent"], default=0)
         cells = [size(sent) + "*" * row["activations_travel"]]
         cells += [size(seat[key]) for key in ("parameters", "gradients", "optimizer")]
-        for key in WAYS:
-            way = way_of(seat, *key)
-            same = "same" if key[1] == "plain" and seat["ways"] else "-"  # torch's own attention was not used anyway
+        for key in ACTIVATIONS:
+            way = activations_of(seat, *key)
+            same = "same" if key[1] == "plain" and seat["ways"] else "-"  # without fused attention already
             cells.append(same if way is None else size(way["activations"]))
         table.add_row(row["name"], *cells, size(row["peak_bytes"]), _fits(row))
     return table
@@ -89,7 +89,7 @@ def _fits(row: Mapping[str, Any]) -> str:
 
 
 def _bars(rows: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Table:
-    """The moment with most bytes, as configured; the mark is the room there is."""
+    """Draw the peak of each strategy; the mark is the memory limit."""
     most = max([row["peak_bytes"] for row in rows] + [1])
     scale = BAR / most
     grid = Table(box=None, pad_edge=False, show_header=False)
@@ -115,13 +115,13 @@ def _bar(held: Mapping[str, int], scale: float, limit: int) -> Text:
     return Text.assemble(text[:mark], ("|", "bold red"), text[mark + 1 :]) if 0 <= mark < drawn else text
 
 
-def worst(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The worker that needs most."""
+def largest_worker(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the worker that needs most memory."""
     workers = [seat for seat in row["seats"] if seat["role"] == "worker"]
     return max(workers, key=lambda seat: int(seat["peak_bytes"]))
 
 
-def way_of(seat: Mapping[str, Any], checkpointing: bool, attention: str) -> Mapping[str, Any] | None:
+def activations_of(seat: Mapping[str, Any], checkpointing: bool, attention: str) -> Mapping[str, Any] | None:
     wanted = (checkpointing, attention)
     return next((way for way in seat["ways"] if (way["checkpointing"], way["attention"]) == wanted), None)
 

@@ -1,4 +1,4 @@
-"""Events go in, every sink gets them, and no sink can stop training."""
+"""Deliver events to sinks. A failing sink cannot stop training."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Where events end up: a console, a file, a tracker. Calls never overlap: the observer makes them one at a time."""
+    """A receiver of events: a console, a file, a tracker. The observer never calls it concurrently."""
 
     def handle(self, event: Event) -> None:
-        """Take one event; ignore the kinds it does not know."""
+        """Take one event; ignore unknown kinds."""
 
     def close(self) -> None:
-        """Write out what is left and let go; by default there is nothing. Called once, also after `handle` has failed."""
+        """Flush and release. Called once, also after `handle` has failed."""
         return
 
 
@@ -32,8 +32,8 @@ class Observer:
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
-        # Reentrant, with a queue: a sink or a signal handler may emit while this thread is in the middle of an event.
-        # What it emits then waits its turn, so that no sink is entered twice.
+        # Reentrant, with a queue: a sink or a signal handler may emit during an event. Such events wait, so that no sink is
+        # entered twice.
         self._lock = threading.RLock()
         self._waiting: deque[Event] = deque()
         self._busy = False
@@ -55,11 +55,11 @@ class Observer:
                 self._busy = False
 
     def notice(self, level: str, message: str, rank: int | None = None) -> None:
-        """Tell a person something. `level` is INFO, WARNING or ERROR."""
+        """Emit a message for the user. `level` is INFO, WARNING or ERROR."""
         self.emit(Notice(level=level, message=message, rank=rank))
 
     def close(self) -> None:
-        """Close every sink. Events that come later go nowhere."""
+        """Close every sink. Later events are dropped."""
         with self._lock:
             while self._sinks:
                 _close(self._sinks.pop(0))
@@ -74,8 +74,7 @@ class Observer:
         for sink in list(self._sinks):
             try:
                 sink.handle(event)
-            # A tracker raises whatever its authors chose (OSError, RuntimeError, ValueError, classes of its own), and
-            # a curve on another server is never worth a training run.
+            # A tracker may raise anything, and a curve on another server is never worth a training run.
             except Exception as error:  # noqa: BLE001
                 self._drop(sink, error)
 
@@ -94,8 +93,8 @@ def _close(sink: Sink) -> None:
         logger.error("%s could not be closed: %s: %s", type(sink).__name__, type(error).__name__, error)
 
 
-class OnlyNotices:
-    """What a machine that does not lead shows: the run itself is shown where it is led."""
+class NoticesOnly:
+    """Passes only notices to a sink: on a machine that is not the head, whose console shows the run."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -109,15 +108,15 @@ class OnlyNotices:
 
 
 class NoticeHandler(logging.Handler):
-    """What the package logs as a warning or worse also becomes a Notice, so that a person sees it at once.
+    """Turns warnings and errors that the package logs into notices for the user.
 
-    A record with `extra={"event": ...}` is about an event that sinks get anyway.
+    A record with `extra={"event": ...}` is about an event that sinks receive anyway.
     """
 
     def __init__(self, observer: Observer, *, rank: int | None) -> None:
         super().__init__(logging.WARNING)
         self._observer, self._rank = observer, rank
-        # The observer reports its own errors itself.
+        # The observer emits a notice of its own errors itself.
         self.addFilter(
             lambda record: not record.name.startswith("smolcluster.observe") and not hasattr(record, "event")
         )

@@ -8,14 +8,14 @@ from typing import IO
 
 from smolcluster.observe.events import Event, to_json
 
-# What writing to a pipe gives when the reader is gone; Windows says EINVAL.
+# Errors of a pipe without a reader; EINVAL on Windows.
 _READER_GONE = {errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, errno.EBADF, errno.EINVAL}
 
 
 class PipeSink:
-    """Writes each event as one line of JSON and flushes it. The stream stays the caller's to close.
+    """Writes each event as one line of JSON and flushes it. The caller closes the stream.
 
-    A broken pipe is silent: the launcher is gone, and the control channel is what notices that and acts.
+    A broken pipe is ignored: the control channel handles a launcher that is gone.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -30,7 +30,7 @@ class PipeSink:
                 return
             try:
                 rest = memoryview(line)
-                while rest:  # an unbuffered stream may take a part only
+                while rest:  # an unbuffered stream may write a part only
                     rest = rest[self._stream.write(rest) or 0 :]
                 self._stream.flush()
             except OSError as error:
@@ -39,4 +39,4 @@ class PipeSink:
                 self._gone = True
 
     def close(self) -> None:
-        """Every line is flushed already."""
+        """Lines are flushed as they are written."""

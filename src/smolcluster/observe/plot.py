@@ -1,4 +1,4 @@
-"""A line plot in text: braille dots (2 x 4 per character), or ASCII where the terminal has no braille."""
+"""A line plot in text: braille dots (2 x 4 per character), or ASCII."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def loss_plot(
     val: Sequence[Point] = (),
     unicode: bool | None = None,
 ) -> str:
-    """The training loss as a line and the validation losses, given as (step, loss), as marks.
+    """Plot the training loss as a line and validation losses, given as (step, loss), as marks.
 
-    Values that are not finite leave a gap. `unicode` None: as far as the encoding of stdout goes.
+    Non-finite values leave a gap. `unicode` None: if the encoding of stdout has braille.
     """
     if len(steps) != len(losses):
         raise ValueError(f"{len(steps)} steps but {len(losses)} losses")
@@ -58,7 +58,7 @@ def loss_plot(
 
 
 def _labels(ys: list[float], rows: int) -> dict[int, str]:
-    """The losses at the top, the middle and the bottom, by row; a constant has one."""
+    """Return the losses at the top, the middle and the bottom, by row; a single one for a constant."""
     low, high, middle = min(ys), max(ys), rows // 2
     if low == high:
         return {middle: f"{low:.4g}"}
@@ -67,7 +67,7 @@ def _labels(ys: list[float], rows: int) -> dict[int, str]:
 
 
 def _finite_runs(points: list[Point]) -> list[list[Point]]:
-    """The points in stretches without a gap."""
+    """Split the points at gaps."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point[1]):
@@ -78,7 +78,7 @@ def _finite_runs(points: list[Point]) -> list[list[Point]]:
 
 
 class _Scale:
-    """From (step, loss) to a dot; a range of zero width is drawn in the middle."""
+    """Maps (step, loss) to a dot; a range of zero width to the middle."""
 
     def __init__(self, points: list[Point], width: int, height: int) -> None:
         self._x = (min(x for x, _ in points), max(x for x, _ in points), width)
@@ -89,14 +89,14 @@ class _Scale:
 
     @staticmethod
     def _place(value: float, low: float, high: float, size: int) -> int:
-        span = high / 2 - low / 2  # halves: the span of two huge values must not overflow
+        span = high / 2 - low / 2  # halved so that the span of two huge values does not overflow
         if span <= 0:
             return size - 1 - size // 2
         return min(size - 1, int((value / 2 - low / 2) / span * (size - 1) + 0.5))
 
 
 class _Canvas:
-    """Dots in characters."""
+    """A grid of characters with dots."""
 
     def __init__(self, columns: int, rows: int, dots: tuple[int, int]) -> None:
         self._dots = dots
@@ -104,7 +104,7 @@ class _Canvas:
         self._marks: dict[Cell, str] = {}
 
     def line(self, start: Cell, end: Cell) -> None:
-        """Every dot on the way, by whole steps along the longer side."""
+        """Draw a line in whole steps along the longer side."""
         length = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
         for i in range(length + 1):
             x = start[0] + round((end[0] - start[0]) * i / length)

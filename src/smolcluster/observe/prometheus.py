@@ -1,13 +1,12 @@
-"""Metrics for Prometheus: `http://HOST:PORT/metrics` of every process of a run, in Prometheus' text format.
+"""Serve the metrics of every process of a run to Prometheus, at `http://HOST:PORT/metrics` in its text format.
 
     logging.prometheus_port = 9464      on every machine:  9464  the server
                                                            9465  its worker with local rank 0
                                                            9466  its worker with local rank 1, and so on
 
-A sink that keeps the last value of everything, and a small HTTP server in a thread that writes them down when it is asked.
-GET /metrics and GET /health are all it answers, and only to clients that call it by a name it knows: a web page that tricks a
-browser into asking gets nothing. It listens on loopback unless `logging.prometheus_host` says otherwise; the numbers can be
-read there by anyone, and nothing can be changed.
+A sink keeps the latest values, and a small HTTP server in a thread answers GET /metrics and GET /health, only for Host headers
+that name this machine: DNS rebinding does not work. It listens on loopback unless `logging.prometheus_host` is set; there
+anyone can read the numbers, and change nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from typing import Any
 from smolcluster.observe.events import CheckpointFailed, CheckpointSaved, Event, RunStarted, StepLogged
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MOST_METRICS = 64  # of a task's own, from one evaluation
-_MOST_CALLERS = 8  # at once; Prometheus is one
-_PATIENCE_S = 5.0  # for a client that sends nothing
-_LOOK_S = 0.1  # how soon a server sees that it is to stop
+MOST_METRICS = 64  # of the task's own, from one evaluation
+_MOST_CLIENTS = 8  # concurrent; Prometheus is one
+_IDLE_S = 5.0  # timeout of a client that sends nothing
+_POLL_S = 0.1  # how soon the server notices a shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,10 @@ class Metric:
 
 METRICS = {
     "smolcluster_up": Metric("gauge", "1 while the process runs."),
-    "smolcluster_run_info": Metric("gauge", "1, with labels that tell what is trained."),
+    "smolcluster_run_info": Metric("gauge", "1, with labels that describe the run."),
     "smolcluster_planned_steps": Metric("gauge", "Steps of the whole run."),
     "smolcluster_step": Metric("gauge", "The last step that was logged.", "step"),
-    "smolcluster_last_step_timestamp_seconds": Metric("gauge", "When that was, in seconds since 1970.", "time"),
+    "smolcluster_last_step_timestamp_seconds": Metric("gauge", "Time of that step, in seconds since 1970.", "time"),
     "smolcluster_loss": Metric("gauge", "Training loss.", "loss"),
     "smolcluster_val_loss": Metric("gauge", "Loss of the last evaluation.", "val_loss"),
     "smolcluster_val_accuracy": Metric("gauge", "Accuracy of the last evaluation.", "val_accuracy"),
@@ -66,30 +65,30 @@ METRICS = {
     "smolcluster_staleness": Metric("gauge", "Age of gradients in steps, mean since the row before.", "staleness"),
     "smolcluster_stale_rejected_total": Metric("counter", "Gradients refused as too old.", "stale_rejected"),
     "smolcluster_skipped_total": Metric("counter", "Steps whose gradient was not finite, not applied.", "skipped"),
-    "smolcluster_members": Metric("gauge", "Workers that take part now, as the server knows."),
+    "smolcluster_members": Metric("gauge", "Workers that take part now, from the server."),
     "smolcluster_checkpoint_step": Metric("gauge", "Step of the last checkpoint that was saved."),
-    "smolcluster_checkpoint_seconds": Metric("gauge", "How long writing it took, beside training."),
-    "smolcluster_checkpoint_stall_seconds": Metric("gauge", "How long training stood still for it."),
+    "smolcluster_checkpoint_seconds": Metric("gauge", "Duration of writing it, beside training."),
+    "smolcluster_checkpoint_stall_seconds": Metric("gauge", "How long training was paused for it."),
     "smolcluster_checkpoint_failures_total": Metric("counter", "Checkpoints that could not be saved."),
 }
 
 
 def port_of(port: int, *, role: str, local_rank: int) -> int:
-    """Which port a process serves its metrics on, where `logging.prometheus_port` is `port`."""
+    """Return the port of a process for `logging.prometheus_port` = `port`."""
     return port if role == "server" else port + 1 + local_rank
 
 
 class PrometheusSink:
-    """The metrics of one process. Raises OSError where its port cannot be had.
+    """The metrics of one process. Raises OSError if the port is not available.
 
-    `run` tells this run from others; `members` is called at every scrape, where given.
+    `run` is a label; `members` is called at every scrape.
     """
 
     def __init__(
         self, started: RunStarted, *, host: str, port: int, run: str, members: Callable[[], int] | None = None
     ) -> None:
         if not 0 <= port < 65536:
-            raise OSError(f"there is no port {port}")
+            raise OSError(f"port {port} is not in 0..65535")
         self._labels = {"role": started.role, "rank": str(started.rank), "host": started.host, "run": run}
         about = {"strategy": started.strategy, "task": started.task, "device": started.device}
         self._info = self._labels | about
@@ -99,11 +98,11 @@ class PrometheusSink:
             "smolcluster_planned_steps": started.steps,
             "smolcluster_checkpoint_failures_total": 0,
         }
-        self._named: dict[str, float] = {}  # metrics of the task's own
+        self._named: dict[str, float] = {}  # the task's own metrics
         self._lock = threading.Lock()
         self._server = _Server(host, port, sink=self, names={started.host, socket.gethostname()})
         self.port = int(self._server.server_address[1])
-        serve = {"poll_interval": _LOOK_S}
+        serve = {"poll_interval": _POLL_S}
         threading.Thread(target=self._server.serve_forever, kwargs=serve, name="prometheus", daemon=True).start()
 
     def handle(self, event: Event) -> None:
@@ -127,7 +126,7 @@ class PrometheusSink:
         self._server.server_close()
 
     def text(self) -> str:
-        """What a scrape gets."""
+        """Return the answer to a scrape."""
         with self._lock:
             values, named = dict(self._values), dict(self._named)
         if self._members is not None:
@@ -140,11 +139,11 @@ class PrometheusSink:
             if name == "smolcluster_val_metric":
                 samples = [(labels | {"metric": label}, value) for label, value in named.items()]
             if samples:
-                lines += exposed(name, metric.kind, metric.help, samples)
+                lines += metric_lines(name, metric.kind, metric.help, samples)
         return "\n".join(lines) + "\n"
 
     def _row(self, row: StepLogged) -> None:
-        """A server evaluates beside training, so that a row may come after later ones: of such only the evaluation is new."""
+        """Take a row. One that comes after later rows has a late evaluation: the rest of it is outdated."""
         late = row.step < self._values.get("smolcluster_step", 0)
         named = {name: metric.field for name, metric in METRICS.items() if metric.field}
         values = {name: getattr(row, field) for name, field in named.items() if not late or field.startswith("val_")}
@@ -158,20 +157,20 @@ class PrometheusSink:
             self._values.update(values)
 
 
-def exposed(name: str, kind: str, about: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> list[str]:
-    """Return the lines of one metric, its samples by their labels."""
-    labelled = [(f"{{{written(labels)}}}" if labels else "", value) for labels, value in samples]
-    values = [f"{name}{labels} {number(value)}" for labels, value in labelled]
+def metric_lines(name: str, kind: str, about: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> list[str]:
+    """Return the lines of one metric, with its samples by their labels."""
+    labelled = [(f"{{{label_text(labels)}}}" if labels else "", value) for labels, value in samples]
+    values = [f"{name}{labels} {format_value(value)}" for labels, value in labelled]
     return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *values]
 
 
-def written(labels: Mapping[str, str]) -> str:
+def label_text(labels: Mapping[str, str]) -> str:
     escape = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     return ",".join(f'{name}="{value.translate(escape)}"' for name, value in labels.items())
 
 
-def number(value: float) -> str:
-    """As Prometheus writes it."""
+def format_value(value: float) -> str:
+    """Format a number as Prometheus does."""
     if isinstance(value, int):
         return str(value)
     if math.isnan(value):
@@ -180,27 +179,27 @@ def number(value: float) -> str:
 
 
 def run_name_of(started: RunStarted, *, server: str) -> str:
-    """The run directory's name; a worker that has none is known by the server that it joined."""
+    """Return the name of the run directory; for a worker without one, the server it joined."""
     return Path(started.run_dir).name or server
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """A few callers at a time, each with its thread. Not an HTTPServer: that looks up this machine's full name."""
+    """A few concurrent clients, a thread each. Not an HTTPServer, which looks up this machine's full name."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
-    allow_reuse_address = sys.platform != "win32"  # where it would let two processes have one port
+    allow_reuse_address = sys.platform != "win32"  # where it allows two processes on one port
 
     def __init__(self, host: str, port: int, *, sink: PrometheusSink, names: set[str]) -> None:
         self.sink, self.names = sink, _names_of(host, names)
-        self.wild = host in ("0.0.0.0", "::", "")
-        self._callers = threading.Semaphore(_MOST_CALLERS)
+        self.any_address = host in ("0.0.0.0", "::", "")
+        self._clients = threading.Semaphore(_MOST_CLIENTS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._callers.acquire(blocking=False):
+        if self._clients.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -209,25 +208,25 @@ class _Server(socketserver.ThreadingTCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._callers.release()
+            self._clients.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that goes away is no news."""
+        """Ignore clients that disconnect."""
 
     def knows(self, header: str | None) -> bool:
-        """Whether a Host header names this machine, by a name that its clients may use."""
+        """Return whether a Host header names this machine."""
         name = (header or "").rstrip(".").lower()
         name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
         if name in self.names:
             return True
         with contextlib.suppress(ValueError):
             address = ipaddress.ip_address(name)
-            return address.is_loopback or self.wild  # only names can be made to mean something else
+            return address.is_loopback or self.any_address  # only names can be rebound
         return False
 
 
 def _names_of(host: str, names: set[str]) -> set[str]:
-    """Loopback is called by its own names, also out of a container; elsewhere the machine's name counts too."""
+    """Return the valid Host names: those of loopback, also from a container, and on other addresses the machine's name."""
     always = {"localhost", "host.docker.internal", host.lower()}
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
@@ -238,20 +237,20 @@ def _names_of(host: str, names: set[str]) -> set[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _PATIENCE_S
+    timeout = _IDLE_S
     server_version, sys_version = "smolcluster", ""
 
     def do_GET(self) -> None:
         if not self.server.knows(self.headers.get("Host")):
-            self._say(HTTPStatus.MISDIRECTED_REQUEST, "this machine is not known by that name here\n")
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "this machine does not have that name\n")
         elif self.path == "/metrics":
-            self._say(HTTPStatus.OK, self.server.sink.text(), CONTENT_TYPE)
+            self._answer(HTTPStatus.OK, self.server.sink.text(), CONTENT_TYPE)
         elif self.path == "/health":
-            self._say(HTTPStatus.OK, "ok\n")
+            self._answer(HTTPStatus.OK, "ok\n")
         else:
-            self._say(HTTPStatus.NOT_FOUND, "there are /metrics and /health\n")
+            self._answer(HTTPStatus.NOT_FOUND, "only /metrics and /health exist\n")
 
-    def _say(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
         body = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -261,4 +260,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Scrapes are no news."""
+        """Do not log scrapes."""

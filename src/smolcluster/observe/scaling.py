@@ -1,9 +1,8 @@
-"""How well a strategy scales: what was measured for each number of workers, as numbers, a table and a picture.
+"""How well a strategy scales with the number of workers: efficiency as numbers, a table and an SVG.
 
     efficiency = (samples/s on N workers) / (N/n x samples/s on n workers),    n: the fewest, mostly 1
 
-With the same samples a step on any number of workers (strong scaling) that is time on 1 / time on N / N for the same work;
-with the same samples for each worker (weak scaling) it is the throughput kept as both grow. Medians over repeats count.
+Strong scaling keeps the samples of a step, weak scaling the samples of a worker. Rates are medians over repeats.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from xml.sax.saxutils import escape
 
 from smolcluster.observe.text import printable, short
 
-LINE = 0.8  # worth having more workers for
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 64, 24, 56, 56  # of the picture
+LINE = 0.8  # efficiency that is worth more workers
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 64, 24, 56, 56  # of the SVG
 BAR = 25  # characters for 100 %
 
 
@@ -28,15 +27,15 @@ class Sample:
     samples_per_s: float
     tokens_per_s: float
     steps_per_s: float
-    stretches: list[dict[str, float]]  # of every rank that counts samples, from row to row: what was read, and how long
+    stretches: list[dict[str, float]]  # of every rank that counts samples: samples and duration between rows
 
 
 @dataclass(slots=True, kw_only=True)
 class Size:
-    """A number of workers."""
+    """The measurements with one number of workers."""
 
     workers: int
-    shards: int = 0  # parts that the samples of a step are dealt out in
+    shards: int = 0  # parts of the samples of a step
     batch_size: int = 0  # samples of a part
     reason: str = ""  # why it was not measured
     shared: bool = False  # there are fewer cores or GPUs than workers
@@ -47,7 +46,7 @@ class Size:
 
     @property
     def spread(self) -> float:
-        """How far apart the repeats are, as a share of their median."""
+        """The range of the repeats, as a share of their median."""
         rates = [sample.samples_per_s for sample in self.samples]
         return (max(rates) - min(rates)) / statistics.median(rates)
 
@@ -67,7 +66,7 @@ class Scaling:
         return [size for size in self.sizes if size.samples]
 
     def efficiency(self, size: Size, *, repeat: int | None = None) -> float:
-        """To the fewest workers that were measured; of one repeat, or of the medians."""
+        """Return the efficiency relative to the fewest measured workers, of one repeat or of the medians."""
         base = self.measured[0]
         rate = size.median("samples_per_s")
         if repeat is not None:
@@ -88,36 +87,36 @@ class Scaling:
         return {"status": self.status, **about, **self.about, "sizes": rows}
 
 
-# In words
+# Text
 
 
 def remarks(scaling: Scaling) -> list[str]:
-    """What the figures mean, and where they do not mean it."""
+    """Return notes on what the figures mean and on their limits."""
     if not scaling.measured:
         return []
     base = scaling.measured[0].workers
     same = "as many samples for each worker" if scaling.weak else "the same samples a step"
     part = "N x that of one" if base == 1 else f"N/{base} x that of {base}"
-    said = [f"efficiency: throughput on N workers / ({part}); {same}"]
+    notes = [f"efficiency: throughput on N workers / ({part}); {same}"]
     kept = [size.workers for size in scaling.measured if scaling.efficiency(size) >= LINE]
-    said.append(f"at or above {LINE:.0%}: {', '.join(map(str, kept))} workers")
+    notes.append(f"at or above {LINE:.0%}: {', '.join(map(str, kept))} workers")
     noisy = [size.workers for size in scaling.measured if size.spread > 0.1]
     if noisy:
-        said.append(
-            f"repeats on {', '.join(map(str, noisy))} workers are more than 10 % apart: let the machine do nothing else, "
-            "or take more steps and repeats"
+        notes.append(
+            f"repeats on {', '.join(map(str, noisy))} workers are more than 10 % apart: close other programs, or take "
+            "more steps and repeats"
         )
     shared = [str(size.workers) for size in scaling.measured if size.shared]
     if shared:
-        said.append(
-            f"* {', '.join(shared)} workers share {scaling.units} {scaling.unit}: these figures tell about this machine, "
-            "not about the strategy"
+        notes.append(
+            f"* {', '.join(shared)} workers share {scaling.units} {scaling.unit}: these figures measure this machine, "
+            "not the strategy"
         )
-    return said
+    return notes
 
 
 def chart(scaling: Scaling, *, unicode: bool) -> list[tuple[str, str]]:
-    """Lines and their styles: numbers of each size, a bar for its efficiency, and the 80 % line through all bars."""
+    """Return lines and their styles: the numbers of each size, and a bar for its efficiency with the 80 % mark."""
     rows = [["workers", "batch", "steps/s", "samples/s", "tokens/s", "spread", "efficiency"]]
     for size in scaling.sizes:
         row = [f"{size.workers}", f"{size.shards} x {size.batch_size}" if size.batch_size else ""]
@@ -144,7 +143,7 @@ def first_line(text: str) -> str:
 
 
 def bar(share: float, *, unicode: bool) -> str:
-    """As long as the share, with the line at 80 % in it."""
+    """Return a bar of the share, with a mark at 80 %."""
     full, line = ("█", "│") if unicode else ("#", "|")
     length, at = round(min(share, 1.2) * BAR), round(LINE * BAR)
     cells = [full if i < length else " " for i in range(max(length, at + 1))]
@@ -152,11 +151,11 @@ def bar(share: float, *, unicode: bool) -> str:
     return "".join(cells)
 
 
-# As a picture
+# SVG
 
 
 def draw(scaling: Scaling) -> str:
-    """An SVG: efficiency over workers, a whisker from the least to the most of the repeats, a line at 80 %."""
+    """Return an SVG of efficiency over workers, with a whisker for the range of the repeats and a line at 80 %."""
     sizes = scaling.measured
     span_x, span_y = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     top = max(1.1, *(scaling.efficiency(s, repeat=x.repeat) for s in sizes for x in s.samples)) if sizes else 1.1

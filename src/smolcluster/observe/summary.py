@@ -1,4 +1,4 @@
-"""The end of a run, for a person: how it went, the curve, a sample, and where everything is."""
+"""Render the summary of a run: outcome, loss curve, sample, paths."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smolcluster.observe.board import loss_curve
 from smolcluster.observe.events import VAL_FIELDS, Event, RunFinished, SampleText, restore
 from smolcluster.observe.jsonl import read_metrics
 from smolcluster.observe.plot import loss_plot
+from smolcluster.observe.run_state import loss_curve
 from smolcluster.observe.text import clock, encodable, number, printable, short, size
 
 _COUNTS = (
@@ -23,8 +23,8 @@ _COUNTS = (
 )
 
 
-class EndReport:
-    """Waits for the end of the run and prints the summary when it is closed, after the live display has gone."""
+class SummarySink:
+    """Prints the summary of a finished run when it is closed, after the live display."""
 
     def __init__(self) -> None:
         self._sample: SampleText | None = None
@@ -52,15 +52,15 @@ def render_summary(
     width: int = 72,
     unicode: bool | None = None,
 ) -> str:
-    """`summary` is summary.json plus `run_dir`; fields it does not have are left out. Plain text, no escape codes.
+    """Return the summary as plain text. `summary` is summary.json plus `run_dir`; missing fields are left out.
 
-    `unicode` None: as far as the encoding of stdout goes.
+    `unicode` None: if the encoding of stdout has the characters.
     """
     facts = restore(dict(summary))
     blocks = [_headline(facts), _numbers(facts), _plot(rows, width=width, unicode=unicode)]
     if sample is not None:
         blocks.append(_sample(sample, width=width))
-    blocks.append(_places(facts))
+    blocks.append(_paths(facts))
     text = "\n\n".join(block for block in blocks if block)
     return encodable(text, sys.stdout) if unicode is None else text
 
@@ -79,17 +79,17 @@ def _headline(facts: Mapping[str, Any]) -> str:
 
 
 def _numbers(facts: Mapping[str, Any]) -> str:
-    """Two lines: what was learned, and what it cost; zeros of the second say nothing and are left out."""
-    learned = []
+    """Return two lines: results, and costs without zeros."""
+    results = []
     if facts.get("train_loss") is not None:
-        learned.append(f"train loss {number(facts['train_loss'])}")
+        results.append(f"train loss {number(facts['train_loss'])}")
     if facts.get("val_loss") is not None:
-        learned.append(f"val loss {number(facts['val_loss'])}")
+        results.append(f"val loss {number(facts['val_loss'])}")
     if facts.get("val_accuracy") is not None:
-        learned.append(f"val accuracy {facts['val_accuracy']:.2%}")
+        results.append(f"val accuracy {facts['val_accuracy']:.2%}")
     for name in sorted(name for name in facts if name.startswith("val_") and name not in VAL_FIELDS):
         if isinstance(facts[name], int | float):
-            learned.append(f"val {printable(name.removeprefix('val_'))} {number(facts[name])}")
+            results.append(f"val {printable(name.removeprefix('val_'))} {number(facts[name])}")
     cost = []
     if facts.get("bytes_sent") or facts.get("bytes_received"):
         cost.append(f"{size(facts.get('bytes_sent') or 0)} sent, {size(facts.get('bytes_received') or 0)} received")
@@ -101,11 +101,11 @@ def _numbers(facts: Mapping[str, Any]) -> str:
             cost.append(f"{count} {one if count == 1 else many}")
     if facts.get("peak_memory_bytes"):
         cost.append(f"{size(facts['peak_memory_bytes'])} peak memory")
-    return "\n".join("   ".join(line) for line in (learned, cost) if line)
+    return "\n".join("   ".join(line) for line in (results, cost) if line)
 
 
 def _plot(rows: Sequence[Mapping[str, Any]], *, width: int, unicode: bool | None) -> str:
-    """The loss over steps; nothing for fewer than two logged steps, which are a number and not a curve."""
+    """Plot the loss over steps; empty for fewer than two logged steps."""
     steps, losses = loss_curve(rows)
     if len(steps) < 2 or not any(math.isfinite(loss) for loss in losses):
         return ""
@@ -114,14 +114,14 @@ def _plot(rows: Sequence[Mapping[str, Any]], *, width: int, unicode: bool | None
 
 
 def _sample(sample: SampleText, *, width: int) -> str:
-    """What the model wrote, with line breaks kept and control characters removed."""
+    """Return the sample with its line breaks and without control characters."""
     text = printable(sample.prompt + sample.text, keep="\n\t")
-    # Models of code indent: white space stays as it was written.
+    # White space stays: models of code indent.
     wrapper = textwrap.TextWrapper(max(20, width - 2), drop_whitespace=False, replace_whitespace=False)
     wrapped = [piece for line in text.splitlines() for piece in wrapper.wrap(line) or [""]]
     return "sample\n" + "\n".join(("  " + line).rstrip() for line in wrapped)
 
 
-def _places(facts: Mapping[str, Any]) -> str:
-    places = (("checkpoint", facts.get("checkpoint")), ("run", facts.get("run_dir")))
-    return "\n".join(f"{name:<11}{path}" for name, path in places if path)
+def _paths(facts: Mapping[str, Any]) -> str:
+    paths = (("checkpoint", facts.get("checkpoint")), ("run", facts.get("run_dir")))
+    return "\n".join(f"{name:<11}{path}" for name, path in paths if path)

@@ -1,4 +1,4 @@
-"""Numbers and strings made fit for a person's terminal."""
+"""Format numbers and strings for a terminal."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 import unicodedata
 from typing import IO
 
-_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours and cursor movements, as a whole
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours and cursor movements
 
 
 def printable(text: str, *, keep: str = "\t") -> str:
-    """The text without control characters: what a peer or a model wrote must not steer the reader's terminal."""
+    """Remove control characters: text of a peer or a model must not control the terminal."""
     text = _ESCAPE.sub("", text)
     return "".join(c for c in text if c in keep or unicodedata.category(c)[0] != "C")
 
 
 def encodable(text: str, stream: IO[str]) -> str:
-    """The text with characters that the stream cannot encode replaced, so that writing never fails for a letter."""
+    """Replace characters that the stream cannot encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         return text.encode(encoding, "replace").decode(encoding)
@@ -26,12 +26,12 @@ def encodable(text: str, stream: IO[str]) -> str:
 
 
 def supports(stream: IO[str], characters: str) -> bool:
-    """Whether the stream can encode these characters."""
+    """Return whether the stream can encode these characters."""
     return encodable(characters, stream) == characters
 
 
 def short(value: float) -> str:
-    """Three digits and a letter: `950`, `12.3k`, `1.23M`. The steps are thousands, also for bytes."""
+    """Return three digits and a letter: `950`, `12.3k`, `1.23M`; in thousands, also for bytes."""
     if not math.isfinite(value):
         return str(value)
     unit = ""
@@ -67,7 +67,7 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A short time with its unit: `850 us`, `12.3 ms`, `1.25 s`."""
+    """Return a short time with its unit: `850 us`, `12.3 ms`, `1.25 s`."""
     if not math.isfinite(seconds):
         return "-"
     if seconds >= 0.9995:
@@ -76,7 +76,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """A loss: four decimals in the usual range, scientific outside it."""
+    """Format a loss: four decimals in the usual range, else scientific."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"

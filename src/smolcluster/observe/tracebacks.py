@@ -1,4 +1,4 @@
-"""The traceback of a worker as its user wants to see it: the lines of the user's own code, and the error."""
+"""Tracebacks reduced to the user's own code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _INSTALLED = tuple(
 )
 
 
-def told(error: BaseException) -> str:
-    """Without the frames of libraries and of this package, if any are left. The whole of it is in the worker's log."""
+def user_traceback(error: BaseException) -> str:
+    """Format an error without frames of libraries and of this package, unless there are no others. The log has all of them."""
     summary = traceback.TracebackException.from_exception(error)
     mine = [frame for frame in summary.stack if _is_users(frame.filename)]
     if not mine:
@@ -24,6 +24,6 @@ def told(error: BaseException) -> str:
 
 
 def _is_users(filename: str) -> bool:
-    if filename.startswith("<"):  # made at run time
+    if filename.startswith("<"):  # generated code
         return False
     return _OURS not in Path(filename).parents and not filename.startswith(_INSTALLED)

@@ -25,7 +25,7 @@ from smolcluster.observe.events import Failed, Notice, Phase
 from smolcluster.observe.logs import LogSink
 from smolcluster.observe.observer import Sink
 from smolcluster.observe.pipe import PipeSink
-from smolcluster.observe.tracebacks import told
+from smolcluster.observe.tracebacks import user_traceback
 
 # Not below "smolcluster", whose warnings are shown as they come: last words are an event, told once by whoever ends the run.
 log = logging.getLogger("worker")
@@ -63,7 +63,7 @@ def run_worker(
             return 1
         message = f"{type(error).__name__}: {error}"
         worker.last_words(message)
-        worker.observer.emit(Failed(rank=spec.rank, kind="error", message=message, traceback=told(error)))
+        worker.observer.emit(Failed(rank=spec.rank, kind="error", message=message, traceback=user_traceback(error)))
         log.exception("failed")
         return 1
     finally:

@@ -38,7 +38,7 @@ from smolcluster.launch.local.processes import (
 from smolcluster.launch.local.supervisor import Policy, Slot, Supervisor
 from smolcluster.launch.prepare import Prepared
 from smolcluster.observe.events import Event, Progress, RunFinished, StepLogged
-from smolcluster.observe.logs import LauncherLog
+from smolcluster.observe.logs import LauncherLogSink
 from smolcluster.observe.observer import Sink
 
 STEADY_S = 60.0  # a process that lived so long was healthy
@@ -59,7 +59,7 @@ def run_elastic(run: Prepared, *, port: int | None = None, sinks: list[Sink], co
     if port is None:
         port = 0 if is_loopback(cluster.bind) else cluster.port
     with run.opened(), _journal(run.run_dir, run.resume):
-        sinks = [LauncherLog(run.run_dir.path, host=socket.gethostname()), *sinks]
+        sinks = [LauncherLogSink(run.run_dir.path, host=socket.gethostname()), *sinks]
         supervisor = Supervisor(run.config, run.run_dir, sinks, module=_PROCESS, command=command)
         return supervisor.run(ElasticPolicy(supervisor, *_slots(run, port=port)))
 

@@ -34,7 +34,7 @@ from smolcluster.launch.restart.plan import ElasticRange, plan_world_sizes
 from smolcluster.launch.restart.rendezvous import Rendezvous, RoundPlan, RunOver, largest_world
 from smolcluster.observe.events import Event, RunFinished, StepLogged
 from smolcluster.observe.jsonl import truncate_metrics
-from smolcluster.observe.observer import OnlyNotices, Sink
+from smolcluster.observe.observer import NoticesOnly, Sink
 
 SETTLE_S = 0.5  # after a worker lost a peer: time to find the peer that died
 REPORTS_S = 0.1  # time for reports of other launchers that are on their way
@@ -59,7 +59,7 @@ def run_restarting(run: Prepared, elastic: ElasticRange, *, sinks: list[Sink]) -
             check_no_lost_commits(run.run_dir, run.resume)
             stack.enter_context(run.opened())
             stack.enter_context(run.run_dir.without_journal())
-        shown = sinks if leads else map(OnlyNotices, sinks)
+        shown = sinks if leads else map(NoticesOnly, sinks)
         supervisor = Supervisor(run.config, run.run_dir, shown, module=_PROCESS)
         return supervisor.run(RestartPolicy(supervisor, run, elastic, client=client, leads=leads))
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from smolcluster.observe.prometheus import exposed, number, written
+from smolcluster.observe.prometheus import format_value, label_text, metric_lines
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -35,8 +35,8 @@ class Histogram:
     def lines(self, name: str) -> Iterator[str]:
         total = itertools.accumulate(self._counts)
         for bound, count in zip((*self._bounds, float("inf")), total, strict=True):
-            yield f"{name}_bucket{{{written({'le': number(bound)})}}} {count}"
-        yield f"{name}_sum {number(self._sum)}"
+            yield f"{name}_bucket{{{label_text({'le': format_value(bound)})}}} {count}"
+        yield f"{name}_sum {format_value(self._sum)}"
         yield f"{name}_count {sum(self._counts)}"
 
 
@@ -52,7 +52,7 @@ class Metrics:
             ({"route": route, "status": str(status)}, count) for (route, status), count in sorted(self.requests.items())
         ]
         about = "Answers, by route and status; 499: the client left before."
-        lines = exposed(f"{_PREFIX}requests_total", "counter", about, answers)
+        lines = metric_lines(f"{_PREFIX}requests_total", "counter", about, answers)
         for name, kind, about, value in (
             ("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens),
             ("generated_tokens_total", "counter", "Tokens that were generated.", self.generated_tokens),
@@ -60,10 +60,10 @@ class Metrics:
             ("running", "gauge", "Sequences that are continued now.", state.get("running")),
             ("waiting", "gauge", "Sequences that wait for their turn.", state.get("waiting")),
         ):
-            lines += exposed(_PREFIX + name, kind, about, [({}, int(value or 0))])
+            lines += metric_lines(_PREFIX + name, kind, about, [({}, int(value or 0))])
         for name, about, histogram in (
             ("first_token_seconds", "From a sequence's request to its first token.", self.first_token),
             ("token_seconds", "Between one token of a sequence and the next.", self.token),
         ):
-            lines += [*exposed(_PREFIX + name, "histogram", about, ()), *histogram.lines(_PREFIX + name)]
+            lines += [*metric_lines(_PREFIX + name, "histogram", about, ()), *histogram.lines(_PREFIX + name)]
         return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""What the run looks like right now: events of all ranks folded into one picture.
+"""Fold the events of all ranks into the current state of the run.
 
-Ranks report on their own, in any order. The board gathers their rows by step and closes a step when every worker's row
-is in, or when a row of a later step shows that it will not come. Where there is a server, a step is closed by
-the server's row: workers count steps of their own there, and come and go. It prints nothing and reads no clock.
+Ranks report independently, in any order. A step is closed when the row of every worker has arrived, or when a row of a later
+step shows that it will not. With a server, the server's row closes a step: its workers count steps of their own, and join and
+leave. Nothing here prints or reads a clock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GONE = ("finished", "failed")
 
 
 def counts_own_steps(strategy: str) -> bool:
-    """Return whether the steps of its workers are not the run's."""
+    """Return whether the workers of this strategy count steps of their own."""
     record = find_record(strategy)
     return record is not None and record.own_steps
 
@@ -43,14 +43,14 @@ class StepLine:
     """One step of the whole cluster."""
 
     step: int
-    steps: int | None  # of the run; None until a rank has said
+    steps: int | None  # of the run; None: not known yet
     loss: float  # mean over the ranks of this step, weighted by samples
-    evaluation: Mapping[str, float]  # `val_<name>` of each result; empty: none at this step
+    evaluation: Mapping[str, float]  # `val_<name>` of each result; empty without an evaluation
     tokens_per_s: float  # sum over ranks
     samples_per_s: float
     eta_s: float | None  # until the slowest rank is done
-    late: bool = False  # later steps have been closed before: a server evaluates beside training
-    own: bool = False  # a step that a worker counts for itself, not one of the run
+    late: bool = False  # a later step was closed before: a server evaluates beside training
+    own: bool = False  # counted by one worker, not a step of the run
 
     @property
     def label(self) -> str:
@@ -59,8 +59,8 @@ class StepLine:
 
 
 @dataclasses.dataclass(slots=True)
-class Seat:
-    """One rank, and its last row."""
+class RankStatus:
+    """One rank, with its first and last row."""
 
     rank: int
     host: str = ""
@@ -79,9 +79,9 @@ class Seat:
 
 
 def remaining_s(steps: int | None, *, first: tuple[int, float], last: tuple[int, float], step_s: float) -> float | None:
-    """Return how long the steps that are left take at a rank's own pace, None where it is not known how many there are.
+    """Return the time that the remaining steps take at this rank's pace; None where `steps` is not known.
 
-    The pace is by its clock from its first row (step, time) to its last, so evaluations count too; `step_s` for a single row.
+    The pace is measured between its first and last row (step, time), so it includes evaluations; `step_s` for a single row.
     """
     if steps is None:
         return None
@@ -91,21 +91,21 @@ def remaining_s(steps: int | None, *, first: tuple[int, float], last: tuple[int,
 
 
 class BatchWeights:
-    """How many samples a rank put into one step, from its running count of samples."""
+    """Samples of a rank in one step, from its running count of samples."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
 
     def add(self, rank: int, step: int, samples: int) -> float:
         last_step, last_samples = self._seen.get(rank, (0, 0))
-        if step <= last_step or samples < last_samples:  # the rank went back to a checkpoint
+        if step <= last_step or samples < last_samples:  # resumed from a checkpoint
             last_step, last_samples = 0, 0
         self._seen[rank] = (step, samples)
         return (samples - last_samples) / max(1, step - last_step)
 
 
 def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float:
-    """Mean of (value, weight); the plain mean when no weight is positive; NaN for nothing at all."""
+    """Return the mean of (value, weight) pairs; unweighted when no weight is positive; NaN without pairs."""
     pairs = list(pairs)
     if not any(weight > 0 for _, weight in pairs):
         pairs = [(value, 1.0) for value, _ in pairs]
@@ -114,9 +114,9 @@ def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def loss_curve(rows: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
-    """Steps and losses of the whole cluster from the rows of metrics.jsonl: the server's, or else those of all workers.
+    """Return steps and losses of the run from the rows of metrics.jsonl: the server's, or else those of all workers.
 
-    Where a rank repeated a step after a restart, its last row holds.
+    Of a step that a rank repeated after a restart, the last row counts.
     """
     weights = BatchWeights()
     by_step: dict[int, dict[int, tuple[float, float]]] = {}
@@ -129,17 +129,14 @@ def loss_curve(rows: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[float
     return steps, [weighted_mean(by_step[step].values()) for step in steps]
 
 
-class Board:
-    """The state behind a display. `apply` takes an event and returns the steps that it closed, in order.
-
-    `alone`: the events are those of one worker of many.
-    """
+class RunState:
+    """The state behind a display. `alone`: only the events of one worker of several arrive."""
 
     def __init__(self, *, alone: bool = False) -> None:
         self._alone = alone
-        self.seats: dict[int, Seat] = {}
+        self.ranks: dict[int, RankStatus] = {}
         self.started: dict[int, RunStarted] = {}
-        self.progress: dict[str, Progress] = {}  # long work before training that is not done yet
+        self.progress: dict[str, Progress] = {}  # work before training that is not done yet
         self.evaluation: Mapping[str, float] = {}  # the last one
         self._val_step = -1
         self._val_is_new = False
@@ -148,6 +145,7 @@ class Board:
         self._weights = BatchWeights()
 
     def apply(self, event: Event) -> list[StepLine]:
+        """Take an event. Return the steps that it closed, in order."""
         match event:
             case RunStarted():
                 self._start(event)
@@ -159,27 +157,27 @@ class Board:
                 else:
                     self.progress[event.name] = event
             case Phase():
-                self._seat(event.rank).state = event.name
+                self._rank(event.rank).state = event.name
             case Failed():
-                self._seat(event.rank).state = "failed"
+                self._rank(event.rank).state = "failed"
         return []
 
     def flush(self) -> list[StepLine]:
-        """Close what is still open: nothing more will come."""
+        """Close the open steps: no more events arrive."""
         return [self._close(step) for step in sorted(self._open)]
 
     @property
-    def workers(self) -> list[Seat]:
-        return [seat for _, seat in sorted(self.seats.items()) if seat.role != "server"]
+    def workers(self) -> list[RankStatus]:
+        return [status for _, status in sorted(self.ranks.items()) if status.role != "server"]
 
     @property
     def server(self) -> RunStarted | None:
-        """The server's start, where there is one. Its world size is the number of workers."""
+        """The start of the server, if there is one. Its world size is the number of workers."""
         return next((started for started in self.started.values() if started.role == "server"), None)
 
     @property
     def num_workers(self) -> int | None:
-        """Workers of the run, also those that have not started yet; None before anybody has."""
+        """Number of workers, also those that have not started yet; None before the first start."""
         if self._alone and self.started:
             return 1
         if self.server is not None:
@@ -199,57 +197,57 @@ class Board:
             [
                 first.task,
                 first.strategy,
-                self._crew(first),
+                self._workers_text(first),
                 f"{short(first.parameters)} parameters",
                 f"{first.steps} steps" + (f" from {first.first_step}" if first.first_step else ""),
             ]
         )
 
-    def _crew(self, first: RunStarted) -> str:
+    def _workers_text(self, first: RunStarted) -> str:
         """`2 workers on 2 x cpu`, `3 workers + server on cpu`, or `worker 1 of 3 on mps`."""
         if self._alone:
             return f"worker {first.rank} of {first.world_size} on {first.device}"
         num_workers = self.num_workers or 0
-        crew = f"{num_workers} worker{'s' * (num_workers != 1)}"
+        text = f"{num_workers} worker{'s' * (num_workers != 1)}"
         if self.server is not None:
-            return f"{crew} + server on {self.server.device}"
-        devices = Counter(seat.device for seat in self.workers if seat.device)
+            return f"{text} + server on {self.server.device}"
+        devices = Counter(status.device for status in self.workers if status.device)
         where = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(devices.items()))
-        return crew + (f" on {where}" if where else "")
+        return text + (f" on {where}" if where else "")
 
     def _counts_own(self, started: RunStarted) -> bool:
-        """Return whether the steps of this rank are not those of the run, and no server's row has the run's."""
+        """Return whether this rank counts steps of its own and no row of the server gives those of the run."""
         return self._alone and started.role != "server" and counts_own_steps(started.strategy)
 
-    def _seat(self, rank: int) -> Seat:
-        return self.seats.setdefault(rank, Seat(rank))
+    def _rank(self, rank: int) -> RankStatus:
+        return self.ranks.setdefault(rank, RankStatus(rank))
 
     def _start(self, event: RunStarted) -> None:
-        if event.role != "server" and self.server is None:  # started again with fewer: the others are no more
-            for rank in [r for r in self.seats if r >= event.world_size]:
-                del self.seats[rank]
+        if event.role != "server" and self.server is None:  # restarted with fewer workers
+            for rank in [r for r in self.ranks if r >= event.world_size]:
+                del self.ranks[rank]
                 self.started.pop(rank, None)
         self.started[event.rank] = event
         steps = None if self._counts_own(event) else event.steps
-        self.seats[event.rank] = Seat(event.rank, event.host, event.role, event.device, "training", steps)
-        # When all workers went back to a checkpoint, the steps after it count again.
-        behind = all(seat.last is None or seat.last.step <= event.first_step for seat in self.workers)
+        self.ranks[event.rank] = RankStatus(event.rank, event.host, event.role, event.device, "training", steps)
+        # When all workers have resumed from a checkpoint, the steps after it are closed again.
+        behind = all(status.last is None or status.last.step <= event.first_step for status in self.workers)
         if event.role == "server" or (behind and self.server is None):
             self._closed_step = min(self._closed_step, event.first_step)
             self._val_step = min(self._val_step, event.first_step)
 
     def _row(self, row: StepLogged) -> list[StepLine]:
-        seat = self._seat(row.rank)
-        seat.host, seat.role, seat.state = row.host, row.role, "training"
+        status = self._rank(row.rank)
+        status.host, status.role, status.state = row.host, row.role, "training"
         late = row.step <= self._closed_step
         if not (late and row.role == "server"):
-            seat.first, seat.last = seat.first or row, row
-        self.progress.clear()  # what had to be done before training is done
+            status.first, status.last = status.first or row, row
+        self.progress.clear()  # the work before training is done
         if row.role == "server":
             self._evaluated(row)
             self._open[row.step] = {row.rank: (row, 1.0)}
             return [self._close(row.step)]
-        # A row behind the closed step came too late to change it.
+        # A row of a closed step is too late to change it.
         if late or self.server is not None:
             self._evaluated(row)
             return []
@@ -263,7 +261,7 @@ class Board:
         return closed
 
     def _evaluated(self, row: StepLogged) -> None:
-        """Show each evaluation, of any rank, on one line: that of its step, or the next if it came late."""
+        """Keep an evaluation, of any rank, for the line of its step, or for the next line if it is late."""
         evaluation = evaluation_of(row)
         if evaluation and row.step > self._val_step:
             self.evaluation, self._val_step, self._val_is_new = evaluation, row.step, True
@@ -272,13 +270,15 @@ class Board:
         rows, late = self._open.pop(step), step <= self._closed_step
         self._closed_step = max(step, self._closed_step)
         evaluated, self._val_is_new = self._val_is_new, False
-        counted = self.workers if self.server is None else [self._seat(self.server.rank)]
-        live = [seat for seat in counted if seat.last is not None and seat.state not in _GONE]
-        latest = {seat.rank: seat.last for seat in live if seat.last} | {rank: row for rank, (row, _) in rows.items()}
-        etas = [eta for seat in live if (eta := seat.eta_s()) is not None]
+        counted = self.workers if self.server is None else [self._rank(self.server.rank)]
+        live = [status for status in counted if status.last is not None and status.state not in _GONE]
+        latest = {status.rank: status.last for status in live if status.last} | {
+            rank: row for rank, (row, _) in rows.items()
+        }
+        etas = [eta for status in live if (eta := status.eta_s()) is not None]
         return StepLine(
             step=step,
-            steps=max((seat.steps for seat in counted if seat.steps is not None), default=None),
+            steps=max((status.steps for status in counted if status.steps is not None), default=None),
             loss=weighted_mean((row.loss, weight) for row, weight in rows.values()),
             evaluation=self.evaluation if evaluated else {},
             tokens_per_s=sum(row.tokens_per_s for row in latest.values()),
@@ -289,11 +289,11 @@ class Board:
         )
 
 
-# In words
+# Text
 
 
 def message(event: Event) -> str:
-    """An event that is worth a line of its own, as text; empty for the others."""
+    """Return the line for an event that has one; empty for the others."""
     match event:
         case Notice(level=level, message=text, rank=rank):
             label = "" if level in ("INFO", "PRINT") else f"{level.lower()}: "
@@ -307,7 +307,7 @@ def message(event: Event) -> str:
 
 
 def evaluation_words(evaluation: Mapping[str, float]) -> list[str]:
-    """`val 2.4012`, `acc 97.1%`, and the metrics of the task's own: those that are known."""
+    """Return `val 2.4012`, `acc 97.1%` and the task's own metrics, as far as present."""
     words = [f"val {number(evaluation['val_loss'])}"] if "val_loss" in evaluation else []
     words += [f"acc {evaluation['val_accuracy']:.1%}"] if "val_accuracy" in evaluation else []
     own = {name.removeprefix("val_"): value for name, value in evaluation.items() if name not in VAL_FIELDS}
@@ -315,7 +315,7 @@ def evaluation_words(evaluation: Mapping[str, float]) -> list[str]:
 
 
 def rate(line: StepLine | StepLogged) -> list[str]:
-    """Tokens where there are any, samples for data that has none. Nothing of a rank that only works on what another reads."""
+    """Return tokens per second, or samples per second for data without tokens; empty for a rank that reads no data."""
     if line.tokens_per_s:
         return [f"{short(line.tokens_per_s)} tok/s"]
     return [f"{short(line.samples_per_s)} samples/s"] if line.samples_per_s else []
