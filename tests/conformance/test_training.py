@@ -52,8 +52,9 @@ NEVER = {"training.eval_steps": 0, "training.checkpoint_steps": 0, "logging.log_
 
 
 def layers(case: Case) -> int:
-    """Two, or two on each rank of a pipeline, and no more: each of them takes time."""
-    return 2 * max(3, case.workers) if case.strategy == "pipeline" else 2
+    """Two, or one for each stage of a pipeline, and no more: each of them takes time."""
+    stages = 1 if case.options.get("schedule", "1f1b") in ("1f1b", "gpipe", "sequential") else 2  # on each rank
+    return max(2, stages * case.workers) if case.strategy == "pipeline" else 2
 
 
 def train(

@@ -43,7 +43,7 @@ def test_a_sequence_with_a_weight_in_two_layers_equals_single(tmp_path: Path, st
     ids=["2x2", "4x1", "two machines", "one machine"],
 )
 def test_hybrid_equals_single(tmp_path: Path, options: dict[str, Any], told: str | None) -> None:
-    config = COMMON | GPT
+    config = COMMON | GPT | {"training.steps": 3}
     one = run_world(1, tmp_path / "one", config | {"training.batch_size": 8}, task="DoubleGPT", strategy="single")
     parts = {"training.batch_size": 2} | options
     many = run_world(4, tmp_path / "many", config | parts, task="DoubleGPT", strategy="fsdp")

@@ -554,9 +554,9 @@ def test_what_a_codec_left_out_of_a_refused_gradient_does_not_come_later(tmp_pat
 @pytest.mark.parametrize("kind", ["allreduce", "fsdp"])
 def test_a_worker_whose_encoded_gradient_cannot_be_read_is_evicted(tmp_path: Path, kind: str) -> None:
     """It says that it used every parameter with a weight of NaN. The others go on, and take it back."""
-    config = {"training.steps": 100, "strategy.codec": "int8"}
+    config = {"training.steps": 50, "strategy.codec": "int8"}
     world = run(kind, 3, tmp_path, config, task="Garbles", environ={"GARBLE": "1:20"})
-    assert_sound(world, steps=100)
+    assert_sound(world, steps=50)
     assert [line["rank"] for line in changes(lines_of(world), "evicted")] == [1]
 
 
