@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= 3
+JOBS ?= 4
 
 .PHONY: help train test test-all check format bench chaos fuzz abuse clean
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from tests import warm as warm_processes
 
 # How long one example takes says something about the machine, and nothing about the code.
-settings.register_profile("smolcluster", deadline=None, max_examples=40)
+settings.register_profile("smolcluster", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("smolcluster")
 

@@ -55,8 +55,8 @@ class Setting:
 SETTINGS: dict[str, Setting] = {
     "single": Setting(workers=(1,)),
     "allreduce": Setting(exact=True, unlike={"mesh": [{"staleness_bound": 2}]}),
-    "fsdp": Setting(exact=True, proof=-1, workers=(3, 1, 2, 4), more={"elastic": [{"fsdp_stage": 0}]}),
-    "pipeline": Setting(more={"mesh": [{"schedule": "sequential"}]}),
+    "fsdp": Setting(exact=True, proof=-1, rare=("2",), workers=(3, 1, 2, 4), more={"elastic": [{"fsdp_stage": 0}]}),
+    "pipeline": Setting(rare=("gpipe", "zero-bubble"), more={"mesh": [{"schedule": "sequential"}]}),
     "mesh": Setting(workers=(4,), rare=("dp 2 x tp 2",), more={"mesh": [{"tp": 2, "fsdp_stage": 2}]}),
     "tensor": Setting(workers=(2, 4)),  # as many as divide the heads
     "syncps": Setting(options=AT_ONCE | {"polyak_alpha": 1.0}),

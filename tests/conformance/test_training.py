@@ -1,5 +1,5 @@
 """What every strategy must keep to while it trains: `single` is its reference, a kill costs nothing that was saved, any other's
-checkpoint is its own, and looking at a run changes nothing.
+checkpoint is its own, and neither evaluating nor saving nor logging changes anything.
 
 A tiny GPT on the embedded text, over real processes and sockets; gradients are accumulated, clipped and travel in many small
 buckets. Against `single` in fp64: `Case.tolerance` says how far a strategy may be from it, and why. Where runs must end with
@@ -46,17 +46,22 @@ CONFIG: dict[str, Any] = {
 }
 BUCKET_MB = 0.005
 
-Trained = Callable[..., World | ElasticWorld]
+Single = Callable[[int], World]
+Trained = Callable[[Case, int], World | ElasticWorld]
+NEVER = {"training.eval_steps": 0, "training.checkpoint_steps": 0, "logging.log_interval": 1000}
 
 
 def layers(case: Case) -> int:
-    """Enough for two on each rank of a pipeline, and no more: each of them takes time."""
-    return 8 if case.strategy == "pipeline" and case.workers > 3 else 6
+    """Two, or one for each stage of a pipeline, and no more: each of them takes time."""
+    stages = 1 if case.options.get("schedule", "1f1b") in ("1f1b", "gpipe", "sequential") else 2  # on each rank
+    return max(2, stages * case.workers) if case.strategy == "pipeline" else 2
 
 
-def train(case: Case, run_dir: Path, sets: dict[str, Any] | None = None, **world: Any) -> World | ElasticWorld:
+def train(
+    case: Case, run_dir: Path, sets: dict[str, Any] | None = None, *, depth: int = 0, **world: Any
+) -> World | ElasticWorld:
     parts = {"training.batch_size": BATCH // case.readers, "training.grad_accumulation": PARTS}
-    parts["model.num_layers"] = layers(case)
+    parts["model.num_layers"] = depth or layers(case)
     config = CONFIG | parts | case.sets(bucket_mb=BUCKET_MB) | (sets or {})
     return case.train(run_dir, config, **{"task": "DoubleGPT", **world})
 
@@ -67,8 +72,8 @@ def random(case: Case) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], World]:
-    """On one process, each step in one piece; the step after SAVED is kept, and the last."""
+def single(tmp_path_factory: pytest.TempPathFactory) -> Single:
+    """On one process, each step in one piece; the step after SAVED is kept, and the last. By the number of layers."""
 
     @functools.cache
     def run(depth: int) -> World:
@@ -76,16 +81,16 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], World]:
         config = CONFIG | sets | {"model.num_layers": depth}
         return run_world(1, tmp_path_factory.mktemp("one"), config, task="DoubleGPT", strategy="single")
 
-    return lambda case: run(layers(case))
+    return run
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """From beginning to end, once for each case: in fp64, or in fp32 with dropout."""
+    """From beginning to end, once for each case and number of layers."""
 
     @functools.cache
-    def run(case: Case, *, dropout: bool = False) -> World | ElasticWorld:
-        world = train(case, tmp_path_factory.mktemp("trained"), **(random(case) if dropout else {}))
+    def run(case: Case, depth: int) -> World | ElasticWorld:
+        world = train(case, tmp_path_factory.mktemp("trained"), depth=depth)
         assert_good_end(world)
         return world
 
@@ -120,9 +125,9 @@ def assert_close(found: Any, expected: Any, *, tolerance: float) -> None:
 
 @pytest.mark.usual(when=lambda case: case.usual)
 @over([case for case in CASES if case.equals_single])
-def test_equals_single(single: Callable[[Case], World], trained: Trained, case: Case) -> None:
+def test_equals_single(single: Single, trained: Trained, case: Case) -> None:
     """At the same global batch: losses, weights, optimizer state and what the evaluation says."""
-    world, one = trained(case), single(case)
+    world, one = trained(case, layers(case)), single(layers(case))
     # The loss that a server logs is an fp32 number.
     told = losses(world)
     assert list(told)[-1] == STEPS
@@ -137,8 +142,9 @@ def test_equals_single(single: Callable[[Case], World], trained: Trained, case: 
 
 @pytest.mark.usual(when=lambda case: case.chosen)
 @over(CASES)
-def test_killed_and_resumed_is_bitwise_uninterrupted(trained: Trained, tmp_path: Path, case: Case) -> None:
-    """kill -9 of every process in the middle. What is left in the run's own directory leads to the same weights."""
+def test_killed_and_resumed_is_bitwise_uninterrupted_and_unseen(tmp_path: Path, case: Case) -> None:
+    """kill -9 of every process in the middle. What is left in the run's own directory leads to the weights of a run that is not
+    killed, and that, unlike this one, neither evaluates nor saves every second step, and does not log every one."""
     free, run_dir = tmp_path / "free", tmp_path / "run"
     # A whole step after the one that is saved, and the batch that some strategies look at before the first.
     environ = {"HOLD_FROM": str((SAVED + 1) * PARTS + 1), "HOLD_UNTIL": str(free)}
@@ -164,7 +170,9 @@ def test_killed_and_resumed_is_bitwise_uninterrupted(trained: Trained, tmp_path:
     resumed = train(case, run_dir, **held, resume=run_dir / "checkpoints")
     assert_good_end(resumed)
     assert resumed.summary["steps"] == STEPS
-    assert resumed.summary["weights_sha256"] == trained(case, dropout=True).summary["weights_sha256"]
+    unseen = train(case, tmp_path / "unseen", random(case)["sets"] | NEVER, task=None)
+    assert_good_end(unseen)
+    assert resumed.summary["weights_sha256"] == unseen.summary["weights_sha256"]
 
 
 RING = [case for case in CASES if case.usual and case.equals_single]
@@ -173,15 +181,16 @@ RING = [case for case in CASES if case.usual and case.equals_single]
 @pytest.mark.usual(when=lambda case: case.chosen)
 @over(RING)
 def test_goes_on_from_another_strategys_checkpoint(
-    single: Callable[[Case], World], trained: Trained, tmp_path: Path, case: Case
+    single: Single, trained: Trained, tmp_path: Path, case: Case
 ) -> None:
     """Of the one before it in the table. After one step at a rate that changes no weight the weights are the loaded ones, to
     the bit; optimizer state, position in the samples and rate are those of `single`."""
     before = next(RING[at] for at in range(RING.index(case) - 1, -len(RING), -1) if RING[at].ends)
-    one, start, rate = single(case), saved(trained(before), SAVED), 1e-300
+    depth = max(layers(before), layers(case))
+    one, start, rate = single(depth), saved(trained(before, depth), SAVED), 1e-300
     changes = {"training.learning_rate": rate, "training.checkpoint_steps": SAVED + 1}
-    source = trained(before).run_dir / "checkpoints" / f"step-{SAVED:08d}"
-    world = train(case, tmp_path, changes, resume=source)
+    source = trained(before, depth).run_dir / "checkpoints" / f"step-{SAVED:08d}"
+    world = train(case, tmp_path, changes, depth=depth, resume=source)
     assert_good_end(world)
     after = min(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*"))
     ended = saved(world, after)  # a server saves after a round
@@ -193,15 +202,3 @@ def test_goes_on_from_another_strategys_checkpoint(
     assert ended.state["sampler"]["position"] == after * BATCH * PARTS
     row = (world.ranks[0] if isinstance(world, World) else world.server).rows()[0]
     assert row.lr / rate == pytest.approx(one.ranks[0].rows()[row.step - 1].lr / CONFIG["training.learning_rate"])
-
-
-NEVER = {"training.eval_steps": 0, "training.checkpoint_steps": 0, "logging.log_interval": 1000}
-
-
-@pytest.mark.usual(when=lambda case: case.chosen)
-@over(CASES)
-def test_looking_changes_nothing(trained: Trained, tmp_path: Path, case: Case) -> None:
-    """A run that evaluates and saves every second step and logs every one ends with the weights of one that does not."""
-    unseen = train(case, tmp_path, random(case)["sets"] | NEVER, task=None)
-    assert_good_end(unseen)
-    assert unseen.summary["weights_sha256"] == trained(case, dropout=True).summary["weights_sha256"]

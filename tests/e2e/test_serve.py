@@ -302,6 +302,7 @@ def test_a_stage_that_is_refused_ends_and_one_that_is_not_hears_of_the_end(
     assert (ended.status, "the server has ended" in ended.err) == (0, True)
 
 
+@pytest.mark.usual(when=lambda listening: not listening)  # otherwise: the test above
 @pytest.mark.parametrize("listening", [True, False])
 def test_a_token_on_this_machine_is_in_nobodys_way(
     smol: Smol, run: Path, expected: str, tmp_path: Path, listening: bool

@@ -32,6 +32,7 @@ def test_equals_single_at_the_same_global_batch(tmp_path: Path, clip: float | No
     assert_same_run(one, many, tolerance=1e-10)
 
 
+@pytest.mark.usual(when=lambda size: size == 3)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_equals_single_in_single_precision(tmp_path: Path, size: int) -> None:
     one = run_world(1, tmp_path / "one", COMMON | {"training.batch_size": 24}, task="Tiny", strategy="single")
@@ -84,6 +85,7 @@ def test_with_dropout_replicas_agree_and_a_rerun_is_bitwise_the_same(tmp_path: P
     assert plain.ranks[0].losses() != runs[0].ranks[0].losses(), "dropout had no effect"
 
 
+@pytest.mark.usual(when=lambda size, bound: size == 3 and bound != 1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_replicas_are_bit_identical(tmp_path: Path, size: int, bound: int) -> None:
@@ -136,6 +138,7 @@ def delayed_gradients(*, workers: int, batch: int, bound: int) -> tuple[list[flo
     return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.usual(when=lambda bound: bound in (1, 5))
 @pytest.mark.parametrize("bound", [0, 1, 2, 5])
 def test_staleness_equals_a_simulation_of_delayed_gradients(tmp_path: Path, bound: int) -> None:
     config = COMMON | {"training.batch_size": 4, "strategy.staleness_bound": bound}

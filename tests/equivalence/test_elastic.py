@@ -75,6 +75,7 @@ def assert_same_run(one: World, world: ElasticWorld, *, tolerance: float) -> Non
 # Equal to `single`
 
 
+@pytest.mark.usual(when=lambda strategy, size: (strategy, size) in (("syncps", 2), ("edp", 1), ("allreduce", 3)))
 @pytest.mark.parametrize(
     ("strategy", "size"),
     [("syncps", 1), ("syncps", 2), ("syncps", 3), ("edp", 1), ("allreduce", 1), ("allreduce", 2), ("allreduce", 3)],
@@ -172,6 +173,7 @@ def replicas_of_syncps(*, workers: int, batch: int, interval: int, alpha: float)
     return losses, [p.detach() for p in server[0].parameters()]
 
 
+@pytest.mark.usual(when=lambda alpha: alpha != 1.0)
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_syncps_follows_its_rule_between_pulls(tmp_path: Path, alpha: float) -> None:
     options = {"strategy.worker_update_interval": 4, "strategy.polyak_alpha": alpha, "training.batch_size": 4}
@@ -192,6 +194,7 @@ def _by_name(parameters: list[Tensor]) -> list[Tensor]:
 # allreduce with steps in flight
 
 
+@pytest.mark.usual(when=lambda size, bound: (size, bound) == (3, 3))
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("bound", [1, 3])
 def test_replicas_are_bit_identical_with_steps_in_flight(tmp_path: Path, size: int, bound: int) -> None:
@@ -348,6 +351,7 @@ def test_killed_as_a_whole_and_resumed_elsewhere_is_bitwise_the_same(tmp_path: P
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
+@pytest.mark.usual(when=lambda strategy, codec: (strategy, codec) in (("allreduce", "topk"), ("fsdp", "int8")))
 @pytest.mark.parametrize("strategy", ["allreduce", "fsdp"])
 @pytest.mark.parametrize("codec", ["topk", "int8"])
 def test_error_feedback_is_resumed_with(tmp_path: Path, strategy: str, codec: str) -> None:

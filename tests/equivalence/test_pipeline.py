@@ -18,6 +18,7 @@ from smolcluster.observe.events import Notice
 GPT4 = GPT | {"model.num_layers": 4}
 
 
+@pytest.mark.usual(when=lambda options, **_: bool(options) and "pp" not in options)
 @pytest.mark.parametrize(
     ("size", "strategy", "options"),
     [
@@ -69,6 +70,7 @@ def test_layers_by_measured_speed(tmp_path: Path, schedule: str, shape: dict[str
     assert sum(slow) <= 2
 
 
+@pytest.mark.usual(when=lambda schedule: schedule == "1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_picture_of_a_step(tmp_path: Path, schedule: str) -> None:
     """Every forward and backward of every micro-batch is in it once, and it changes nothing."""

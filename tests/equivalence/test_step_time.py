@@ -29,6 +29,7 @@ def assert_counted_once(rows: Sequence[StepLogged], *, evaluation_s: float = 0.0
         assert after.compute_s + after.comm_s <= after.step_time_s + 1e-6
 
 
+@pytest.mark.usual(when=lambda workers, interval, **_: interval == workers)
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize(("strategy", "workers"), [("single", 1), ("allreduce", 2)])
 def test_mesh(tmp_path: Path, strategy: str, workers: int, interval: int) -> None:

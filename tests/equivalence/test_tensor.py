@@ -9,7 +9,7 @@ import pytest
 from tests.equivalence.same_run import COMMON, GPT, assert_same_run
 from tests.world import run_world
 
-GPT2 = GPT | {"model.num_heads": 4}
+GPT2 = GPT | {"model.num_heads": 4, "training.steps": 3}
 LLAMA = GPT2 | {
     "model.position": "rotary",
     "model.norm": "rmsnorm",

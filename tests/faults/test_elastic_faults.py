@@ -162,7 +162,7 @@ def test_a_worker_dies_while_gradients_travel_encoded(tmp_path: Path, kind: str)
 # The server dies
 
 
-@usually("edp")
+@pytest.mark.slow  # usually: tests/conformance/test_members.py, and the test below
 @EVERY
 def test_a_killed_server_comes_back_and_loses_nothing(
     tmp_path: Path, kind: str, clean_loss: Callable[[str], float]
@@ -367,9 +367,10 @@ def test_a_worker_that_holds_the_gil_stays_a_member(tmp_path: Path, kind: str) -
         wait_for_next_step(world, after=seen["paused"], without=instance_of(world, 1))
         wait_for_counted(world, 1, after=seen["paused"])
 
-    config = PROMPT | {"training.steps": 400, "cluster.stall_timeout": 90.0}  # on a loaded machine silence may last
-    world = run(kind, 3, tmp_path, config, task="HoldsTheLock", environ={"HOLD": "1:10:4"}, script=script)
-    assert_sound(world, steps=400)
+    config = PROMPT | {"training.steps": 160, "cluster.stall_timeout": 90.0}  # on a loaded machine silence may last
+    slow, environ = dict.fromkeys(range(3), 0.05), {"HOLD": "1:10:4"}
+    world = run(kind, 3, tmp_path, config, task="HoldsTheLock", environ=environ, script=script, slow=slow)
+    assert_sound(world, steps=160)
     assert world.summary["members_lost"] == 0, "a healthy worker was lost"
     assert not any("lost the server" in notice for worker in world.workers for notice in worker.notices())
 
@@ -385,8 +386,8 @@ def test_a_server_that_stands_still_for_a_while_loses_nobody(tmp_path: Path, kin
         time.sleep(2 * PROMPT["cluster.silence_timeout"])
         world.thaw("server")
 
-    world = run(kind, 2, tmp_path, PROMPT | {"cluster.stall_timeout": 90.0}, script=script)
-    assert_sound(world, steps=STEPS)
+    world = run(kind, 2, tmp_path, PROMPT | {"cluster.stall_timeout": 90.0, "training.steps": 40}, script=script)
+    assert_sound(world, steps=40)
     assert world.summary["members_lost"] == 0
     assert not any("lost the server" in notice for worker in world.workers for notice in worker.notices())
 
@@ -435,7 +436,7 @@ def test_a_worker_that_claims_to_outweigh_all_others_is_evicted(tmp_path: Path, 
 # Workers come
 
 
-@usually("edp", "allreduce-2")
+@usually("allreduce-2")
 @EVERY
 def test_workers_join_in_the_middle_without_a_stall(tmp_path: Path, kind: str) -> None:
     """Ranks 2 and 3 come and are killed, six times in all; ranks 0 and 1 never wait long for them."""
@@ -543,9 +544,9 @@ def test_absurd_gradients_are_refused_and_harm_nobody(
 @pytest.mark.parametrize("kind", ["syncps", "edp", "allreduce", "allreduce-2"])
 def test_what_a_codec_left_out_of_a_refused_gradient_does_not_come_later(tmp_path: Path, kind: str) -> None:
     """A hundredth of it is sent and refused; error feedback would make the next gradients as absurd as that one."""
-    config = {"strategy.codec": "topk", "strategy.codec_fraction": 0.01}
-    world = run(kind, 2, tmp_path, config, task="Spoiled", environ={"SPOIL": "1:40:1e9"})
-    assert_sound(world, steps=STEPS)
+    config = {"strategy.codec": "topk", "strategy.codec_fraction": 0.01, "training.steps": 100}
+    world = run(kind, 2, tmp_path, config, task="Spoiled", environ={"SPOIL": "1:20:1e9"})
+    assert_sound(world, steps=100)
     most = 1 if kind in ("syncps", "allreduce") else 4  # those that were already on their way
     assert 1 <= world.summary["refused"]["worker 1 (testhost)"] <= most
 
@@ -553,9 +554,9 @@ def test_what_a_codec_left_out_of_a_refused_gradient_does_not_come_later(tmp_pat
 @pytest.mark.parametrize("kind", ["allreduce", "fsdp"])
 def test_a_worker_whose_encoded_gradient_cannot_be_read_is_evicted(tmp_path: Path, kind: str) -> None:
     """It says that it used every parameter with a weight of NaN. The others go on, and take it back."""
-    config = {"training.steps": 100, "strategy.codec": "int8"}
+    config = {"training.steps": 50, "strategy.codec": "int8"}
     world = run(kind, 3, tmp_path, config, task="Garbles", environ={"GARBLE": "1:20"})
-    assert_sound(world, steps=100)
+    assert_sound(world, steps=50)
     assert [line["rank"] for line in changes(lines_of(world), "evicted")] == [1]
 
 
@@ -636,8 +637,8 @@ def test_a_second_worker_of_a_rank_is_refused(tmp_path: Path) -> None:
         world.start(1)  # the first one lives
         assert world.wait_for_exit(1) == 2
 
-    world = run("syncps", 2, tmp_path, {"training.steps": 200}, script=script)
-    assert_sound(world, steps=200)
+    world = run("syncps", 2, tmp_path, {"training.steps": 100}, script=script, slow=dict.fromkeys(range(2), 0.03))
+    assert_sound(world, steps=100)
     first, second = world.workers[1].lives
     assert (first.status, second.status) == (0, 2)
     failed = world.workers[1].failed

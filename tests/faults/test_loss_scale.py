@@ -33,6 +33,7 @@ def test_replicas_find_the_scale_that_one_process_finds(tmp_path: Path, alone: f
     assert alone / 4 <= saved_scale(world.summary) <= 4 * alone
 
 
+@pytest.mark.usual(when=lambda strategy, options: strategy in ("fsdp", "edp") or bool(options))
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [

@@ -118,6 +118,10 @@ MESH = [
 ]
 
 
+USUAL = ("allreduce", "fsdp 1", "fsdp 3", "tensor", "pipeline 1f1b", "mesh dp 2 x pp 2", "mesh, stage 3")
+
+
+@pytest.mark.usual(when=lambda choice: choice.label in USUAL)
 @pytest.mark.parametrize("choice", MESH, ids=lambda choice: choice.label)
 def test_states_are_those_of_the_formula(four: Subject, choice: Choice) -> None:
     """Of every rank that differs. The optimizer counts its steps: four bytes for each parameter, beside the formula."""
