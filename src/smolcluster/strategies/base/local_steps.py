@@ -35,18 +35,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from smolcluster.comm.rounds import Committed
+from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
-from smolcluster.config.options import LocalStepOptions
+from smolcluster.config.options import RoundOptions
 from smolcluster.parallel.encoding import summed_by_workers
 from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.base import Scope, State, StepReport
 from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
 
-LocalStepsT = TypeVar("LocalStepsT", bound=LocalStepOptions)
+LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
 WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"  # in what a rank saves of its own
 OUTER = "outer/"  # in what all share
 
@@ -76,11 +76,20 @@ class LocalSteps(Exchanging[LocalStepsT]):
         return 0
 
     @classmethod
+    def exchanged(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        """Return the seats, and what a worker holds and moves in the exchange of a round."""
+        return summed_by_workers(options, nodes, shape, rounds=1)
+
+    def combination(self) -> Combination:
+        """Return how the pseudo-gradients of a round are combined."""
+        return self.sum_of_workers(self.options)
+
+    @classmethod
     def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
-        placement = summed_by_workers(options, nodes, shape, rounds=1)
+        placement = cls.exchanged(options, nodes, shape)
         if shape is None:
             return placement
-        size, h = shape.parameters * shape.bytes_per_parameter, options.local_steps
+        size, h = shape.parameters * shape.bytes_per_parameter, options.steps_per_round
         costs = [
             replace(
                 cost,
@@ -100,14 +109,14 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self._mine = _Round(self.replica.updates)
         if self.context.office is not None:  # a coordinator trains nothing
             return
-        self.rounds = self.open_rounds(self.sum_of_workers(self.options))
+        self.rounds = self.open_rounds(self.combination())
         self.replica.led = False  # each worker judges its own gradients
         self._anchor = [parameter.detach().clone() for parameter in self.replica.parameters]
         self.outer = self.outer_optimizer(self.replica.parameters)
 
     @property
     def local_steps(self) -> int:
-        return self.options.local_steps
+        return self.options.steps_per_round
 
     @property
     def round_timeout(self) -> float | None:
