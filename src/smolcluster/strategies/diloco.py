@@ -36,6 +36,7 @@ from torch import nn
 from smolcluster.comm.codecs import chosen_codec
 from smolcluster.comm.gathered_mean import GatheredMean
 from smolcluster.comm.rounds import Combination
+from smolcluster.compute.bare_optimizers import SGD
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.parallel.encoding import gathered_by_workers
 from smolcluster.parallel.placement import Node, Placement, Shape
@@ -45,7 +46,7 @@ from smolcluster.strategies.base.local_steps import LocalSteps
 class DiLoCo(LocalSteps[DiLoCoOptions]):
     def outer_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         rate, momentum = self.options.outer_lr, self.options.outer_momentum
-        return torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=self.options.nesterov and momentum > 0)
+        return SGD(parameters, lr=rate, momentum=momentum, nesterov=self.options.nesterov and momentum > 0)
 
     @classmethod
     def outer_states(cls, options: DiLoCoOptions) -> int:

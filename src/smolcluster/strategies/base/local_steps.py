@@ -16,8 +16,9 @@ round a checkpoint of the mesh plane has besides what each worker has of its own
 elastic plane states are taken between rounds.
 
 The state of the outer optimizer is shared: it is in every checkpoint, and who joins gets it. That of the inner one stays with
-each worker, and that of rank 0 is the one that other strategies go on with. On the elastic plane a checkpoint has only that of
-one worker, and who joins or comes back begins with another worker's.
+each worker, and that of rank 0 is the one that other strategies go on with. On the elastic plane a checkpoint has that of one
+worker, and each of them keeps its own on its disk, beside its error feedback: workers that are started again in the same run
+directory go on with it where the checkpoint does. Who joins, or comes back between two, begins with another worker's.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S / h
 Memory: the anchor and what is exchanged, beside weights, gradients and the state of both optimizers: 4 S and the optimizers'.
@@ -202,12 +203,10 @@ class LocalSteps(Exchanging[LocalStepsT]):
             return state
         outer = named_state(self.replica.model, self.outer)
         state.shared = {**state.shared, **{f"{OUTER}{name}": tensor for name, tensor in outer.items()}}
-        if self.context.fixed_group is None:
-            return state
         own = dict(state.own)
-        if self.context.seat.rank > 0:
+        if self.context.fixed_group is None or self.context.seat.rank > 0:
             own |= {f"{MOMENTS}{name}": tensor for name, tensor in state.optimizer.items()}
-        if self._in_round:
+        if self._in_round and self.context.fixed_group is not None:
             anchors = {id(p): anchor for p, anchor in zip(self.replica.parameters, self._anchor, strict=True)}
             tensors = self.replica.model.state_dict(keep_vars=True)
             trained = {name: anchors[id(tensor)] for name, tensor in tensors.items() if id(tensor) in anchors}
