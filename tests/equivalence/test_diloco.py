@@ -15,6 +15,7 @@ from tests.world import ElasticWorld, World, run_elastic_world, run_world
 from torch import Tensor, nn
 
 from smolcluster.comm.codecs import make_codec
+from smolcluster.comm.contributions import HEAD
 from smolcluster.compute.rng import seed_everything
 from smolcluster.config.options import DiLoCoOptions
 from smolcluster.data.sampler import Sampler, ShardedSampler
@@ -119,10 +120,17 @@ def test_dense_rounds_are_those_of_a_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["blocktopk", "int4", "int8", "bf16"])
 def test_lossy_rounds_are_those_of_a_loop(tmp_path: Path, average: str, codec: str) -> None:
     """Sums are taken in fp32."""
-    sets = {"strategy.codec": codec, "strategy.average": average}
+    sets = {"strategy.codec": codec, "strategy.average": average, "logging.log_interval": 1}
     senders, decay = average == "senders" and codec == "blocktopk", 0.0 if codec == "bf16" else 0.95
     expected = simulated(codec=codec, senders=senders, decay=decay)
-    assert_close(weights(train("mesh", tmp_path, sets)), expected, tolerance=1e-6)
+    world = train("mesh", tmp_path, sets)
+    assert_close(weights(world), expected, tolerance=1e-6)
+    # One message a round: weight, flags, the tensors as they are encoded, and whether to stop.
+    tensors = [tuple(tensor.shape) for tensor in expected.values()]
+    message = HEAD.size + len(tensors) + sum(map(make_codec(codec).nbytes, tensors)) + 1
+    assert isinstance(world, World)
+    sent = {row.step: row.bytes_sent for row in world.ranks[0].rows()}
+    assert [sent[step] - sent[step - 1] for step in range(2, STEPS)] == [message, 0] * (STEPS // 2 - 1)
 
 
 @pytest.mark.usual(when=lambda plane: plane == "mesh")
@@ -176,5 +184,5 @@ def test_presets_and_what_wins_over_them() -> None:
     assert DiLoCoOptions(preset="lan").codec == "int4"
     assert DiLoCoOptions(preset="wan", codec_bits=4, outer_momentum=0.5).codec_bits == 4
     assert DiLoCoOptions(preset="wan", outer_momentum=0.5).outer_momentum == 0.5
-    with pytest.raises(ValueError, match="as one of fp32, bf16, int8, int4, blocktopk"):
+    with pytest.raises(ValueError, match="takes one of fp32, bf16, int8, int4, blocktopk"):
         DiLoCoOptions(codec="powersgd")

@@ -123,7 +123,7 @@ class DiLoCoOptions(RoundOptions):
     def _codec(cls, codec: str) -> str:
         known = ("fp32", "bf16", "int8", "int4", "blocktopk")
         if codec not in known:
-            raise ValueError(f"rounds of local steps are sent as one of {', '.join(known)}")
+            raise ValueError(f"diloco takes one of {', '.join(known)}")
         return codec
 
     @property
