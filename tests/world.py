@@ -47,6 +47,7 @@ PRELOAD = [
     "smolcluster.strategies.single",
     "smolcluster.engine.elastic.server",
     "smolcluster.engine.elastic.worker",
+    "smolcluster.strategies.diloco",
     "smolcluster.strategies.edp",
     "smolcluster.strategies.fsdp",
     "smolcluster.strategies.fsdp_sharded",

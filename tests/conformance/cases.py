@@ -61,6 +61,15 @@ SETTINGS: dict[str, Setting] = {
     "tensor": Setting(workers=(2, 4)),  # as many as divide the heads
     "syncps": Setting(options=AT_ONCE | {"polyak_alpha": 1.0}),
     "edp": Setting(options=AT_ONCE, workers=(1,)),  # nobody waits, so two would take turns by chance
+    # Where the outer step takes one worker to where it is; some checkpoints fall into the middle of three steps.
+    "diloco": Setting(
+        options={"inner_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
+        workers=(1, 3),
+        alone=True,
+        exact=True,
+        more={"mesh": [{"inner_steps": 3}]},
+        unlike={plane: [{"preset": "wan"}] for plane in ("mesh", "elastic")},
+    ),
 }
 
 

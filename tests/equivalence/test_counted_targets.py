@@ -35,6 +35,7 @@ MESH: list[tuple[str, int, int, int, dict[str, Any]]] = [
     ("mesh", 4, 1, 4, {"strategy.tp": 2}),
     ("mesh", 4, 2, 2, {"strategy.pp": 2, "strategy.num_microbatches": 2}),
     ("mesh", 4, 1, 4, {"strategy.cp": 2, "strategy.fsdp_stage": 3}),
+    ("diloco", 1, 2, 4, {"strategy.inner_steps": 1, "strategy.outer_lr": 1.0, "strategy.outer_momentum": 0.0}),
 ]
 SERVED: list[tuple[str, int, int, int, dict[str, Any]]] = [
     ("syncps", 2, 2, 2, AT_ONCE),

@@ -69,6 +69,7 @@ def measured(config: Config) -> list[int]:
     [
         ("fsdp", "fp32", {"fsdp_stage": 1}),
         ("fsdp", "bf16", {"fsdp_stage": 1, "param_dtype": "bf16"}),
+        ("diloco", "fp32", {"preset": "wan"}),
     ],
 )
 def test_a_real_run_holds_what_was_foretold(strategy: str, precision: str, options: dict[str, Any]) -> None:

@@ -51,11 +51,11 @@ def test_unknown_names_list_the_known_and_suggest_the_nearest() -> None:
     with pytest.raises(
         UserError,
         match=r"unknown strategy 'alreduce'; did you mean 'allreduce'\? "
-        "known: allreduce, edp, fsdp, mesh, pipeline, single, syncps, tensor",
+        "known: allreduce, diloco, edp, fsdp, mesh, pipeline, single, syncps, tensor",
     ):
         check_name("alreduce")
-    with pytest.raises(UserError, match="'diloco' is not built yet"):
-        check_name("diloco")
+    with pytest.raises(UserError, match="'swarm' is not built yet"):
+        check_name("swarm")
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_options_for_members_that_come_and_go_are_named_where_they_stay(plane: s
     ("option", "takers"),
     [
         ("sequence_parallel", {"tensor", "mesh"}),
-        ("bucket_mb", {"allreduce", "edp", "syncps", "fsdp", "mesh"}),
+        ("bucket_mb", {"allreduce", "diloco", "edp", "syncps", "fsdp", "mesh"}),
         ("num_microbatches", {"pipeline", "mesh"}),
         ("fsdp_stage", {"fsdp", "mesh"}),
     ],
@@ -284,7 +284,9 @@ def test_an_option_is_written_alike_for_all_who_take_it() -> None:
 def test_the_section_says_who_takes_an_option_and_what_it_means_there() -> None:
     said = {key: field.description for key, field in StrategyConfig.model_fields.items()}
     assert said["polyak_alpha"] == "syncps: share of the server's weights in a pull"
-    assert said["step_timeout"].startswith("allreduce (elastic), fsdp (elastic): seconds a worker may compute")
+    assert said["step_timeout"].startswith(
+        "allreduce (elastic), fsdp (elastic), diloco (elastic): seconds a worker may compute"
+    )
     assert "allreduce, fsdp (elastic): averaged gradients in flight" in said["staleness_bound"]
     assert ". edp: refuse gradients older than this" in said["staleness_bound"]
 

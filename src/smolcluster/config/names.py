@@ -35,6 +35,7 @@ for _section in ("cluster", "training", "strategy"):
 # What other programs call our keys: only for suggestions.
 _ELSEWHERE = {
     "lr": "training.learning_rate",
+    "optimizer.lr": "training.learning_rate",
     "max_steps": "training.steps",
     "max_iters": "training.steps",
     "n_layer": "model.num_layers",

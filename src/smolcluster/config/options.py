@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from smolcluster.config.types import Auto, Count, Fraction, Lower, Natural, Number, Positive, Precision
+from smolcluster.config.types import Auto, BelowOne, Count, Fraction, Lower, Natural, Number, Positive, Precision
 
 Codec = Annotated[Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "randk", "powersgd", "blocktopk"], Lower]
 Dtype = Annotated[Precision, Lower]
@@ -69,10 +69,66 @@ class ExchangeOptions(CodecOptions):
     )
 
 
-class LocalStepOptions(ExchangeOptions):
-    """Of strategies whose workers take steps of their own between exchanges."""
+class RoundOptions(ExchangeOptions):
+    """Of strategies whose workers take steps of their own between exchanges, under any name."""
 
+    @property
+    def steps_per_round(self) -> int:
+        raise NotImplementedError
+
+
+class LocalStepOptions(RoundOptions):
     local_steps: Count = Field(10, description="steps that a worker takes by itself between two exchanges")
+
+    @property
+    def steps_per_round(self) -> int:
+        return self.local_steps
+
+
+# Other options win over them.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "lan": {"codec": "int4", "outer_lr": 0.7, "outer_momentum": 0.9},
+    "wan": {"codec": "blocktopk", "codec_bits": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
+}
+_OF_OTHER_CODECS = frozenset({"codec_fraction", "codec_rank"})
+
+
+class DiLoCoOptions(RoundOptions):
+    only_elastic = frozenset({"step_timeout"}) | _OF_OTHER_CODECS
+    only_mesh = _OF_OTHER_CODECS
+    preset: Annotated[Literal["lan", "wan"], Lower] | None = Field(
+        None,
+        description="lan: codec int4, outer Nesterov; wan: codec blocktopk with 2 bits, plain outer SGD of rate 1; "
+        "what else is set wins",
+    )
+    inner_steps: Count = Field(30, description="steps that a worker takes by itself between two exchanges")
+    outer_lr: Positive = Field(0.7, description="rate of the outer optimizer")
+    outer_momentum: BelowOne = Field(0.9, description="momentum of the outer optimizer; 0: plain SGD")
+    nesterov: bool = Field(True, description="Nesterov momentum in the outer optimizer")
+    average: Annotated[Literal["senders", "all"], Lower] = Field(
+        "senders", description="blocktopk: a number is averaged over the workers that sent it, or over all"
+    )
+    feedback_decay: Fraction = Field(
+        0.95, description="lossy codecs: share of what was not sent that is added to the next round"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, said: Any) -> Any:
+        preset = said.get("preset") if isinstance(said, dict) else None
+        return {**PRESETS.get(preset.lower(), {}), **said} if isinstance(preset, str) else said
+
+    @field_validator("codec")
+    @classmethod
+    def _codec(cls, codec: str) -> str:
+        known = ("fp32", "bf16", "int8", "int4", "blocktopk")
+        if codec not in known:
+            raise ValueError(f"diloco takes one of {', '.join(known)}")
+        return codec
+
+    @property
+    def steps_per_round(self) -> int:
+        return self.inner_steps
 
 
 class AllReduceOptions(ExchangeOptions):

@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from smolcluster.config.options import (
     AllReduceOptions,
+    DiLoCoOptions,
     EDPOptions,
     ElasticFSDPOptions,
     FSDPOptions,
@@ -189,6 +190,15 @@ _RECORDS = (
         topology="star",
         own_steps=True,
     ),
+    Record(
+        name="diloco",
+        algorithm="DiLoCo",
+        summary="workers train for themselves; a second optimizer takes the mean of how far they went, rarely",
+        where={"mesh": f"{_HERE}.diloco:DiLoCo", "elastic": f"{_HERE}.diloco:DiLoCo"},
+        options=DiLoCoOptions,
+        use_when="machines are in different homes: 1 to 100 Mbit/s between them",
+        aliases=("opendiloco",),
+    ),
 )
 
 BUILT_IN: Mapping[str, Record] = {record.name: record for record in _RECORDS}
@@ -197,7 +207,7 @@ BUILT_IN: Mapping[str, Record] = {record.name: record for record in _RECORDS}
 ALONE, DEFAULT, UNLIKE = "single", "allreduce", "edp"
 
 # Named in the documentation and in ready cluster files, and still to come.
-PLANNED = ("diloco", "dipaco", "swarm")
+PLANNED = ("dipaco", "swarm")
 
 ALIASES: Mapping[str, str] = {alias: record.name for record in _RECORDS for alias in record.aliases}
 

@@ -62,6 +62,24 @@ def summed_by_workers(
     return replace(placement, costs=costs)
 
 
+def gathered_by_workers(options: ExchangeOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+    """A whole model on every node; what each contributes goes encoded to all others (`comm/gathered_mean.py`)."""
+    codec, n, seats = chosen_codec(options), len(nodes), worker_on_each(nodes)
+    if shape is None:
+        return with_coordinator(Placement(seats=seats), nodes, shape)
+    size, dense = shape.parameters * shape.bytes_per_parameter, 4 * shape.parameters
+    encoded = sum(map(codec.nbytes, _tensors(shape, n)))
+    cost = Cost(
+        parameter_bytes=size,
+        gradient_bytes=dense + (n + 2) * encoded + (2 * dense if codec.feedback else 0),
+        optimizer_bytes=shape.optimizer_bytes(size),
+        bytes_sent=(n - 1) * encoded,
+        bytes_received=(n - 1) * encoded,
+        messages=(n - 1) * messages_of(encoded),
+    )
+    return with_coordinator(Placement(seats=seats, costs=[cost] * n), nodes, shape)
+
+
 def sharded_traffic(codec: Codec, shape: Shape, n: int) -> list[tuple[int, int]]:
     """Return what each of n workers sends and receives where every parameter has an owner and a backup (`owned_sum.py`)."""
     tensors = _tensors(shape, n)

@@ -69,7 +69,8 @@ def describe_run(config: Config, *, workers: int, run_dir: RunDir, backend: str 
         lines.append(f"# {not_used(config.strategy.name, plane, ignored)}")
     lines.extend(f"# {line}" for line in describe_memory(subject, plane))
     also = ", and activations, which are not counted here" if cost.activations_travel else ""
-    sent = f"{cost.bytes_sent / 2**20:.2f} MiB" if cost.bytes_sent else "nothing"
+    unit = ("MiB", 2**20) if cost.bytes_sent >= 2**20 / 100 else ("KiB", 2**10)
+    sent = f"{cost.bytes_sent / unit[1]:.2f} {unit[0]}" if cost.bytes_sent else "nothing"
     lines.append(f"# a step sends {sent} of parameters and gradients from each worker{also}")
     lines.append(f"# {steps:,} steps of {sum(counts):,} samples")
     lines.append(f"# run directory: {run_dir.path}")

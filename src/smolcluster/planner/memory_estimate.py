@@ -36,6 +36,7 @@ from smolcluster.parallel.placement import Node, Placement, Seat
 from smolcluster.planner.fake_group import rehearsal_world
 from smolcluster.planner.fake_tensors import NoMemory, moving, no_vote, quietly
 from smolcluster.strategies.base import Context, Strategy
+from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
 
 log = logging.getLogger(__name__)
@@ -136,12 +137,13 @@ def perform(
     states = States(strategy.replica.model, strategy.replica.optimizer, ledger)
     offers = any(isinstance(module, Recomputable) for module in strategy.replica.model.modules())
     found: dict[Activations, Peak] = {}
+    local_steps = strategy.local_steps if isinstance(strategy, Exchanging) else 1  # the last of a round exchanges
     for number, way in enumerate([*ways[: int(warm)], *ways]):
         if (way.checkpointing and not offers) or (way.plain_attention and number > 0 and not ledger.attention):
             continue
         since = ledger.place
         with _in_this_way(strategy.replica.model, way):
-            strategy.step(Batch(parts=parts, samples=len(parts), tokens=0, step=number + 1))
+            strategy.step(Batch(parts=parts, samples=len(parts), tokens=0, step=(number + 1) * local_steps))
         found[way] = ledger.peak(since, settled=True)
     return Rehearsed(start=start, states=states.held, ways=found)
 

@@ -16,8 +16,9 @@ round a checkpoint of the mesh plane has besides what each worker has of its own
 elastic plane states are taken between rounds.
 
 The state of the outer optimizer is shared: it is in every checkpoint, and who joins gets it. That of the inner one stays with
-each worker, and that of rank 0 is the one that other strategies go on with. On the elastic plane a checkpoint has only that of
-one worker, and who joins or comes back begins with another worker's.
+each worker, and that of rank 0 is the one that other strategies go on with. On the elastic plane a checkpoint has that of one
+worker, and each of them keeps its own on its disk, beside its error feedback: workers that are started again in the same run
+directory go on with it where the checkpoint does. Who joins, or comes back between two, begins with another worker's.
 
 Bytes per step and worker, sent and received each, for S bytes of parameters on N workers:   2 (N-1)/N S / h
 Memory: the anchor and what is exchanged, beside weights, gradients and the state of both optimizers: 4 S and the optimizers'.
@@ -35,18 +36,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from smolcluster.comm.rounds import Committed
+from smolcluster.comm.rounds import Combination, Committed
 from smolcluster.compute.optim import load_named_state, named_state
 from smolcluster.compute.replica import Batch
 from smolcluster.compute.timing import Span
-from smolcluster.config.options import LocalStepOptions
+from smolcluster.config.options import RoundOptions
 from smolcluster.parallel.encoding import summed_by_workers
 from smolcluster.parallel.placement import Node, Placement, Shape
 from smolcluster.strategies.base import Scope, State, StepReport
 from smolcluster.strategies.base.replicated import Exchanging
 from smolcluster.tasks.base import Task
 
-LocalStepsT = TypeVar("LocalStepsT", bound=LocalStepOptions)
+LocalStepsT = TypeVar("LocalStepsT", bound=RoundOptions)
 WEIGHTS, MOMENTS, ROUND = "weights/", "optimizer/", "round/"  # in what a rank saves of its own
 OUTER = "outer/"  # in what all share
 
@@ -76,11 +77,20 @@ class LocalSteps(Exchanging[LocalStepsT]):
         return 0
 
     @classmethod
+    def exchanged(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        """Return the seats, and what a worker holds and moves in the exchange of a round."""
+        return summed_by_workers(options, nodes, shape, rounds=1)
+
+    def combination(self) -> Combination:
+        """Return how the pseudo-gradients of a round are combined."""
+        return self.sum_of_workers(self.options)
+
+    @classmethod
     def plan(cls, options: LocalStepsT, nodes: Sequence[Node], shape: Shape | None) -> Placement:
-        placement = summed_by_workers(options, nodes, shape, rounds=1)
+        placement = cls.exchanged(options, nodes, shape)
         if shape is None:
             return placement
-        size, h = shape.parameters * shape.bytes_per_parameter, options.local_steps
+        size, h = shape.parameters * shape.bytes_per_parameter, options.steps_per_round
         costs = [
             replace(
                 cost,
@@ -100,14 +110,14 @@ class LocalSteps(Exchanging[LocalStepsT]):
         self._mine = _Round(self.replica.updates)
         if self.context.server_context is not None:  # a coordinator trains nothing
             return
-        self.rounds = self.open_rounds(self.sum_of_workers(self.options))
+        self.rounds = self.open_rounds(self.combination())
         self.replica.led = False  # each worker judges its own gradients
         self._anchor = [parameter.detach().clone() for parameter in self.replica.parameters]
         self.outer = self.outer_optimizer(self.replica.parameters)
 
     @property
     def local_steps(self) -> int:
-        return self.options.local_steps
+        return self.options.steps_per_round
 
     @property
     def round_timeout(self) -> float | None:
@@ -193,12 +203,10 @@ class LocalSteps(Exchanging[LocalStepsT]):
             return state
         outer = named_state(self.replica.model, self.outer)
         state.shared = {**state.shared, **{f"{OUTER}{name}": tensor for name, tensor in outer.items()}}
-        if self.context.fixed_group is None:
-            return state
         own = dict(state.own)
-        if self.context.seat.rank > 0:
+        if self.context.fixed_group is None or self.context.seat.rank > 0:
             own |= {f"{MOMENTS}{name}": tensor for name, tensor in state.optimizer.items()}
-        if self._in_round:
+        if self._in_round and self.context.fixed_group is not None:
             anchors = {id(p): anchor for p, anchor in zip(self.replica.parameters, self._anchor, strict=True)}
             tensors = self.replica.model.state_dict(keep_vars=True)
             trained = {name: anchors[id(tensor)] for name, tensor in tensors.items() if id(tensor) in anchors}

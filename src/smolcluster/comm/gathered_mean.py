@@ -1,0 +1,181 @@
+"""The mean of encoded contributions that every member gets from every other one: on both planes.
+
+    every member     encodes what it contributes, once, with its error feedback
+                     gathers the encoded contributions of all
+                     decodes them in the order of ranks and takes the mean: replicas stay bit-identical
+
+A sum in a ring would have to be encoded again at every hop. For local steps, which contribute all tensors at once and seldom:
+one message of each member in a round, and one round at a time.
+
+Bytes per round and member, sent and received each, for S encoded bytes on N members:   (N-1) S
+
+With `senders` a number is averaged over the members that sent it, that is where it decodes to another number than 0; else over
+all, where one that was not sent counts as 0.
+
+What error feedback keeps becomes final when the round is committed. One that is combined again sends the same bytes again; one
+that does not count leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import get_total_norm
+
+from smolcluster.comm.codecs import Codec, CodecError, Feedback, Packer
+from smolcluster.comm.codecs.feedback import Memory, tensors_of, under
+from smolcluster.comm.contributions import MessageLayout
+from smolcluster.comm.elastic.membership.view import View
+from smolcluster.comm.group import Group, Work
+from smolcluster.comm.rounds import Combination, Committed, UnreadableContribution
+
+
+class GatheredMean(Combination):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group | None,
+        *,
+        codec: Codec,
+        decay: float = 1.0,
+        senders: bool = False,
+    ) -> None:
+        """`group`: of members that stay; None: views name it. `decay`: of error feedback."""
+        self._parameters = list(parameters.values())
+        self._packers = [Packer([(name, tuple(p.shape))], codec) for name, p in parameters.items()]
+        self._layout = MessageLayout(self._packers, range(len(self._packers)))
+        self._codec, self._senders = codec, senders
+        self._feedback = Feedback(decay=decay)
+        self._settled: Mapping[str, Memory] = {}  # after the last round that was committed
+        self._fake = any(isinstance(p, FakeTensor) for p in self._parameters)  # a memory estimate: nothing to encode
+        self._weight, self._norm, self._message = 0.0, 0.0, torch.empty(0, dtype=torch.uint8)
+        self._mean: tuple[float, list[Tensor | None]] | None = None
+        if group is not None:
+            self._group = group
+
+    def formed(self, group: Group, view: View, established: Sequence[str | None]) -> None:
+        self._group = group
+
+    def start(self, slot: int, *, weight: float, scale: float = 1.0, stop: bool = False) -> None:
+        self._weight, self._stop = weight, stop
+
+    def finish(self, slot: int) -> None:
+        self._feedback.memories, self._norm = self._settled, 0.0
+        encoded: dict[int, Tensor | None] = {}
+        if self._weight:
+            try:
+                encoded = {j: self._encode(j, p.grad) for j, p in enumerate(self._parameters) if p.grad is not None}
+            except CodecError:  # not finite: the round is for the others
+                self._feedback.memories, self._weight, self._norm = self._settled, 0.0, math.nan
+                encoded = {}
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._send(self._layout.write(self._weight, encoded))
+
+    def again(self, slot: int, *, zero: bool) -> None:
+        if zero:
+            self._feedback.memories, self._weight, self._norm, self._stop = self._settled, 0.0, 0.0, False
+            self._message = self._layout.write(0.0, {})
+        self._send(self._message)
+
+    def done(self, slot: int) -> bool:
+        return self._work.done
+
+    def wait(self, slot: int) -> None:
+        self._work.wait()
+        if self._mean is None:
+            rows = self._gathered.to("cpu").view(self._group.size, -1)
+            self._stops = float(rows[:, -1].sum())
+            self._mean = self._mean_of([row[:-1] for row in rows])
+
+    def stop_count(self, slot: int) -> Tensor:
+        return torch.tensor([self._stops])
+
+    def norms(self, slot: int) -> tuple[float, float]:
+        assert self._mean is not None
+        weight, means = self._mean
+        return self._norm, weight * float(get_total_norm([mean for mean in means if mean is not None]))
+
+    def give(self, result: Committed) -> None:
+        assert self._mean is not None
+        for parameter, mean in zip(self._parameters, self._mean[1], strict=True):
+            parameter.grad = None if mean is None else mean.to(parameter.device, parameter.dtype)
+        self._settled, self._mean = self._feedback.memories, None
+
+    def shares(self, slot: int) -> dict[int, Tensor]:
+        return {self._group.rank: self._message}
+
+    def follow(self, slot: int, shares: Mapping[int, Tensor], *, members: int) -> None:
+        if shares.keys() != set(range(members)) or any(len(m) != self._layout.nbytes for m in shares.values()):
+            raise ValueError(f"the contributions of {len(shares)} members are not as {members} members have them")
+        self._feedback.memories = self._settled
+        self._mean = self._mean_of([shares[place] for place in range(members)])
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {f"{self._codec.name}/{name}": tensor for name, tensor in tensors_of(self._settled).items()}
+
+    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+        self._feedback.load_state_dict(under(f"{self._codec.name}/", tensors))
+        self._settled = self._feedback.memories
+
+    def _encode(self, j: int, tensor: Tensor) -> Tensor:
+        packer = self._packers[j]
+        data = torch.zeros(packer.nbytes, dtype=torch.uint8)
+        if not self._fake:
+            packer.encode([tensor], data, key=j, feedback=self._feedback if self._codec.feedback else None)
+            # As the others get it, so that they can tell an absurd one.
+            self._norm = math.hypot(self._norm, self._weight * float(torch.linalg.vector_norm(self._decode(data, j))))
+        elif self._codec.feedback:
+            self._feedback.keep({self._packers[j].names[0]: self._feedback.add(packer.names[0], tensor)})
+        return data
+
+    def _decode(self, data: Tensor, j: int) -> Tensor:
+        tensor = torch.zeros(self._packers[j].shapes[0])
+        if not self._fake:
+            self._packers[j].decode(data, [tensor], padded=True)
+        return tensor
+
+    def _send(self, message: Tensor) -> None:
+        """To everybody, with a byte at its end that says whether this member asks to stop."""
+        device = self._group.device
+        self._message, self._mean = message, None
+        mine = torch.cat([message, torch.tensor([self._stop], dtype=torch.uint8)]).to(device)
+        self._gathered = torch.empty(self._group.size * len(mine), dtype=torch.uint8, device=device)
+        self._work: Work = self._group.all_gather(self._gathered, mine)
+
+    def _mean_of(self, messages: Sequence[Tensor]) -> tuple[float, list[Tensor | None]]:
+        """The weight of all messages, and the mean of each tensor; None of one that nobody used."""
+        if self._fake:
+            return 1.0, [torch.zeros(packer.shapes[0]) for packer in self._packers]
+        heads = [self._read(place, message) for place, message in enumerate(messages)]
+        total = sum(weight for weight, _ in heads)
+        means: list[Tensor | None] = []
+        for j, packer in enumerate(self._packers):
+            shape, mean = packer.shapes[0], None
+            counted = torch.zeros(shape if self._senders else ())
+            for place, (weight, used) in enumerate(heads):
+                if not used[j] or not weight:
+                    continue
+                try:
+                    tensor = self._layout.decode(messages[place], j)
+                except CodecError as error:
+                    raise UnreadableContribution(place, f"its part cannot be read: {error}") from error
+                mean = torch.zeros(shape) if mean is None else mean
+                mean.add_(tensor, alpha=weight / total)
+                if self._senders:
+                    counted.add_(tensor != 0, alpha=weight / total)
+            if self._senders and mean is not None:
+                mean.div_(counted.where(counted > 0, 1.0))
+            means.append(mean)
+        return total, means
+
+    def _read(self, place: int, message: Tensor) -> tuple[float, list[bool]]:
+        try:
+            weight, _, used = self._layout.read(message)
+        except CodecError as error:
+            raise UnreadableContribution(place, f"its part cannot be read: {error}") from error
+        return weight, used

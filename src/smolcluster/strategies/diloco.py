@@ -1,0 +1,71 @@
+"""diloco (DiLoCo): workers train for themselves, and exchange rarely how far they went.
+
+    every worker, for rounds t = 1, 2, ...:
+        w <- theta
+        for H = `inner_steps` steps:   w <- inner optimizer(w, clip(my gradient at w))       AdamW or Muon, state of its own
+        delta <- theta - w                                                                   my pseudo-gradient
+        with a lossy codec:   m <- beta m + delta;   send encode(m);   m <- m - decode(encode(m))
+        mean  <- the mean over workers of what they sent, decoded in the order of ranks
+        theta <- outer optimizer(theta, mean)                    SGD: rate `outer_lr`, `outer_momentum`, Nesterov
+
+theta and the outer optimizer's state are the same on all workers, to the bit. The inner optimizer's is each worker's own and is
+kept between rounds; so is m. Means are weighted by samples, or targets where the task counts them. beta is `feedback_decay`.
+
+Codecs: fp32 is summed in a ring. The others are gathered, so that nothing is encoded twice: bf16, int8, int4; or blocktopk, of
+which each worker sends the largest numbers of each block (SparseLoCo). There a number is averaged over those who sent it, or
+over all: `average`.
+
+Outer SGD of rate 1 without momentum is federated averaging. `inner_steps` 1 besides, with plain SGD inside, is `single`.
+
+Bytes per step and worker, sent and received each, for S bytes of parameters, or E of them encoded, on N workers:
+    fp32   2 (N-1)/N S / H           others   (N-1) E / H
+Memory: theta, the outer momentum, what is exchanged, and m, beside the model.
+
+Douillard et al., "DiLoCo: Distributed low-communication training of language models", 2023 (arXiv 2311.08105). Sarfi et al.,
+"Communication efficient LLM pre-training with SparseLoCo", 2025 (2508.15706). Thérien et al., "MuLoCo: Muon is a practical
+inner optimizer for DiLoCo", 2025 (2505.23725).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from smolcluster.comm.codecs import chosen_codec
+from smolcluster.comm.gathered_mean import GatheredMean
+from smolcluster.comm.rounds import Combination
+from smolcluster.compute.bare_optimizers import SGD
+from smolcluster.config.options import DiLoCoOptions
+from smolcluster.parallel.encoding import gathered_by_workers
+from smolcluster.parallel.placement import Node, Placement, Shape
+from smolcluster.strategies.base.local_steps import LocalSteps
+
+
+class DiLoCo(LocalSteps[DiLoCoOptions]):
+    def outer_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        rate, momentum = self.options.outer_lr, self.options.outer_momentum
+        return SGD(parameters, lr=rate, momentum=momentum, nesterov=self.options.nesterov and momentum > 0)
+
+    @classmethod
+    def outer_states(cls, options: DiLoCoOptions) -> int:
+        return int(options.outer_momentum > 0)
+
+    def combination(self) -> Combination:
+        codec = chosen_codec(self.options)
+        if codec.lossless:
+            return self.sum_of_workers(self.options)
+        return GatheredMean(
+            {name: p for name, p in self.replica.model.named_parameters() if p.requires_grad},
+            self.context.fixed_group,
+            codec=codec,
+            decay=self.options.feedback_decay,
+            senders=codec.name == "blocktopk" and self.options.average == "senders",
+        )
+
+    @classmethod
+    def exchanged(cls, options: DiLoCoOptions, nodes: Sequence[Node], shape: Shape | None) -> Placement:
+        if chosen_codec(options).lossless:
+            return super().exchanged(options, nodes, shape)
+        return gathered_by_workers(options, nodes, shape)

@@ -1,0 +1,188 @@
+"""DiLoCo over real processes computes what a loop in one process computes, which is written here apart."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.equivalence.test_local_steps import BATCHES, averaged
+from tests.equivalence.test_local_steps import CONFIG as PLAIN_SGD
+from tests.tasks import Double
+from tests.world import ElasticWorld, World, run_elastic_world, run_world
+from torch import Tensor, nn
+
+from smolcluster.comm.codecs import make_codec
+from smolcluster.comm.contributions import HEAD
+from smolcluster.compute.rng import seed_everything
+from smolcluster.config.options import DiLoCoOptions
+from smolcluster.data.sampler import Sampler, ShardedSampler
+from smolcluster.engine.checkpoint.store import read_checkpoint
+from smolcluster.parallel.placement import Node, Shape
+from smolcluster.strategies.diloco import DiLoCo
+
+SEED, STEPS, RATE, H = 5, 8, 0.01, 2
+COUNTS = (6, 2)  # samples of each worker
+CONFIG: dict[str, Any] = {
+    "training.steps": STEPS,
+    "training.seed": SEED,
+    "training.learning_rate": RATE,
+    "training.weight_decay": 0.0,
+    "training.grad_clip_norm": 0.0,
+    "training.batch_size": COUNTS[1],
+    "cluster.workers": ["a", "b"],
+    "cluster.batch_size": {"a": COUNTS[0]},
+    "lr_schedule.min_lr": RATE,
+    "lr_schedule.warmup_iters": 0,
+    "training.eval_steps": 0,
+    "training.checkpoint_steps": 100,
+    "strategy.inner_steps": H,
+}
+WAN = {"strategy.preset": "wan"}
+
+
+def train(
+    plane: str, run_dir: Path, sets: dict[str, Any], *, workers: int = len(COUNTS), **world: Any
+) -> World | ElasticWorld:
+    run = run_world if plane == "mesh" else run_elastic_world
+    arguments = {"task": "Double", "strategy": "diloco", **world}
+    return run(workers, run_dir, CONFIG | {"cluster.plane": plane} | sets, **arguments)  # type: ignore[operator]
+
+
+def weights(world: World | ElasticWorld, step: int = STEPS) -> dict[str, Tensor]:
+    return dict(read_checkpoint(world.run_dir / "checkpoints" / f"step-{step:08d}").weights)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-12) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance)
+
+
+def simulated(
+    *, codec: str = "fp32", senders: bool = False, decay: float = 0.95, rate: float = 0.7, momentum: float = 0.9
+) -> dict[str, Tensor]:
+    """One model for each worker, in turn; Nesterov's rule, error feedback and the mean are written out."""
+    task = Double(config=None)  # type: ignore[arg-type]
+    seed_everything(SEED, "weights", device=torch.device("cpu"))
+    models = [task.model()]
+    models += [copy.deepcopy(models[0]) for _ in COUNTS[1:]]
+    inner = [torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0) for model in models]
+    x, y = task.train_data()
+    readers = [ShardedSampler(Sampler(len(x), seed=SEED), counts=COUNTS, shard=shard) for shard in range(len(COUNTS))]
+    theta = [p.detach().clone() for p in models[0].parameters()]
+    velocity = [torch.zeros_like(p) for p in theta]
+    residuals: list[list[Tensor | float]] = [[0.0] * len(theta) for _ in COUNTS]
+    for _ in range(STEPS // H):
+        for model, optimizer, reader in zip(models, inner, readers, strict=True):
+            for _ in range(H):
+                read = torch.from_numpy(reader.next())
+                optimizer.zero_grad()
+                task.loss(model, (x[read], y[read])).backward()
+                optimizer.step()
+        for place, anchor in enumerate(theta):
+            sent = []
+            for worker, model in enumerate(models):
+                delta = anchor - list(model.parameters())[place].detach()
+                if codec == "fp32":
+                    sent.append(delta)
+                    continue
+                wanted = delta.float() + decay * residuals[worker][place]
+                sent.append(through(codec, wanted))
+                residuals[worker][place] = wanted - sent[-1]
+            total = sum(count * tensor for count, tensor in zip(COUNTS, sent, strict=True))
+            who = sum(count * ((tensor != 0) if senders else 1) for count, tensor in zip(COUNTS, sent, strict=True))
+            mean = total / torch.as_tensor(who).clamp(min=1)
+            velocity[place] = momentum * velocity[place] + mean
+            anchor -= rate * (mean + momentum * velocity[place])
+        for model in models:
+            torch.nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(theta), model.parameters())
+    return models[0].state_dict()
+
+
+def through(name: str, tensor: Tensor) -> Tensor:
+    """What comes out of a codec."""
+    codec = make_codec(name)
+    data, decoded = torch.zeros(codec.nbytes(tensor.shape), dtype=torch.uint8), torch.empty(tensor.shape)
+    codec.decode(data[: codec.encode(tensor, data)], decoded)
+    return decoded
+
+
+def test_dense_rounds_are_those_of_a_loop(tmp_path: Path) -> None:
+    """AdamW inside keeps its state from round to round, and each worker has its own."""
+    assert_close(weights(train("mesh", tmp_path, {})), simulated())
+
+
+@pytest.mark.usual(when=lambda average, codec: (average, codec) == ("senders", "blocktopk"))
+@pytest.mark.parametrize("average", ["senders", "all"])
+@pytest.mark.parametrize("codec", ["blocktopk", "int4", "int8", "bf16"])
+def test_lossy_rounds_are_those_of_a_loop(tmp_path: Path, average: str, codec: str) -> None:
+    """Sums are taken in fp32."""
+    sets = {"strategy.codec": codec, "strategy.average": average, "logging.log_interval": 1}
+    senders, decay = average == "senders" and codec == "blocktopk", 0.0 if codec == "bf16" else 0.95
+    expected = simulated(codec=codec, senders=senders, decay=decay)
+    world = train("mesh", tmp_path, sets)
+    assert_close(weights(world), expected, tolerance=1e-6)
+    # One message a round: weight, flags, the tensors as they are encoded, and whether to stop.
+    tensors = [tuple(tensor.shape) for tensor in expected.values()]
+    message = HEAD.size + len(tensors) + sum(map(make_codec(codec).nbytes, tensors)) + 1
+    assert isinstance(world, World)
+    sent = {row.step: row.bytes_sent for row in world.ranks[0].rows()}
+    assert [sent[step] - sent[step - 1] for step in range(2, STEPS)] == [message, 0] * (STEPS // 2 - 1)
+
+
+@pytest.mark.usual(when=lambda plane: plane == "mesh")
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_rounds_of_one_step_of_plain_sgd_are_single(tmp_path: Path, plane: str) -> None:
+    """And with more steps federated averaging: batches differ, and the last round is shorter."""
+    averaging = PLAIN_SGD | {"strategy.outer_lr": 1.0, "strategy.outer_momentum": 0.0}
+    for inner_steps in (1, 3) if plane == "mesh" else (1,):
+        sets = averaging | {"strategy.inner_steps": inner_steps}
+        world = train(plane, tmp_path / str(inner_steps), sets, workers=len(BATCHES))
+        assert_close(weights(world, 7), averaged(inner_steps))
+        if inner_steps == 1:
+            big = {"cluster.batch_size": {}, "cluster.workers": ["a"], "training.batch_size": sum(BATCHES)}
+            one = run_world(1, tmp_path / "one", PLAIN_SGD | big, task="Double", strategy="single")
+            assert_close(weights(world, 7), weights(one, 7))
+
+
+@pytest.mark.usual(when=lambda plane, options: options == WAN)
+@pytest.mark.parametrize("options", [{}, WAN], ids=["dense", "wan"])
+@pytest.mark.parametrize("plane", ["mesh", "elastic"])
+def test_resumed_to_the_bit(tmp_path: Path, plane: str, options: dict[str, Any]) -> None:
+    """Each worker goes on with its own moments and error feedback; on the mesh plane in the middle of a round."""
+    sets = options | {"strategy.inner_steps": 3 if plane == "mesh" else 2, "training.checkpoint_steps": 4}
+    whole = train(plane, tmp_path / "whole", sets)
+    if isinstance(whole, ElasticWorld):
+        assert whole.summary["replicas_agree"] is True
+        # What workers have of their own is in the run's own directory.
+        half = train(plane, tmp_path / "again", sets | {"training.steps": 4})
+        again = train(plane, tmp_path / "again", sets, resume=half.run_dir / "checkpoints" / "step-00000004")
+    else:
+        saved = whole.run_dir / "checkpoints" / "step-00000004"
+        again = train(plane, tmp_path / "again", sets, resume=saved)
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "blocktopk"])
+def test_bytes_are_those_of_the_formula(codec: str) -> None:
+    """Of every round; what crosses sockets is held to this in tests/conformance."""
+    shape = Shape(parameters=100 * 100 + 77, bytes_per_parameter=4, tensors=[(100, 100), (77,)])
+    encoded = sum(make_codec(codec).nbytes(tensor) for tensor in shape.tensors)
+    options = DiLoCoOptions(codec=codec, inner_steps=5)
+    for stays in (True, False):
+        nodes = [Node(name=f"n{i}", stays=stays) for i in range(4)]
+        costs = DiLoCo.plan(options, nodes, shape).costs
+        assert {(cost.bytes_sent, cost.bytes_received) for cost in costs} == {(3 * encoded // 5, 3 * encoded // 5)}
+
+
+def test_presets_and_what_wins_over_them() -> None:
+    wan = DiLoCoOptions(preset="WAN")
+    assert (wan.codec, wan.codec_bits, wan.outer_lr, wan.outer_momentum) == ("blocktopk", 2, 1.0, 0.0)
+    assert DiLoCoOptions(preset="lan").codec == "int4"
+    assert DiLoCoOptions(preset="wan", codec_bits=4, outer_momentum=0.5).codec_bits == 4
+    assert DiLoCoOptions(preset="wan", outer_momentum=0.5).outer_momentum == 0.5
+    with pytest.raises(ValueError, match="takes one of fp32, bf16, int8, int4, blocktopk"):
+        DiLoCoOptions(codec="powersgd")
