@@ -55,6 +55,16 @@ TOLD = told()
 RUN = [command for command in TOLD if not OF_OTHERS.search(command.words)]
 
 
+def test_links_lead_to_files() -> None:
+    links = [
+        (page, target) for page in PAGES for target in re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8"))
+    ]
+    missing = [
+        (page.name, target) for page, target in links if ":" not in target and not (page.parent / target).exists()
+    ]
+    assert missing == []
+
+
 def block_of(page: str, *, language: str, containing: str) -> str:
     blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
     (text,) = (text for name, text in blocks if name == language and containing in text)
