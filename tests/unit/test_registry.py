@@ -309,7 +309,7 @@ def test_nothing_but_its_record_and_its_code_names_a_strategy() -> None:
     source = ROOT / "src" / "smolcluster"
     theirs = [source / "strategies", *(source / "config" / f"{name}.py" for name in ("strategies", "options"))]
     allowed = {
-        (source / "serve" / "engine" / "sources.py", "single"),  # a key of tokenizer.json
+        (source / "serve" / "engine" / "folder_source.py", "single"),  # a key of tokenizer.json
     }
     names = set(BUILT_IN) - {"mesh"}  # a plane has that name too
     plain_words = {"single", "tensor", "pipeline"}
