@@ -46,7 +46,7 @@ class Loop:
         val_data: Dataset | None,
         observer: Observer,
         record: RunRecord,
-        together: bool = False,
+        saves_parts: bool = False,
         keep: Callable[[], None] = lambda: None,
         profiler: Profiler | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class Loop:
         self.step = 0  # the last that was taken
         self.interrupted = False
         self._reader, self._train_data, self._val_data = reader, train_data, val_data
-        self._observer, self._together = observer, together
+        self._observer, self._saves_parts = observer, saves_parts
         self._config = context.config.training
         self._log_interval = context.config.logging.log_interval
         self._profiler, self._keep = profiler, keep
@@ -182,7 +182,7 @@ class Loop:
     # Together, every rank has a part of it, which it copies and writes itself.
 
     def _state(self) -> State:
-        return self.strategy.state("rank" if self._together else "run")
+        return self.strategy.state("rank" if self._saves_parts else "run")
 
     def _reserve(self) -> None:
         """Memory for a copy of the state is made beside training, so that the first save stalls no longer than others."""
@@ -207,13 +207,13 @@ class Loop:
 
     def _agree(self, broken: str | None) -> str | None:
         """Where every rank writes a part, on what all of them found."""
-        return next(filter(None, gather_json(self.context.group, broken)), None) if self._together else broken
+        return next(filter(None, gather_json(self.context.group, broken)), None) if self._saves_parts else broken
 
     def _extra(self, state: State) -> dict[str, Tensor]:
         """What only this strategy can use, by scope: where the lead rank writes alone, that of all ranks."""
         rank = self.context.seat.rank
         own = {f"{rank}/{name}": tensor for name, tensor in state.own.items()}
-        if not self._together and self.context.group.size > 1:
+        if not self._saves_parts and self.context.group.size > 1:
             own = collect_tensors(self.context.group, own)
         shared = {f"{ALL}/{name}": tensor for name, tensor in state.shared.items()} if rank == 0 else {}
         return shared | own

@@ -150,7 +150,7 @@ class Role(ABC):
 
     # Checkpoints
 
-    def _make_saver(self, strategy: Strategy[Options], *, together: bool = False, again: bool = False) -> Saver:
+    def _make_saver(self, strategy: Strategy[Options], *, saves_parts: bool = False, again: bool = False) -> Saver:
         """`together`: every rank has one, for its part of the state. `again`: there was room when the run began."""
         self.run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         weights_bytes = sum(t.nbytes for t in strategy.replica.layout.values())
@@ -158,7 +158,7 @@ class Role(ABC):
             check_disk_space(self.run_dir.path, need_bytes=3 * weights_bytes)
         self.store = CheckpointStore(self.run_dir.checkpoints, keep=self.config.training.max_checkpoints_to_keep)
         self.checkpoint: str | None = None
-        told = not together or self.spec.rank == 0
+        told = not saves_parts or self.spec.rank == 0
 
         def saved(event: CheckpointSaved) -> None:
             if not told:
@@ -177,7 +177,7 @@ class Role(ABC):
         def skipped(step: int, by: int) -> None:
             log.warning("the disk is slower than checkpoint_steps: step %d is not saved, step %d is next", step, by)
 
-        return Saver(self._make_store(), patient=together, on_saved=saved, on_failed=failed, on_skipped=skipped)
+        return Saver(self._make_store(), patient=saves_parts, on_saved=saved, on_failed=failed, on_skipped=skipped)
 
     def _make_store(self) -> Store:
         return self.store

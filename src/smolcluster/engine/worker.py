@@ -249,10 +249,10 @@ class Worker(Role):
         strategy = self.strategy_class(self.options, self.context)
         strategy.setup(self.task)
         self.bulletin = self._find_bulletin(strategy)
-        together = self.bulletin is not None
+        saves_parts = self.bulletin is not None
         self.saver = None
-        if training.checkpoint_steps != 0 and (self.lead or together):
-            self.saver = self._make_saver(strategy, together=together, again=self.spec.again)
+        if training.checkpoint_steps != 0 and (self.lead or saves_parts):
+            self.saver = self._make_saver(strategy, saves_parts=saves_parts, again=self.spec.again)
         assert self.seat.shard is not None
         self.loop = Loop(
             strategy=strategy,
@@ -275,7 +275,7 @@ class Worker(Role):
                 saver=self.saver,
                 traffic=lambda: self.context.traffic,
             ),
-            together=together,
+            saves_parts=saves_parts,
             profiler=self._make_profiler(last_step=total_steps),
         )
 
@@ -450,4 +450,4 @@ class Worker(Role):
         except OSError as error:  # the run has come to its end all the same
             self._warn(f"{picture} could not be drawn: {error.strerror or error}")
             return
-        self.observer.emit(Notice(level="INFO", message=f"{picture}: {drawing.says}", rank=0))
+        self.observer.emit(Notice(level="INFO", message=f"{picture}: {drawing.caption}", rank=0))
